@@ -1,0 +1,84 @@
+"""What must be equal on all ranks: compare it before it does harm, and name what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.collectives import all_gather_json
+from ddp_callbacks.errors import MismatchError
+from ddp_callbacks.failures import describe_rank
+from ddp_callbacks.process_group import get_world_size, resolve_group
+
+MISSING = "(none)"
+SHOWN = 5  # differences that a message lists
+
+
+def require_agreement(
+    settings: Mapping[str, Any], subject: str, remedy: str, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise unless ``settings`` (names to JSON values) are equal on all ranks. A collective.
+
+    Args:
+        subject: What the settings belong to: "the model".
+        remedy: What to do about a difference, one sentence.
+
+    Raises:
+        MismatchError: On every rank alike, naming each setting that differs, the ranks and their values.
+    """
+    if get_world_size(group) == 1:
+        return
+    gathered = all_gather_json(dict(settings), f"the comparison of {subject}", group)
+    lines = list(differences(gathered))
+    if not lines:
+        return
+    hosts = ", ".join(describe_rank(resolve_group(group), rank) for rank in range(len(gathered)))
+    more = f"\n  ... and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    raise MismatchError(
+        f"the ranks disagree about {subject}:\n  " + "\n  ".join(lines[:SHOWN]) + more + f"\n{remedy}\nRanks: {hosts}."
+    )
+
+
+def differences(gathered: list[dict[str, Any]]) -> Iterable[str]:
+    """One line for each setting that is not equal everywhere: ``lr: 0.1 on ranks 0, 2; 0.2 on rank 1``."""
+    names = dict.fromkeys(name for settings in gathered for name in settings)
+    for name in names:
+        ranks_by_value: dict[str, list[str]] = {}
+        for rank, settings in enumerate(gathered):
+            ranks_by_value.setdefault(str(settings.get(name, MISSING)), []).append(str(rank))
+        if len(ranks_by_value) > 1:
+            yield f"{name}: " + "; ".join(
+                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+                for value, ranks in ranks_by_value.items()
+            )
+
+
+def module_settings(module: torch.nn.Module) -> dict[str, str]:
+    """The shape, dtype and trainability of each parameter and buffer, by name."""
+    settings = {
+        f"parameter {name}": f"{list(parameter.shape)} {_dtype(parameter)}{'' if parameter.requires_grad else ' frozen'}"
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    settings |= {f"buffer {name}": f"{list(buffer.shape)} {_dtype(buffer)}" for name, buffer in module.named_buffers()}
+    return settings | {"the order of the parameters": ", ".join(name for name, _ in module.named_parameters())}
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The class, and each group's options and number of parameters."""
+    settings = {"optimizer": type(optimizer).__name__}
+    for index, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key != "params"}
+        settings |= {f"optimizer group {index}: {key}": _plain(value) for key, value in options.items()}
+        settings[f"optimizer group {index}: number of parameters"] = str(len(group["params"]))
+    return settings
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _plain(value: Any) -> str:
+    return str(value.tolist()) if isinstance(value, torch.Tensor) else str(value)

@@ -1,0 +1,90 @@
+"""Start equal: parameters, buffers and optimizer state from rank 0; and buffers merged before an evaluation.
+
+All functions are collectives and block; in a world of one they change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.collectives import all_reduce, broadcast, broadcast_tensors, pack, unpack
+from ddp_callbacks.process_group import get_rank, get_world_size
+
+
+def broadcast_parameters(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite every parameter and buffer of ``module`` with rank 0's.
+
+    Names, shapes and dtypes must be equal on all ranks (see :func:`ddp_callbacks.agreement.require_agreement`).
+    """
+    _broadcast_all([*module.parameters(), *module.buffers()], "the model's parameters", group)
+
+
+@torch.no_grad()
+def merge_buffers(module: torch.nn.Module, samples: float, group: dist.ProcessGroup | None = None) -> None:
+    """Make the buffers equal: running statistics averaged with ``samples`` as this rank's weight, others rank 0's.
+
+    Running statistics are ``running_mean`` and ``running_var`` of the normalization layers that track them. The
+    ranks' batches are parts of the same batches, so that the plain weighted mean of the (unbiased) variances is the
+    estimate for the whole. Where no rank has seen a sample, nothing changes.
+    """
+    if get_world_size(group) == 1:
+        return
+    statistics = list(running_statistics(module))
+    tracked = {id(buffer) for buffer in statistics}
+    _weighted_mean(statistics, samples, group)
+    _broadcast_all([buffer for buffer in module.buffers() if id(buffer) not in tracked], "the model's buffers", group)
+
+
+def running_statistics(module: torch.nn.Module) -> Iterable[torch.Tensor]:
+    """The running means and variances of all normalization layers of ``module``."""
+    for layer in module.modules():
+        for name in ("running_mean", "running_var"):
+            if isinstance(buffer := layer._buffers.get(name), torch.Tensor):
+                yield buffer
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> None:
+    """Load rank 0's state and hyperparameters of ``optimizer`` on every other rank.
+
+    Raises:
+        ValueError: From ``load_state_dict``, if the groups hold different numbers of parameters.
+        TypeError: If the state holds something that is neither a tensor nor plain data.
+    """
+    if get_world_size(group) == 1:
+        return
+    tensors: list[torch.Tensor] = []
+    header = pack(optimizer.state_dict(), tensors) if get_rank(group) == 0 else None
+    header, tensors = broadcast_tensors(header, tensors, "the optimizer's state", group)
+    if get_rank(group) != 0:
+        optimizer.load_state_dict(unpack(header, tensors))
+
+
+def _broadcast_all(tensors: list[torch.Tensor], doing: str, group: dist.ProcessGroup | None) -> None:
+    """One message per dtype and device."""
+    if get_world_size(group) == 1:
+        return
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for some in alike.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in some])
+        broadcast(flat, doing, group)
+        _copy_back(flat, some)
+
+
+def _weighted_mean(tensors: list[torch.Tensor], weight: float, group: dist.ProcessGroup | None) -> None:
+    if not tensors:
+        return
+    total = torch.tensor([weight], dtype=torch.float64, device=tensors[0].device)
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors] + [total.new_ones(1)]) * weight
+    all_reduce(flat, "the running statistics", group)
+    if flat[-1] > 0:
+        _copy_back(flat[:-1] / flat[-1], tensors)
+
+
+def _copy_back(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+        tensor.copy_(part.view(tensor.shape))

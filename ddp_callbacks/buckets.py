@@ -1,0 +1,63 @@
+"""Which parameters travel together: pure bookkeeping, no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Kind = tuple[torch.dtype, torch.device, bool]
+MB = 1024 * 1024
+FIRST_BUCKET_MB = 1.0  # a small first bucket starts the overlap early, as in DDP (arXiv:2006.15704, section 4.2)
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What decides the bucket of a parameter.
+
+    Attributes:
+        numel: Number of elements.
+        dtype, device: Of the gradient; a bucket holds one kind.
+        trainable: Frozen parameters have buckets of their own, so that they cost nothing until they are unfrozen.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    trainable: bool = True
+
+    @property
+    def kind(self) -> Kind:
+        return self.dtype, self.device, self.trainable
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def assign_buckets(specs: Sequence[ParameterSpec], bucket_cap_mb: float) -> list[list[int]]:
+    """Split parameters into buckets.
+
+    Args:
+        specs: The parameters in the order in which the module registers them.
+        bucket_cap_mb: A bucket is closed once it holds this many MiB; a larger parameter has a bucket of its own. The
+            first bucket of each kind is closed at 1 MiB already.
+
+    Returns:
+        Indices into ``specs``, bucket by bucket, in the order in which backward fills them: the reverse of the
+        order of registration. Every index occurs once. The order depends on ``specs`` alone, so it is the same on all
+        ranks and for the whole run (PowerSGD keeps its state by bucket index).
+    """
+    open_buckets: dict[Kind, list[int]] = {}
+    nbytes: dict[Kind, int] = {}
+    caps: dict[Kind, float] = {}
+    closed: list[list[int]] = []
+    for index in reversed(range(len(specs))):
+        kind = specs[index].kind
+        open_buckets.setdefault(kind, []).append(index)
+        nbytes[kind] = nbytes.get(kind, 0) + specs[index].nbytes
+        if nbytes[kind] >= caps.get(kind, min(FIRST_BUCKET_MB, bucket_cap_mb)) * MB:
+            closed.append(open_buckets.pop(kind))
+            nbytes[kind], caps[kind] = 0, bucket_cap_mb
+    return closed + list(open_buckets.values())

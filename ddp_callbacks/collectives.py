@@ -1,0 +1,153 @@
+"""Small messages between all ranks: JSON headers and raw tensors, no pickle on the wire.
+
+Every function is a collective: all ranks of the group must call it, in the same order, and each blocks until all have.
+In a world of one it is the identity.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.failures import wait
+from ddp_callbacks.process_group import get_world_size, resolve_group
+
+Json = Any  # what json.dumps takes; numbers keep every bit, NaN and infinities included
+
+
+def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Sum ``tensor`` (any shape) over the ranks, in place, and return it."""
+    if get_world_size(group) > 1:
+        resolved = resolve_group(group)
+        wait(resolved.allreduce([tensor], dist.AllreduceOptions()), doing, resolved)
+    return tensor
+
+
+def any_rank(flag: bool, doing: str, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether ``flag`` is true on any rank."""
+    if get_world_size(group) == 1:
+        return flag
+    total = torch.tensor([int(flag)], dtype=torch.int64, device=message_device(group))
+    return bool(all_reduce(total, doing, group).item())
+
+
+def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Overwrite ``tensor`` (any shape, contiguous) with rank 0's, in place, and return it."""
+    if get_world_size(group) > 1:
+        resolved = resolve_group(group)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        wait(resolved.broadcast([tensor], options), doing, resolved)
+    return tensor
+
+
+def all_gather_json(value: Json, doing: str, group: dist.ProcessGroup | None = None) -> list[Json]:
+    """Every rank's ``value``, by rank."""
+    return [header for header, _ in all_gather_tensors(value, [], doing, group)]
+
+
+def all_gather_tensors(
+    header: Json, tensors: Sequence[torch.Tensor], doing: str, group: dist.ProcessGroup | None = None
+) -> list[tuple[Json, list[torch.Tensor]]]:
+    """Every rank's ``header`` and ``tensors``, by rank. Number, shapes and dtypes may differ between ranks.
+
+    The tensors returned lie on the CPU if ``tensors`` do or there are none, else on this rank's device.
+    """
+    if get_world_size(group) == 1:
+        return [(json.loads(json.dumps(header)), list(tensors))]
+    resolved = resolve_group(group)
+    home = tensors[0].device if tensors else torch.device("cpu")
+    message = encode(header, tensors).to(message_device(group))
+    sizes = [int(size) for size in _all_gather(torch.tensor([message.numel()], device=message.device), doing, resolved)]
+    padded = message.new_zeros(max(sizes))
+    padded[: message.numel()] = message
+    received = _all_gather(padded, doing, resolved)
+    return [decode(part[:size].cpu(), home) for part, size in zip(received, sizes, strict=True)]
+
+
+def broadcast_tensors(
+    header: Json, tensors: Sequence[torch.Tensor], doing: str, group: dist.ProcessGroup | None = None
+) -> tuple[Json, list[torch.Tensor]]:
+    """Rank 0's ``header`` and ``tensors`` (what the other ranks pass is not read). The tensors come on the CPU."""
+    if get_world_size(group) == 1:
+        return header, list(tensors)
+    device = message_device(group)
+    root = resolve_group(group).rank() == 0
+    message = encode(header, tensors).to(device) if root else torch.empty(0, dtype=torch.uint8)
+    size = int(broadcast(torch.tensor([message.numel()], device=device), doing, group))
+    message = message if root else torch.empty(size, dtype=torch.uint8, device=device)
+    return decode(broadcast(message, doing, group).cpu(), torch.device("cpu"))
+
+
+def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """The device on which small messages travel: the CPU unless the group cannot."""
+    devices = resolve_group(group)._device_types
+    return torch.device("cpu") if torch.device("cpu") in devices else torch.device("cuda", torch.cuda.current_device())
+
+
+def encode(header: Json, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One flat uint8 tensor on the CPU: an 8-byte length, the JSON header, the tensors' raw bytes."""
+    specs = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    text = json.dumps([header, specs]).encode()
+    parts = [torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)]
+    parts += [
+        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()
+    ]
+    return torch.cat(parts)
+
+
+def decode(message: torch.Tensor, device: torch.device) -> tuple[Json, list[torch.Tensor]]:
+    """The inverse of :func:`encode`; the tensors are placed on ``device``."""
+    size = int.from_bytes(bytes(message[:8].tolist()), "little")
+    header, specs = json.loads(bytes(message[8 : 8 + size].tolist()))
+    offset, tensors = 8 + size, []
+    for name, shape in specs:
+        tensor = torch.empty(shape, dtype=getattr(torch, name))
+        count = tensor.numel() * tensor.element_size()
+        if count:
+            tensor.view(-1).view(torch.uint8).copy_(message[offset : offset + count])
+        offset += count
+        tensors.append(tensor.to(device))
+    return header, tensors
+
+
+def pack(value: Any, tensors: list[torch.Tensor]) -> Json:
+    """Nested plain data as JSON; tensors are appended to ``tensors`` and replaced by their number.
+
+    Raises:
+        TypeError: For anything but tensors, numbers, strings, ``None``, lists, tuples and dicts.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, dict):
+        return {"dict": [[pack(key, tensors), pack(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [pack(item, tensors) for item in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"plain": value}
+    raise TypeError(f"only tensors and plain data travel between processes, got a {type(value).__name__}: {value!r}")
+
+
+def unpack(value: Json, tensors: Sequence[torch.Tensor]) -> Any:
+    """The inverse of :func:`pack`."""
+    ((kind, item),) = value.items()
+    if kind == "tensor":
+        return tensors[item]
+    if kind == "dict":
+        return {unpack(key, tensors): unpack(entry, tensors) for key, entry in item}
+    if kind in ("list", "tuple"):
+        entries = [unpack(entry, tensors) for entry in item]
+        return entries if kind == "list" else tuple(entries)
+    return item
+
+
+def _all_gather(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    received = [torch.empty_like(tensor) for _ in range(group.size())]
+    wait(group.allgather([received], [tensor]), doing, group)
+    return received

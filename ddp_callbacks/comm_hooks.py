@@ -1,0 +1,100 @@
+"""The seam to every all-reduce algorithm: DDP's communication hooks, unchanged.
+
+A hook is ``hook(state, bucket) -> Future[Tensor]``, where the future's value is the flat, averaged gradient. torch's
+own (``torch.distributed.algorithms.ddp_comm_hooks``) and those that users wrote for
+``DistributedDataParallel.register_comm_hook`` run here as they are: they get a :class:`GradBucket`, which has the
+methods of torch's ``dist.GradBucket`` (that one has no constructor in Python).
+
+Contract of the engine towards a hook:
+
+- buckets are launched in the order of their index, each once a backward, on every rank;
+- order, number and shapes never change during a run, so state may be kept by ``bucket.index()``;
+- the buffer is not divided by the world size yet; the hook averages;
+- a hook that has an attribute ``allocate(numel, dtype, device) -> Tensor`` supplies the buckets' memory, for example
+  memory that all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.errors import ConfigurationError
+
+CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+
+_NEEDS_DDP = {
+    "ddp_zero_hook": "it drives a ZeroRedundancyOptimizer from inside the DistributedDataParallel object",
+    "optimizer_overlap_hooks": "it runs the optimizer from inside the DistributedDataParallel reducer",
+    "mixed_precision_hooks": "it casts through the DistributedDataParallel reducer; use bf16_compress_hook instead",
+}
+
+
+class GradBucket:
+    """One bucket as a communication hook sees it; the methods are those of ``torch.distributed.GradBucket``."""
+
+    def __init__(
+        self, index: int, buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter], *, is_last: bool
+    ) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._parameters = list(parameters)
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """The position of this bucket in the launch order, from 0."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of this backward."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients of the bucket, flat."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replace the flat tensor, say by a compressed one; afterwards :meth:`gradients` has no meaning."""
+        self._buffer = buffer
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters, in the order of their gradients in the buffer."""
+        return list(self._parameters)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views into the buffer, one per parameter, with its shape."""
+        parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
+
+
+def check_comm_hook(hook: CommHook) -> None:
+    """Raise :class:`ConfigurationError` for what cannot be a communication hook here, with the reason."""
+    if not callable(hook):
+        raise ConfigurationError(f"comm_hook must be callable as hook(state, bucket), got {hook!r}.")
+    name = getattr(hook, "__qualname__", type(hook).__name__)
+    module = (getattr(hook, "__module__", None) or "").rsplit(".", 1)[-1]
+    if module in _NEEDS_DDP:
+        raise ConfigurationError(f"the communication hook {name} needs DistributedDataParallel: {_NEEDS_DDP[module]}.")
+    try:
+        inspect.signature(hook).bind(None, None)
+    except TypeError:
+        raise ConfigurationError(
+            f"a communication hook is called as hook(state, bucket), but {name} has the signature "
+            f"{inspect.signature(hook)}."
+        ) from None
+    except ValueError:
+        pass  # a builtin without a signature
+
+
+def allocator_of(hook: CommHook | None) -> Callable[[int, torch.dtype, torch.device], torch.Tensor]:
+    """The hook's own ``allocate``, or torch's memory."""
+    own: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None = getattr(hook, "allocate", None)
+    return own if own is not None else _allocate
+
+
+def _allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)

@@ -1,0 +1,30 @@
+"""The exceptions of ddp_callbacks.
+
+::
+
+    DDPCallbacksError
+    ├── ConfigurationError (ValueError)     what was asked for cannot be; says the rule, the value and the remedy
+    │   └── RendezvousError                 the processes could not meet within the timeout
+    ├── MismatchError (ValueError)          the ranks hold different models, settings, data or metrics
+    └── PeerError (RuntimeError)            another rank failed, died or went silent
+"""
+
+
+class DDPCallbacksError(Exception):
+    """Base of every exception that this library raises on purpose."""
+
+
+class ConfigurationError(DDPCallbacksError, ValueError):
+    """A setting, an argument or an environment variable that cannot work."""
+
+
+class RendezvousError(ConfigurationError):
+    """The processes could not meet: nobody answers at the address, or some rank never came."""
+
+
+class MismatchError(DDPCallbacksError, ValueError):
+    """The ranks disagree about something that must be equal; raised on every rank with the same text."""
+
+
+class PeerError(DDPCallbacksError, RuntimeError):
+    """Another rank raised, died, left or went silent; the message names it and its host."""

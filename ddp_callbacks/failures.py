@@ -1,0 +1,185 @@
+"""Waiting that ends: a failure on one rank reaches every other as an error that names it.
+
+gloo cannot abort a collective that waits (https://github.com/pytorch/pytorch/issues/130345), so nobody here waits
+without looking up: :func:`wait` waits in slices, and between two slices it reads the store of the process group, where
+:func:`report_failure` leaves the first failure and :func:`announce_leave` the ranks that have gone.
+
+Keys in the group's store, all below ``ddp_callbacks/``:
+
+========================  ============================================================================
+``host/{rank}``           JSON, the host name and process id of a rank, written when it joins
+``failure``               JSON, the first failure: rank, exception type, message, traceback
+``left/{rank}``           a rank that has left the run for good
+``alive/{rank}``          a rank that saw a collective break, so it is not the one that died
+========================  ============================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import traceback
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.errors import PeerError
+
+SLICE = timedelta(seconds=1)  # how often a waiting rank looks up
+GRACE = 2.0  # seconds in which every surviving rank has noticed that a collective broke
+
+Pending: TypeAlias = "dist.Work | torch.futures.Future[torch.Tensor]"
+
+
+def announce_join(group: dist.ProcessGroup) -> None:
+    """Write this rank's host name and process id, so that messages can name it."""
+    _set_json(group, f"host/{group.rank()}", {"host": socket.gethostname(), "pid": os.getpid()})
+
+
+def announce_leave(group: dist.ProcessGroup) -> None:
+    """Say that this rank takes part in no more collectives; whoever still waits for it raises."""
+    _store(group).set(f"left/{group.rank()}", b"1")
+
+
+def report_failure(group: dist.ProcessGroup, exception: BaseException) -> None:
+    """Publish ``exception`` to the other ranks, unless one has failed before. Never raises, never blocks for long."""
+    if isinstance(exception, PeerError):
+        return
+    report = {
+        "rank": group.rank(),
+        "type": type(exception).__name__,
+        "message": str(exception),
+        "traceback": "".join(traceback.format_exception(exception)),
+    }
+    try:
+        _store(group).compare_set("failure", "", json.dumps(report))
+    except RuntimeError:
+        pass  # the store has gone with the process that hosted it; the others see the broken connection
+
+
+def describe_rank(group: dist.ProcessGroup, rank: int) -> str:
+    """``rank 1 (host node2, pid 4711)``, or less where less is known. Reads the store."""
+    try:
+        if not _store(group).check([f"host/{rank}"]):
+            return f"rank {rank}"
+        known = json.loads(_store(group).get(f"host/{rank}"))
+    except RuntimeError:
+        return f"rank {rank}"
+    return f"rank {rank} (host {known['host']}, pid {known['pid']})"
+
+
+def check_peers(group: dist.ProcessGroup) -> None:
+    """Raise :class:`PeerError` if some rank has reported a failure. One round trip to the store."""
+    store = _store(group)
+    if not store.check(["failure"]):
+        return
+    report = json.loads(store.get("failure"))
+    raise PeerError(
+        f"{describe_rank(group, report['rank'])} failed with {report['type']}: {report['message']}\n"
+        f"This is {describe_rank(group, group.rank())}, which stops because the run cannot go on without it. "
+        f"The other rank's traceback:\n{report['traceback']}"
+    )
+
+
+def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
+    """Block until ``pending`` is complete.
+
+    Args:
+        pending: What a collective returned; a CUDA collective makes the current stream wait, as ``Work.wait`` does.
+        doing: What the collective is for, for the message: "the gradients of bucket 3".
+        group: The group that communicates.
+
+    Raises:
+        PeerError: Another rank reported a failure, left, or its connection broke, or nothing came within the group's
+            own timeout.
+    """
+    absent_before: set[int] = set()
+    while True:
+        try:
+            if _wait_slice(pending):
+                return
+        except RuntimeError as error:
+            raise _diagnose(group, doing, error) from error
+        try:
+            check_peers(group)
+            absent = _left(group)
+        except PeerError:
+            raise
+        except RuntimeError as error:  # the store died under us
+            raise _diagnose(group, doing, error) from error
+        if absent & absent_before:  # gone for a whole slice, so nothing of theirs is still under way
+            names = ", ".join(describe_rank(group, rank) for rank in sorted(absent))
+            raise PeerError(
+                f"{names} left the run while {describe_rank(group, group.rank())} still waits for {doing}. Every rank "
+                "must make the same calls (run, evaluate and predict too) the same number of times."
+            )
+        absent_before = absent
+
+
+def _wait_slice(pending: Pending) -> bool:
+    if isinstance(pending, torch.futures.Future):
+        return _wait_future(pending)
+    if torch.cuda.is_initialized():
+        pending.wait()  # orders the stream; a timeout here would block the host instead
+        return True
+    try:
+        pending.wait(SLICE)
+    except RuntimeError:
+        if pending.is_completed():
+            raise
+        return False
+    return True
+
+
+def _wait_future(future: torch.futures.Future[torch.Tensor]) -> bool:
+    if not future.done():
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        if not done.wait(SLICE.total_seconds()):
+            return False
+    future.wait()
+    return True
+
+
+def _diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> PeerError:
+    """Find out who is gone: every rank that sees the break says that it lives; who says nothing in time is it."""
+    me = describe_rank(group, group.rank())
+    try:
+        store = _store(group)
+        store.set(f"alive/{group.rank()}", b"1")
+        silent = set(range(group.size()))
+        end = time.monotonic() + GRACE
+        while silent and time.monotonic() < end:
+            check_peers(group)
+            silent = {rank for rank in silent if not store.check([f"alive/{rank}"])}
+            time.sleep(0.05)
+        names = ", ".join(describe_rank(group, rank) for rank in sorted(silent)) or "some rank"
+    except PeerError as reported:
+        return reported
+    except RuntimeError:
+        return PeerError(
+            f"the rendezvous store cannot be reached any more, so the process that hosts it (rank 0, or torchrun's "
+            f"agent on rank 0's node) has died; {me} was waiting for {doing}. First error: {error}"
+        )
+    return PeerError(
+        f"{names} died or went silent while {me} was waiting for {doing}. Look at that process's own output and at "
+        f"its host's kernel log (out of memory, power, network). First error: {error}"
+    )
+
+
+def _left(group: dist.ProcessGroup) -> set[int]:
+    store = _store(group)
+    return {rank for rank in range(group.size()) if rank != group.rank() and store.check([f"left/{rank}"])}
+
+
+def _set_json(group: dist.ProcessGroup, key: str, value: object) -> None:
+    _store(group).set(key, json.dumps(value))
+
+
+def _store(group: dist.ProcessGroup) -> dist.Store:
+    return dist.PrefixStore("ddp_callbacks", group.get_group_store())

@@ -1,0 +1,401 @@
+"""The gradient engine: every gradient becomes the weighted sum over the ranks, while backward still runs.
+
+One backward, on each rank::
+
+    a parameter's gradient is complete     its hook marks it; when a bucket and all before it are full, the bucket is
+                                           copied into flat memory and its all-reduce starts
+    ... more gradients ...                 the collectives run beside the rest of backward
+    the outermost backward ends            the remaining buckets start, the last one with the control numbers; all
+                                           are awaited; parameter.grad becomes a view of the reduced memory
+
+[Note: control numbers]
+Which parameters were used, and whether a bucket has to be sent again, is known only when backward ends, and differs
+between ranks where control flow does. It travels behind the gradients of the last bucket, which is therefore never
+launched before the end: ``[weight, again (one per bucket), used (one per parameter)]``, each summed over the ranks. A
+parameter that no rank used keeps its gradient as it was, ``None`` included; one that some ranks used gets the sum,
+in which the others count as zero. Where the last bucket cannot carry them (low precision, or a communication hook that
+compresses), they travel alone, in float64.
+
+[Note: a gradient that comes twice]
+Under reentrant checkpointing a parameter's hook can fire more than once in a backward, the second time when its bucket
+is already under way (DDP raises "marked ready only once", https://github.com/pytorch/pytorch/issues/46166). The bucket
+is then sent again, on all ranks, and from then on it waits for the end of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+
+from ddp_callbacks.buckets import ParameterSpec, assign_buckets
+from ddp_callbacks.collectives import all_gather_tensors, all_reduce
+from ddp_callbacks.comm_hooks import CommHook, GradBucket, allocator_of, check_comm_hook
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.failures import Pending, wait
+from ddp_callbacks.flat_memory import FlatMemory, MemoryPool, copy_in
+from ddp_callbacks.process_group import get_world_size, resolve_group
+
+
+class Bucket:
+    """The parameters that travel together, and how far they are in this backward."""
+
+    def __init__(self, index: int, slots: list[int], pool: MemoryPool) -> None:
+        self.index = index
+        self.slots = slots  # positions of its parameters in the synchronizer's list
+        self.pool = pool
+        self.patient = False  # a gradient came twice once, so wait for the end of backward
+        self.start()
+
+    def start(self) -> None:
+        """Forget the last backward."""
+        trainable = [parameter.requires_grad for parameter in self.pool.parameters]
+        self.ready = [False] * len(trainable)
+        self.missing = sum(trainable)
+        self.active = self.missing > 0
+        self.again = False
+        self.memory: FlatMemory | None = None
+        self.pending: Pending | None = None
+
+    def mark(self, position: int) -> None:
+        """A gradient is complete."""
+        if not self.ready[position]:
+            self.ready[position] = True
+            self.missing -= 1
+        elif self.memory is not None:
+            self.again = self.patient = True
+
+    def fill(self, scale: float) -> FlatMemory:
+        """Copy the gradients, scaled, into memory."""
+        if self.memory is None:
+            self.memory = self.pool.take()
+        copy_in(self.memory, [parameter.grad for parameter in self.pool.parameters], scale)
+        return self.memory
+
+    def deliver(self, used: list[bool]) -> None:
+        """Hand the reduced gradients of the used parameters out."""
+        assert self.memory is not None
+        kept, values = [], []
+        for position, (parameter, view) in enumerate(zip(self.pool.parameters, self.memory.views, strict=True)):
+            if not used[self.slots[position]]:
+                continue
+            if self.pool.is_kept(position):
+                kept.append(parameter.grad)
+                values.append(view)
+            else:
+                parameter.grad = view
+        if kept:
+            torch._foreach_copy_(kept, values)
+
+
+class GradientSynchronizer:
+    """Synchronize the gradients of a module over the ranks, in each backward, without wrapping the module.
+
+    From construction to :meth:`close`, each backward through the module leaves in ``parameter.grad`` the sum over the
+    ranks of ``weight / total weight`` times the local gradient: with the numbers of samples as weights
+    (:meth:`weigh`) and a loss that is a mean, the gradient of the mean over all samples of all ranks. The call to
+    backward returns when that is done, so clipping and the optimizer see it. All ranks must call backward equally
+    often. In a world of one nothing is registered and nothing changes.
+
+    Args:
+        module: Its parameters are synchronized; frozen ones cost nothing, and may be unfrozen later.
+        bucket_cap_mb: As in DDP, the size in MiB at which a bucket is launched.
+        comm_hook, comm_state: A communication hook as for ``DistributedDataParallel.register_comm_hook`` and its
+            state (see :mod:`ddp_callbacks.comm_hooks`). ``None`` is the exact all-reduce.
+        process_group: ``None`` is the default group.
+
+    Raises:
+        ConfigurationError: The hook needs DDP itself, or a setting is out of range.
+        PeerError: From backward, where another rank failed or died.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        bucket_cap_mb: float = 25.0,
+        comm_hook: CommHook | None = None,
+        comm_state: Any = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not bucket_cap_mb > 0:
+            raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.")
+        if comm_hook is not None:
+            check_comm_hook(comm_hook)
+        self.rounds = 0  # completed synchronizations
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._world_size = get_world_size(process_group)
+        self._enabled = True
+        if self._world_size == 1:
+            return
+        self._group = resolve_group(process_group)
+        self._comm_hook, self._comm_state = comm_hook, comm_state
+        self._weight, self._total = 1.0, float(self._world_size)
+        self._total_known = True
+        self._last_total: float | None = None
+        self._running = False
+        parameters = [parameter for parameter in module.parameters() if _differentiable(parameter)]
+        sparse = _sparse_parameters(module)
+        self._dense = [parameter for parameter in parameters if id(parameter) not in sparse]
+        self._sparse = [parameter for parameter in parameters if id(parameter) in sparse]
+        self._used = [False] * len(parameters)  # since the last synchronization; the dense ones first
+        self._buckets = self._make_buckets(bucket_cap_mb)
+        self._register()
+
+    def weigh(self, weight: float, total: float | None = None) -> None:
+        """Set this rank's weight in the following backwards. Local; does not block.
+
+        Args:
+            weight: Usually the number of samples (or tokens) that the local loss is the mean of. 0 means that this
+                rank takes part but counts nowhere.
+            total: The sum of the weights over the ranks where it is known. ``None`` sends the weight along; all ranks
+                must agree on which.
+        """
+        if self._world_size == 1:
+            return
+        self._forget_failed_backward()
+        self._weight, self._total_known = float(weight), total is not None
+        if total is not None:
+            self._total = float(total)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally inside; the next backward outside sends the accumulated ones."""
+        before, self._enabled = self._enabled, False
+        try:
+            yield
+        finally:
+            self._enabled = before
+
+    def synchronize(self) -> None:
+        """Take part in the other ranks' synchronization after a backward that reached none of the parameters.
+
+        Such a backward fires no hook. Call it after backward if :attr:`rounds` did not go up; it blocks until all
+        ranks take part.
+        """
+        if self._world_size > 1 and not self._running:
+            self._begin()
+            self._finish()
+
+    def close(self) -> None:
+        """Remove every hook. Gradients stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # --- set-up -------------------------------------------------------------------------------------------------
+
+    def _make_buckets(self, bucket_cap_mb: float) -> list[Bucket]:
+        specs = [ParameterSpec(p.numel(), p.dtype, p.device, p.requires_grad) for p in self._dense]
+        assigned = assign_buckets(specs, bucket_cap_mb)
+        tail = 1 + len(assigned) + len(self._used)
+        allocate = allocator_of(self._comm_hook)
+        return [
+            Bucket(index, slots, MemoryPool([self._dense[slot] for slot in slots], tail, allocate))
+            for index, slots in enumerate(assigned)
+        ]
+
+    def _register(self) -> None:
+        for bucket in self._buckets:
+            for position, (slot, parameter) in enumerate(zip(bucket.slots, bucket.pool.parameters, strict=True)):
+                self._handles.append(_hook_even_if_frozen(parameter, self._dense_hook(bucket, position, slot)))
+        for slot, parameter in enumerate(self._sparse, start=len(self._dense)):
+            self._handles.append(_hook_even_if_frozen(parameter, self._sparse_hook(slot)))
+
+    def _dense_hook(self, bucket: Bucket, position: int, slot: int) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            self._used[slot] = True
+            if self._enabled:
+                if not self._running:
+                    self._begin_in_backward()
+                bucket.mark(position)
+                if not bucket.missing:
+                    self._launch_full()
+
+        return hook
+
+    def _sparse_hook(self, slot: int) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            self._used[slot] = True
+            if self._enabled and not self._running:
+                self._begin_in_backward()
+
+        return hook
+
+    # --- one backward -------------------------------------------------------------------------------------------
+
+    def _begin_in_backward(self) -> None:
+        self._begin()
+        Variable._execution_engine.queue_callback(self._end_of_graph_task)
+
+    def _begin(self) -> None:
+        self._running = True
+        for bucket in self._buckets:
+            bucket.start()
+        self._active = [bucket for bucket in self._buckets if bucket.active]
+        self._launched = 0
+        self._scale, self._reference = self._scales()
+        carrier = self._active[-1].pool.parameters[0].dtype if self._active else None
+        self._carried = self._comm_hook is None and carrier in (torch.float32, torch.float64)
+
+    def _scales(self) -> tuple[float, float]:
+        """What the gradients are multiplied with before the sum, and the total weight that this supposes."""
+        if self._total_known:
+            reference = self._total
+        else:
+            # The total arrives with the sum; until then the last one stands in for it, so that half precision does
+            # not overflow. There is none before the first step, so that one asks.
+            if self._last_total is None:
+                weight = torch.tensor([self._weight], dtype=torch.float64, device=self._device())
+                self._last_total = float(all_reduce(weight, "the first weight", self._group))
+            reference = self._last_total
+        average = self._world_size if self._comm_hook is not None else 1  # a hook divides by the world size
+        return (self._weight * average / reference if reference else 0.0), reference
+
+    def _launch_full(self) -> None:
+        """Launch every bucket that is full, in order; never the last, which carries the control numbers."""
+        while self._launched < len(self._active) - 1:
+            bucket = self._active[self._launched]
+            if bucket.missing or bucket.patient:
+                return
+            self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._launched += 1
+        self._send(bucket)
+
+    def _end_of_graph_task(self) -> None:
+        # Reentrant checkpointing runs a backward inside a node of another one; only the outermost is the end.
+        node = torch._C._current_autograd_node()
+        if node is None:
+            self._finish()
+        else:
+            node.register_hook(lambda *_: Variable._execution_engine.queue_callback(self._end_of_graph_task))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        for bucket in self._active[self._launched :]:
+            self._launch(bucket)
+        weight, again, used = self._exchange_control()
+        for bucket, count in zip(self._buckets, again, strict=True):
+            if count:
+                bucket.patient = True
+                self._send(bucket)
+                self._await(bucket)
+        for bucket in self._active:
+            self._rescale(bucket, weight)
+            bucket.deliver(used)
+        for parameter, is_used in zip(self._sparse, used[len(self._dense) :], strict=True):
+            if is_used:
+                self._exchange_sparse(parameter, weight)
+        self._used = [False] * len(self._used)
+        self._running = False
+        self.rounds += 1
+
+    # --- the wire -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket) -> None:
+        memory = bucket.fill(self._scale)
+        is_last = bucket is self._active[-1]
+        if self._comm_hook is not None:
+            stand_in = GradBucket(bucket.index, memory.flat[: memory.numel], bucket.pool.parameters, is_last=is_last)
+            bucket.pending = self._comm_hook(self._comm_state, stand_in)
+            return
+        payload = memory.flat[: memory.numel]
+        if is_last and self._carried:
+            payload = memory.flat
+            payload[memory.numel :] = self._control().to(payload)
+        bucket.pending = self._group.allreduce([payload], dist.AllreduceOptions())
+
+    def _await(self, bucket: Bucket) -> None:
+        assert bucket.pending is not None and bucket.memory is not None
+        wait(bucket.pending, f"the gradients of bucket {bucket.index}", self._group)
+        if isinstance(bucket.pending, torch.futures.Future):
+            value, flat = bucket.pending.value(), bucket.memory.flat[: bucket.memory.numel]
+            if value.data_ptr() != flat.data_ptr() or value.dtype != flat.dtype:
+                flat.copy_(value.view(-1))
+
+    def _control(self) -> torch.Tensor:
+        again = [float(bucket.again) for bucket in self._buckets]
+        return torch.tensor([self._weight, *again, *map(float, self._used)], dtype=torch.float64)
+
+    def _exchange_control(self) -> tuple[float, list[bool], list[bool]]:
+        """Await everything; the total weight, and per bucket and per parameter whether any rank says so."""
+        alone = None if self._carried else self._control().to(self._device())
+        if alone is not None:
+            work = self._group.allreduce([alone], dist.AllreduceOptions())
+        for bucket in self._active:
+            self._await(bucket)
+        if alone is not None:
+            wait(work, "the control numbers of the gradients", self._group)
+            control = alone
+        else:
+            memory = self._active[-1].memory
+            assert memory is not None
+            control = memory.flat[memory.numel :]
+        weight, *flags = control.tolist()
+        count = len(self._buckets)
+        return weight, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]]
+
+    def _rescale(self, bucket: Bucket, weight: float) -> None:
+        """Correct for a total weight that was not known when the bucket was sent."""
+        if self._total_known:
+            return
+        assert bucket.memory is not None
+        self._last_total = weight
+        if weight != self._reference:
+            bucket.memory.flat[: bucket.memory.numel].mul_(self._reference / weight if weight else 0.0)
+
+    def _exchange_sparse(self, parameter: torch.nn.Parameter, weight: float) -> None:
+        total = self._total if self._total_known else weight
+        grad = parameter.grad
+        parts = []
+        if grad is not None and self._weight:
+            grad = (grad if grad.is_sparse else grad.to_sparse(1)).coalesce()
+            parts = [grad.indices(), grad.values() * (self._weight / total)]
+        gathered = [part for _, part in all_gather_tensors(None, parts, "a sparse gradient", self._group) if part]
+        if gathered:
+            indices, values = (torch.cat(pair, dim) for pair, dim in zip(zip(*gathered, strict=True), (1, 0)))
+            device = parameter.device
+            parameter.grad = torch.sparse_coo_tensor(
+                indices.to(device), values.to(device), parameter.shape, check_invariants=False
+            ).coalesce()
+
+    def _device(self) -> torch.device:
+        return (self._dense or self._sparse)[0].device
+
+    def _forget_failed_backward(self) -> None:
+        """An exception in the middle of backward skips its end; what was under way is abandoned with its memory."""
+        if self._running and torch._C._current_graph_task_id() == -1:
+            for bucket in self._buckets:
+                bucket.pool.abandon()
+            self._running = False
+
+
+def _differentiable(parameter: torch.nn.Parameter) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _sparse_parameters(module: torch.nn.Module) -> set[int]:
+    """The ids of the parameters whose gradient is sparse."""
+    return {
+        id(layer.weight)
+        for layer in module.modules()
+        if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and layer.sparse
+    }
+
+
+def _hook_even_if_frozen(
+    parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]
+) -> torch.utils.hooks.RemovableHandle:
+    """torch refuses the hook on a frozen parameter, but keeps it when the parameter is frozen afterwards."""
+    trainable = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(trainable)
+    return handle

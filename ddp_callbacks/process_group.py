@@ -1,0 +1,181 @@
+"""Join and leave the default process group."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.environment import WorkerEnv, worker_env
+from ddp_callbacks.errors import ConfigurationError, PeerError, RendezvousError
+from ddp_callbacks.failures import announce_join, announce_leave, report_failure
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for gloo
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in ``group``; 0 where no group has been joined."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """The number of processes in ``group``; 1 where no group has been joined."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """``group``, or the default group for ``None``. The caller has made sure that the world has more than one rank."""
+    resolved = dist.group.WORLD if group is None else group
+    assert resolved is not None
+    return resolved
+
+
+def join_process_group(
+    rank: int | None = None,
+    world_size: int | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    *,
+    backend: str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> WorkerEnv:
+    """Meet the other processes; call it once in each, or let :class:`DDPCallback` call it with the environment.
+
+    Without arguments the place in the world comes from torchrun's variables; without those it is a world of one, in
+    which nothing is started. Where a default group exists already, it is used as it is. The group is left by itself
+    when the process ends.
+
+    Args:
+        rank, world_size: Number of this process, and of all. Given together, or neither.
+        host: Address of rank 0, the same on every process. On rank 0 the rendezvous store listens there and nowhere
+            else, so it must be one of that machine's own addresses.
+        port: Port of the store, 29500 if not given.
+        backend: As in :func:`torch.distributed.init_process_group`. ``None`` means gloo, with NCCL for CUDA tensors
+            where CUDA is there.
+        timeout: How long to wait for the other processes, and afterwards the longest silence in a collective.
+
+    Returns:
+        The place of this process. Blocks until all processes are there.
+
+    Raises:
+        ConfigurationError: The arguments or variables contradict each other.
+        RendezvousError: Nobody answers at the address, or some rank did not come within ``timeout``.
+    """
+    if dist.is_initialized():
+        env = WorkerEnv(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0)), "", 1)
+        announce_join(resolve_group())
+        return env
+    env = worker_env(rank, world_size, host, port)
+    if env.world_size == 1:
+        return env
+    _select_device(env)
+    store = _meet(env, timeout)
+    dist.init_process_group(
+        _choose_backend(backend), store=store, rank=env.rank, world_size=env.world_size, timeout=timeout
+    )
+    announce_join(resolve_group())
+    atexit.register(leave_process_group)
+    _report_uncaught_exceptions()
+    return env
+
+
+def leave_process_group() -> None:
+    """Leave the default group, if there is one; whoever still waits for this rank is told. Safe to call twice."""
+    if not dist.is_initialized():
+        return
+    try:
+        announce_leave(resolve_group())
+        dist.destroy_process_group()
+    except RuntimeError:
+        pass  # the peers or the store went first
+
+
+def _select_device(env: WorkerEnv) -> None:
+    if not torch.cuda.is_available():
+        return
+    if env.local_rank >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"local_rank must be below the number of GPUs, got local_rank {env.local_rank} on a node with "
+            f"{torch.cuda.device_count()}. Start at most one process per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=)."
+        )
+    torch.cuda.set_device(env.local_rank)
+
+
+def _choose_backend(backend: str | None) -> str:
+    if backend is not None:
+        return backend
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def _meet(env: WorkerEnv, timeout: timedelta) -> dist.Store:
+    assert env.host is not None and env.port is not None
+    try:
+        # torchrun's agent hosts the store itself and says so with this variable of its own.
+        listens = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        tcp = _listen(env.host, env.port, timeout) if listens else _connect(env.host, env.port, timeout)
+        # A restarted job finds the keys of its former life in the agent's store.
+        store = dist.PrefixStore(f"ddp_callbacks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
+        _await_all(store, env, timeout)
+    except (dist.DistError, OSError) as error:
+        raise RendezvousError(
+            f"rank {env.rank} on host {socket.gethostname()} could not meet the other {env.world_size - 1} at "
+            f"{env.host}:{env.port} within {timeout.total_seconds():g} s. Check that rank 0 runs on that address, that "
+            f"the port is free there and open in the firewall. Cause: {str(error).splitlines()[0]}"
+        ) from error
+    return store
+
+
+def _listen(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A store that listens on ``host`` alone: torch's own binds every interface (pytorch issue 173909)."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+        return dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        )
+    finally:
+        listener.close()
+
+
+def _connect(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def _await_all(store: dist.Store, env: WorkerEnv, timeout: timedelta) -> None:
+    """Wait until every rank has come, so that whoever has not can be named."""
+    store.set(f"present/{env.rank}", socket.gethostname())
+    missing = set(range(env.world_size))
+    end = time.monotonic() + timeout.total_seconds()
+    while missing:
+        missing = {rank for rank in missing if not store.check([f"present/{rank}"])}
+        if missing and time.monotonic() > end:
+            ranks = ", ".join(str(rank) for rank in sorted(missing))
+            raise RendezvousError(
+                f"rank {ranks} of a world of {env.world_size} did not come to {env.host}:{env.port} within "
+                f"{timeout.total_seconds():g} s; rank {env.rank} on host {socket.gethostname()} waited. Start every "
+                "rank, each with its own number, or lower world_size."
+            )
+        if missing:
+            time.sleep(0.05)
+
+
+def _report_uncaught_exceptions() -> None:
+    """Tell the other ranks before the interpreter prints an exception that ends this process."""
+    previous = sys.excepthook
+
+    def report(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
+        if dist.is_initialized() and not isinstance(exception, PeerError):
+            report_failure(resolve_group(), exception)
+        previous(kind, exception, trace)
+
+    sys.excepthook = report

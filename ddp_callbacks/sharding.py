@@ -1,0 +1,362 @@
+"""A loader becomes this rank's part of it.
+
+With ``batch_size="global"`` the batches stay the user's: every rank draws the same batches, in the same order, and
+takes its slice of each, so the number of steps, schedules and logging need no change. With ``"per_process"`` each rank
+takes whole batches in turn, so that N ranks consume N batches a step.
+
+How a batch is divided depends on where it can be:
+
+==============================  =======================================================================================
+map-style ``DataLoader``        before loading: a rank loads its samples only (:class:`_SlicedBatchSampler`)
+any other iterable of batches   after loading: every rank produces the whole batch under rank 0's random state and
+                                keeps its slice of every tensor
+not divisible                   one rank, in turn, computes the batch
+``DistributedSampler`` inside   left alone, it is a part already
+==============================  =======================================================================================
+
+A rank that gets nothing of a batch still runs it, so that all ranks make the same calls, and gets a stand-in; its
+:class:`Share` says 0 samples, and it counts nowhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from ddp_callbacks.agreement import require_agreement
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group import get_rank, get_world_size
+from ddp_callbacks.random_state import SharedRandomState
+
+BatchSize = Literal["global", "per_process"]
+BATCH_SIZES = ("global", "per_process")
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of a batch.
+
+    Attributes:
+        local: Number of samples on this rank; 0 where it holds a stand-in.
+        total: Number of samples on all ranks, ``None`` where it is not known here.
+    """
+
+    local: int
+    total: int | None
+
+    def __add__(self, other: Share) -> Share:
+        total = None if self.total is None or other.total is None else self.total + other.total
+        return Share(self.local + other.local, total)
+
+
+def check_batch_size(batch_size: str) -> None:
+    """Raise :class:`ConfigurationError` unless it is one of :data:`BATCH_SIZES`."""
+    if batch_size not in BATCH_SIZES:
+        raise ConfigurationError(
+            f'batch_size must be one of "global" (the loader\'s batch is divided among the processes) and '
+            f'"per_process" (each process takes whole batches), got {batch_size!r}.'
+        )
+
+
+def slice_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Start and end of ``rank``'s part of ``size`` samples; parts differ by one at most, the first are the longer."""
+    base, extra = divmod(size, world_size)
+    start = rank * base + min(rank, extra)
+    return start, start + base + (rank < extra)
+
+
+class ShardedLoader:
+    """This rank's part of a loader; has its length and, by delegation, its attributes.
+
+    Iterating is a collective: all ranks must begin it together and ask for equally many batches.
+    """
+
+    def __init__(self, loader: Any, batch_size: BatchSize, group: dist.ProcessGroup | None) -> None:
+        self.loader = loader
+        self._batch_size = batch_size
+        self._group = group
+        self._sliced = _sliced_before_loading(loader, batch_size, group)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "loader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        length = len(self.loader)
+        return length if self._batch_size == "global" else -(-length // get_world_size(self._group))
+
+    def __iter__(self) -> ShardedIterator:
+        if isinstance(self._sliced, _Part):
+            return _PartIterator(self._sliced)
+        if self._batch_size == "global":
+            return _SlicingIterator(self.loader, self._group)
+        return _TakingIterator(self.loader, self._group)
+
+
+def shard_loader(loader: Any, batch_size: BatchSize = "global", group: dist.ProcessGroup | None = None) -> Any:
+    """``loader`` for this rank: a :class:`ShardedLoader`, or ``loader`` itself where it is this rank's part already.
+
+    That is so in a world of one, for one that was sharded before, and for one with a ``DistributedSampler``. The
+    loader itself is never changed. Local, no communication.
+    """
+    check_batch_size(batch_size)
+    if get_world_size(group) == 1 or loader is None or isinstance(loader, ShardedLoader) or is_distributed(loader):
+        return loader
+    return ShardedLoader(loader, batch_size, group)
+
+
+def is_distributed(loader: Any) -> bool:
+    """Whether the loader's sampler gives each rank its part."""
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
+class ShardedIterator(Iterator[Any]):
+    """Iterates over this rank's part, and knows how many samples each batch had here and everywhere."""
+
+    def __init__(self) -> None:
+        self._drawn: Share | None = None
+
+    def take_share(self) -> Share | None:
+        """The share of the batches drawn since the last call; ``None`` if none was."""
+        drawn, self._drawn = self._drawn, None
+        return drawn
+
+    def check_agreement(self) -> None:
+        """Raise :class:`MismatchError` unless all ranks have drawn the same batches. A collective."""
+
+    def _record(self, share: Share) -> None:
+        self._drawn = share if self._drawn is None else self._drawn + share
+
+
+# --- divided before loading ----------------------------------------------------------------------------------------
+
+
+class _Draw:
+    """One pass over a batch sampler: the shares of the batches drawn, and a checksum of all indices."""
+
+    def __init__(self) -> None:
+        self.shares: deque[Share] = deque()
+        self.checksum = 0
+
+
+class _SlicedBatchSampler:
+    """Yields this rank's indices of each batch that ``batch_sampler`` yields, under rank 0's random state."""
+
+    def __init__(self, loader: DataLoader[Any], batch_size: BatchSize, group: dist.ProcessGroup | None) -> None:
+        self._loader = loader
+        self.batch_sampler: Any = loader.batch_sampler
+        self.sampler = getattr(self.batch_sampler, "sampler", None)
+        self._divide = _slices if batch_size == "global" else _turns
+        self._group = group
+        self.draw = _Draw()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        self.draw = _Draw()
+        return self._iterate(self.draw)
+
+    def _iterate(self, draw: _Draw) -> Iterator[Sequence[Any]]:
+        # Runs at the first next(): by then rank 0's DataLoader has drawn the seed of its workers, as without us.
+        sources = (self._loader, self.batch_sampler, self.sampler)
+        torch_only = _is_torchs(self.batch_sampler) and _is_torchs(self.sampler)
+        shared = SharedRandomState(sources, torch_only=torch_only, group=self._group)
+        batches = self._drawn(shared, draw)
+        divided = self._divide(batches, get_rank(self._group), get_world_size(self._group))
+        for position, (batch, share) in enumerate(divided):
+            if position == 0:
+                self.check_agreement(draw)
+            draw.shares.append(share)
+            yield batch
+
+    def check_agreement(self, draw: _Draw) -> None:
+        """Raise unless all ranks have drawn the same so far."""
+        name = type(self.sampler if _is_torchs(self.batch_sampler) else self.batch_sampler).__name__
+        require_agreement(
+            {f"{name}: checksum of the indices drawn so far": draw.checksum},
+            f"the batches that {name} draws",
+            f"Every process runs {name} under rank 0's random state (torch's, Python's and NumPy's global ones and "
+            "generators that are its attributes). Take its randomness from one of these, not from the clock, the "
+            "process id or os.urandom.",
+            self._group,
+        )
+
+    def _drawn(self, shared: SharedRandomState, draw: _Draw) -> Iterator[Sequence[Any]]:
+        batches = iter(self.batch_sampler)
+        while True:
+            with shared.drawing():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            draw.checksum = zlib.crc32(repr(batch).encode(), draw.checksum)
+            yield batch
+
+
+class _Part:
+    """A ``DataLoader`` like the user's that loads this rank's samples only."""
+
+    def __init__(self, loader: DataLoader[Any], batch_size: BatchSize, group: dist.ProcessGroup | None) -> None:
+        self.sampler = _SlicedBatchSampler(loader, batch_size, group)
+        self.loader = copy.copy(loader)
+        # DataLoader refuses these as assignments after construction; a shallow copy keeps the user's class and options.
+        self.loader.__dict__.update(batch_sampler=self.sampler, _iterator=None)
+        if get_rank(group) != 0:
+            self.loader.generator = None  # the workers' seeds come from this rank's own random state
+
+
+class _PartIterator(ShardedIterator):
+    def __init__(self, part: _Part) -> None:
+        super().__init__()
+        self._batches = iter(part.loader)
+        self._sampler = part.sampler
+        self._draw = part.sampler.draw
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._record(self._draw.shares.popleft())
+        return batch
+
+    def check_agreement(self) -> None:
+        self._sampler.check_agreement(self._draw)
+
+
+def _sliced_before_loading(loader: Any, batch_size: BatchSize, group: dist.ProcessGroup | None) -> _Part | None:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    return None if loader.batch_sampler is None else _Part(loader, batch_size, group)
+
+
+def _slices(
+    batches: Iterator[Sequence[Any]], rank: int, world_size: int
+) -> Iterator[tuple[Sequence[Any], Share]]:
+    for batch in batches:
+        start, end = slice_bounds(len(batch), rank, world_size)
+        # The stand-in is the whole batch: it has fewer samples than there are ranks, and as many as one process sees.
+        yield (batch[start:end] if end > start else batch), Share(end - start, len(batch))
+
+
+def _turns(batches: Iterator[Sequence[Any]], rank: int, world_size: int) -> Iterator[tuple[Sequence[Any], Share]]:
+    while turn := list(itertools.islice(batches, world_size)):
+        mine = turn[rank] if rank < len(turn) else None
+        yield (turn[0] if mine is None else mine), Share(len(mine or ()), sum(map(len, turn)))
+
+
+def _is_torchs(sampler: object) -> bool:
+    return sampler is None or type(sampler).__module__.startswith("torch.utils.data")
+
+
+# --- divided after loading -----------------------------------------------------------------------------------------
+
+
+class _WholeIterator(ShardedIterator):
+    """Produces the batches of a loader that can't be divided before loading, the same ones on every rank."""
+
+    def __init__(self, loader: Iterable[Any], group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self._rank, self._world_size = get_rank(group), get_world_size(group)
+        self._name = type(getattr(loader, "dataset", loader)).__name__
+        self._items_are_samples = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+        self._position = -1
+        dataset = getattr(loader, "dataset", None)
+        self._shared = SharedRandomState([loader, dataset], group=group)
+        with self._shared.drawing():
+            self._batches = iter(loader)
+
+    def _next_whole(self) -> Any:
+        with self._shared.drawing():
+            batch = next(self._batches)
+        self._position += 1
+        return batch
+
+    def _size(self, batch: Any) -> int | None:
+        return None if self._items_are_samples else common_size(batch)
+
+
+class _SlicingIterator(_WholeIterator):
+    """Keeps this rank's slice of every tensor."""
+
+    def __next__(self) -> Any:
+        batch = self._next_whole()
+        size = self._size(batch)
+        if size is None:
+            if self._position == 0:
+                warnings.warn(
+                    f"The batches of {self._name} have no common first dimension to divide, so each is computed by "
+                    "one process in turn: right, but no faster than one process. Give a DataLoader, or "
+                    'batch_size="per_process".',
+                    stacklevel=2,
+                )
+            mine = self._position % self._world_size == self._rank
+            self._record(Share(int(mine), 1))
+            return batch
+        batch, share = slice_batch(batch, size, self._rank, self._world_size)
+        self._record(share)
+        return batch
+
+
+class _TakingIterator(_WholeIterator):
+    """Takes every ``world_size``-th batch."""
+
+    def __next__(self) -> Any:
+        turn = [self._next_whole()]
+        for _ in range(self._world_size - 1):
+            try:
+                turn.append(self._next_whole())
+            except StopIteration:
+                break
+        sizes = [size if (size := self._size(batch)) is not None else 1 for batch in turn]
+        mine = self._rank < len(turn)
+        self._record(Share(sizes[self._rank] if mine else 0, sum(sizes)))
+        return turn[self._rank if mine else 0]
+
+
+def slice_batch(batch: Any, size: int, rank: int, world_size: int) -> tuple[Any, Share]:
+    """This rank's slice of a loaded batch of ``size`` samples; the whole as a stand-in where that is empty."""
+    start, end = slice_bounds(size, rank, world_size)
+    part = _slice(batch, size, slice(start, end)) if end > start else batch
+    return part, Share(end - start, size)
+
+
+def common_size(batch: Any) -> int | None:
+    """The number of samples: the first dimension that all tensors of ``batch`` share, ``None`` if there is none."""
+    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in _tensors(batch)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _tensors(value)
+
+
+def _slice(batch: Any, size: int, part: slice) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch[part]
+    if isinstance(batch, dict):
+        return type(batch)((key, _slice(value, size, part)) for key, value in batch.items())
+    if isinstance(batch, list | tuple):
+        if len(batch) == size and not any(True for _ in _tensors(batch)):
+            return batch[part]  # one entry per sample, file names say
+        values = [_slice(value, size, part) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch
+

@@ -1,0 +1,52 @@
+"""Train a Torchbearer ``Trial`` on many processes by adding one callback.
+
+What happens in a step, Torchbearer's events in their order and what listens to them here::
+
+    on_init                    RankZeroOutput and ReportFailures wrap, AgreeToStop goes last
+    on_start                   BroadcastParameters, ShardData
+      on_start_training        AllReduceGradients and ReduceMetrics begin
+        on_sample              ShardData says what this rank has of the batch; Flatten
+        optimizer.step(closure)
+          forward, on_forward, criterion
+          on_criterion         AllReduceGradients weighs the backward that follows
+          backward             gradients are synchronized, hidden in it
+          on_backward          the gradients are those of the whole batch: clip here
+        on_step_training       AgreeToStop
+      on_end_training          ReduceMetrics has merged before; MergeBuffers
+      ... validation likewise; GatherPredictions in predict()
+      on_end_epoch, on_checkpoint   with the merged metrics; AgreeToStop
+    on_end                     hooks are removed, generators given back
+"""
+
+try:
+    import torchbearer as _torchbearer  # noqa: F401
+except ImportError as error:
+    raise ImportError('Torchbearer is not installed: pip install "ddp_callbacks[torchbearer]"') from error
+
+from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback
+from ddp_callbacks.torchbearer.bundle import DDPCallback
+from ddp_callbacks.torchbearer.data import ShardData
+from ddp_callbacks.torchbearer.decisions import AgreeToStop
+from ddp_callbacks.torchbearer.flatten import Flatten
+from ddp_callbacks.torchbearer.gradients import AllReduceGradients
+from ddp_callbacks.torchbearer.metrics import ReduceMetrics
+from ddp_callbacks.torchbearer.output import RankZeroOutput
+from ddp_callbacks.torchbearer.predictions import GatherPredictions
+from ddp_callbacks.torchbearer.reports import ReportFailures
+from ddp_callbacks.torchbearer.start import BroadcastParameters, MergeBuffers
+
+__all__ = [
+    "SHARE",
+    "AgreeToStop",
+    "AllReduceGradients",
+    "BroadcastParameters",
+    "DDPCallback",
+    "DistributedCallback",
+    "Flatten",
+    "GatherPredictions",
+    "MergeBuffers",
+    "RankZeroOutput",
+    "ReduceMetrics",
+    "ReportFailures",
+    "ShardData",
+]

@@ -1,0 +1,58 @@
+"""What the callbacks share: joining the process group, and this rank's share of the current batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+import torchbearer
+from torchbearer import Callback
+
+from ddp_callbacks.process_group import get_rank, get_world_size, join_process_group
+from ddp_callbacks.sharding import Share, common_size
+
+State: TypeAlias = Any  # torchbearer.State, a dict whose keys are torchbearer.StateKey
+
+SHARE = torchbearer.state_key("ddp_callbacks_share")
+"""State key of the :class:`ddp_callbacks.sharding.Share` that this rank has of the current batch."""
+
+
+class DistributedCallback(Callback):  # type: ignore[misc]
+    """A callback that takes part in a process group; joins the default one where none is given.
+
+    Args:
+        process_group: ``None`` is the default group, joined from the environment when the Trial is made.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.process_group = process_group
+
+    def on_init(self, state: State) -> None:
+        if self.process_group is None:
+            join_process_group()
+
+    @property
+    def rank(self) -> int:
+        return get_rank(self.process_group)
+
+    @property
+    def world_size(self) -> int:
+        return get_world_size(self.process_group)
+
+
+def share_of(state: State) -> Share:
+    """This rank's share of the current batch; what the batch itself tells where nobody shards the data."""
+    if SHARE in state:
+        share: Share = state[SHARE]
+        return share
+    return Share(common_size(state[torchbearer.X]) or 1, None)
+
+
+def wrap_methods(trial: Any, names: tuple[str, ...], wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap methods of this one Trial object: Torchbearer has no event for an exception, nor one before its printer."""
+    for name in names:
+        method = getattr(trial, name)
+        setattr(trial, name, functools.wraps(method)(wrapper(method)))

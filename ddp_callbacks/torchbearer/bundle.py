@@ -1,0 +1,74 @@
+"""The one line: all callbacks together."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torchbearer import Callback
+from torchbearer.callbacks import CallbackList
+
+from ddp_callbacks.comm_hooks import CommHook
+from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group
+from ddp_callbacks.sharding import BatchSize
+from ddp_callbacks.torchbearer.data import ShardData
+from ddp_callbacks.torchbearer.decisions import AgreeToStop
+from ddp_callbacks.torchbearer.gradients import AllReduceGradients
+from ddp_callbacks.torchbearer.metrics import ReduceMetrics
+from ddp_callbacks.torchbearer.output import RankZeroOutput
+from ddp_callbacks.torchbearer.predictions import GatherPredictions
+from ddp_callbacks.torchbearer.reports import ReportFailures
+from ddp_callbacks.torchbearer.start import BroadcastParameters, MergeBuffers
+from ddp_callbacks.torchbearer.weights import Weight
+
+
+class DDPCallback(CallbackList):  # type: ignore[misc]
+    """Train a Trial on many processes: a list of small callbacks, each of which can be used alone.
+
+    Make it in every process; it joins the process group, from torchrun's environment variables, and blocks until all
+    processes are there (call :func:`ddp_callbacks.join_process_group` before to give rank, world size and address
+    yourself). Without such variables it is a world of one, and nothing changes. ``run``, ``evaluate`` and ``predict``
+    are then collective: every process must call them, in the same order.
+
+    Args:
+        batch_size: See :class:`ShardData`.
+        weight, reduction: What the loss is the mean over. See :class:`ddp_callbacks.torchbearer.weights.LossWeight`;
+            the default is right for torch's criteria.
+        bucket_cap_mb, comm_hook, comm_state: See :class:`ddp_callbacks.GradientSynchronizer`.
+        also_rank_zero: See ``also`` of :class:`RankZeroOutput`.
+        process_group: ``None`` is the default group.
+        timeout: How long to wait for the other processes to come, and for one that has gone silent.
+
+    Raises:
+        ConfigurationError: A setting or an environment variable that cannot be; a ``ValueError``.
+        RendezvousError: Some process did not come.
+    """
+
+    def __init__(
+        self,
+        batch_size: BatchSize = "global",
+        *,
+        weight: Weight | None = None,
+        reduction: str | None = None,
+        bucket_cap_mb: float = 25.0,
+        comm_hook: CommHook | None = None,
+        comm_state: Any = None,
+        also_rank_zero: tuple[type[Callback], ...] = (),
+        process_group: dist.ProcessGroup | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        callbacks = [
+            ReportFailures(process_group),
+            BroadcastParameters(process_group),
+            ShardData(batch_size, process_group),
+            MergeBuffers(process_group),
+            AllReduceGradients(weight, reduction, bucket_cap_mb, comm_hook, comm_state, process_group),
+            ReduceMetrics(weight, reduction, process_group),
+            GatherPredictions(process_group),
+            RankZeroOutput(also_rank_zero, process_group),
+            AgreeToStop(process_group),
+        ]
+        if process_group is None:
+            join_process_group(timeout=timeout)
+        super().__init__(callbacks)

@@ -1,0 +1,121 @@
+"""Give each rank its part of the data, and the random state that goes with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+import torchbearer
+
+from ddp_callbacks.random_state import make_distinct, make_equal
+from ddp_callbacks.sharding import (
+    BatchSize,
+    Share,
+    ShardedIterator,
+    check_batch_size,
+    common_size,
+    shard_loader,
+    slice_batch,
+)
+from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, State
+
+DATA_KEYS = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA, torchbearer.TEST_DATA)
+
+
+class ShardData(DistributedCallback):
+    """Replace, while the Trial runs, its generators by this rank's part of them.
+
+    The user's loaders are not changed. Each step ``state[SHARE]`` says how many samples of the batch this rank has.
+    Where the Trial's data come from a custom loader (``with_loader``) that reads no generator, every rank makes the
+    batch under rank 0's random state and keeps its slice; a Trial without any data has nothing to divide, so every
+    rank computes the same step, as one process would.
+
+    Rank 0 keeps the user's random state; where there are data, every other rank gets one of its own.
+
+    Args:
+        batch_size: ``"global"``: the loader's batch is the batch of the step, divided among the ranks.
+            ``"per_process"``: each rank takes whole batches in turn, so that a step has ``world_size`` batches.
+        process_group: ``None`` is the default group.
+
+    Raises:
+        ConfigurationError: Another ``batch_size``.
+        MismatchError: During training, where a sampler draws different batches on different ranks.
+    """
+
+    def __init__(self, batch_size: BatchSize = "global", process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(process_group)
+        check_batch_size(batch_size)
+        self.batch_size: BatchSize = batch_size
+        self._sharded: dict[int, tuple[Any, Any]] = {}
+        self._originals: dict[Any, Any] = {}
+
+    def on_start(self, state: State) -> None:
+        if self.world_size == 1:
+            return
+        trial_state = state[torchbearer.SELF].state
+        self._originals = {key: trial_state[key] for key in DATA_KEYS}
+        for key, data in self._originals.items():
+            if data is not None:
+                trial_state[key] = self._shard(*data)
+        # evaluate() and predict() have read the generator before this event; run() reads it again.
+        if torchbearer.GENERATOR in state:
+            data = self._shard(state[torchbearer.GENERATOR], state[torchbearer.STEPS])
+            state[torchbearer.GENERATOR], state[torchbearer.STEPS] = data
+        has_generator = any(data is not None and data[0] is not None for data in self._originals.values())
+        if has_generator or self.batch_size == "per_process":
+            make_distinct(self.process_group)
+        else:
+            make_equal(self.process_group)
+
+    def on_sample(self, state: State) -> None:
+        if self.world_size > 1:
+            state[SHARE] = self._take_share(state)
+
+    def on_sample_validation(self, state: State) -> None:
+        self.on_sample(state)
+
+    def on_end_training(self, state: State) -> None:
+        iterator = state[torchbearer.ITERATOR]
+        if isinstance(iterator, ShardedIterator):
+            iterator.check_agreement()
+
+    def on_end_validation(self, state: State) -> None:
+        self.on_end_training(state)
+
+    def on_end(self, state: State) -> None:
+        for key, data in self._originals.items():
+            state[torchbearer.SELF].state[key] = data
+        self._originals = {}
+
+    def _shard(self, generator: Any, steps: int | None) -> tuple[Any, int | None]:
+        if id(generator) not in self._sharded:
+            self._sharded[id(generator)] = (generator, shard_loader(generator, self.batch_size, self.process_group))
+        sharded = self._sharded[id(generator)][1]
+        if self.batch_size == "per_process" and sharded is not generator and steps == _length(generator):
+            steps = _length(sharded)
+        return sharded, steps
+
+    def _take_share(self, state: State) -> Share:
+        iterator = state[torchbearer.ITERATOR]
+        if isinstance(iterator, ShardedIterator):
+            share = iterator.take_share()
+            if share is not None:
+                return share
+        batch = (state[torchbearer.X], state[torchbearer.Y_TRUE] if torchbearer.Y_TRUE in state else None)
+        size = common_size(batch)
+        is_own = iterator is not None and not isinstance(iterator, ShardedIterator)  # a DistributedSampler's part
+        if is_own or self.batch_size == "per_process":
+            return Share(1 if size is None else size, None)
+        if size is None:
+            return Share(int(self.rank == 0), 1)
+        (state[torchbearer.X], state[torchbearer.Y_TRUE]), share = slice_batch(
+            batch, size, self.rank, self.world_size
+        )
+        return share
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None

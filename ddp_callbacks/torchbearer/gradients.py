@@ -1,0 +1,96 @@
+"""Synchronize the gradients in each backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+import torchbearer
+
+from ddp_callbacks.comm_hooks import CommHook, check_comm_hook
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
+from ddp_callbacks.torchbearer.weights import LossWeight, Weight
+
+
+class AllReduceGradients(DistributedCallback):
+    """Leave in each ``parameter.grad`` the gradient of the whole batch, before ``on_backward`` and the optimizer.
+
+    See :class:`ddp_callbacks.GradientSynchronizer` for what happens in a backward.
+
+    Args:
+        weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`.
+        bucket_cap_mb, comm_hook, comm_state: See :class:`ddp_callbacks.GradientSynchronizer`.
+        process_group: ``None`` is the default group.
+
+    Raises:
+        ConfigurationError: A setting that cannot be; or, after a step, a custom closure (``with_closure``) that filled
+            gradients without a backward through the parameters, so that they were never synchronized.
+    """
+
+    def __init__(
+        self,
+        weight: Weight | None = None,
+        reduction: str | None = None,
+        bucket_cap_mb: float = 25.0,
+        comm_hook: CommHook | None = None,
+        comm_state: Any = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(process_group)
+        if comm_hook is not None:
+            check_comm_hook(comm_hook)
+        self._loss_weight = LossWeight(weight, reduction)
+        self._options: dict[str, Any] = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "comm_hook": comm_hook,
+            "comm_state": comm_state,
+        }
+        self._synchronizer: GradientSynchronizer | None = None
+        self._rounds_before = 0
+
+    def on_start(self, state: State) -> None:
+        self._close()  # a run that raised has not come to its end
+
+    def on_start_training(self, state: State) -> None:
+        if self._synchronizer is None:
+            self._synchronizer = GradientSynchronizer(
+                state[torchbearer.MODEL], process_group=self.process_group, **self._options
+            )
+
+    def on_sample(self, state: State) -> None:
+        assert self._synchronizer is not None
+        share = share_of(state)
+        self._rounds_before = self._synchronizer.rounds
+        self._synchronizer.weigh(share.local, share.total)
+
+    def on_criterion(self, state: State) -> None:
+        assert self._synchronizer is not None
+        if self.world_size > 1:
+            self._synchronizer.weigh(*self._loss_weight.of(state))
+
+    def on_backward(self, state: State) -> None:
+        assert self._synchronizer is not None
+        if self.world_size > 1 and self._synchronizer.rounds == self._rounds_before:
+            self._synchronizer.synchronize()  # this rank's loss reached none of the parameters
+
+    def on_step_training(self, state: State) -> None:
+        assert self._synchronizer is not None
+        if self.world_size == 1 or self._synchronizer.rounds > self._rounds_before:
+            return
+        for name, parameter in state[torchbearer.MODEL].named_parameters():
+            if parameter.requires_grad and parameter.grad is not None:
+                raise ConfigurationError(
+                    f"the gradients of step {state[torchbearer.BATCH]} were not synchronized: {name} has a gradient, "
+                    "but no backward accumulated into it. A custom closure (with_closure) must fill gradients by "
+                    "loss.backward(), not by torch.autograd.grad or by assigning parameter.grad."
+                )
+
+    def on_end(self, state: State) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._synchronizer is not None:
+            self._synchronizer.close()
+            self._synchronizer = None

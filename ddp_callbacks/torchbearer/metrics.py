@@ -1,0 +1,224 @@
+"""Metrics of the whole data on every rank, computed by Torchbearer's own code from merged state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchbearer
+from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, MetricTree, Var
+from torchbearer.metrics import Loss as _DecoratedLoss
+
+from ddp_callbacks.collectives import Json, all_gather_json, all_gather_tensors, pack, unpack
+from ddp_callbacks.errors import MismatchError
+from ddp_callbacks.metrics import BatchLog, interleave_rows, join_batch_logs
+from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
+from ddp_callbacks.torchbearer.weights import LossWeight, Weight
+
+_Loss = type(_DecoratedLoss().root)  # the class below Torchbearer's decorators
+
+
+class ReduceMetrics(DistributedCallback):
+    """Make the metrics of an epoch those of the whole data, before the progress bar and other callbacks see them.
+
+    Exact for what Torchbearer's decorators build: ``mean``, ``std``, ``var`` over values per sample or over one
+    scalar per batch (taken as a mean over the batch's samples), and ``EpochLambda``, which sees all rows of all
+    ranks in the loader's order. ``running_*`` values stay the rank's own, and an ``EpochLambda`` shows none before the
+    epoch ends. Any other metric whose value differs between the ranks becomes its mean weighted by samples, with a
+    warning.
+
+    Args:
+        weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`; for the metrics of the loss.
+        process_group: ``None`` is the default group.
+
+    Raises:
+        MismatchError: Some rank lacks a metric, with all ranks' keys.
+    """
+
+    def __init__(
+        self,
+        weight: Weight | None = None,
+        reduction: str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(process_group)
+        self._loss_weight = LossWeight(weight, reduction)
+        self._pass: _Pass | None = None
+
+    def on_start_training(self, state: State) -> None:
+        if self._pass is not None:
+            self._pass.close()  # a run that raised has not come to its end
+        if self.world_size > 1:
+            self._pass = _Pass(state[torchbearer.METRIC_LIST], self._loss_weight, self.process_group)
+
+    def on_start_validation(self, state: State) -> None:
+        self.on_start_training(state)
+
+    def on_end_training(self, state: State) -> None:
+        if self._pass is not None:
+            self._pass.close()
+            self._pass = None
+
+    def on_end_validation(self, state: State) -> None:
+        self.on_end_training(state)
+
+
+class _Pass:
+    """One pass over the data: records what the metrics see, and merges it when they are asked for the final value."""
+
+    def __init__(
+        self, metric_list: MetricList, loss_weight: LossWeight, group: dist.ProcessGroup | None
+    ) -> None:
+        self._list = metric_list
+        self._loss_weight = loss_weight
+        self._group = group
+        self._step = -1
+        self._samples = 0
+        self._rows: list[int] = []
+        self._values: dict[str, Any] = {}
+        self._weight = 0.0  # of the current batch's loss
+        self._local = 0  # samples of the current batch
+        self._reduction = "mean"
+        self._aggregators = list(_aggregators(metric_list))
+        self._recorders = {id(a): _record(a, root, self) for a, root in self._aggregators if isinstance(a, Mean | Var)}
+        self._running = {id(a): a._step for a, _ in self._aggregators if isinstance(a, EpochLambda)}
+        for aggregator, _ in self._aggregators:
+            if id(aggregator) in self._running:
+                # As its own running=False: the function of a part of the epoch's rows has no meaning.
+                aggregator._step = lambda *_: None
+        metric_list.process = self._process
+        metric_list.process_final = self._process_final
+
+    def close(self) -> None:
+        """Leave the metrics as they were."""
+        self._list.__dict__.pop("process", None)
+        self._list.__dict__.pop("process_final", None)
+        for aggregator, _ in self._aggregators:
+            aggregator.__dict__.pop("process", None)
+            if id(aggregator) in self._running:
+                aggregator._step = self._running[id(aggregator)]
+
+    def _process(self, state: State) -> dict[str, Any]:
+        self._step += 1
+        share = share_of(state)
+        self._local = share.local
+        self._samples += share.local
+        self._reduction = self._loss_weight.reduction(state)
+        self._rows.append(0)
+        if share.local:
+            self._weight, _ = self._loss_weight.of(state)
+            prediction = state[torchbearer.Y_PRED]
+            self._rows[-1] = prediction.shape[0] if isinstance(prediction, torch.Tensor) and prediction.dim() else 0
+            self._values = MetricList.process(self._list, state)
+        return dict(self._values)
+
+    def log(self, aggregator: Metric, root: Metric, value: torch.Tensor) -> None:
+        """Keep a scalar of this batch until the end of the pass."""
+        weight = self._weight if isinstance(root, _Loss) else float(self._local)
+        self._recorders[id(aggregator)].add(self._step, weight, value)
+
+    def _process_final(self, state: State) -> dict[str, Any]:
+        self._merge()
+        for aggregator, _ in self._aggregators:
+            aggregator.__dict__.pop("process", None)
+        final = MetricList.process_final(self._list, state)
+        return _settle(final, self._samples, self._group)
+
+    def _merge(self) -> None:
+        tensors: list[torch.Tensor] = []
+        mine = [self._export(aggregator) for aggregator, _ in self._aggregators]
+        header: Json = [[self._rows, [a.name for a, _ in self._aggregators]], pack(mine, tensors)]
+        gathered = all_gather_tensors(header, tensors, "the merging of the metrics", self._group)
+        names = [entry[0][1] for entry, _ in gathered]
+        if any(other != names[0] for other in names):
+            raise MismatchError(_mismatch(names))
+        rows = [entry[0][0] for entry, _ in gathered]
+        states = [unpack(entry[1], parts) for entry, parts in gathered]
+        for position, (aggregator, root) in enumerate(self._aggregators):
+            self._import(aggregator, root, [state[position] for state in states], rows)
+
+    def _export(self, aggregator: Metric) -> Any:
+        if isinstance(aggregator, Mean | Var):
+            log = self._recorders[id(aggregator)]
+            sums = {name: getattr(aggregator, name, None) for name in ("_sum", "_sum_sq", "_count")}
+            return [sums, [log.steps, log.weights, log.values]]
+        if isinstance(aggregator, EpochLambda):
+            return [aggregator._y_pred, aggregator._y_true]
+        return None
+
+    def _import(self, aggregator: Metric, root: Metric, states: list[Any], rows: list[list[int]]) -> None:
+        if isinstance(aggregator, Mean | Var):
+            for name in ("_sum", "_sum_sq", "_count"):
+                if hasattr(aggregator, name):
+                    setattr(aggregator, name, sum(sums[name] for sums, _ in states))
+            reduction = self._reduction if isinstance(root, _Loss) else "mean"
+            for value in join_batch_logs([BatchLog(*log) for _, log in states], reduction):
+                type(aggregator).process(aggregator, value)
+        elif isinstance(aggregator, EpochLambda):
+            aggregator._y_pred = interleave_rows([prediction for prediction, _ in states], rows)
+            aggregator._y_true = interleave_rows([target for _, target in states], rows)
+
+
+def _record(aggregator: Metric, root: Metric, current: _Pass) -> BatchLog:
+    """Let ``aggregator`` log scalars instead of aggregating them; values per sample go through."""
+
+    def process(value: torch.Tensor) -> None:
+        if value.dim() == 0:
+            current.log(aggregator, root, value)
+        else:
+            type(aggregator).process(aggregator, value)
+
+    aggregator.process = process
+    return BatchLog()
+
+
+def _aggregators(metric: Metric, root: Metric | None = None) -> Iterator[tuple[Metric, Metric]]:
+    """The metrics that hold state, each with the root of its tree."""
+    if isinstance(metric, MetricList):
+        for item in metric.metric_list:
+            yield from _aggregators(item)
+    elif isinstance(metric, MetricTree):
+        top = metric.root if root is None else root
+        yield from _aggregators(metric.root, top)
+        for child in metric.children:
+            yield from _aggregators(child, top)
+    elif isinstance(getattr(metric, "metric", None), Metric):  # ToDict, DefaultAccuracy
+        yield from _aggregators(metric.metric, root)
+    else:
+        yield metric, metric if root is None else root
+
+
+def _settle(final: dict[str, Any], samples: int, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Check that all ranks have the same metrics, and agree on those whose values differ."""
+    mine = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in final.items()}
+    numbers = {key: value for key, value in mine.items() if _is_numeric(value)}
+    gathered = all_gather_json([sorted(mine), numbers, samples], "the final metrics", group)
+    if any(keys != gathered[0][0] for keys, _, _ in gathered):
+        raise MismatchError(_mismatch([keys for keys, _, _ in gathered]))
+    total = sum(count for _, _, count in gathered)
+    for key in numbers:
+        values = [others.get(key) for _, others, _ in gathered]
+        if any(repr(value) != repr(values[0]) for value in values) and total:
+            warnings.warn(
+                f"The metric {key} is not built from Torchbearer's decorators and differs between processes; its "
+                "epoch value is the mean over the processes, weighted by samples.",
+                stacklevel=2,
+            )
+            weighted = [torch.tensor(value, dtype=torch.float64) * (count / total) for value, (_, _, count) in
+                        zip(values, gathered, strict=True) if count]
+            final[key] = torch.stack(weighted).sum(0).tolist()
+    return final
+
+
+def _is_numeric(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_numeric(item) for item in value)
+    return isinstance(value, int | float)
+
+
+def _mismatch(names: list[list[str]]) -> str:
+    lists = "\n".join(f"  rank {rank}: {', '.join(keys)}" for rank, keys in enumerate(names))
+    return f"the ranks have different metrics:\n{lists}\nGive every process the same metrics=[...], in the same order."

@@ -1,0 +1,106 @@
+"""Rank 0 speaks: one progress bar, one set of files, and checkpoints that survive a kill."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchbearer
+from torchbearer import Callback
+from torchbearer.callbacks import ConsolePrinter, CSVLogger, LiveLossPlot, Tqdm
+from torchbearer.callbacks.checkpointers import _Checkpointer
+from torchbearer.callbacks.tensor_board import AbstractTensorBoard
+
+from ddp_callbacks.torchbearer.base import DistributedCallback, State, wrap_methods
+from ddp_callbacks.torchbearer.decisions import flat_callbacks
+
+WRITERS = (_Checkpointer, CSVLogger, AbstractTensorBoard, LiveLossPlot, ConsolePrinter, Tqdm)
+EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class RankZeroOutput(DistributedCallback):
+    """Let only rank 0 show a progress bar and write checkpoints, CSV, TensorBoard and plots.
+
+    On the other ranks Torchbearer's writers get no events, and the Trial is silent whatever ``verbose`` says. On every
+    world size a checkpoint is written to a temporary file in the same folder and renamed, and the previous one is
+    deleted only then, so that a kill at any moment leaves a checkpoint that loads.
+
+    Args:
+        also: Further callback classes that write, your own loggers say, to be silenced on the other ranks.
+        process_group: ``None`` is the default group.
+    """
+
+    def __init__(
+        self, also: tuple[type[Callback], ...] = (), process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(process_group)
+        self._writers = WRITERS + tuple(also)
+
+    def on_init(self, state: State) -> None:
+        super().on_init(state)
+        # Here and not at the start of a run: writers before us in the list open their files at that event.
+        for callback in flat_callbacks(state[torchbearer.CALLBACK_LIST]):
+            if isinstance(callback, _Checkpointer):
+                callback.save_checkpoint = types.MethodType(save_checkpoint, callback)
+            if self.rank != 0 and isinstance(callback, self._writers):
+                _silence(callback)
+        if self.rank != 0:
+            wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict", "replay"), _not_verbose)
+
+
+def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool = False) -> None:
+    """``_Checkpointer.save_checkpoint`` of Torchbearer, except that the old file goes only once the new one is there."""
+    values = {str(key): value for key, value in {**model_state, **model_state[torchbearer.METRICS]}.items()}
+    path = self.fileformat.format(**values)
+    source = model_state[torchbearer.MODEL if self.save_model_params_only else torchbearer.SELF]
+    write_atomically(
+        path,
+        lambda temporary: torch.save(
+            source.state_dict(), temporary, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol
+        ),
+    )
+    if overwrite_most_recent and self.most_recent not in (None, path):
+        try:
+            os.remove(self.most_recent)
+        except FileNotFoundError:
+            pass  # somebody has moved it away
+    self.most_recent = path
+
+
+def write_atomically(path: str, write: Callable[[str], None]) -> None:
+    """Call ``write`` with a temporary path beside ``path``, flush it to the disk, and rename it to ``path``."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        write(temporary)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        raise
+
+
+def _silence(callback: Callback) -> None:
+    for event in EVENTS:
+        setattr(callback, event, _nothing)
+
+
+def _nothing(state: State) -> None:
+    pass
+
+
+def _not_verbose(method: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(method)
+
+    def quiet(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs)
+        arguments.arguments["verbose"] = 0
+        return method(*arguments.args, **arguments.kwargs)
+
+    return quiet

@@ -1,0 +1,35 @@
+"""Tell the other ranks why this one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torchbearer
+
+from ddp_callbacks.failures import report_failure
+from ddp_callbacks.process_group import resolve_group
+from ddp_callbacks.torchbearer.base import DistributedCallback, State, wrap_methods
+
+
+class ReportFailures(DistributedCallback):
+    """Publish an exception that ends ``run``, ``evaluate`` or ``predict`` on this rank.
+
+    The other ranks raise :class:`ddp_callbacks.errors.PeerError` with its text within about two seconds, in place of
+    waiting for this rank.
+    """
+
+    def on_init(self, state: State) -> None:
+        super().on_init(state)
+        if self.world_size > 1:
+            wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict"), self._reporting)
+
+    def _reporting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def reporting(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except BaseException as exception:
+                report_failure(resolve_group(self.process_group), exception)
+                raise
+
+        return reporting

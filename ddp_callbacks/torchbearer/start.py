@@ -1,0 +1,122 @@
+"""Start equal and stay equal: settings compared, parameters broadcast, buffers merged."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchbearer
+
+from ddp_callbacks.agreement import module_settings, optimizer_settings, require_agreement
+from ddp_callbacks.broadcast import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    merge_buffers,
+    running_statistics,
+)
+from ddp_callbacks.collectives import all_gather_json, broadcast_tensors, pack, unpack
+from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
+from ddp_callbacks.torchbearer.data import DATA_KEYS
+from ddp_callbacks.version import __version__
+
+
+class BroadcastParameters(DistributedCallback):
+    """At the start of ``run``, ``evaluate`` and ``predict``: compare the ranks' settings, then give all rank 0's state.
+
+    Compared are parameter names, shapes and dtypes, the optimizer's groups, the loaders' lengths, the epochs trained
+    so far and the versions of the libraries. Broadcast are parameters, buffers and the optimizer's state. Where only
+    rank 0 has loaded a checkpoint, the other ranks get its history and its optimizer's hyperparameters as well.
+
+    Raises:
+        MismatchError: On every rank, naming what differs and the ranks.
+    """
+
+    def on_start(self, state: State) -> None:
+        if self.world_size == 1:
+            return
+        resumed = self._follow_resumed(state)
+        settings = module_settings(state[torchbearer.MODEL]) | _versions() | _lengths(state)
+        settings["epochs trained so far"] = str(len(state[torchbearer.HISTORY]))
+        if resumed:
+            broadcast_optimizer_state(state[torchbearer.OPTIMIZER], self.process_group)
+        settings |= optimizer_settings(state[torchbearer.OPTIMIZER])
+        require_agreement(
+            settings,
+            "the Trial",
+            "Run the same script with the same arguments, data and libraries in every process.",
+            self.process_group,
+        )
+        broadcast_parameters(state[torchbearer.MODEL], self.process_group)
+        if not resumed:
+            broadcast_optimizer_state(state[torchbearer.OPTIMIZER], self.process_group)
+
+    def _follow_resumed(self, state: State) -> bool:
+        """Take rank 0's history where it alone has loaded one; whether that was so."""
+        history: list[dict[str, Any]] = state[torchbearer.HISTORY]
+        epochs = all_gather_json(len(history), "the number of epochs trained so far", self.process_group)
+        if epochs[0] == 0 or set(epochs) != {0, epochs[0]}:
+            return False
+        tensors: list[torch.Tensor] = []
+        header, tensors = broadcast_tensors(pack(history, tensors), tensors, "the history", self.process_group)
+        history[:] = unpack(header, tensors)
+        return True
+
+
+class MergeBuffers(DistributedCallback):
+    """At the end of each training pass: running statistics averaged over the ranks by samples, other buffers rank 0's.
+
+    So evaluations and checkpoints use statistics of the whole data, equal on all ranks. A batch of which a rank has
+    no sample leaves its statistics as they were.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(process_group)
+        self._samples = 0
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def on_start_training(self, state: State) -> None:
+        self._samples = 0
+
+    def on_sample(self, state: State) -> None:
+        share = share_of(state)
+        self._samples += share.local
+        if share.local == 0:
+            self._saved = [(buffer, buffer.clone()) for buffer in running_statistics(state[torchbearer.MODEL])]
+
+    def on_step_training(self, state: State) -> None:
+        for buffer, saved in self._saved:
+            buffer.copy_(saved)
+        self._saved = []
+
+    def on_end_training(self, state: State) -> None:
+        merge_buffers(state[torchbearer.MODEL], self._samples, self.process_group)
+        self._samples = 0
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "version of Python": ".".join(platform.python_version_tuple()[:2]),
+        "version of torch": torch.__version__,
+        "version of torchbearer": torchbearer.__version__,
+        "version of ddp_callbacks": __version__,
+    }
+
+
+def _lengths(state: State) -> dict[str, str]:
+    trial_state = state[torchbearer.SELF].state
+    lengths = {}
+    for key in DATA_KEYS:
+        generator, steps = trial_state[key] or (None, None)
+        lengths[f"{key}: steps"] = str(steps)
+        if hasattr(generator, "__len__"):
+            lengths[f"{key}: batches"] = _length(generator)
+    return lengths
+
+
+def _length(generator: Any) -> str:
+    try:
+        return str(len(generator))
+    except TypeError:
+        return "unknown"

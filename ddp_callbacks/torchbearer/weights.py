@@ -1,0 +1,69 @@
+"""What the loss of a batch is the mean of: the weight of this rank's gradient and of its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torchbearer
+from torch.nn import functional as F
+
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.torchbearer.base import State, share_of
+
+Weight = Callable[[State], float | torch.Tensor]
+
+
+class LossWeight:
+    """The weight of a rank's loss, and how the ranks' losses combine to the loss of the whole batch.
+
+    Args:
+        weight: A function of the Trial's state, called after the loss is computed: the number that this rank's loss is
+            the mean over (tokens that count, say). ``None``: the number of samples; for cross entropy and negative
+            log likelihood the sum of the class weights of the targets that are not ignored, which is what torch
+            divides by.
+        reduction: ``"mean"`` or ``"sum"``. ``None``: the criterion's own ``reduction``, else ``"mean"``.
+    """
+
+    def __init__(self, weight: Weight | None = None, reduction: str | None = None) -> None:
+        if reduction not in (None, "mean", "sum"):
+            raise ConfigurationError(f'reduction must be "mean", "sum" or None, got {reduction!r}.')
+        if weight is not None and not callable(weight):
+            raise ConfigurationError(f"weight must be a function of the Trial's state, got {weight!r}.")
+        self._weight = weight
+        self._reduction = reduction
+
+    def reduction(self, state: State) -> str:
+        """``"mean"`` or ``"sum"``."""
+        if self._reduction is not None:
+            return self._reduction
+        return "sum" if getattr(state[torchbearer.CRITERION], "reduction", None) == "sum" else "mean"
+
+    def of(self, state: State) -> tuple[float, float | None]:
+        """This rank's weight, and the sum over all ranks where it is known without asking."""
+        share = share_of(state)
+        if self.reduction(state) == "sum":
+            return float(share.local > 0), 1.0
+        own = self._own_weight(state)
+        if own is None:
+            return float(share.local), None if share.total is None else float(share.total)
+        return (float(own) if share.local else 0.0), None
+
+    def _own_weight(self, state: State) -> float | torch.Tensor | None:
+        if self._weight is not None:
+            return self._weight(state)
+        target = state[torchbearer.Y_TRUE] if torchbearer.Y_TRUE in state else None
+        return cross_entropy_weight(state[torchbearer.CRITERION], target)
+
+
+def cross_entropy_weight(criterion: Any, target: Any) -> torch.Tensor | None:
+    """What a mean cross entropy (or negative log likelihood) of class indices divides by; ``None`` for anything else."""
+    is_function = criterion in (F.cross_entropy, F.nll_loss)
+    if not is_function and not isinstance(criterion, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss):
+        return None
+    if not isinstance(target, torch.Tensor) or target.is_floating_point():
+        return None
+    counts = target != getattr(criterion, "ignore_index", -100)
+    weight = getattr(criterion, "weight", None)
+    return counts.sum() if weight is None else weight[target[counts]].sum()
