@@ -1,8 +1,14 @@
-"""Run a function on N processes; the only place of the tests that starts ranks."""
+"""Run a function on N processes; the only place of the tests that starts ranks.
+
+Ranks are plain subprocesses: in a child of ``multiprocessing`` the workers of a ``DataLoader`` take 5 s to end.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -12,62 +18,82 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-DEADLINE = 200.0  # seconds; a rank that takes longer is killed and the test fails
+TESTS = Path(__file__).parent
+DEADLINE = 150.0  # seconds; a rank that takes longer is killed and the test fails
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 
 def run_distributed(body: Callable[..., Any], world_size: int, *args: Any, deadline: float = DEADLINE) -> list[Any]:
     """Call ``body(*args)`` on ``world_size`` ranks that have joined a gloo group; what each returned, by rank.
 
+    ``body`` is a function at the top of a module in ``tests/``; arguments and results are pickled. Warnings are
+    errors on the ranks, too.
+
     Raises:
-        AssertionError: With every rank's traceback, if one raised, died or took longer than ``deadline``.
+        AssertionError: With every rank's output, if one raised, died or took longer than ``deadline``.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        Path(folder, "call").write_bytes(pickle.dumps((Path(sys.modules[body.__module__].__file__ or "").stem, body.__name__, args)))
+        outputs = [Path(folder, f"output-{rank}").open("w+") for rank in range(world_size)]
         ranks = [
-            context.Process(target=_rank, args=(rank, world_size, folder, body, args)) for rank in range(world_size)
+            subprocess.Popen(
+                [sys.executable, __file__, str(rank), str(world_size), folder],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, output in enumerate(outputs)
         ]
-        for rank in ranks:
-            rank.start()
-        try:
-            _join(ranks, deadline)
-        finally:
-            for rank in ranks:
-                if rank.is_alive():
-                    rank.kill()
-                rank.join()
-        errors = [path.read_text() for path in sorted(Path(folder).glob("error-*"))]
-        codes = [rank.exitcode for rank in ranks]
-        assert codes == [0] * world_size, f"exit codes {codes}\n" + "\n".join(errors)
-        return [torch.load(Path(folder, f"result-{rank}"), weights_only=False) for rank in range(world_size)]
+        codes = wait_all(ranks, deadline)
+        texts = []
+        for rank, output in enumerate(outputs):
+            output.seek(0)
+            texts.append(f"--- rank {rank}\n{output.read()}")
+            output.close()
+        assert codes == [0] * world_size, f"exit codes {codes}\n" + "\n".join(texts)
+        return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _join(ranks: list[Any], deadline: float) -> None:
-    limit = time.monotonic() + deadline
-    for rank in ranks:
-        rank.join(max(0.0, limit - time.monotonic()))
-
-
-def _rank(rank: int, world_size: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    os.environ["TQDM_DISABLE"] = "1"
+def wait_all(processes: list[subprocess.Popen[Any]], deadline: float) -> list[int]:
+    """The exit codes; processes that outlive ``deadline`` (seconds) are killed."""
+    end = time.monotonic() + deadline
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=world_size,
-            timeout=COLLECTIVE_TIMEOUT,
-        )
+        for process in processes:
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+    return [process.wait() for process in processes]
+
+
+def _main(rank: int, world_size: int, folder: str) -> None:
+    os.environ["TQDM_DISABLE"] = "1"
+    warnings.simplefilter("error")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    module, name, args = pickle.loads(Path(folder, "call").read_bytes())
+    body = getattr(__import__(module), name)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
+    try:
         result = body(*args)
-        torch.save(result, Path(folder, f"result-{rank}"))
-        dist.barrier()  # the store is a file, but gloo's connections are not
-        dist.destroy_process_group()
     except BaseException:
-        Path(folder, f"error-{rank}").write_text(f"--- rank {rank}\n{traceback.format_exc()}")
-        raise SystemExit(1) from None
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # without waiting for collectives that will never end
+    Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(TESTS))
+    _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

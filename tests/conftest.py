@@ -1,0 +1,41 @@
+"""Every test leaves the machine as it found it: no process, no file in /dev/shm, no environment variable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """More ranks than cores share the machine, and summation order must not depend on it."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    environment, shared_memory, children = dict(os.environ), _shared_memory(), _children()
+    yield
+    assert not dist.is_initialized(), "the test left its process group open"
+    changed = {key for key in {**environment, **os.environ} if environment.get(key) != os.environ.get(key)}
+    # torch sets the second one itself when it first compiles.
+    changed -= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+    assert not changed, f"the test left environment variables changed: {sorted(changed)}"
+    assert _shared_memory() <= shared_memory, "the test left files in /dev/shm"
+    assert _children() <= children, "the test left processes running"
+
+
+def _shared_memory() -> set[str]:
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _children() -> set[str]:
+    """The process ids of this process's children (Linux; nothing elsewhere)."""
+    listed = Path(f"/proc/self/task/{os.getpid()}/children")
+    return set(listed.read_text().split()) if listed.exists() else set()
