@@ -59,10 +59,10 @@ def differences(gathered: list[dict[str, Any]]) -> Iterable[str]:
 def module_settings(module: torch.nn.Module) -> dict[str, str]:
     """The shape, dtype and trainability of each parameter and buffer, by name."""
     settings = {
-        f"parameter {name}": f"{list(parameter.shape)} {_dtype(parameter)}{'' if parameter.requires_grad else ' frozen'}"
+        f"parameter {name}": _describe(parameter) + ("" if parameter.requires_grad else " frozen")
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
-    settings |= {f"buffer {name}": f"{list(buffer.shape)} {_dtype(buffer)}" for name, buffer in module.named_buffers()}
+    settings |= {f"buffer {name}": _describe(buffer) for name, buffer in module.named_buffers()}
     return settings | {"the order of the parameters": ", ".join(name for name, _ in module.named_parameters())}
 
 
@@ -76,8 +76,8 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return settings
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _plain(value: Any) -> str:

@@ -16,14 +16,46 @@ import torch.distributed as dist
 from ddp_callbacks.failures import wait
 from ddp_callbacks.process_group import get_world_size, resolve_group
 
+GATHERED_BYTES = 768 * 1024
+"""Up to this size over all ranks, a sum on the CPU is faster as a gather and a local sum.
+
+A gather takes half the rounds of gloo's ring all-reduce but moves more bytes. On one machine it took 0.4 to 0.7 of the
+time up to 160 KB per rank, with two ranks and with three, and they were equal at about 480 KB.
+"""
+
 Json = Any  # what json.dumps takes; numbers keep every bit, NaN and infinities included
 
 
+class Reduction:
+    """A sum over the ranks that is under way.
+
+    Args:
+        tensor: Flat, contiguous; holds the sum once :meth:`wait` returns, and must not be touched before.
+        group: The group that sums; all ranks must start the same reductions in the same order.
+    """
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._tensor = tensor
+        self._group = group
+        self._gathered: torch.Tensor | None = None
+        if tensor.device.type == "cpu" and tensor.nbytes * group.size() <= GATHERED_BYTES:
+            self._gathered = tensor.new_empty((group.size(), tensor.numel()))
+            self._work = group._allgather_base(self._gathered.view(-1), tensor)
+        else:
+            self._work = group.allreduce([tensor])
+
+    def wait(self, doing: str) -> None:
+        """Block until the sum is there. Raises :class:`PeerError` as :func:`ddp_callbacks.failures.wait` does."""
+        wait(self._work, doing, self._group)
+        if self._gathered is not None:
+            torch.sum(self._gathered, 0, out=self._tensor)
+            self._gathered = None
+
+
 def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sum ``tensor`` (any shape) over the ranks, in place, and return it."""
+    """Sum ``tensor`` (flat, contiguous) over the ranks, in place, and return it."""
     if get_world_size(group) > 1:
-        resolved = resolve_group(group)
-        wait(resolved.allreduce([tensor], dist.AllreduceOptions()), doing, resolved)
+        Reduction(tensor, resolve_group(group)).wait(doing)
     return tensor
 
 
@@ -94,9 +126,7 @@ def encode(header: Json, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     specs = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
     text = json.dumps([header, specs]).encode()
     parts = [torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)]
-    parts += [
-        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()
-    ]
+    parts += [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
     return torch.cat(parts)
 
 

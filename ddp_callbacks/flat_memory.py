@@ -78,12 +78,12 @@ class MemoryPool:
         """Forget all memory: a collective may still write to it."""
         self._memories = []
 
-    def is_kept(self, slot: int) -> bool:
-        """Whether the gradient of parameter ``slot`` is the tensor of an earlier step, accumulated into since."""
+    def kept_gradient(self, slot: int) -> torch.Tensor | None:
+        """The gradient of parameter ``slot`` if it is the tensor of an earlier step, accumulated into since."""
         grad = self.parameters[slot].grad
-        if grad is None:
-            return False
-        return grad is self._given[slot] or any(grad is memory.views[slot] for memory in self._memories)
+        if grad is self._given[slot] or any(grad is memory.views[slot] for memory in self._memories):
+            return grad
+        return None
 
     def _is_home(self, memory: FlatMemory) -> bool:
         return any(parameter.grad is view for parameter, view in zip(self.parameters, memory.views, strict=True))
@@ -102,6 +102,7 @@ def copy_in(memory: FlatMemory, gradients: Sequence[torch.Tensor | None], scale:
         if gradient is None:
             view.zero_()
         else:
+            gradient = gradient.detach() if gradient.requires_grad else gradient  # backward(create_graph=True)
             sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
             targets.append(view)
     if scale != 1 and memory.numel > _LARGE * len(memory.views):
@@ -110,7 +111,7 @@ def copy_in(memory: FlatMemory, gradients: Sequence[torch.Tensor | None], scale:
     elif sources:
         torch._foreach_copy_(targets, sources)
         if scale != 1:
-            torch._foreach_mul_(targets, scale)
+            memory.flat[: memory.numel].mul_(scale)  # zeros stay zeros
 
 
 def _view_like(flat: torch.Tensor, offset: int, parameter: torch.nn.Parameter) -> torch.Tensor:

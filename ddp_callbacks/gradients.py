@@ -33,10 +33,10 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from ddp_callbacks.buckets import ParameterSpec, assign_buckets
-from ddp_callbacks.collectives import all_gather_tensors, all_reduce
+from ddp_callbacks.collectives import Reduction, all_gather_tensors, all_reduce
 from ddp_callbacks.comm_hooks import CommHook, GradBucket, allocator_of, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.failures import Pending, wait
+from ddp_callbacks.failures import wait
 from ddp_callbacks.flat_memory import FlatMemory, MemoryPool, copy_in
 from ddp_callbacks.process_group import get_world_size, resolve_group
 
@@ -59,7 +59,7 @@ class Bucket:
         self.active = self.missing > 0
         self.again = False
         self.memory: FlatMemory | None = None
-        self.pending: Pending | None = None
+        self.pending: Reduction | torch.futures.Future[torch.Tensor] | None = None
 
     def mark(self, position: int) -> None:
         """A gradient is complete."""
@@ -79,17 +79,13 @@ class Bucket:
     def deliver(self, used: list[bool]) -> None:
         """Hand the reduced gradients of the used parameters out."""
         assert self.memory is not None
-        kept, values = [], []
         for position, (parameter, view) in enumerate(zip(self.pool.parameters, self.memory.views, strict=True)):
             if not used[self.slots[position]]:
                 continue
-            if self.pool.is_kept(position):
-                kept.append(parameter.grad)
-                values.append(view)
+            if (kept := self.pool.kept_gradient(position)) is not None:
+                kept.copy_(view)
             else:
                 parameter.grad = view
-        if kept:
-            torch._foreach_copy_(kept, values)
 
 
 class GradientSynchronizer:
@@ -270,13 +266,12 @@ class GradientSynchronizer:
 
     def _end_of_graph_task(self) -> None:
         # Reentrant checkpointing runs a backward inside a node of another one; only the outermost is the end.
-        node = torch._C._current_autograd_node()
+        node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
         if node is None:
             self._finish()
         else:
             node.register_hook(lambda *_: Variable._execution_engine.queue_callback(self._end_of_graph_task))
 
-    @torch.no_grad()
     def _finish(self) -> None:
         for bucket in self._active[self._launched :]:
             self._launch(bucket)
@@ -298,7 +293,6 @@ class GradientSynchronizer:
 
     # --- the wire -----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         memory = bucket.fill(self._scale)
         is_last = bucket is self._active[-1]
@@ -310,15 +304,18 @@ class GradientSynchronizer:
         if is_last and self._carried:
             payload = memory.flat
             payload[memory.numel :] = self._control().to(payload)
-        bucket.pending = self._group.allreduce([payload], dist.AllreduceOptions())
+        bucket.pending = Reduction(payload, self._group)
 
     def _await(self, bucket: Bucket) -> None:
         assert bucket.pending is not None and bucket.memory is not None
-        wait(bucket.pending, f"the gradients of bucket {bucket.index}", self._group)
-        if isinstance(bucket.pending, torch.futures.Future):
-            value, flat = bucket.pending.value(), bucket.memory.flat[: bucket.memory.numel]
-            if value.data_ptr() != flat.data_ptr() or value.dtype != flat.dtype:
-                flat.copy_(value.view(-1))
+        doing = f"the gradients of bucket {bucket.index}"
+        if isinstance(bucket.pending, Reduction):
+            bucket.pending.wait(doing)
+            return
+        wait(bucket.pending, doing, self._group)
+        value, flat = bucket.pending.value(), bucket.memory.flat[: bucket.memory.numel]
+        if value.data_ptr() != flat.data_ptr() or value.dtype != flat.dtype:
+            flat.copy_(value.view(-1))
 
     def _control(self) -> torch.Tensor:
         again = [float(bucket.again) for bucket in self._buckets]
@@ -327,18 +324,16 @@ class GradientSynchronizer:
     def _exchange_control(self) -> tuple[float, list[bool], list[bool]]:
         """Await everything; the total weight, and per bucket and per parameter whether any rank says so."""
         alone = None if self._carried else self._control().to(self._device())
-        if alone is not None:
-            work = self._group.allreduce([alone], dist.AllreduceOptions())
+        reduction = None if alone is None else Reduction(alone, self._group)
         for bucket in self._active:
             self._await(bucket)
-        if alone is not None:
-            wait(work, "the control numbers of the gradients", self._group)
-            control = alone
+        if alone is not None and reduction is not None:
+            reduction.wait("the control numbers of the gradients")
+            weight, *flags = alone.tolist()
         else:
             memory = self._active[-1].memory
             assert memory is not None
-            control = memory.flat[memory.numel :]
-        weight, *flags = control.tolist()
+            weight, *flags = memory.flat[memory.numel :].tolist()
         count = len(self._buckets)
         return weight, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]]
 
@@ -360,10 +355,10 @@ class GradientSynchronizer:
             parts = [grad.indices(), grad.values() * (self._weight / total)]
         gathered = [part for _, part in all_gather_tensors(None, parts, "a sparse gradient", self._group) if part]
         if gathered:
-            indices, values = (torch.cat(pair, dim) for pair, dim in zip(zip(*gathered, strict=True), (1, 0)))
-            device = parameter.device
+            indices = torch.cat([part[0] for part in gathered], dim=1).to(parameter.device)
+            values = torch.cat([part[1] for part in gathered]).to(parameter.device)
             parameter.grad = torch.sparse_coo_tensor(
-                indices.to(device), values.to(device), parameter.shape, check_invariants=False
+                indices, values, parameter.shape, check_invariants=False
             ).coalesce()
 
     def _device(self) -> torch.device:
@@ -396,6 +391,6 @@ def _hook_even_if_frozen(
     """torch refuses the hook on a frozen parameter, but keeps it when the parameter is frozen afterwards."""
     trainable = parameter.requires_grad
     parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(hook)
+    handle: torch.utils.hooks.RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(trainable)
     return handle

@@ -240,9 +240,7 @@ def _sliced_before_loading(loader: Any, batch_size: BatchSize, group: dist.Proce
     return None if loader.batch_sampler is None else _Part(loader, batch_size, group)
 
 
-def _slices(
-    batches: Iterator[Sequence[Any]], rank: int, world_size: int
-) -> Iterator[tuple[Sequence[Any], Share]]:
+def _slices(batches: Iterator[Sequence[Any]], rank: int, world_size: int) -> Iterator[tuple[Sequence[Any], Share]]:
     for batch in batches:
         start, end = slice_bounds(len(batch), rank, world_size)
         # The stand-in is the whole batch: it has fewer samples than there are ranks, and as many as one process sees.
@@ -359,4 +357,3 @@ def _slice(batch: Any, size: int, part: slice) -> Any:
         values = [_slice(value, size, part) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
-

@@ -33,7 +33,8 @@ def run_distributed(body: Callable[..., Any], world_size: int, *args: Any, deadl
         AssertionError: With every rank's output, if one raised, died or took longer than ``deadline``.
     """
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "call").write_bytes(pickle.dumps((Path(sys.modules[body.__module__].__file__ or "").stem, body.__name__, args)))
+        module = Path(sys.modules[body.__module__].__file__ or "").stem
+        Path(folder, "call").write_bytes(pickle.dumps((module, body.__name__, args)))
         outputs = [Path(folder, f"output-{rank}").open("w+") for rank in range(world_size)]
         ranks = [
             subprocess.Popen(

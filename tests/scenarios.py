@@ -362,9 +362,7 @@ def weighted_and_ignored_targets(extra: Extra) -> Any:
 
 @scenario
 def sum_reduction(extra: Extra) -> Any:
-    made = trial(
-        extra, criterion=nn.CrossEntropyLoss(reduction="sum"), optimizer=lambda p: torch.optim.SGD(p, lr=0.01)
-    )
+    made = trial(extra, criterion=nn.CrossEntropyLoss(reduction="sum"), optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
     return run(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4))
 
 

@@ -10,8 +10,8 @@ import torchbearer
 from ddp_callbacks.random_state import make_distinct, make_equal
 from ddp_callbacks.sharding import (
     BatchSize,
-    Share,
     ShardedIterator,
+    Share,
     check_batch_size,
     common_size,
     shard_loader,
@@ -108,9 +108,7 @@ class ShardData(DistributedCallback):
             return Share(1 if size is None else size, None)
         if size is None:
             return Share(int(self.rank == 0), 1)
-        (state[torchbearer.X], state[torchbearer.Y_TRUE]), share = slice_batch(
-            batch, size, self.rank, self.world_size
-        )
+        (state[torchbearer.X], state[torchbearer.Y_TRUE]), share = slice_batch(batch, size, self.rank, self.world_size)
         return share
 
 

@@ -58,7 +58,9 @@ class AgreeToStop(DistributedCallback):
 
 def flat_callbacks(callbacks: CallbackList) -> list[Callback]:
     """Every callback of a list, those in lists within it too."""
-    return [inner for item in callbacks for inner in (flat_callbacks(item) if isinstance(item, CallbackList) else [item])]
+    return [
+        inner for item in callbacks for inner in (flat_callbacks(item) if isinstance(item, CallbackList) else [item])
+    ]
 
 
 def _may_stop(callback: Callback, events: tuple[str, ...]) -> bool:
@@ -69,7 +71,9 @@ def _may_stop(callback: Callback, events: tuple[str, ...]) -> bool:
     kind = type(callback)
     if kind.__module__.startswith(("torchbearer.", "ddp_callbacks.")) and not _is_decorated(callback):
         return False
-    return any(event in vars(callback) or getattr(kind, event, None) is not getattr(Callback, event) for event in events)
+    return any(
+        event in vars(callback) or getattr(kind, event, None) is not getattr(Callback, event) for event in events
+    )
 
 
 def _is_decorated(callback: Callback) -> bool:

@@ -69,9 +69,7 @@ class ReduceMetrics(DistributedCallback):
 class _Pass:
     """One pass over the data: records what the metrics see, and merges it when they are asked for the final value."""
 
-    def __init__(
-        self, metric_list: MetricList, loss_weight: LossWeight, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, metric_list: MetricList, loss_weight: LossWeight, group: dist.ProcessGroup | None) -> None:
         self._list = metric_list
         self._loss_weight = loss_weight
         self._group = group
@@ -207,8 +205,11 @@ def _settle(final: dict[str, Any], samples: int, group: dist.ProcessGroup | None
                 "epoch value is the mean over the processes, weighted by samples.",
                 stacklevel=2,
             )
-            weighted = [torch.tensor(value, dtype=torch.float64) * (count / total) for value, (_, _, count) in
-                        zip(values, gathered, strict=True) if count]
+            weighted = [
+                torch.tensor(value, dtype=torch.float64) * (count / total)
+                for value, (_, _, count) in zip(values, gathered, strict=True)
+                if count
+            ]
             final[key] = torch.stack(weighted).sum(0).tolist()
     return final
 

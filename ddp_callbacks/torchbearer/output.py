@@ -35,9 +35,7 @@ class RankZeroOutput(DistributedCallback):
         process_group: ``None`` is the default group.
     """
 
-    def __init__(
-        self, also: tuple[type[Callback], ...] = (), process_group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, also: tuple[type[Callback], ...] = (), process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(process_group)
         self._writers = WRITERS + tuple(also)
 
