@@ -43,7 +43,7 @@ def announce_join(group: dist.ProcessGroup) -> None:
 
 def announce_leave(group: dist.ProcessGroup) -> None:
     """Say that this rank takes part in no more collectives; whoever still waits for it raises."""
-    _store(group).set(f"left/{group.rank()}", b"1")
+    _store(group).set(f"left/{group.rank()}", "1")
 
 
 def report_failure(group: dist.ProcessGroup, exception: BaseException) -> None:
@@ -151,7 +151,7 @@ def _diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> Peer
     me = describe_rank(group, group.rank())
     try:
         store = _store(group)
-        store.set(f"alive/{group.rank()}", b"1")
+        store.set(f"alive/{group.rank()}", "1")
         silent = set(range(group.size()))
         end = time.monotonic() + GRACE
         while silent and time.monotonic() < end:

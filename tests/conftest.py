@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ def one_thread() -> None:
 def leaves_nothing_behind() -> Iterator[None]:
     environment, shared_memory, children = dict(os.environ), _shared_memory(), _children()
     yield
+    gc.collect()  # a loader's persistent workers end with the loader
     assert not dist.is_initialized(), "the test left its process group open"
     changed = {key for key in {**environment, **os.environ} if environment.get(key) != os.environ.get(key)}
     # torch sets the second one itself when it first compiles.

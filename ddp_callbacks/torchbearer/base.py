@@ -51,9 +51,10 @@ def share_of(state: State) -> Share:
     return Share(common_size(state[torchbearer.X]) or 1, None)
 
 
-def wrap_methods(
-    trial: Any, names: tuple[str, ...], wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:
+Method: TypeAlias = Callable[..., Any]
+
+
+def wrap_methods(trial: Any, names: tuple[str, ...], wrapper: Callable[[Method], Method]) -> None:
     """Wrap methods of this one Trial object: Torchbearer has no event for an exception, nor one before its printer."""
     for name in names:
         method = getattr(trial, name)

@@ -101,7 +101,7 @@ class ShardData(DistributedCallback):
             share = iterator.take_share()
             if share is not None:
                 return share
-        batch = (state[torchbearer.X], state[torchbearer.Y_TRUE] if torchbearer.Y_TRUE in state else None)
+        batch = (state[torchbearer.X], state.get(torchbearer.Y_TRUE))
         size = common_size(batch)
         is_own = iterator is not None and not isinstance(iterator, ShardedIterator)  # a DistributedSampler's part
         if is_own or self.batch_size == "per_process":

@@ -12,8 +12,9 @@ from ddp_callbacks.torchbearer.base import State
 
 
 class Flatten(Callback):  # type: ignore[misc]
-    """Flatten each sample to one dimension, ``[batch, ...]`` to ``[batch, features]``; in training, validation and prediction.
+    """Flatten each sample to one dimension, in training, validation and prediction alike.
 
+    ``state[X]`` of shape ``[batch, ...]`` becomes ``[batch, features]``.
     Tensors inside lists, tuples and dicts are flattened too. A tensor with fewer than two dimensions stays as it is.
     """
 

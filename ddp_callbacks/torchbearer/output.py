@@ -52,7 +52,7 @@ class RankZeroOutput(DistributedCallback):
 
 
 def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool = False) -> None:
-    """``_Checkpointer.save_checkpoint`` of Torchbearer, except that the old file goes only once the new one is there."""
+    """``_Checkpointer.save_checkpoint`` of Torchbearer, but the old file goes only once the new one is there."""
     values = {str(key): value for key, value in {**model_state, **model_state[torchbearer.METRICS]}.items()}
     path = self.fileformat.format(**values)
     source = model_state[torchbearer.MODEL if self.save_model_params_only else torchbearer.SELF]

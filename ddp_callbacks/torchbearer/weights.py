@@ -53,13 +53,13 @@ class LossWeight:
     def _own_weight(self, state: State) -> float | torch.Tensor | None:
         if self._weight is not None:
             return self._weight(state)
-        target = state[torchbearer.Y_TRUE] if torchbearer.Y_TRUE in state else None
+        target = state.get(torchbearer.Y_TRUE)
         return cross_entropy_weight(state[torchbearer.CRITERION], target)
 
 
 def cross_entropy_weight(criterion: Any, target: Any) -> torch.Tensor | None:
-    """What a mean cross entropy (or negative log likelihood) of class indices divides by; ``None`` for anything else."""
-    is_function = criterion in (F.cross_entropy, F.nll_loss)
+    """What a mean cross entropy (or negative log likelihood) of class indices divides by; ``None`` for others."""
+    is_function = criterion is F.cross_entropy or criterion is F.nll_loss
     if not is_function and not isinstance(criterion, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss):
         return None
     if not isinstance(target, torch.Tensor) or target.is_floating_point():
