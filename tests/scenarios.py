@@ -338,7 +338,8 @@ def metrics(extra: Extra) -> Any:
         extra,
         metrics=["acc", "loss", "top_5_acc", "roc_auc", "epoch", "lr", margin, batch_error, order],
     )
-    return run(made, DataLoader(data(43), 9, shuffle=True), DataLoader(data(21, 9), 9))
+    # Unshuffled, so that the first batch, of which one process shows the running ROC AUC, has all classes.
+    return run(made, DataLoader(data(43), 11), DataLoader(data(21, 9), 9, shuffle=True))
 
 
 @scenario
@@ -379,7 +380,7 @@ def kept_gradients(extra: Extra) -> Any:
 @scenario
 def evaluate_and_predict(extra: Extra) -> Any:
     made = trial(extra, metrics=["acc", "loss", "roc_auc"])
-    result = run(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(23, 9), 10), epochs=2)
+    result = run(made, DataLoader(data(30), 11), DataLoader(data(23, 9), 10, shuffle=True), epochs=2)
     x, _ = data(25, 4).tensors
     made.with_test_generator(DataLoader(TensorDataset(x), 7))
     result["predictions"] = made.predict()

@@ -20,6 +20,7 @@ from ddp_callbacks.sharding import (
 from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, State
 
 DATA_KEYS = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA, torchbearer.TEST_DATA)
+STEPS_KEYS = (torchbearer.TRAIN_STEPS, torchbearer.VALIDATION_STEPS, torchbearer.TEST_STEPS)
 
 
 class ShardData(DistributedCallback):
@@ -53,15 +54,16 @@ class ShardData(DistributedCallback):
         if self.world_size == 1:
             return
         trial_state = state[torchbearer.SELF].state
-        self._originals = {key: trial_state[key] for key in DATA_KEYS}
-        for key, data in self._originals.items():
-            if data is not None:
+        self._originals = {key: trial_state[key] for key in DATA_KEYS + STEPS_KEYS}
+        for key, steps_key in zip(DATA_KEYS, STEPS_KEYS, strict=True):
+            if (data := trial_state[key]) is not None:
                 trial_state[key] = self._shard(*data)
+                trial_state[steps_key] = trial_state[key][1]
         # evaluate() and predict() have read the generator before this event; run() reads it again.
         if torchbearer.GENERATOR in state:
             data = self._shard(state[torchbearer.GENERATOR], state[torchbearer.STEPS])
             state[torchbearer.GENERATOR], state[torchbearer.STEPS] = data
-        has_generator = any(data is not None and data[0] is not None for data in self._originals.values())
+        has_generator = any(data is not None and data[0] is not None for data in map(self._originals.get, DATA_KEYS))
         if has_generator or self.batch_size == "per_process":
             make_distinct(self.process_group)
         else:
@@ -83,8 +85,8 @@ class ShardData(DistributedCallback):
         self.on_end_training(state)
 
     def on_end(self, state: State) -> None:
-        for key, data in self._originals.items():
-            state[torchbearer.SELF].state[key] = data
+        for key, value in self._originals.items():
+            state[torchbearer.SELF].state[key] = value
         self._originals = {}
 
     def _shard(self, generator: Any, steps: int | None) -> tuple[Any, int | None]:
