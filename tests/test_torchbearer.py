@@ -47,7 +47,7 @@ def by_rank(function: Case) -> list[Any]:
     return [results[function.__name__] for results in seen()]
 
 
-# --- BatchNorm -----------------------------------------------------------------------------------------------------
+# --- BatchNorm -------------------------------------------------------------------------------------------
 
 
 class Normalized(nn.Module):
@@ -129,11 +129,12 @@ def test_a_rank_without_a_sample_counts_nowhere_in_the_running_statistics() -> N
         torch.testing.assert_close(mean, images().mean().view(1), rtol=1e-12, atol=0)
 
 
-# --- random state ----------------------------------------------------------------------------------------------------
+# --- random state ----------------------------------------------------------------------------------------
 
 
 @case
 def random_states() -> Any:
+    model = network()
     torch.manual_seed(7)
     random.seed(7)
     numpy.random.seed(7)
@@ -143,7 +144,7 @@ def random_states() -> Any:
     def draw(_: Any) -> None:
         draws.append((float(torch.rand(())), random.random(), float(numpy.random.rand())))
 
-    made = Trial(network(), None, None, callbacks=[DDPCallback(), draw], verbose=0).to("cpu", torch.float64)
+    made = Trial(model, None, None, callbacks=[DDPCallback(), draw], verbose=0).to("cpu", torch.float64)
     made.with_train_generator(DataLoader(data(12), 6)).run(1)
     return draws
 
@@ -160,7 +161,7 @@ def test_ranks_draw_different_numbers_and_rank_0_the_users() -> None:
         assert len({rank[0][column] for rank in ranks}) == WORLD_SIZE
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data ------------------------------------------------------------------------------------------------
 
 
 def shares_and_rows(made: Trial, epochs: int = 1) -> tuple[list[Any], list[Any]]:
@@ -255,7 +256,7 @@ def test_the_users_loader_is_given_back_unchanged() -> None:
     assert by_rank(loaders_after_the_run) == [(True, 3, "BatchSampler")] * WORLD_SIZE
 
 
-# --- the model is never wrapped ------------------------------------------------------------------------------------------
+# --- the model is never wrapped --------------------------------------------------------------------------
 
 
 @case
@@ -290,7 +291,7 @@ def test_the_model_is_not_wrapped_and_copies_carry_nothing_of_ours() -> None:
     assert by_rank(model_afterwards) == [expected] * WORLD_SIZE
 
 
-# --- each callback alone -------------------------------------------------------------------------------------------------
+# --- each callback alone ---------------------------------------------------------------------------------
 
 
 @case
@@ -336,7 +337,7 @@ def test_shard_data_alone() -> None:
     assert by_rank(shards_alone) == [[(2, 4), (1, 3)], [(1, 4), (1, 3)], [(1, 4), (1, 3)]]
 
 
-# --- metrics of the user's own -------------------------------------------------------------------------------------------
+# --- metrics of the user's own ---------------------------------------------------------------------------
 
 
 class Counter(Metric):  # type: ignore[misc]
@@ -368,7 +369,7 @@ def test_a_metric_that_cannot_be_merged_is_averaged_and_named() -> None:
         assert any("The metric count" in message and "weighted by samples" in message for message in messages)
 
 
-# --- resuming ------------------------------------------------------------------------------------------------------------
+# --- resuming --------------------------------------------------------------------------------------------
 
 
 def resumable(extra: list[Any]) -> Trial:
@@ -404,7 +405,7 @@ def test_a_trial_resumes_at_another_number_of_processes(tmp_path: Path) -> None:
         assert_equal(result, expected, relative=1e-10)
 
 
-# --- without ranks -------------------------------------------------------------------------------------------------------
+# --- without ranks ---------------------------------------------------------------------------------------
 
 
 def test_flatten_keeps_the_batch_dimension() -> None:
