@@ -260,7 +260,7 @@ def no_data(extra: Extra) -> Any:
 @scenario
 def workers(extra: Extra) -> Any:
     loader = DataLoader(data(30), 8, shuffle=True, num_workers=2)
-    return run(trial(extra), loader, DataLoader(data(13, 9), 4, num_workers=2, persistent_workers=True), epochs=2)
+    return run(trial(extra), loader, DataLoader(data(13, 9), 4, num_workers=2), epochs=2)
 
 
 @scenario

@@ -6,7 +6,6 @@ import functools
 import random
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -367,42 +366,6 @@ def test_a_metric_that_cannot_be_merged_is_averaged_and_named() -> None:
     for value, messages in by_rank(own_metric):
         assert value == pytest.approx((4 * 4 + 4 * 4 + 2 * 2) / 10)
         assert any("The metric count" in message and "weighted by samples" in message for message in messages)
-
-
-# --- resuming --------------------------------------------------------------------------------------------
-
-
-def resumable(extra: list[Any]) -> Trial:
-    made = trial(extra, optimizer=lambda p: torch.optim.Adam(p, lr=0.05))
-    return made.with_generators(DataLoader(data(30), 8), DataLoader(data(13, 9), 4))
-
-
-def train_and_save(path: str) -> None:
-    made = resumable([DDPCallback()])
-    made.run(2)
-    if dist.get_rank() == 0:
-        torch.save(made.state_dict(), path)
-    dist.barrier()
-
-
-def load_and_train(path: str, ranks: list[int]) -> Any:
-    made = resumable([DDPCallback()])
-    if dist.get_rank() in ranks:
-        made.load_state_dict(torch.load(path, weights_only=False))
-    return outcome(made, made.run(4))
-
-
-def test_a_trial_resumes_at_another_number_of_processes(tmp_path: Path) -> None:
-    path = str(tmp_path / "trial.pt")
-    one = resumable([])
-    expected = outcome(one, one.run(4))
-    run_distributed(train_and_save, 2, path)
-    on_all = run_distributed(load_and_train, 3, path, [0, 1, 2])
-    on_rank_0 = run_distributed(load_and_train, 3, path, [0])
-    alone = resumable([DDPCallback()])
-    alone.load_state_dict(torch.load(path, weights_only=False))
-    for result in [*on_all, *on_rank_0, outcome(alone, alone.run(4))]:
-        assert_equal(result, expected, relative=1e-10)
 
 
 # --- without ranks ---------------------------------------------------------------------------------------

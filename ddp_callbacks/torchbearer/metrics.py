@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -26,9 +27,9 @@ class ReduceMetrics(DistributedCallback):
 
     Exact for what Torchbearer's decorators build: ``mean``, ``std``, ``var`` over values per sample or over one
     scalar per batch (taken as a mean over the batch's samples), and ``EpochLambda``, which sees all rows of all
-    ranks in the loader's order. ``running_*`` values stay the rank's own, and an ``EpochLambda`` shows none before the
-    epoch ends. Any other metric whose value differs between the ranks becomes its mean weighted by samples, with a
-    warning.
+    ranks in the loader's order. Before the epoch ends, ``running_*`` values are the rank's own and that of an
+    ``EpochLambda`` is NaN. Any other metric whose value differs between the ranks becomes its mean weighted by
+    samples, with a warning.
 
     Args:
         weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`; for the metrics of the loss.
@@ -82,11 +83,10 @@ class _Pass:
         self._reduction = "mean"
         self._aggregators = list(_aggregators(metric_list))
         self._recorders = {id(a): _record(a, root, self) for a, root in self._aggregators if isinstance(a, Mean | Var)}
-        self._running = {id(a): a._step for a, _ in self._aggregators if isinstance(a, EpochLambda)}
-        for aggregator, _ in self._aggregators:
-            if id(aggregator) in self._running:
-                # As its own running=False: the function of a part of the epoch's rows has no meaning.
-                aggregator._step = lambda *_: None
+        # The function of a part of the epoch's rows has no meaning, so the running value is not a number.
+        self._running = [a for a, _ in self._aggregators if isinstance(a, EpochLambda) and a._step is a._final]
+        for aggregator in self._running:
+            aggregator._step = lambda *_: math.nan
         metric_list.process = self._process
         metric_list.process_final = self._process_final
 
@@ -96,8 +96,8 @@ class _Pass:
         self._list.__dict__.pop("process_final", None)
         for aggregator, _ in self._aggregators:
             aggregator.__dict__.pop("process", None)
-            if id(aggregator) in self._running:
-                aggregator._step = self._running[id(aggregator)]
+        for aggregator in self._running:
+            aggregator._step = aggregator._final
 
     def _process(self, state: State) -> dict[str, Any]:
         self._step += 1
