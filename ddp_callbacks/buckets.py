@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ddp_callbacks.errors import ConfigurationError
+
 Kind = tuple[torch.dtype, torch.device, bool]
 MB = 1024 * 1024
 FIRST_BUCKET_MB = 1.0  # a small first bucket starts the overlap early, as in DDP (arXiv:2006.15704, section 4.2)
@@ -34,6 +36,12 @@ class ParameterSpec:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+def check_bucket_cap_mb(bucket_cap_mb: float) -> None:
+    """Raise :class:`ConfigurationError` unless it is a positive number."""
+    if not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
+        raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}.")
 
 
 def assign_buckets(specs: Sequence[ParameterSpec], bucket_cap_mb: float) -> list[list[int]]:

@@ -101,7 +101,7 @@ def worker_env(
         world_size=_integer("world_size", world_size),
         local_rank=_number(environ, "LOCAL_RANK") or 0,
         host=host,
-        port=None if host is None else _integer("port", DEFAULT_PORT if port is None else port),
+        port=(None if host is None else DEFAULT_PORT) if port is None else _integer("port", port),
     )
 
 

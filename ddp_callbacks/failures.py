@@ -32,6 +32,7 @@ from ddp_callbacks.errors import PeerError
 
 SLICE = timedelta(seconds=1)  # how often a waiting rank looks up
 GRACE = 2.0  # seconds in which every surviving rank has noticed that a collective broke
+LINGER = 3.0  # seconds, more than two slices, for which the store outlives its host's part in the run
 
 Pending: TypeAlias = "dist.Work | torch.futures.Future[torch.Tensor]"
 
@@ -44,6 +45,13 @@ def announce_join(group: dist.ProcessGroup) -> None:
 def announce_leave(group: dist.ProcessGroup) -> None:
     """Say that this rank takes part in no more collectives; whoever still waits for it raises."""
     _store(group).set(f"left/{group.rank()}", "1")
+
+
+def outlive_readers(store: dist.Store, world_size: int) -> None:
+    """For rank 0, with which the store goes: return once every other rank has left, or after :data:`LINGER` seconds."""
+    end = time.monotonic() + LINGER
+    while not store.check([f"left/{rank}" for rank in range(1, world_size)]) and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def report_failure(group: dist.ProcessGroup, exception: BaseException) -> None:
@@ -63,7 +71,9 @@ def report_failure(group: dist.ProcessGroup, exception: BaseException) -> None:
 
 
 def describe_rank(group: dist.ProcessGroup, rank: int) -> str:
-    """``rank 1 (host node2, pid 4711)``, or less where less is known. Reads the store."""
+    """``rank 1 (host node2, pid 4711)``, or less where less is known. Reads the store for ranks other than this."""
+    if rank == group.rank():
+        return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
     try:
         if not _store(group).check([f"host/{rank}"]):
             return f"rank {rank}"
@@ -113,16 +123,12 @@ def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
         except RuntimeError as error:  # the store died under us
             raise _diagnose(group, doing, error) from error
         if absent & absent_before:  # gone for a whole slice, so nothing of theirs is still under way
-            names = ", ".join(describe_rank(group, rank) for rank in sorted(absent))
-            raise PeerError(
-                f"{names} left the run while {describe_rank(group, group.rank())} still waits for {doing}. Every rank "
-                "must make the same calls (run, evaluate and predict too) the same number of times."
-            )
+            raise _left_error(group, doing, absent)
         absent_before = absent
 
 
 def _wait_slice(pending: Pending) -> bool:
-    if isinstance(pending, torch.futures.Future):
+    if not isinstance(pending, dist.Work):  # a future of a C++ collective is no torch.futures.Future
         return _wait_future(pending)
     if torch.cuda.is_initialized():
         pending.wait()  # orders the stream; a timeout here would block the host instead
@@ -151,6 +157,9 @@ def _diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> Peer
     me = describe_rank(group, group.rank())
     try:
         store = _store(group)
+        check_peers(group)
+        if absent := _left(group):  # a rank says so before it closes its connections
+            return _left_error(group, doing, absent)
         store.set(f"alive/{group.rank()}", "1")
         silent = set(range(group.size()))
         end = time.monotonic() + GRACE
@@ -163,8 +172,10 @@ def _diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> Peer
         return reported
     except RuntimeError:
         return PeerError(
-            f"the rendezvous store cannot be reached any more, so the process that hosts it (rank 0, or torchrun's "
-            f"agent on rank 0's node) has died; {me} was waiting for {doing}. First error: {error}"
+            f"the rendezvous store at {_store_address(group)} cannot be reached any more, so the process that hosts it "
+            f"has died or ended: rank 0, or torchrun's agent on rank 0's node. {me} was waiting for {doing}. Look at "
+            f"that process's own output and at its host's kernel log (out of memory, power, network). First error: "
+            f"{error}"
         )
     return PeerError(
         f"{names} died or went silent while {me} was waiting for {doing}. Look at that process's own output and at "
@@ -172,9 +183,27 @@ def _diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> Peer
     )
 
 
+def _left_error(group: dist.ProcessGroup, doing: str, absent: set[int]) -> PeerError:
+    _store(group).set(f"alive/{group.rank()}", "1")
+    names = ", ".join(describe_rank(group, rank) for rank in sorted(absent))
+    return PeerError(
+        f"{names} left the run while {describe_rank(group, group.rank())} still waits for {doing}. Every rank "
+        "must make the same calls (run, evaluate and predict too) the same number of times."
+    )
+
+
 def _left(group: dist.ProcessGroup) -> set[int]:
+    """The ranks that left by themselves, not because another one had gone before them."""
     store = _store(group)
-    return {rank for rank in range(group.size()) if rank != group.rank() and store.check([f"left/{rank}"])}
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    return {rank for rank in others if store.check([f"left/{rank}"]) and not store.check([f"alive/{rank}"])}
+
+
+def _store_address(group: dist.ProcessGroup) -> str:
+    store = group.get_group_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else type(store).__name__
 
 
 def _set_json(group: dist.ProcessGroup, key: str, value: object) -> None:

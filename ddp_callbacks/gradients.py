@@ -32,10 +32,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from ddp_callbacks.buckets import ParameterSpec, assign_buckets
+from ddp_callbacks.buckets import ParameterSpec, assign_buckets, check_bucket_cap_mb
 from ddp_callbacks.collectives import Reduction, all_gather_tensors, all_reduce
 from ddp_callbacks.comm_hooks import CommHook, GradBucket, allocator_of, check_comm_hook
-from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.failures import wait
 from ddp_callbacks.flat_memory import FlatMemory, MemoryPool, copy_in
 from ddp_callbacks.process_group import get_world_size, resolve_group
@@ -118,8 +117,7 @@ class GradientSynchronizer:
         comm_state: Any = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if not bucket_cap_mb > 0:
-            raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.")
+        check_bucket_cap_mb(bucket_cap_mb)
         if comm_hook is not None:
             check_comm_hook(comm_hook)
         self.rounds = 0  # completed synchronizations

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.environment import WorkerEnv, worker_env
 from ddp_callbacks.errors import ConfigurationError, PeerError, RendezvousError
-from ddp_callbacks.failures import announce_join, announce_leave, report_failure
+from ddp_callbacks.failures import announce_join, announce_leave, outlive_readers, report_failure
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for gloo
 
@@ -87,12 +87,19 @@ def join_process_group(
 
 
 def leave_process_group() -> None:
-    """Leave the default group, if there is one; whoever still waits for this rank is told. Safe to call twice."""
+    """Leave the default group, if there is one; whoever still waits for this rank is told. Safe to call twice.
+
+    Rank 0, with which the store goes, returns when the others have left too, or after three seconds.
+    """
     if not dist.is_initialized():
         return
+    group = resolve_group()
+    store, hosts_store = group.get_group_store(), group.rank() == 0 and not _agent_hosts_store()
     try:
-        announce_leave(resolve_group())
+        announce_leave(group)
         dist.destroy_process_group()
+        if hosts_store:
+            outlive_readers(dist.PrefixStore("ddp_callbacks", store), group.size())
     except RuntimeError:
         pass  # the peers or the store went first
 
@@ -117,8 +124,7 @@ def _choose_backend(backend: str | None) -> str:
 def _meet(env: WorkerEnv, timeout: timedelta) -> dist.Store:
     assert env.host is not None and env.port is not None
     try:
-        # torchrun's agent hosts the store itself and says so with this variable of its own.
-        listens = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        listens = env.rank == 0 and not _agent_hosts_store()
         tcp = _listen(env.host, env.port, timeout) if listens else _connect(env.host, env.port, timeout)
         # A restarted job finds the keys of its former life in the agent's store.
         store = dist.PrefixStore(f"ddp_callbacks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
@@ -130,6 +136,11 @@ def _meet(env: WorkerEnv, timeout: timedelta) -> dist.Store:
             f"the port is free there and open in the firewall. Cause: {str(error).splitlines()[0]}"
         ) from error
     return store
+
+
+def _agent_hosts_store() -> bool:
+    """torchrun's agent hosts the store itself and says so with this variable of its own."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _listen(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -157,16 +168,24 @@ def _await_all(store: dist.Store, env: WorkerEnv, timeout: timedelta) -> None:
     missing = set(range(env.world_size))
     end = time.monotonic() + timeout.total_seconds()
     while missing:
-        missing = {rank for rank in missing if not store.check([f"present/{rank}"])}
+        try:
+            missing = {rank for rank in missing if not store.check([f"present/{rank}"])}
+        except dist.DistError as error:
+            if missing == set(range(env.world_size)):
+                raise  # the first look failed, so nothing is known
+            raise _never_came(missing, env, "before rank 0, which hosts the store, gave up or died") from error
         if missing and time.monotonic() > end:
-            ranks = ", ".join(str(rank) for rank in sorted(missing))
-            raise RendezvousError(
-                f"rank {ranks} of a world of {env.world_size} did not come to {env.host}:{env.port} within "
-                f"{timeout.total_seconds():g} s; rank {env.rank} on host {socket.gethostname()} waited. Start every "
-                "rank, each with its own number, or lower world_size."
-            )
+            raise _never_came(missing, env, f"within {timeout.total_seconds():g} s")
         if missing:
             time.sleep(0.05)
+
+
+def _never_came(missing: set[int], env: WorkerEnv, when: str) -> RendezvousError:
+    ranks = ", ".join(str(rank) for rank in sorted(missing))
+    return RendezvousError(
+        f"rank {ranks} of a world of {env.world_size} did not come to {env.host}:{env.port} {when}; rank {env.rank} on "
+        f"host {socket.gethostname()} waited. Start every rank, each with its own number, or lower world_size."
+    )
 
 
 def _report_uncaught_exceptions() -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
 
+from ddp_callbacks.failures import announce_join
 from ddp_callbacks.process_group import get_rank, get_world_size, join_process_group
 from ddp_callbacks.sharding import Share, common_size
 
@@ -33,6 +34,8 @@ class DistributedCallback(Callback):  # type: ignore[misc]
     def on_init(self, state: State) -> None:
         if self.process_group is None:
             join_process_group()
+        elif self.world_size > 1:
+            announce_join(self.process_group)
 
     @property
     def rank(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 import torchbearer
 
+from ddp_callbacks.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm_hooks import CommHook, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
@@ -39,6 +40,7 @@ class AllReduceGradients(DistributedCallback):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(process_group)
+        check_bucket_cap_mb(bucket_cap_mb)
         if comm_hook is not None:
             check_comm_hook(comm_hook)
         self._loss_weight = LossWeight(weight, reduction)

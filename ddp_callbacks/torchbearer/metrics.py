@@ -221,5 +221,5 @@ def _is_numeric(value: Any) -> bool:
 
 
 def _mismatch(names: list[list[str]]) -> str:
-    lists = "\n".join(f"  rank {rank}: {', '.join(keys)}" for rank, keys in enumerate(names))
+    lists = "\n".join(f"  rank {rank}: {', '.join(dict.fromkeys(keys))}" for rank, keys in enumerate(names))
     return f"the ranks have different metrics:\n{lists}\nGive every process the same metrics=[...], in the same order."

@@ -1,0 +1,457 @@
+"""Rank 0 speaks: one progress bar, one set of files, of the merged values; a kill leaves a checkpoint that loads."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import os
+import pickle
+import re
+import signal
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchbearer
+from test_process_group import DYNAMO, Nursery, Rank, note
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchbearer import Callback, Trial
+from torchbearer.callbacks import Best, CallbackList, CSVLogger, Interval, ModelCheckpoint, MostRecent, TensorBoard
+
+from ddp_callbacks.torchbearer import DDPCallback
+from ddp_callbacks.torchbearer.output import write_atomically
+
+EPOCHS, STEPS, SAMPLES = 2, 4, 30
+WORLDS = [1, 4]
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery(Path(__file__).stem, DYNAMO)
+    yield made
+    made.close()
+
+
+# --- bodies ---------------------------------------------------------------------------------------------------------
+
+
+class TorchTensorBoard(TensorBoard):  # type: ignore[misc]
+    """Torchbearer's callback with torch's writer."""
+
+    def get_writer(self, log_dir: str | None = None, visdom: bool = False, visdom_params: Any = None) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(self.log_dir)
+        return self.writer
+
+    def close_writer(self, log_dir: str | None = None) -> None:
+        assert self.writer is not None
+        self.writer.close()
+
+
+class OwnLogger(Callback):  # type: ignore[misc]
+    """A logger of the user's own, which Torchbearer does not know."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_start(self, state: Any) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(self.folder)
+
+    def on_end_epoch(self, state: Any) -> None:
+        for key, value in state[torchbearer.METRICS].items():
+            self.writer.add_scalar(key, value, state[torchbearer.EPOCH])
+
+    def on_end(self, state: Any) -> None:
+        self.writer.close()
+
+
+def data(samples: int = SAMPLES) -> TensorDataset:
+    generator = torch.Generator().manual_seed(samples)
+    x = torch.randn(samples, 4, generator=generator)
+    return TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0))
+
+
+def make_trial(callbacks: list[Any], **options: Any) -> Trial:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    trial = Trial(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        nn.CrossEntropyLoss(),
+        metrics=["acc", "loss"],
+        callbacks=callbacks,
+        **options,
+    )
+    return trial.with_generators(DataLoader(data(), 8, shuffle=True), DataLoader(data(14), 8))
+
+
+def write_everything() -> None:
+    """Each rank has a folder of its own for its files, so that a file shows who wrote it."""
+    torch.set_num_threads(1)
+    mine = f"rank-{os.environ.get('RANK', '0')}"
+    os.mkdir(mine)
+    logger = OwnLogger(f"{mine}/own")
+    trial = make_trial(
+        [
+            CSVLogger(f"{mine}/before.csv"),
+            ModelCheckpoint(f"{mine}/each.{{epoch}}.pt"),
+            logger,
+            DDPCallback(also_rank_zero=(OwnLogger,)),
+            CSVLogger(f"{mine}/after.csv", batch_granularity=True),
+            ModelCheckpoint(f"{mine}/best-only.pt", save_best_only=True),
+            Best(f"{mine}/best.{{epoch}}.pt", monitor="val_loss"),
+            MostRecent(f"{mine}/recent.{{epoch}}.pt"),
+            Interval(f"{mine}/step.{{epoch}}.{{t}}.pt", save_model_params_only=True, on_batch=True),
+            TensorBoard(f"{mine}/tb", write_graph=False),
+            TorchTensorBoard(f"{mine}/torch-tb", write_graph=False),
+        ],
+        verbose=0,
+    )
+    trial.run(EPOCHS)
+    note("history", plain(trial.state[torchbearer.HISTORY]))
+
+
+def show_progress() -> None:
+    """Every way to ask for a progress bar, a line on stderr before each."""
+    torch.set_num_threads(1)
+    trial = make_trial([DDPCallback()])
+    trial.with_test_generator(DataLoader(TensorDataset(data(10).tensors[0]), 4))
+    phases: dict[str, Callable[[], Any]] = {
+        "default": lambda: trial.run(1),
+        "verbose=2": lambda: trial.run(2, verbose=2),
+        "positional 2": lambda: trial.run(3, 2),
+        "verbose=1": lambda: trial.run(4, verbose=1),
+        "verbose=0": lambda: trial.run(5, verbose=0),
+        "evaluate": lambda: trial.evaluate(),
+        "predict": lambda: trial.predict(),
+        "replay": lambda: trial.replay(),
+    }
+    for name, phase in phases.items():
+        print(f"=== {name}", file=sys.stderr, flush=True)
+        result = phase()
+        note(name, plain(result[-1:] if isinstance(result, list) else result) if name != "replay" else None)
+    note("history", plain(trial.state[torchbearer.HISTORY]))
+
+
+def die_while_saving(moments: list[str]) -> None:
+    """Save one checkpoint, then die at one moment of saving the next; in a folder of its own."""
+    torch.set_num_threads(1)
+    moment = moments[int(os.environ["INDEX"])]
+    os.mkdir(moment)
+    trial = make_trial(
+        [DDPCallback(), MostRecent(f"{moment}/recent.{{epoch}}.pt"), MostRecent(f"{moment}/same.pt")], verbose=0
+    )
+    trial.run(1)
+    arm(moment)
+    trial.run(2)
+
+
+def arm(moment: str) -> None:
+    """Kill this process at ``moment`` of the next save."""
+    names: dict[str, tuple[Any, str]] = {
+        "save": (torch, "save"),
+        "fsync": (os, "fsync"),
+        "replace": (os, "replace"),
+        "remove": (os, "remove"),
+    }
+    when, name, number = moment.split("-")
+    owner, attribute = names[name]
+    real, calls = getattr(owner, attribute), []
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) < int(number):
+            return real(*args, **kwargs)
+        if when == "during":  # half of the file is there
+            real(*args, **kwargs)
+            os.truncate(args[1], os.path.getsize(args[1]) // 2)
+        if when == "after":
+            real(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, attribute, dying)
+
+
+def plain(value: Any) -> Any:
+    """As JSON can hold it."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda world_size: f"N={world_size}")
+def written(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    """The folder with the ranks' files, and the ranks."""
+    folder = tmp_path_factory.mktemp("written")
+    ranks = nursery.run(write_everything, request.param, folder)
+    assert [rank.code for rank in ranks] == [0] * request.param, [rank.stderr for rank in ranks]
+    return folder, ranks
+
+
+def test_only_rank_0_writes_files(written: tuple[Path, list[Rank]]) -> None:
+    folder, ranks = written
+    for rank in range(1, len(ranks)):
+        assert files(folder / f"rank-{rank}") == []
+    names = files(folder / "rank-0")
+    assert [name for name in names if "events.out" not in name] == sorted(
+        ["before.csv", "after.csv", "best-only.pt", "recent.1.pt", "each.0.pt", "each.1.pt"]
+        + [name for name in names if name.startswith("best.")]
+        + [f"step.{epoch}.{batch}.pt" for epoch in range(EPOCHS) for batch in range(STEPS)]
+    )
+    assert len([name for name in names if name.startswith("best.")]) == 1, "only the best is kept"
+    runs = sorted(os.path.dirname(name) for name in names if "events.out" in name)
+    assert runs == ["own", "tb/Linear_torchbearer", "torch-tb/Linear_torchbearer"], "one run each"
+
+
+def test_all_ranks_have_the_history_that_rank_0_writes(written: tuple[Path, list[Rank]]) -> None:
+    _, ranks = written
+    merged = [without_running(rank.notes["history"]) for rank in ranks]
+    assert merged == [merged[0]] * len(ranks)
+    assert len(merged[0]) == EPOCHS
+
+
+def test_checkpoints_load_and_hold_the_run(written: tuple[Path, list[Rank]]) -> None:
+    folder, ranks = written
+    history = ranks[0].notes["history"]
+    for name, epochs in {"each.0.pt": 1, "each.1.pt": 2, "recent.1.pt": 2}.items():
+        # Torchbearer pickles its own classes, so torch's weights_only cannot hold.
+        saved = torch.load(folder / "rank-0" / name, weights_only=False)
+        assert plain(saved[torchbearer.HISTORY]) == history[:epochs]
+    steps = [torch.load(folder / "rank-0" / f"step.1.{batch}.pt")["weight"] for batch in range(STEPS)]
+    assert all(not torch.equal(one, other) for one, other in itertools.pairwise(steps))
+    torch.testing.assert_close(saved[torchbearer.MODEL]["weight"], steps[-1], rtol=0, atol=0)
+    best = min(range(EPOCHS), key=lambda epoch: history[epoch]["val_loss"])
+    assert (folder / "rank-0" / f"best.{best}.pt").exists()
+    for name in (f"best.{best}.pt", "best-only.pt"):
+        saved = torch.load(folder / "rank-0" / name, weights_only=False)
+        assert plain(saved[torchbearer.HISTORY]) == history[: best + 1]
+
+
+def test_the_csv_holds_one_line_per_epoch_or_step_with_the_merged_values(written: tuple[Path, list[Rank]]) -> None:
+    folder, ranks = written
+    with (folder / "rank-0" / "before.csv").open() as file:
+        epochs = list(csv.DictReader(file))
+    assert [row["epoch"] for row in epochs] == ["0", "1"]
+    for row, expected in zip(epochs, ranks[0].notes["history"], strict=True):
+        for key in ("acc", "loss", "val_acc", "val_loss"):
+            assert float(row[key]) == pytest.approx(expected[key], rel=1e-6), key
+    with (folder / "rank-0" / "after.csv").open() as file:
+        steps = list(csv.reader(file))[1:]
+    assert [row[:2] for row in steps] == [
+        [str(epoch), str(batch)] for epoch in range(EPOCHS) for batch in [*range(STEPS), 1]
+    ], "a line per step, and per epoch one more at its end, the second and last batch of the validation"
+
+
+@pytest.mark.parametrize(
+    ("run", "prefix"), [("tb/Linear_torchbearer", "epoch/"), ("torch-tb/Linear_torchbearer", "epoch/"), ("own", "")]
+)
+def test_tensorboard_holds_the_merged_values(written: tuple[Path, list[Rank]], run: str, prefix: str) -> None:
+    folder, ranks = written
+    events = scalars(folder / "rank-0" / run)
+    history = ranks[0].notes["history"]
+    for key in ("acc", "loss", "val_acc", "val_loss", "running_loss"):
+        expected = [(epoch, pytest.approx(values[key], rel=1e-6)) for epoch, values in enumerate(history)]
+        assert events[prefix + key] == expected, key
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """All scalars of a run, by tag: (step, value)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tensorboard's own
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(folder))
+        events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def without_running(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The running means are a rank's own."""
+    return [{key: value for key, value in epoch.items() if not key.startswith("running_")} for epoch in history]
+
+
+# --- progress bars --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda world_size: f"N={world_size}")
+def shown(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[Rank]:
+    ranks = nursery.run(show_progress, request.param, tmp_path_factory.mktemp("shown"))
+    assert [rank.code for rank in ranks] == [0] * request.param, [rank.stderr for rank in ranks]
+    return ranks
+
+
+PHASES = ["default", "verbose=2", "positional 2", "verbose=1", "evaluate", "predict", "replay"]
+
+
+def test_only_rank_0_shows_a_progress_bar(shown: list[Rank]) -> None:
+    shows = phases_of(shown[0])
+    assert [name for name in shows if shows[name].strip()] == PHASES
+    assert all("100%" in shows[name] for name in PHASES)
+    for rank in shown[1:]:
+        assert list(phases_of(rank)) == list(shows), "it has come through all of them"
+        assert "".join(phases_of(rank).values()).strip() == ""
+        assert rank.stdout == ""
+    assert shown[0].stdout == ""
+
+
+@pytest.mark.parametrize(("phase", "epoch"), [("default", 0), ("verbose=2", 1), ("positional 2", 2)])
+def test_the_bars_of_an_epoch_end_with_its_merged_values(shown: list[Rank], phase: str, epoch: int) -> None:
+    values = shown[0].notes["history"][epoch]
+    text = phases_of(shown[0])[phase]
+    training = final_bar(text, f"{epoch}/{epoch + 1}(t)")
+    assert training == rounded(values, "acc", "loss", "running_acc", "running_loss")
+    assert final_bar(text, f"{epoch}/{epoch + 1}(v)") == rounded(values, "val_acc", "val_loss")
+
+
+def test_the_bar_over_epochs_and_that_of_evaluate_end_with_the_merged_values(shown: list[Rank]) -> None:
+    keys = ("acc", "loss", "running_acc", "running_loss", "val_acc", "val_loss")
+    assert final_bar(phases_of(shown[0])["verbose=1"], "") == rounded(shown[0].notes["history"][3], *keys)
+    evaluated = [rank.notes["evaluate"] for rank in shown]
+    assert evaluated == [evaluated[0]] * len(shown)
+    assert final_bar(phases_of(shown[0])["evaluate"], "0/1(e)") == rounded(evaluated[0], "val_acc", "val_loss")
+
+
+def test_bars_count_the_steps_of_the_users_loader(shown: list[Rank]) -> None:
+    """``batch_size="global"``: as many steps as in one process."""
+    text = phases_of(shown[0])["default"]
+    assert "| 4/4 [" in text and "| 2/2 [" in text
+    assert "| 3/3 [" in phases_of(shown[0])["predict"]
+
+
+def phases_of(rank: Rank) -> dict[str, str]:
+    """What a rank wrote to stderr, by phase."""
+    parts = re.split(r"^=== (.*)$", rank.stderr, flags=re.MULTILINE)
+    assert parts[0] == "", parts[0]
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def final_bar(text: str, label: str) -> dict[str, str]:
+    """The metrics of the last state of the bar ``label``."""
+    bars = [bar for bar in re.split(r"[\r\n]+", text) if bar.startswith(label) and "=" in bar]
+    return dict(re.findall(r"(\w+)=([-+.\de]+|nan)", bars[-1]))
+
+
+def rounded(values: dict[str, float], *keys: str) -> dict[str, str]:
+    return {key: str(round(values[key], 4)) for key in keys}
+
+
+# --- checkpoints and kills ------------------------------------------------------------------------------------------
+
+# when-what-which: of the two checkpointers, the first has a name for each epoch and removes the old file; the second
+# always writes the same file. Which epochs must be there afterwards, under recent.{epoch}.pt, and in same.pt.
+MOMENTS: dict[str, tuple[set[int], int]] = {
+    "before-save-1": ({0}, 0),
+    "during-save-1": ({0}, 0),
+    "after-save-1": ({0}, 0),
+    "before-fsync-1": ({0}, 0),
+    "before-replace-1": ({0}, 0),
+    "after-replace-1": ({0, 1}, 0),
+    "before-remove-1": ({0, 1}, 0),
+    "after-remove-1": ({1}, 0),
+    "during-save-2": ({1}, 0),
+    "before-replace-2": ({1}, 0),
+    "after-replace-2": ({1}, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def killed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    ranks = nursery.run(die_while_saving, len(MOMENTS), folder, list(MOMENTS), environ={})
+    assert [rank.code for rank in ranks] == [-signal.SIGKILL] * len(MOMENTS), [rank.stderr for rank in ranks]
+    return folder
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_kill_while_saving_leaves_checkpoints_that_load(killed: Path, moment: str) -> None:
+    epochs, same = MOMENTS[moment]
+    folder = killed / moment
+    found = {int(path.name.split(".")[1]) for path in folder.glob("recent.*.pt")}
+    assert found == epochs, "the previous one goes only when the new one is there"
+    for epoch in found:
+        assert trained_epochs(folder / f"recent.{epoch}.pt") == epoch + 1
+    assert trained_epochs(folder / "same.pt") == same + 1
+
+
+def trained_epochs(path: Path) -> int:
+    """Load a checkpoint into a Trial; the epochs that it has behind it."""
+    saved = torch.load(path, weights_only=False)
+    callbacks = [
+        MostRecent(str(path))
+        for kind in saved[torchbearer.CALLBACK_LIST][CallbackList.CALLBACK_TYPES]
+        if kind is MostRecent
+    ]
+    trial = make_trial([DDPCallback(), *callbacks], verbose=0)
+    trial.load_state_dict(saved)
+    return len(trial.state[torchbearer.HISTORY])
+
+
+def failing_pickle(error: BaseException) -> types.ModuleType:
+    """A pickle module that writes a little and then raises."""
+
+    class Pickler(pickle.Pickler):
+        def dump(self, _: Any) -> None:
+            super().dump("a beginning")
+            raise error
+
+    module = types.ModuleType("failing_pickle")
+    module.__dict__.update(vars(pickle) | {"Pickler": Pickler, "__name__": "failing_pickle"})
+    return module
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), pickle.PicklingError()])
+def test_an_exception_while_saving_leaves_the_old_checkpoint_and_no_temporary_file(
+    tmp_path: Path, error: BaseException
+) -> None:
+    checkpointer = MostRecent(str(tmp_path / "recent.{epoch}.pt"))
+    trial = make_trial([DDPCallback(), checkpointer], verbose=0)
+    trial.run(1)
+    checkpointer.pickle_module = failing_pickle(error)
+    with pytest.raises(type(error)):
+        trial.run(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["recent.0.pt"]
+    assert trained_epochs(tmp_path / "recent.0.pt") == 1
+
+
+def test_a_failing_rename_leaves_no_temporary_file(tmp_path: Path) -> None:
+    target = tmp_path / "a-folder"
+    target.mkdir()
+    with pytest.raises(OSError):
+        write_atomically(str(target), lambda temporary: Path(temporary).write_bytes(b"new") and None)
+    assert [path.name for path in tmp_path.iterdir()] == ["a-folder"]
+
+
+def test_a_previous_checkpoint_that_somebody_moved_away_is_no_error(tmp_path: Path) -> None:
+    trial = make_trial([DDPCallback(), MostRecent(str(tmp_path / "recent.{epoch}.pt"))], verbose=0)
+    trial.run(1)
+    (tmp_path / "recent.0.pt").rename(tmp_path / "kept.pt")
+    trial.run(2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.pt", "recent.1.pt"]
+
+
+def test_a_checkpoint_in_the_working_directory_is_written_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_trial([DDPCallback(), MostRecent("model.pt")], verbose=0).run(2)
+    assert json.dumps(os.listdir(tmp_path)) == '["model.pt"]'
