@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import set_nursery
+from nursery import Nursery
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,11 +20,21 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nursery() -> Iterator[Nursery]:
+    """From which the tests start their ranks."""
+    made = Nursery()
+    set_nursery(made)
+    yield made
+    made.close()
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     environment, shared_memory, children = dict(os.environ), _shared_memory(), _children()
     yield
-    gc.collect()  # a loader's persistent workers end with the loader
+    if not _children() <= children:
+        gc.collect()  # the workers of a loader end with its iterator
     assert not dist.is_initialized(), "the test left its process group open"
     changed = {key for key in {**environment, **os.environ} if environment.get(key) != os.environ.get(key)}
     # The last are set by torch and by scikit-learn when they are first used.

@@ -1,16 +1,11 @@
-"""Run a function on N processes; the only place of the tests that starts ranks.
-
-Ranks are plain subprocesses: in a child of ``multiprocessing`` the workers of a ``DataLoader`` take 5 s to end.
-"""
+"""Run a function on N ranks that have joined a gloo group, and get what each returned."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -18,9 +13,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parent
+import torch
+import torch.distributed as dist
+from nursery import Nursery
+
 DEADLINE = 150.0  # seconds; a rank that takes longer is killed and the test fails
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+_nurseries: list[Nursery] = []  # the session's, see conftest
+
+
+def set_nursery(nursery: Nursery) -> None:
+    """Where ranks are started from now on."""
+    _nurseries[:] = [nursery]
 
 
 def run_distributed(body: Callable[..., Any], world_size: int, *args: Any, deadline: float = DEADLINE) -> list[Any]:
@@ -32,69 +37,32 @@ def run_distributed(body: Callable[..., Any], world_size: int, *args: Any, deadl
     Raises:
         AssertionError: With every rank's output, if one raised, died or took longer than ``deadline``.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         module = Path(sys.modules[body.__module__].__file__ or "").stem
-        Path(folder, "call").write_bytes(pickle.dumps((module, body.__name__, args)))
-        outputs = [Path(folder, f"output-{rank}").open("w+") for rank in range(world_size)]
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(world_size), folder],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            for rank, output in enumerate(outputs)
-        ]
-        codes = wait_all(ranks, deadline)
-        texts = []
-        for rank, output in enumerate(outputs):
-            output.seek(0)
-            texts.append(f"--- rank {rank}\n{output.read()}")
-            output.close()
-        assert codes == [0] * world_size, f"exit codes {codes}\n" + "\n".join(texts)
-        return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world_size)]
+        (folder / "call").write_bytes(pickle.dumps((module, body.__name__, args)))
+        ranks = _nurseries[0].run(call, world_size, folder, deadline=deadline)
+        codes = [rank.code for rank in ranks]
+        texts = "\n".join(f"--- rank {index}\n{rank.stdout}{rank.stderr}" for index, rank in enumerate(ranks))
+        assert codes == [0] * world_size, f"exit codes {codes}\n{texts}"
+        return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def wait_all(processes: list[subprocess.Popen[Any]], deadline: float) -> list[int]:
-    """The exit codes; processes that outlive ``deadline`` (seconds) are killed."""
-    end = time.monotonic() + deadline
-    try:
-        for process in processes:
-            try:
-                process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-    return [process.wait() for process in processes]
-
-
-def _main(rank: int, world_size: int, folder: str) -> None:
-    os.environ["TQDM_DISABLE"] = "1"
+def call() -> None:
+    """On a rank: join, call the body that the file names, and leave its result in a file."""
     warnings.simplefilter("error")
-    import torch
-    import torch.distributed as dist
-
+    os.environ["TQDM_DISABLE"] = "1"
     torch.set_num_threads(1)
-    module, name, args = pickle.loads(Path(folder, "call").read_bytes())
-    body = getattr(__import__(module), name)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
-    )
+    module, name, args = pickle.loads(Path("call").read_bytes())
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = f"file://{Path.cwd()}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
     try:
-        result = body(*args)
+        result = getattr(__import__(module), name)(*args)
     except BaseException:
         traceback.print_exc()
-        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # without waiting for collectives that will never end
-    Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
+    Path(f"result-{rank}").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(TESTS))
-    _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

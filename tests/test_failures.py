@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torchbearer
-from test_process_group import DYNAMO, HOSTNAME, Nursery, Rank, note, noting_errors
+from nursery import HOSTNAME, Nursery, Rank, note, noting_errors
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchbearer import Trial
@@ -25,13 +25,6 @@ STEP = 3  # of the first epoch: in the middle of training
 SAMPLES, BATCH = 48, 6
 
 Action = Callable[[], None]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery(Path(__file__).stem, DYNAMO)
-    yield made
-    made.close()
 
 
 # --- bodies: a user's script, with a misfortune in it ---------------------------------------------------------------

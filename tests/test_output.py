@@ -12,14 +12,14 @@ import signal
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchbearer
-from test_process_group import DYNAMO, Nursery, Rank, note
+from nursery import Nursery, Rank, note
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Callback, Trial
@@ -30,13 +30,6 @@ from ddp_callbacks.torchbearer.output import write_atomically
 
 EPOCHS, STEPS, SAMPLES = 2, 4, 30
 WORLDS = [1, 4]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery(Path(__file__).stem, DYNAMO)
-    yield made
-    made.close()
 
 
 # --- bodies ---------------------------------------------------------------------------------------------------------
