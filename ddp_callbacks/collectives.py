@@ -35,7 +35,7 @@ class Reduction:
     """
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._tensor = tensor
+        self._tensor = tensor = _as_real(tensor)
         self._group = group
         self._gathered: torch.Tensor | None = None
         if tensor.device.type == "cpu" and tensor.nbytes * group.size() <= GATHERED_BYTES:
@@ -73,7 +73,7 @@ def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None 
         resolved = resolve_group(group)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        wait(resolved.broadcast([tensor], options), doing, resolved)
+        wait(resolved.broadcast([_as_real(tensor)], options), doing, resolved)
     return tensor
 
 
@@ -175,6 +175,11 @@ def unpack(value: Json, tensors: Sequence[torch.Tensor]) -> Any:
         entries = [unpack(entry, tensors) for entry in item]
         return entries if kind == "list" else tuple(entries)
     return item
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as real numbers: gloo knows no complex ones."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def _all_gather(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -42,7 +42,9 @@ class FlatMemory:
 
     def _count_references(self) -> tuple[int, int]:
         storage = self.flat.untyped_storage()
-        return torch._C._storage_Use_Count(storage._cdata), sum(map(sys.getrefcount, self.views))
+        return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage) + sum(
+            map(sys.getrefcount, self.views)
+        )
 
 
 class MemoryPool:

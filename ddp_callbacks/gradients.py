@@ -52,9 +52,9 @@ class Bucket:
 
     def start(self) -> None:
         """Forget the last backward."""
-        trainable = [parameter.requires_grad for parameter in self.pool.parameters]
-        self.ready = [False] * len(trainable)
-        self.missing = sum(trainable)
+        # A frozen parameter may fire its hook, with no gradient: it was frozen after the forward pass.
+        self.ready = [not parameter.requires_grad for parameter in self.pool.parameters]
+        self.missing = self.ready.count(False)
         self.active = self.missing > 0
         self.again = False
         self.memory: FlatMemory | None = None
@@ -65,7 +65,7 @@ class Bucket:
         if not self.ready[position]:
             self.ready[position] = True
             self.missing -= 1
-        elif self.memory is not None:
+        elif self.memory is not None and self.pool.parameters[position].requires_grad:
             self.again = self.patient = True
 
     def fill(self, scale: float) -> FlatMemory:
@@ -130,12 +130,13 @@ class GradientSynchronizer:
         self._comm_hook, self._comm_state = comm_hook, comm_state
         self._weight, self._total = 1.0, float(self._world_size)
         self._total_known = True
-        self._last_total: float | None = None
+        self._last_total = 0.0
         self._running = False
         parameters = [parameter for parameter in module.parameters() if _differentiable(parameter)]
         sparse = _sparse_parameters(module)
         self._dense = [parameter for parameter in parameters if id(parameter) not in sparse]
         self._sparse = [parameter for parameter in parameters if id(parameter) in sparse]
+        self._has_double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         self._used = [False] * len(parameters)  # since the last synchronization; the dense ones first
         self._buckets = self._make_buckets(bucket_cap_mb)
         self._register()
@@ -233,8 +234,14 @@ class GradientSynchronizer:
         self._active = [bucket for bucket in self._buckets if bucket.active]
         self._launched = 0
         self._scale, self._reference = self._scales()
-        carrier = self._active[-1].pool.parameters[0].dtype if self._active else None
-        self._carried = self._comm_hook is None and carrier in (torch.float32, torch.float64)
+        self._carried = self._comm_hook is None and bool(self._active) and self._can_carry(self._active[-1])
+
+    def _can_carry(self, bucket: Bucket) -> bool:
+        """Whether the control numbers can be summed beside this bucket's gradients; flags can in any real dtype."""
+        dtype = bucket.pool.parameters[0].dtype
+        if self._total_known or not self._has_double:
+            return dtype in (torch.float32, torch.float64)
+        return dtype == torch.float64  # the weight must not be rounded more than the gradients that it divides
 
     def _scales(self) -> tuple[float, float]:
         """What the gradients are multiplied with before the sum, and the total weight that this supposes."""
@@ -243,7 +250,7 @@ class GradientSynchronizer:
         else:
             # The total arrives with the sum; until then the last one stands in for it, so that half precision does
             # not overflow. There is none before the first step, so that one asks.
-            if self._last_total is None:
+            if not self._last_total:
                 weight = torch.tensor([self._weight], dtype=torch.float64, device=self._device())
                 self._last_total = float(all_reduce(weight, "the first weight", self._group))
             reference = self._last_total
@@ -271,9 +278,13 @@ class GradientSynchronizer:
             node.register_hook(lambda *_: Variable._execution_engine.queue_callback(self._end_of_graph_task))
 
     def _finish(self) -> None:
+        # Gradients of no_sync, of a backward that failed or of a frozen parameter may have gone since.
+        parameters = [*self._dense, *self._sparse]
+        self._used = [used and p.grad is not None for used, p in zip(self._used, parameters, strict=True)]
         for bucket in self._active[self._launched :]:
             self._launch(bucket)
         weight, again, used = self._exchange_control()
+        self._last_total = weight
         for bucket, count in zip(self._buckets, again, strict=True):
             if count:
                 bucket.patient = True
@@ -312,6 +323,8 @@ class GradientSynchronizer:
             return
         wait(bucket.pending, doing, self._group)
         value, flat = bucket.pending.value(), bucket.memory.flat[: bucket.memory.numel]
+        if flat.is_complex() and not value.is_complex():  # as torch's all_reduce returns it
+            value = torch.view_as_complex(value.view(-1, 2))
         if value.data_ptr() != flat.data_ptr() or value.dtype != flat.dtype:
             flat.copy_(value.view(-1))
 
@@ -340,24 +353,25 @@ class GradientSynchronizer:
         if self._total_known:
             return
         assert bucket.memory is not None
-        self._last_total = weight
-        if weight != self._reference:
-            bucket.memory.flat[: bucket.memory.numel].mul_(self._reference / weight if weight else 0.0)
+        if weight != self._reference and weight:  # where no rank has a sample, all gradients are zero already
+            bucket.memory.flat[: bucket.memory.numel].mul_(self._reference / weight)
 
     def _exchange_sparse(self, parameter: torch.nn.Parameter, weight: float) -> None:
         total = self._total if self._total_known else weight
         grad = parameter.grad
         parts = []
-        if grad is not None and self._weight:
-            grad = (grad if grad.is_sparse else grad.to_sparse(1)).coalesce()
-            parts = [grad.indices(), grad.values() * (self._weight / total)]
-        gathered = [part for _, part in all_gather_tensors(None, parts, "a sparse gradient", self._group) if part]
-        if gathered:
-            indices = torch.cat([part[0] for part in gathered], dim=1).to(parameter.device)
-            values = torch.cat([part[1] for part in gathered]).to(parameter.device)
-            parameter.grad = torch.sparse_coo_tensor(
-                indices, values, parameter.shape, check_invariants=False
-            ).coalesce()
+        is_dense = grad is not None and not grad.is_sparse  # a layer that is tied to the embedding
+        if grad is not None:
+            grad = (grad.to_sparse(1) if is_dense else grad).coalesce()
+            rows = slice(None if self._weight else 0)  # none with weight 0, where the values may be NaN
+            share = self._weight / total if self._weight else 0.0
+            parts = [grad.indices()[:, rows], grad.values()[rows] * share]
+        gathered = all_gather_tensors(is_dense, parts, "a sparse gradient", self._group)
+        sent = [part for _, part in gathered if part]
+        indices = torch.cat([part[0] for part in sent], dim=1).to(parameter.device)
+        values = torch.cat([part[1] for part in sent]).to(parameter.device)
+        reduced = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
+        parameter.grad = reduced.to_dense() if any(is_dense for is_dense, _ in gathered) else reduced
 
     def _device(self) -> torch.device:
         return (self._dense or self._sparse)[0].device
