@@ -16,6 +16,7 @@ Contract of the engine towards a hook:
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,8 +75,11 @@ def check_comm_hook(hook: CommHook) -> None:
     """Raise :class:`ConfigurationError` for what cannot be a communication hook here, with the reason."""
     if not callable(hook):
         raise ConfigurationError(f"comm_hook must be callable as hook(state, bucket), got {hook!r}.")
-    name = getattr(hook, "__qualname__", type(hook).__name__)
-    module = (getattr(hook, "__module__", None) or "").rsplit(".", 1)[-1]
+    inner: Any = hook
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    name = getattr(inner, "__qualname__", type(inner).__name__)
+    module = (getattr(inner, "__module__", None) or "").rsplit(".", 1)[-1]
     if module in _NEEDS_DDP:
         raise ConfigurationError(f"the communication hook {name} needs DistributedDataParallel: {_NEEDS_DDP[module]}.")
     try:

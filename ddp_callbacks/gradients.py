@@ -261,11 +261,18 @@ class GradientSynchronizer:
         """Launch every bucket that is full, in order; never the last, which carries the control numbers."""
         while self._launched < len(self._active) - 1:
             bucket = self._active[self._launched]
-            if bucket.missing or bucket.patient:
+            if bucket.missing or bucket.patient or self._hook_is_busy():
                 return
             self._launch(bucket)
 
+    def _hook_is_busy(self) -> bool:
+        """A hook may start further collectives from its futures; the next bucket's must come after all of them."""
+        pending = self._active[self._launched - 1].pending if self._launched else None
+        return pending is not None and not isinstance(pending, Reduction) and not pending.done()
+
     def _launch(self, bucket: Bucket) -> None:
+        if self._hook_is_busy():
+            self._await(self._active[self._launched - 1])
         self._launched += 1
         self._send(bucket)
 
@@ -334,17 +341,16 @@ class GradientSynchronizer:
 
     def _exchange_control(self) -> tuple[float, list[bool], list[bool]]:
         """Await everything; the total weight, and per bucket and per parameter whether any rank says so."""
-        alone = None if self._carried else self._control().to(self._device())
-        reduction = None if alone is None else Reduction(alone, self._group)
         for bucket in self._active:
             self._await(bucket)
-        if alone is not None and reduction is not None:
-            reduction.wait("the control numbers of the gradients")
-            weight, *flags = alone.tolist()
-        else:
+        if self._carried:
             memory = self._active[-1].memory
             assert memory is not None
             weight, *flags = memory.flat[memory.numel :].tolist()
+        else:
+            # Only now: a hook may start further collectives from its futures, at another moment on each rank.
+            control = self._control().to(self._device())
+            weight, *flags = all_reduce(control, "the control numbers of the gradients", self._group).tolist()
         count = len(self._buckets)
         return weight, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import socket
+import struct
 import sys
 import time
 from datetime import timedelta
@@ -17,6 +19,7 @@ from ddp_callbacks.environment import WorkerEnv, worker_env
 from ddp_callbacks.errors import ConfigurationError, PeerError, RendezvousError
 from ddp_callbacks.failures import announce_join, announce_leave, outlive_readers, report_failure
 
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for gloo
 
 
@@ -77,6 +80,7 @@ def join_process_group(
         return env
     _select_device(env)
     store = _meet(env, timeout)
+    _choose_interface(env)
     dist.init_process_group(
         _choose_backend(backend), store=store, rank=env.rank, world_size=env.world_size, timeout=timeout
     )
@@ -113,6 +117,32 @@ def _select_device(env: WorkerEnv) -> None:
             f"{torch.cuda.device_count()}. Start at most one process per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=)."
         )
     torch.cuda.set_device(env.local_rank)
+
+
+def _choose_interface(env: WorkerEnv) -> None:
+    """Let gloo listen on the network on which the processes meet, unless GLOO_SOCKET_IFNAME says otherwise.
+
+    By itself gloo takes the address that the host's own name resolves to, and Debian resolves that to 127.0.1.1, which
+    the other hosts cannot reach.
+    """
+    assert env.host is not None and env.port is not None
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    family, *_, address = socket.getaddrinfo(env.host, env.port, type=socket.SOCK_DGRAM)[0]
+    if family != socket.AF_INET:
+        return
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing, chooses the route
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+            except OSError:
+                continue  # an interface without an address
+            if socket.inet_ntoa(reply[20:24]) == own and not own.startswith("127."):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+                return
 
 
 def _choose_backend(backend: str | None) -> str:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
+from torchbearer.callbacks import CallbackList
 
 from ddp_callbacks.failures import announce_join
 from ddp_callbacks.process_group import get_rank, get_world_size, join_process_group
@@ -36,6 +37,7 @@ class DistributedCallback(Callback):  # type: ignore[misc]
             join_process_group()
         elif self.world_size > 1:
             announce_join(self.process_group)
+        keep_out_of_checkpoints(state[torchbearer.CALLBACK_LIST])
 
     @property
     def rank(self) -> int:
@@ -62,3 +64,17 @@ def wrap_methods(trial: Any, names: tuple[str, ...], wrapper: Callable[[Method],
     for name in names:
         method = getattr(trial, name)
         setattr(trial, name, functools.wraps(method)(wrapper(method)))
+
+
+def keep_out_of_checkpoints(callbacks: Any) -> None:
+    """Save and load this list's state without the callbacks of this library, which hold none.
+
+    Torchbearer saves the classes of all callbacks, and refuses a list with other ones: a checkpoint from before the
+    added line would not load with it, nor one with it in a script without this library.
+    """
+
+    def others() -> CallbackList:
+        return CallbackList([other for other in callbacks if not isinstance(other, DistributedCallback)])
+
+    callbacks.state_dict = lambda: others().state_dict()
+    callbacks.load_state_dict = lambda state_dict: others().load_state_dict(state_dict)

@@ -1,0 +1,48 @@
+# make demo    train on two processes, on this machine
+# make test    formatting, lint, types and the tests
+# make lint    the first three of these only
+# make clean   remove what make has made
+#
+# Each sets up what it needs in .venv. With another Python: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV = .venv
+BIN = $(VENV)/bin
+INSTALLED = $(VENV)/installed
+TORCHVISION = $(VENV)/torchvision
+PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input --no-compile
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+# One thread for each process and the loopback network, whatever this machine's name resolves to.
+demo: $(INSTALLED)
+	@OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo $(BIN)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
+		examples/digits/train.py
+
+test: lint $(TORCHVISION)/installed
+	TORCHVISION_PATH=$(abspath $(TORCHVISION)) $(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# torch first and by its exact version: without it pip would take the newest.
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
+	@echo "Setting up $(VENV) (torch is large: the first time can take minutes) ..."
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) torch==2.13.0
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+# Apart from the rest: beside a CPU build of torch, an installed torchvision breaks other packages.
+$(TORCHVISION)/installed: $(INSTALLED)
+	@mkdir -p $(TORCHVISION)
+	@$(PIP) --no-deps --upgrade --target $(TORCHVISION) 'torchvision==0.28.*' 2> $(VENV)/torchvision.log \
+		|| echo "torchvision could not be had, its test will be skipped; the reason is in $(VENV)/torchvision.log"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info

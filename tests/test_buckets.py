@@ -1,0 +1,128 @@
+"""Which parameters travel together: every one once, one kind per bucket, sizes kept, the order fixed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_callbacks.buckets import FIRST_BUCKET_MB, MB, ParameterSpec, assign_buckets
+
+CPU = torch.device("cpu")
+KB = MB // 1024
+
+specs_strategy = st.lists(
+    st.builds(
+        ParameterSpec,
+        numel=st.one_of(st.integers(0, 2000), st.integers(0, 2_000_000)),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.complex128]),
+        device=st.sampled_from([CPU, torch.device("cuda", 0), torch.device("cuda", 1)]),
+        trainable=st.booleans(),
+    ),
+    max_size=40,
+)
+caps_strategy = st.floats(1e-6, 100.0)
+
+
+def sized(*kilobytes: float, trainable: bool = True, dtype: torch.dtype = torch.float32) -> list[ParameterSpec]:
+    return [ParameterSpec(int(size * KB / dtype.itemsize), dtype, CPU, trainable) for size in kilobytes]
+
+
+@settings(max_examples=50, deadline=None)
+@given(specs_strategy, caps_strategy)
+def test_every_parameter_is_in_exactly_one_bucket_and_no_bucket_is_empty(
+    specs: list[ParameterSpec], cap: float
+) -> None:
+    buckets = assign_buckets(specs, cap)
+    assert sorted(itertools.chain(*buckets)) == list(range(len(specs)))
+    assert all(buckets)
+
+
+@settings(max_examples=50, deadline=None)
+@given(specs_strategy, caps_strategy)
+def test_a_bucket_holds_one_dtype_one_device_and_frozen_parameters_apart(
+    specs: list[ParameterSpec], cap: float
+) -> None:
+    for bucket in assign_buckets(specs, cap):
+        assert len({(specs[i].dtype, specs[i].device, specs[i].trainable) for i in bucket}) == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(specs_strategy, caps_strategy)
+def test_a_bucket_is_closed_by_the_parameter_that_reaches_the_cap(specs: list[ParameterSpec], cap: float) -> None:
+    of_kind: dict[object, list[list[int]]] = {}
+    for bucket in assign_buckets(specs, cap):
+        of_kind.setdefault(specs[bucket[0]].kind, []).append(bucket)
+    for buckets in of_kind.values():
+        for position, bucket in enumerate(buckets):
+            limit = (min(cap, FIRST_BUCKET_MB) if position == 0 else cap) * MB
+            assert sum(specs[i].nbytes for i in bucket[:-1]) < limit
+            if position < len(buckets) - 1:
+                assert sum(specs[i].nbytes for i in bucket) >= limit
+
+
+@settings(max_examples=50, deadline=None)
+@given(specs_strategy, caps_strategy)
+def test_within_a_bucket_and_within_a_kind_the_order_is_the_reverse_of_registration(
+    specs: list[ParameterSpec], cap: float
+) -> None:
+    of_kind: dict[object, list[int]] = {}
+    for bucket in assign_buckets(specs, cap):
+        of_kind.setdefault(specs[bucket[0]].kind, []).extend(bucket)
+    for indices in of_kind.values():
+        assert indices == sorted(indices, reverse=True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(specs_strategy, caps_strategy)
+def test_buckets_that_fill_up_come_in_the_order_in_which_backward_fills_them(
+    specs: list[ParameterSpec], cap: float
+) -> None:
+    kinds = {spec.kind for spec in specs}
+    buckets = assign_buckets(specs, cap)
+    closed = buckets[: len(buckets) - len(kinds)]  # at most one bucket per kind stays open
+    assert [bucket[-1] for bucket in closed] == sorted((bucket[-1] for bucket in closed), reverse=True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(specs_strategy, caps_strategy)
+def test_the_assignment_depends_on_the_parameters_alone(specs: list[ParameterSpec], cap: float) -> None:
+    again = [ParameterSpec(spec.numel, spec.dtype, torch.device(str(spec.device)), spec.trainable) for spec in specs]
+    random.random()
+    assert assign_buckets(specs, cap) == assign_buckets(again, cap)
+
+
+def test_no_parameters_make_no_buckets() -> None:
+    assert assign_buckets([], 25) == []
+
+
+@pytest.mark.parametrize(
+    ("specs", "cap", "expected"),
+    [
+        pytest.param(sized(10, 10, 10), 25, [[2, 1, 0]], id="small ones share a bucket"),
+        pytest.param(sized(10, 10, 10), 10 / 1024, [[2], [1], [0]], id="each reaches the cap"),
+        pytest.param(sized(10, 10, 10), 11 / 1024, [[2, 1], [0]], id="the one that reaches the cap is in"),
+        pytest.param(sized(1, 5000, 1), 2, [[2, 1], [0]], id="a large one closes its bucket"),
+        pytest.param(sized(1500, 1500, 700, 700), 25, [[3, 2], [1, 0]], id="the first is closed at 1 MiB already"),
+        pytest.param(sized(0, 0), 1e-6, [[1, 0]], id="parameters without elements reach nothing"),
+        pytest.param(sized(1) + sized(1, dtype=torch.float64) + sized(1), 25, [[2, 0], [1]], id="dtypes do not mix"),
+        pytest.param(sized(1) + sized(1, trainable=False) + sized(1), 25, [[2, 0], [1]], id="frozen ones are apart"),
+        pytest.param(
+            sized(2000) + sized(2000, dtype=torch.float64) + sized(1),
+            1,
+            [[1], [2, 0]],
+            id="a bucket that fills first goes first",
+        ),
+    ],
+)
+def test_examples(specs: list[ParameterSpec], cap: float, expected: list[list[int]]) -> None:
+    assert assign_buckets(specs, cap) == expected
+
+
+def test_the_size_of_a_parameter_is_in_bytes_of_its_dtype() -> None:
+    sizes = {torch.bfloat16: 20, torch.float32: 40, torch.complex128: 160}
+    assert {dtype: ParameterSpec(10, dtype, CPU).nbytes for dtype in sizes} == sizes
