@@ -32,24 +32,30 @@ class Reduction:
     Args:
         tensor: Flat, contiguous; holds the sum once :meth:`wait` returns, and must not be touched before.
         group: The group that sums; all ranks must start the same reductions in the same order.
+        previous: A finished reduction of the same size, whose memory is used again.
     """
 
-    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, previous: Reduction | None = None) -> None:
         self._tensor = tensor = _as_real(tensor)
         self._group = group
-        self._gathered: torch.Tensor | None = None
+        self._gathered: torch.Tensor | None = None if previous is None else previous._gathered
         if tensor.device.type == "cpu" and tensor.nbytes * group.size() <= GATHERED_BYTES:
-            self._gathered = tensor.new_empty((group.size(), tensor.numel()))
+            shape = (group.size(), tensor.numel())
+            if self._gathered is None or self._gathered.shape != shape:
+                self._gathered = tensor.new_empty(shape)
             self._work = group._allgather_base(self._gathered.view(-1), tensor)
         else:
+            self._gathered = None
             self._work = group.allreduce([tensor])
 
     def wait(self, doing: str) -> None:
         """Block until the sum is there. Raises :class:`PeerError` as :func:`ddp_callbacks.failures.wait` does."""
         wait(self._work, doing, self._group)
         if self._gathered is not None:
-            torch.sum(self._gathered, 0, out=self._tensor)
-            self._gathered = None
+            first, second, *others = self._gathered.unbind()
+            torch.add(first, second, out=self._tensor)
+            for other in others:
+                self._tensor.add_(other)
 
 
 def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -80,6 +80,10 @@ class MemoryPool:
         """Forget all memory: a collective may still write to it."""
         self._memories = []
 
+    def keeps_nothing(self) -> bool:
+        """Whether no gradient can be one of an earlier step: the usual case, with ``zero_grad()`` before each step."""
+        return len(self._memories) == 1 and not any(grad is not None for grad in self._given)
+
     def kept_gradient(self, slot: int) -> torch.Tensor | None:
         """The gradient of parameter ``slot`` if it is the tensor of an earlier step, accumulated into since."""
         grad = self.parameters[slot].grad

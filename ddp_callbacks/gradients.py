@@ -47,6 +47,7 @@ class Bucket:
         self.index = index
         self.slots = slots  # positions of its parameters in the synchronizer's list
         self.pool = pool
+        self.reduction: Reduction | None = None  # the last one
         self.patient = False  # a gradient came twice once, so wait for the end of backward
         self.start()
 
@@ -78,13 +79,14 @@ class Bucket:
     def deliver(self, used: list[bool]) -> None:
         """Hand the reduced gradients of the used parameters out."""
         assert self.memory is not None
+        keeps_nothing = self.pool.keeps_nothing()
         for position, (parameter, view) in enumerate(zip(self.pool.parameters, self.memory.views, strict=True)):
             if not used[self.slots[position]]:
                 continue
-            if (kept := self.pool.kept_gradient(position)) is not None:
-                kept.copy_(view)
-            else:
+            if keeps_nothing or (kept := self.pool.kept_gradient(position)) is None:
                 parameter.grad = view
+            else:
+                kept.copy_(view)
 
 
 class GradientSynchronizer:
@@ -320,7 +322,7 @@ class GradientSynchronizer:
         if is_last and self._carried:
             payload = memory.flat
             payload[memory.numel :] = self._control().to(payload)
-        bucket.pending = Reduction(payload, self._group)
+        bucket.pending = bucket.reduction = Reduction(payload, self._group, bucket.reduction)
 
     def _await(self, bucket: Bucket) -> None:
         assert bucket.pending is not None and bucket.memory is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -315,29 +314,21 @@ BODIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def run_bodies() -> dict[str, Any]:
-    found = {}
-    for name, body in BODIES.items():
-        try:
-            found[name] = body()
-        except Exception:
-            found[name] = traceback.format_exc()  # the others go on
-    return found
+def run_body(name: str) -> Any:
+    return BODIES[name]()
 
 
 @functools.cache
-def on_ranks() -> list[dict[str, Any]] | str:
+def on_ranks(name: str) -> list[Any] | str:
     try:
-        return run_distributed(run_bodies, 2)
+        return run_distributed(run_body, 2, name, deadline=30)
     except AssertionError as error:
-        return str(error)  # cached as well, so that one failed start is not repeated for every test
+        return str(error)  # cached as well, so that a start that failed is not repeated for every test
 
 
 def results_of(name: str) -> list[Any]:
-    results = on_ranks()
-    assert not isinstance(results, str), results
-    found = [result[name] for result in results]
-    assert not any(isinstance(one, str) and "Traceback" in one for one in found), found[0]
+    found = on_ranks(name)
+    assert not isinstance(found, str), found
     return found
 
 
