@@ -263,17 +263,14 @@ class GradientSynchronizer:
         """Launch every bucket that is full, in order; never the last, which carries the control numbers."""
         while self._launched < len(self._active) - 1:
             bucket = self._active[self._launched]
-            if bucket.missing or bucket.patient or self._hook_is_busy():
+            if bucket.missing or bucket.patient:
                 return
             self._launch(bucket)
 
-    def _hook_is_busy(self) -> bool:
-        """A hook may start further collectives from its futures; the next bucket's must come after all of them."""
-        pending = self._active[self._launched - 1].pending if self._launched else None
-        return pending is not None and not isinstance(pending, Reduction) and not pending.done()
-
     def _launch(self, bucket: Bucket) -> None:
-        if self._hook_is_busy():
+        if self._comm_hook is not None and self._launched:
+            # A hook may start further collectives from its futures (PowerSGD does), at a moment that differs between
+            # the ranks; the next bucket's come after all of them.
             self._await(self._active[self._launched - 1])
         self._launched += 1
         self._send(bucket)
