@@ -78,8 +78,9 @@ def _broadcast_all(tensors: list[torch.Tensor], doing: str, group: dist.ProcessG
 def _weighted_mean(tensors: list[torch.Tensor], weight: float, group: dist.ProcessGroup | None) -> None:
     if not tensors:
         return
-    total = torch.tensor([weight], dtype=torch.float64, device=tensors[0].device)
-    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors] + [total.new_ones(1)]) * weight
+    one = torch.ones(1, dtype=torch.float64, device=tensors[0].device)
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors] + [one])
+    flat = flat * weight if weight else torch.zeros_like(flat)  # NaN of a rank that counts nowhere stays there
     all_reduce(flat, "the running statistics", group)
     if flat[-1] > 0:
         _copy_back(flat[:-1] / flat[-1], tensors)

@@ -132,7 +132,11 @@ def encode(header: Json, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     specs = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
     text = json.dumps([header, specs]).encode()
     parts = [torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)]
-    parts += [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+    parts += [
+        tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        for tensor in tensors
+        if tensor.numel()
+    ]
     return torch.cat(parts)
 
 
