@@ -133,7 +133,13 @@ def encode(header: Json, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     text = json.dumps([header, specs]).encode()
     parts = [torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)]
     parts += [
-        tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        tensor.detach()
+        .cpu()
+        .resolve_conj()
+        .resolve_neg()
+        .clone(memory_format=torch.contiguous_format)
+        .reshape(-1)
+        .view(torch.uint8)
         for tensor in tensors
         if tensor.numel()
     ]
