@@ -10,7 +10,7 @@ VENV = .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/installed
 TORCHVISION = $(VENV)/torchvision
-PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input --no-compile
+PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input
 
 .PHONY: demo test lint clean
 .DELETE_ON_ERROR:
