@@ -36,7 +36,7 @@ class Reduction:
     """
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, previous: Reduction | None = None) -> None:
-        self._tensor = tensor = _as_real(tensor)
+        self._tensor = tensor = as_real(tensor)
         self._group = group
         self._gathered: torch.Tensor | None = None if previous is None else previous._gathered
         if tensor.device.type == "cpu" and tensor.nbytes * group.size() <= GATHERED_BYTES:
@@ -79,7 +79,7 @@ def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None 
         resolved = resolve_group(group)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        wait(resolved.broadcast([_as_real(tensor)], options), doing, resolved)
+        wait(resolved.broadcast([as_real(tensor)], options), doing, resolved)
     return tensor
 
 
@@ -193,8 +193,8 @@ def unpack(value: Json, tensors: Sequence[torch.Tensor]) -> Any:
     return item
 
 
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as real numbers: gloo knows no complex ones."""
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, flat, as real numbers: gloo knows no complex ones."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 

@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,16 @@ SLICE = timedelta(seconds=1)  # how often a waiting rank looks up
 GRACE = 2.0  # seconds in which every surviving rank has noticed that a collective broke
 LINGER = 3.0  # seconds, more than two slices, for which the store outlives its host's part in the run
 
-Pending: TypeAlias = "dist.Work | torch.futures.Future[torch.Tensor]"
+
+
+class Waitable(Protocol):
+    """Something of our own to wait for."""
+
+    def wait_slice(self, seconds: float) -> bool:
+        """Whether it came within ``seconds``. Raises RuntimeError if it will not come."""
+
+
+Pending: TypeAlias = "dist.Work | torch.futures.Future[torch.Tensor] | Waitable"
 
 
 def announce_join(group: dist.ProcessGroup) -> None:
@@ -128,6 +137,8 @@ def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
 
 
 def _wait_slice(pending: Pending) -> bool:
+    if hasattr(pending, "wait_slice"):
+        return pending.wait_slice(SLICE.total_seconds())
     if not isinstance(pending, dist.Work):  # a future of a C++ collective is no torch.futures.Future
         return _wait_future(pending)
     if torch.cuda.is_initialized():

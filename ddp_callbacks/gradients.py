@@ -38,6 +38,7 @@ from ddp_callbacks.comm_hooks import CommHook, GradBucket, allocator_of, check_c
 from ddp_callbacks.failures import wait
 from ddp_callbacks.flat_memory import FlatMemory, MemoryPool, copy_in
 from ddp_callbacks.process_group import get_world_size, resolve_group
+from ddp_callbacks.shared_memory import SharedReduction, shared_memory_of
 
 
 class Bucket:
@@ -59,7 +60,7 @@ class Bucket:
         self.active = self.missing > 0
         self.again = False
         self.memory: FlatMemory | None = None
-        self.pending: Reduction | torch.futures.Future[torch.Tensor] | None = None
+        self.pending: Reduction | SharedReduction | torch.futures.Future[torch.Tensor] | None = None
 
     def mark(self, position: int) -> None:
         """A gradient is complete."""
@@ -138,6 +139,8 @@ class GradientSynchronizer:
         sparse = _sparse_parameters(module)
         self._dense = [parameter for parameter in parameters if id(parameter) not in sparse]
         self._sparse = [parameter for parameter in parameters if id(parameter) in sparse]
+        on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        self._shared = shared_memory_of(self._group) if comm_hook is None and on_cpu else None
         self._has_double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         self._used = [False] * len(parameters)  # since the last synchronization; the dense ones first
         self._buckets = self._make_buckets(bucket_cap_mb)
@@ -190,7 +193,7 @@ class GradientSynchronizer:
         specs = [ParameterSpec(p.numel(), p.dtype, p.device, p.requires_grad) for p in self._dense]
         assigned = assign_buckets(specs, bucket_cap_mb)
         tail = 1 + len(assigned) + len(self._used)
-        allocate = allocator_of(self._comm_hook)
+        allocate = allocator_of(self._comm_hook) if self._shared is None else self._shared.allocate
         return [
             Bucket(index, slots, MemoryPool([self._dense[slot] for slot in slots], tail, allocate))
             for index, slots in enumerate(assigned)
@@ -319,12 +322,15 @@ class GradientSynchronizer:
         if is_last and self._carried:
             payload = memory.flat
             payload[memory.numel :] = self._control().to(payload)
-        bucket.pending = bucket.reduction = Reduction(payload, self._group, bucket.reduction)
+        if self._shared is not None:
+            bucket.pending = self._shared.launch(payload)
+        else:
+            bucket.pending = bucket.reduction = Reduction(payload, self._group, bucket.reduction)
 
     def _await(self, bucket: Bucket) -> None:
         assert bucket.pending is not None and bucket.memory is not None
         doing = f"the gradients of bucket {bucket.index}"
-        if isinstance(bucket.pending, Reduction):
+        if isinstance(bucket.pending, Reduction | SharedReduction):
             bucket.pending.wait(doing)
             return
         wait(bucket.pending, doing, self._group)
@@ -349,7 +355,12 @@ class GradientSynchronizer:
         else:
             # Only now: a hook may start further collectives from its futures, at another moment on each rank.
             control = self._control().to(self._device())
-            weight, *flags = all_reduce(control, "the control numbers of the gradients", self._group).tolist()
+            doing = "the control numbers of the gradients"
+            if self._shared is not None:
+                self._shared.launch(control).wait(doing)
+            else:
+                all_reduce(control, doing, self._group)
+            weight, *flags = control.tolist()
         count = len(self._buckets)
         return weight, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]]
 

@@ -1,0 +1,150 @@
+"""Signals between the processes of one host: counted, with memory ordering, and noticing who has died.
+
+[Note: semaphores]
+Each ordered pair of ranks has a POSIX semaphore (``sem_init`` with ``pshared``) that counts the signals from one to the
+other. All ranks signal in the same order, so the n-th signal from a rank belongs to the n-th operation, and operations
+that were abandoned are passed over by counting on. POSIX lists ``sem_post`` and ``sem_wait`` among the functions that
+synchronize memory (IEEE Std 1003.1-2017, section 4.12): what a rank wrote before it signalled is seen by whoever has
+awaited the signal, on weakly ordered processors too. Whoever waits longer than a moment sleeps in the kernel.
+
+[Note: locks]
+Each rank holds a POSIX record lock on its own byte of the segment. The kernel takes it away when the process ends,
+however it ends, and does not hand it to forked children.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+LINE = 64  # bytes; a cache line, and at least sizeof(sem_t)
+_SPINS = 50  # looks before sleeping: the usual wait is shorter than falling asleep and being woken
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Signals:
+    """The signals of one rank, to and from all ranks of its host.
+
+    Attributes:
+        sent: How many this rank has sent.
+
+    Args:
+        fd: Of a segment of at least :meth:`nbytes`, open for writing, that all ranks have mapped; taken over.
+        rank, size: Within the host.
+        timeout: The longest wait for one signal.
+
+    Raises:
+        OSError: This system has no semaphores between processes.
+    """
+
+    def __init__(self, fd: int, rank: int, size: int, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self._fd = fd
+        self._memory = mmap.mmap(fd, self.nbytes(size))
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._to = [ctypes.c_void_p(start + (rank * size + other) * LINE) for other in range(size)]
+        self._from = [ctypes.c_void_p(start + (other * size + rank) * LINE) for other in range(size)]
+        self._others = [other for other in range(size) if other != rank]
+        self.sent = 0
+        self._received = [0] * size
+        libc = ctypes.CDLL(None, use_errno=True)
+        # What only looks or wakes keeps the GIL; what may sleep does not.
+        quick = ctypes.PyDLL(None, use_errno=True)
+        self._post, self._try_wait, self._timed_wait = quick.sem_post, quick.sem_trywait, libc.sem_timedwait
+        for other in range(size):
+            if quick.sem_init(self._from[other], 1, 0):
+                raise OSError(ctypes.get_errno(), "sem_init between processes")
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """How large the segment has to be."""
+        return size * size * LINE
+
+    def send(self) -> int:
+        """Signal to all others; the number of the signal, from 1. Does not block."""
+        for other in self._others:
+            self._post(self._to[other])
+        self.sent += 1
+        return self.sent
+
+    def missing(self, number: int) -> Arrival | None:
+        """The first rank whose signal ``number`` has not come within a moment, as something to wait for."""
+        for other in self._others:
+            while self._received[other] < number:
+                if not self._look(other):
+                    return Arrival(self, other, time.monotonic())
+        return None
+
+    def sleep(self, other: int, seconds: float) -> bool:
+        """Wait up to ``seconds`` for the next signal of ``other``."""
+        at = time.time() + seconds
+        spec = _TimeSpec(int(at), int(at % 1 * 1e9))
+        if self._timed_wait(self._from[other], ctypes.byref(spec)):
+            if ctypes.get_errno() in (errno.ETIMEDOUT, errno.EINTR):
+                return False
+            raise OSError(ctypes.get_errno(), "sem_timedwait")
+        self._received[other] += 1
+        return True
+
+    def dead(self) -> list[int]:
+        """The ranks whose processes have ended."""
+        return [other for other in self._others if not self._lives(other)]
+
+    def close(self) -> None:
+        """Let go of the segment; to the others this rank has ended."""
+        os.close(self._fd)
+        self._fd = -1
+
+    def _look(self, other: int) -> bool:
+        semaphore = self._from[other]
+        for _ in range(_SPINS):
+            if not self._try_wait(semaphore):
+                self._received[other] += 1
+                return True
+            os.sched_yield()
+        return False
+
+    def _lives(self, other: int) -> bool:
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, other)
+        except (BlockingIOError, PermissionError):
+            return True
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, other)
+        return False
+
+
+@dataclass
+class Arrival:
+    """The next signal of a rank, as :func:`ddp_callbacks.failures.wait` waits for it."""
+
+    signals: Signals
+    other: int
+    since: float
+
+    def wait_slice(self, seconds: float) -> bool:
+        """Whether it came within ``seconds``.
+
+        Raises:
+            RuntimeError: It will not come: a process of the host has ended, or the timeout has passed.
+        """
+        signals = self.signals
+        if signals.sleep(self.other, seconds):
+            return True
+        dead = signals.dead()
+        if signals.sleep(self.other, 0):  # it came before its sender ended
+            return True
+        if dead:
+            raise RuntimeError(f"the process of local rank {dead[0]} on this host has ended")
+        if time.monotonic() - self.since > signals.timeout.total_seconds():
+            raise RuntimeError(f"nothing came from local rank {self.other} within {signals.timeout}")
+        return False
