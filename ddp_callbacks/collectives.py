@@ -32,20 +32,16 @@ class Reduction:
     Args:
         tensor: Flat, contiguous; holds the sum once :meth:`wait` returns, and must not be touched before.
         group: The group that sums; all ranks must start the same reductions in the same order.
-        previous: A finished reduction of the same size, whose memory is used again.
     """
 
-    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, previous: Reduction | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._tensor = tensor = as_real(tensor)
         self._group = group
-        self._gathered: torch.Tensor | None = None if previous is None else previous._gathered
+        self._gathered: torch.Tensor | None = None
         if tensor.device.type == "cpu" and tensor.nbytes * group.size() <= GATHERED_BYTES:
-            shape = (group.size(), tensor.numel())
-            if self._gathered is None or self._gathered.shape != shape:
-                self._gathered = tensor.new_empty(shape)
+            self._gathered = tensor.new_empty(group.size(), tensor.numel())
             self._work = group._allgather_base(self._gathered.view(-1), tensor)
         else:
-            self._gathered = None
             self._work = group.allreduce([tensor])
 
     def wait(self, doing: str) -> None:

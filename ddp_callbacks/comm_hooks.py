@@ -91,13 +91,3 @@ def check_comm_hook(hook: CommHook) -> None:
         ) from None
     except ValueError:
         pass  # a builtin without a signature
-
-
-def allocator_of(hook: CommHook | None) -> Callable[[int, torch.dtype, torch.device], torch.Tensor]:
-    """The hook's own ``allocate``, or torch's memory."""
-    own: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None = getattr(hook, "allocate", None)
-    return own if own is not None else _allocate
-
-
-def _allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)

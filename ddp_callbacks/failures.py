@@ -35,6 +35,13 @@ GRACE = 2.0  # seconds in which every surviving rank has noticed that a collecti
 LINGER = 3.0  # seconds, more than two slices, for which the store outlives its host's part in the run
 
 
+class ProcessEnded(RuntimeError):
+    """The processes of these ranks have ended, as this host knows for sure."""
+
+    def __init__(self, ranks: set[int]) -> None:
+        super().__init__("its process has ended")
+        self.ranks = ranks
+
 
 class Waitable(Protocol):
     """Something of our own to wait for."""
@@ -164,7 +171,7 @@ def _wait_future(future: torch.futures.Future[torch.Tensor]) -> bool:
 
 
 def _diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> PeerError:
-    """Find out who is gone: every rank that sees the break says that it lives; who says nothing in time is it."""
+    """Find out who is gone."""
     me = describe_rank(group, group.rank())
     try:
         store = _store(group)
@@ -172,12 +179,7 @@ def _diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> Peer
         if absent := _left(group):  # a rank says so before it closes its connections
             return _left_error(group, doing, absent)
         store.set(f"alive/{group.rank()}", "1")
-        silent = set(range(group.size()))
-        end = time.monotonic() + GRACE
-        while silent and time.monotonic() < end:
-            check_peers(group)
-            silent = {rank for rank in silent if not store.check([f"alive/{rank}"])}
-            time.sleep(0.05)
+        silent = error.ranks if isinstance(error, ProcessEnded) else _silent(group)
         names = ", ".join(describe_rank(group, rank) for rank in sorted(silent)) or "some rank"
     except PeerError as reported:
         return reported
@@ -192,6 +194,17 @@ def _diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> Peer
         f"{names} died or went silent while {me} was waiting for {doing}. Look at that process's own output and at "
         f"its host's kernel log (out of memory, power, network). First error: {error}"
     )
+
+
+def _silent(group: dist.ProcessGroup) -> set[int]:
+    """Every rank that sees a collective break says that it lives; who says nothing in time is gone."""
+    silent = set(range(group.size()))
+    end = time.monotonic() + GRACE
+    while silent and time.monotonic() < end:
+        check_peers(group)
+        silent = {rank for rank in silent if not _store(group).check([f"alive/{rank}"])}
+        time.sleep(0.05)
+    return silent
 
 
 def _left_error(group: dist.ProcessGroup, doing: str, absent: set[int]) -> PeerError:

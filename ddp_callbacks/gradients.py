@@ -32,13 +32,13 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from ddp_callbacks.all_reduce import GroupAllReduce, Pending, allocate, choose_all_reduce
 from ddp_callbacks.buckets import ParameterSpec, assign_buckets, check_bucket_cap_mb
-from ddp_callbacks.collectives import Reduction, all_gather_tensors, all_reduce
-from ddp_callbacks.comm_hooks import CommHook, GradBucket, allocator_of, check_comm_hook
+from ddp_callbacks.collectives import all_gather_tensors
+from ddp_callbacks.comm_hooks import CommHook, GradBucket, check_comm_hook
 from ddp_callbacks.failures import wait
 from ddp_callbacks.flat_memory import FlatMemory, MemoryPool, copy_in
 from ddp_callbacks.process_group import get_world_size, resolve_group
-from ddp_callbacks.shared_memory import SharedReduction, shared_memory_of
 
 
 class Bucket:
@@ -48,7 +48,6 @@ class Bucket:
         self.index = index
         self.slots = slots  # positions of its parameters in the synchronizer's list
         self.pool = pool
-        self.reduction: Reduction | None = None  # the last one
         self.patient = False  # a gradient came twice once, so wait for the end of backward
         self.start()
 
@@ -60,7 +59,8 @@ class Bucket:
         self.active = self.missing > 0
         self.again = False
         self.memory: FlatMemory | None = None
-        self.pending: Reduction | SharedReduction | torch.futures.Future[torch.Tensor] | None = None
+        self.sum: Pending | None = None
+        self.future: torch.futures.Future[torch.Tensor] | None = None  # of a communication hook
 
     def mark(self, position: int) -> None:
         """A gradient is complete."""
@@ -139,8 +139,10 @@ class GradientSynchronizer:
         sparse = _sparse_parameters(module)
         self._dense = [parameter for parameter in parameters if id(parameter) not in sparse]
         self._sparse = [parameter for parameter in parameters if id(parameter) in sparse]
-        on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
-        self._shared = shared_memory_of(self._group) if comm_hook is None and on_cpu else None
+        if comm_hook is None:
+            self._all_reduce = choose_all_reduce(self._group, [parameter.device for parameter in parameters])
+        else:
+            self._all_reduce = GroupAllReduce(self._group, getattr(comm_hook, "allocate", allocate))
         self._has_double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         self._used = [False] * len(parameters)  # since the last synchronization; the dense ones first
         self._buckets = self._make_buckets(bucket_cap_mb)
@@ -193,9 +195,8 @@ class GradientSynchronizer:
         specs = [ParameterSpec(p.numel(), p.dtype, p.device, p.requires_grad) for p in self._dense]
         assigned = assign_buckets(specs, bucket_cap_mb)
         tail = 1 + len(assigned) + len(self._used)
-        allocate = allocator_of(self._comm_hook) if self._shared is None else self._shared.allocate
         return [
-            Bucket(index, slots, MemoryPool([self._dense[slot] for slot in slots], tail, allocate))
+            Bucket(index, slots, MemoryPool([self._dense[slot] for slot in slots], tail, self._all_reduce.allocate))
             for index, slots in enumerate(assigned)
         ]
 
@@ -257,7 +258,8 @@ class GradientSynchronizer:
             # not overflow. There is none before the first step, so that one asks.
             if not self._last_total:
                 weight = torch.tensor([self._weight], dtype=torch.float64, device=self._device())
-                self._last_total = float(all_reduce(weight, "the first weight", self._group))
+                self._all_reduce.launch(weight).wait("the first weight")
+                self._last_total = float(weight)
             reference = self._last_total
         average = self._world_size if self._comm_hook is not None else 1  # a hook divides by the world size
         return (self._weight * average / reference if reference else 0.0), reference
@@ -316,25 +318,22 @@ class GradientSynchronizer:
         is_last = bucket is self._active[-1]
         if self._comm_hook is not None:
             stand_in = GradBucket(bucket.index, memory.flat[: memory.numel], bucket.pool.parameters, is_last=is_last)
-            bucket.pending = self._comm_hook(self._comm_state, stand_in)
+            bucket.future = self._comm_hook(self._comm_state, stand_in)
             return
         payload = memory.flat[: memory.numel]
         if is_last and self._carried:
             payload = memory.flat
             payload[memory.numel :] = self._control().to(payload)
-        if self._shared is not None:
-            bucket.pending = self._shared.launch(payload)
-        else:
-            bucket.pending = bucket.reduction = Reduction(payload, self._group, bucket.reduction)
+        bucket.sum = self._all_reduce.launch(payload)
 
     def _await(self, bucket: Bucket) -> None:
-        assert bucket.pending is not None and bucket.memory is not None
         doing = f"the gradients of bucket {bucket.index}"
-        if isinstance(bucket.pending, Reduction | SharedReduction):
-            bucket.pending.wait(doing)
+        if bucket.sum is not None:
+            bucket.sum.wait(doing)
             return
-        wait(bucket.pending, doing, self._group)
-        value, flat = bucket.pending.value(), bucket.memory.flat[: bucket.memory.numel]
+        assert bucket.future is not None and bucket.memory is not None
+        wait(bucket.future, doing, self._group)
+        value, flat = bucket.future.value(), bucket.memory.flat[: bucket.memory.numel]
         if flat.is_complex() and not value.is_complex():  # as torch's all_reduce returns it
             value = torch.view_as_complex(value.view(-1, 2))
         if value.data_ptr() != flat.data_ptr() or value.dtype != flat.dtype:
@@ -355,11 +354,7 @@ class GradientSynchronizer:
         else:
             # Only now: a hook may start further collectives from its futures, at another moment on each rank.
             control = self._control().to(self._device())
-            doing = "the control numbers of the gradients"
-            if self._shared is not None:
-                self._shared.launch(control).wait(doing)
-            else:
-                all_reduce(control, doing, self._group)
+            self._all_reduce.launch(control).wait("the control numbers of the gradients")
             weight, *flags = control.tolist()
         count = len(self._buckets)
         return weight, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]]

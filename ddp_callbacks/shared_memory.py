@@ -30,7 +30,6 @@ import torch.distributed as dist
 from ddp_callbacks.collectives import all_gather_json, as_real
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.failures import wait
-from ddp_callbacks.process_group import get_world_size
 from ddp_callbacks.signals import LINE, Signals
 
 SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
@@ -55,10 +54,12 @@ def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
 
 
 class SharedMemory:
-    """The memory that all ranks of a group share. Every rank must launch the same reductions in the same order.
+    """The memory that all ranks of a group share. Every rank must launch the same sums in the same order.
 
-    Attributes:
-        signals: Between the ranks; they have a number each, and so has what they announce.
+    Args:
+        group: Its ranks are all on this host.
+        pids: The ranks' process ids.
+        control: Descriptor of a segment that all ranks have opened, of :meth:`control_nbytes`.
     """
 
     def __init__(self, group: dist.ProcessGroup, pids: list[int], control: int) -> None:
@@ -66,18 +67,31 @@ class SharedMemory:
         self._pids = pids
         self._rank, self._size = group.rank(), len(pids)
         timeout = group._get_backend(torch.device("cpu")).options._timeout
-        self.signals = Signals(control, self._rank, self._size, timeout)
-        self._board = memoryview(mmap.mmap(control, _control_nbytes(self._size)))[Signals.nbytes(self._size) :].cast("q")
-        self._segments: dict[int, _Segment] = {}  # by address
+        self._signals = Signals(control, self._rank, self._size, timeout)
+        # What each rank sums where: serial number and descriptor of the segment, and bytes; by number of the signal.
+        board = memoryview(mmap.mmap(control, self.control_nbytes(self._size)))
+        self._board = board[Signals.nbytes(self._size) :].cast("q")
+        self._segments: dict[int, _Segment] = {}  # this rank's, by address
+        self._serial = 0
         self._launched: deque[SharedReduction] = deque()
         # Kept until every rank is done: nobody may be waiting for it, but others still have to open its memory.
         self._summed: deque[SharedReduction] = deque()
-        self._serial = 0
+        self._spare: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    @staticmethod
+    def control_nbytes(size: int) -> int:
+        return Signals.nbytes(size) + size * _ROWS * LINE
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        """A flat tensor (on the CPU) that the other ranks can open. Local. Its segment goes with it."""
+        """A flat tensor on the CPU that the other ranks can open. Local. Its segment goes with it."""
         size = max(numel, 1)
-        fd = _create_segment(size * dtype.itemsize)
+        try:
+            fd = _create_segment(size * dtype.itemsize)
+        except OSError as error:
+            raise ConfigurationError(
+                f"no shared memory of {size * dtype.itemsize} bytes for gradients: {error}. Raise that limit "
+                f"(ulimit -n), or set {SWITCH}=0 to sum through gloo."
+            ) from error
         tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=dtype)
         self._serial += 1
         address = _address(tensor)
@@ -86,52 +100,61 @@ class SharedMemory:
         return tensor[:numel]
 
     def launch(self, tensor: torch.Tensor) -> SharedReduction:
-        """Start to sum ``tensor`` (flat, contiguous, real) over the ranks, in place. Does not block."""
-        if self._launched and self.signals.sent - self._launched[0].number >= _ROWS // 2:
-            raise ConfigurationError(f"more than {_ROWS // 2} reductions are under way: raise bucket_cap_mb.")
-        reduction = SharedReduction(self, tensor, self.signals.sent + 1)
+        """Start to sum ``tensor`` (flat, contiguous) over the ranks, in place. Does not block."""
+        if self._launched and self._signals.sent - self._launched[0].number >= _ROWS // 2:
+            raise ConfigurationError(f"more than {_ROWS // 2} sums are under way: raise bucket_cap_mb.")
+        result = as_real(tensor)
+        reduction = SharedReduction(self, result, self._home_of(result), self._signals.sent + 1)
         self._announce(reduction)
-        self.signals.send()
+        self._signals.send()
         self._launched.append(reduction)
         return reduction
 
     def finish(self, reduction: SharedReduction, doing: str) -> None:
-        """Do this rank's part of everything that is launched; return when ``reduction`` is done on every rank."""
+        """Do this rank's part of all that is launched; return when ``reduction`` is done on every rank."""
         while self._launched:
             self._sum_own_slice(self._launched[0], doing)
             self._summed.append(self._launched.popleft())
         self._await(reduction.done, doing)
         while self._summed and self._summed[0].done <= reduction.done:
             self._summed.popleft()
+        if reduction.home is not reduction.result:
+            reduction.result.copy_(reduction.home)
+            self._spare[reduction.home.numel(), reduction.home.dtype] = reduction.home
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies at the start of a segment of this rank."""
-        return _address(tensor) in self._segments and not tensor.storage_offset()
+    def _home_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` if it lies at the start of a segment, else a copy that does."""
+        if _address(tensor) in self._segments and not tensor.storage_offset():
+            return tensor
+        home = self._spare.pop((tensor.numel(), tensor.dtype), None)
+        return (self.allocate(tensor.numel(), tensor.dtype) if home is None else home).copy_(tensor)
 
     def _announce(self, reduction: SharedReduction) -> None:
-        segment = self._segments[_address(reduction.tensor)]
+        segment = self._segments[_address(reduction.home)]
         row = self._row(self._rank, reduction.number)
-        self._board[row], self._board[row + 1], self._board[row + 2] = segment.serial, segment.fd, reduction.nbytes
+        self._board[row], self._board[row + 1], self._board[row + 2] = segment.serial, segment.fd, reduction.home.nbytes
 
     def _sum_own_slice(self, reduction: SharedReduction, doing: str) -> None:
         self._await(reduction.number, doing)
-        grains = -(-reduction.tensor.numel() // _GRAIN)
+        numel = reduction.home.numel()
+        grains = -(-numel // _GRAIN)
         begin, end = (grains * rank // self._size * _GRAIN for rank in (self._rank, self._rank + 1))
-        if begin < reduction.tensor.numel():
-            _sum_into_all([self._tensor_of(rank, reduction)[begin:end] for rank in range(self._size)])
-        reduction.done = self.signals.send()
+        homes = [self._home_on(rank, reduction) for rank in range(self._size)]
+        if begin < min(end, numel):
+            _sum_into_all([home[begin:end] for home in homes])
+        reduction.done = self._signals.send()
 
-    def _tensor_of(self, rank: int, reduction: SharedReduction) -> torch.Tensor:
-        """What ``rank`` sums in this reduction."""
-        own = reduction.tensor
+    def _home_on(self, rank: int, reduction: SharedReduction) -> torch.Tensor:
+        """What ``rank`` contributes to this reduction."""
+        own = reduction.home
         if rank == self._rank:
             return own
         row = self._row(rank, reduction.number)
         serial, fd, nbytes = self._board[row : row + 3]
-        if nbytes != reduction.nbytes:
-            raise RuntimeError(
-                f"rank {rank} sums {nbytes} bytes where rank {self._rank} sums {reduction.nbytes}: every rank must "
-                f"make the same calls in the same order."
+        if nbytes != own.nbytes:
+            raise ConfigurationError(
+                f"rank {rank} sums {nbytes} bytes of gradients where rank {self._rank} sums {own.nbytes}: every rank "
+                "must make the same calls in the same order, with the same model and bucket_cap_mb."
             )
         mapped = self._segments[_address(own)].mapped[rank]
         if serial not in mapped:
@@ -144,50 +167,46 @@ class SharedMemory:
     def _await(self, number: int, doing: str) -> None:
         group = self._group()
         assert group is not None
-        while (arrival := self.signals.missing(number)) is not None:
+        while (arrival := self._signals.missing(number)) is not None:
             wait(arrival, doing, group)
 
     def _row(self, rank: int, number: int) -> int:
         return (rank * _ROWS + number % _ROWS) * (LINE // 8)
 
     def _forget(self, address: int, fd: int) -> None:
-        segment = self._segments.get(address)
-        if segment is not None and segment.fd == fd:
-            del self._segments[address]
+        del self._segments[address]
         os.close(fd)
 
 
+@dataclass(eq=False)
 class SharedReduction:
-    """A sum over the ranks that is under way; :class:`SharedMemory` makes it."""
+    """A sum over the ranks that is under way; :meth:`SharedMemory.launch` makes it.
 
-    def __init__(self, memory: SharedMemory, tensor: torch.Tensor, number: int) -> None:
-        self._memory = memory
-        self._result = as_real(tensor)
-        self.tensor = self._result if memory.holds(tensor) else memory.allocate(self._result.numel(), self._result.dtype)
-        if self.tensor is not self._result:
-            self.tensor.copy_(self._result)
-        self.nbytes = self.tensor.nbytes
-        self.number = number  # of the signal that it is filled
-        self.done = 0  # number of the signal that this rank's slice is summed
+    Attributes:
+        result: Where the sum is wanted.
+        home: Where it is made, at the start of a segment; ``result`` itself if that lies there.
+        number: Of the signal that ``home`` is filled.
+        done: Number of the signal that this rank has summed its slice; 0 before.
+    """
+
+    memory: SharedMemory
+    result: torch.Tensor
+    home: torch.Tensor
+    number: int
+    done: int = 0
 
     def wait(self, doing: str) -> None:
         """Block until the sum is there. Raises :class:`PeerError` as :func:`ddp_callbacks.failures.wait` does."""
-        self._memory.finish(self, doing)
-        if self.tensor is not self._result:
-            self._result.copy_(self.tensor)
+        self.memory.finish(self, doing)
 
 
 @dataclass
 class _Segment:
-    """What is known of a segment of this rank: its number, its descriptor, what of the others was summed with it."""
+    """A segment of this rank: its number, its descriptor, and of each other rank what was summed with it, by number."""
 
     serial: int
     fd: int
-    mapped: list[OrderedDict[int, torch.Tensor]]  # by rank, then by serial; bytes
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()  # a tensor without elements has none of its own
+    mapped: list[OrderedDict[int, torch.Tensor]]
 
 
 def _sum_into_all(parts: list[torch.Tensor]) -> None:
@@ -205,6 +224,10 @@ def _sum_into_all(parts: list[torch.Tensor]) -> None:
         other.copy_(first)
 
 
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()  # a tensor without elements has none of its own
+
+
 # --- opening ----------------------------------------------------------------------------------------------------------
 
 
@@ -217,10 +240,13 @@ def _open(group: dist.ProcessGroup) -> SharedMemory | None:
     memory = None
     if not refusal:
         try:
-            fd = control if group.rank() == 0 else os.open(_path(pids[0], controls[0]), os.O_RDWR)
-            memory = SharedMemory(group, list(pids), fd)
+            if group.rank() > 0:
+                control = os.open(_path(pids[0], controls[0]), os.O_RDWR)
+            memory = SharedMemory(group, list(pids), control)
         except OSError as error:
             refusal = f"rank {group.rank()} cannot open what rank 0 shares: {error}"
+    if control >= 0:
+        weakref.finalize(group, os.close, control).atexit = False
     # Nobody signals before every rank has made its semaphores.
     refusal = next(filter(None, all_gather_json(refusal, doing, group)), "")
     if group.rank() == 0:
@@ -247,19 +273,15 @@ def _host() -> str:
 def _create_control(size: int) -> tuple[int, str]:
     refusal = _refusal()
     try:
-        return (-1, refusal) if refusal else (_create_segment(_control_nbytes(size)), "")
+        return (-1, refusal) if refusal else (_create_segment(SharedMemory.control_nbytes(size)), "")
     except OSError as error:
         return -1, f"rank 0 cannot create shared memory: {error}"
-
-
-def _control_nbytes(size: int) -> int:
-    return Signals.nbytes(size) + size * _ROWS * LINE
 
 
 def _create_segment(nbytes: int) -> int:
     fd = os.memfd_create("ddp_callbacks")
     try:
-        os.posix_fallocate(fd, 0, nbytes)  # too little memory is an error here, not a killed process later
+        os.ftruncate(fd, nbytes)
     except OSError:
         os.close(fd)
         raise

@@ -23,7 +23,10 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
+from ddp_callbacks.failures import ProcessEnded
+
 LINE = 64  # bytes; a cache line, and at least sizeof(sem_t)
+_PULSE = 0.1  # seconds; how often a waiting rank looks whether the others live
 _SPINS = 50  # looks before sleeping: the usual wait is shorter than falling asleep and being woken
 
 
@@ -38,7 +41,8 @@ class Signals:
         sent: How many this rank has sent.
 
     Args:
-        fd: Of a segment of at least :meth:`nbytes`, open for writing, that all ranks have mapped; taken over.
+        fd: Of a segment of at least :meth:`nbytes` that all ranks have opened for writing. To the others this rank
+            lives as long as this process has not closed any descriptor of it.
         rank, size: Within the host.
         timeout: The longest wait for one signal.
 
@@ -96,14 +100,9 @@ class Signals:
         self._received[other] += 1
         return True
 
-    def dead(self) -> list[int]:
+    def dead(self) -> set[int]:
         """The ranks whose processes have ended."""
-        return [other for other in self._others if not self._lives(other)]
-
-    def close(self) -> None:
-        """Let go of the segment; to the others this rank has ended."""
-        os.close(self._fd)
-        self._fd = -1
+        return {other for other in self._others if not self._lives(other)}
 
     def _look(self, other: int) -> bool:
         semaphore = self._from[other]
@@ -135,16 +134,17 @@ class Arrival:
         """Whether it came within ``seconds``.
 
         Raises:
-            RuntimeError: It will not come: a process of the host has ended, or the timeout has passed.
+            ProcessEnded: Some rank's process has ended.
+            RuntimeError: The timeout has passed.
         """
         signals = self.signals
-        if signals.sleep(self.other, seconds):
-            return True
-        dead = signals.dead()
-        if signals.sleep(self.other, 0):  # it came before its sender ended
-            return True
-        if dead:
-            raise RuntimeError(f"the process of local rank {dead[0]} on this host has ended")
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if signals.sleep(self.other, _PULSE):
+                return True
+            dead = signals.dead()
+            if dead and not signals.sleep(self.other, 0):  # it may have come before its sender ended
+                raise ProcessEnded(dead)
         if time.monotonic() - self.since > signals.timeout.total_seconds():
-            raise RuntimeError(f"nothing came from local rank {self.other} within {signals.timeout}")
+            raise RuntimeError(f"nothing came from rank {self.other} within {signals.timeout}")
         return False

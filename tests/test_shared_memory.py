@@ -1,0 +1,263 @@
+"""Sums through the memory of a host against sums in one process, and what happens when it cannot be had."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from nursery import Nursery, note, noting_errors
+from torch import Tensor
+
+import ddp_callbacks.shared_memory
+from ddp_callbacks import GradientSynchronizer, join_process_group
+from ddp_callbacks.process_group import resolve_group
+from ddp_callbacks.shared_memory import SWITCH, SharedMemory, shared_memory_of
+
+SIZES = [0, 1, 63, 64, 65, 129, 1000, 100_003]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int64]
+
+
+def opened() -> SharedMemory:
+    memory = shared_memory_of(resolve_group())
+    assert memory is not None
+    return memory
+
+
+def summand(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(17 * size + rank)
+    values = torch.randn(size, 2, generator=generator, dtype=torch.float64)
+    return torch.view_as_complex(values).to(dtype) if dtype.is_complex else (100 * values[:, 0]).to(dtype)
+
+
+def all_sums() -> dict[str, list[Tensor]]:
+    """Each size and dtype, in a segment and elsewhere, several under way at a time."""
+    memory, rank = opened(), dist.get_rank()
+    results = {}
+    for dtype in DTYPES:
+        shared = [memory.allocate(size, dtype).copy_(summand(rank, size, dtype)) for size in SIZES]
+        private = [summand(rank, size, dtype) for size in SIZES]
+        pending = [memory.launch(tensor) for tensor in [*shared, *private]]
+        for sum_ in pending:
+            sum_.wait("the test")
+        results[str(dtype)] = [tensor.clone() for tensor in [*shared, *private]]
+    return results
+
+
+def sum_by_rank(world_size: int, size: int, dtype: torch.dtype) -> Tensor:
+    """The sum in the order of the ranks; half precision in float32."""
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = summand(0, size, dtype).to(wide)
+    for rank in range(1, world_size):
+        total = total + summand(rank, size, dtype).to(wide)
+    return total.to(dtype)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_rank_gets_the_sum_in_the_order_of_the_ranks_bit_for_bit(world_size: int) -> None:
+    for results in run_distributed(all_sums, world_size):
+        for dtype in DTYPES:
+            expected = [sum_by_rank(world_size, size, dtype) for size in SIZES] * 2
+            for actual, wanted in zip(results[str(dtype)], expected, strict=True):
+                assert actual.dtype == dtype and torch.equal(actual, wanted), (dtype, len(wanted))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident() -> int:
+    """Shared memory that this process has mapped, in bytes."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem")]
+    return int(line.split()[1]) * 1024
+
+
+def use_new_memory_each_time() -> tuple[int, int]:
+    memory = opened()
+    for _ in range(3):
+        memory.launch(memory.allocate(1 << 18, torch.float32).zero_()).wait("the test")
+    before = descriptors(), resident()
+    for _ in range(40):
+        memory.launch(memory.allocate(1 << 18, torch.float32).zero_()).wait("the test")
+    gc.collect()
+    dist.barrier()
+    return descriptors() - before[0], resident() - before[1]
+
+
+def test_memory_that_is_dropped_takes_its_descriptors_and_mappings_with_it() -> None:
+    for extra_descriptors, extra_bytes in run_distributed(use_new_memory_each_time, 2):
+        assert extra_descriptors <= 0
+        assert extra_bytes < 4 << 20  # 40 segments of 1 MiB were used, on each of two ranks
+
+
+def alternate_and_abandon() -> list[float]:
+    """Two memories in turns, as where gradients are kept, and a sum in between that nobody waits for."""
+    memory, rank = opened(), dist.get_rank()
+    tensors = [memory.allocate(500, torch.float64) for _ in range(2)]
+    seen = []
+    for step in range(20):
+        if step % 5 == 3:
+            memory.launch(memory.allocate(77, torch.float64).fill_(1e9))
+        mine = tensors[(step + rank) % 2].fill_(10**rank * step)
+        memory.launch(mine).wait("the test")
+        seen.append(float(mine.max() - mine.min()) + float(mine[0]))
+    return seen
+
+
+def test_sums_that_are_abandoned_on_every_rank_disturb_no_later_one() -> None:
+    for seen in run_distributed(alternate_and_abandon, 3):
+        assert seen == [111.0 * step for step in range(20)]
+
+
+def sum_what_differs() -> str:
+    memory = opened()
+    with pytest.raises(ValueError) as caught:
+        memory.launch(torch.zeros(3 + dist.get_rank())).wait("the test")
+    return str(caught.value)
+
+
+def test_ranks_that_sum_different_sizes_are_named_with_both() -> None:
+    first, second = run_distributed(sum_what_differs, 2)
+    assert "rank 1 sums 16 bytes of gradients where rank 0 sums 12" in first
+    assert "rank 0 sums 12 bytes of gradients where rank 1 sums 16" in second
+
+
+def too_many_under_way() -> str:
+    memory = opened()
+    tensor = memory.allocate(1, torch.float32)
+    with pytest.raises(ValueError, match="raise bucket_cap_mb") as caught:
+        for _ in range(5000):
+            memory.launch(tensor)
+    return str(caught.value)
+
+
+def test_more_sums_under_way_than_there_is_room_for_is_an_error() -> None:
+    for message in run_distributed(too_many_under_way, 2):
+        assert message.startswith("more than 2048 sums are under way")
+
+
+def no_room() -> str:
+    memory = opened()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+    with pytest.raises(ValueError) as caught:
+        memory.allocate(10, torch.float32)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    return str(caught.value)
+
+
+def test_memory_that_cannot_be_had_is_an_error_with_the_remedy() -> None:
+    for message in run_distributed(no_room, 2):
+        assert message.startswith("no shared memory of 40 bytes for gradients: [Errno 24] Too many open files. Raise")
+        assert "ulimit -n" in message and f"{SWITCH}=0" in message
+
+
+# --- where it cannot be shared ----------------------------------------------------------------------------------------
+
+
+def switch_off(rank: int) -> None:
+    if rank == 1:
+        os.environ[SWITCH] = "0"
+
+
+def live_on_two_hosts(rank: int) -> None:
+    ddp_callbacks.shared_memory._host = lambda: f"host of rank {rank}"
+
+
+def open_nothing(rank: int) -> None:
+    if rank == 1:
+        ddp_callbacks.shared_memory._path = lambda pid, fd: f"/proc/{pid}/fd/nothing"
+
+
+def have_no_memfd(rank: int) -> None:
+    if rank == 0:
+        del os.memfd_create
+
+
+REFUSALS: dict[str, tuple[Callable[[int], None], str]] = {
+    "switch": (switch_off, f"gloo: {SWITCH}=0 is set"),
+    "hosts": (live_on_two_hosts, "gloo: the ranks are on several hosts"),
+    "open": (open_nothing, "gloo: rank 1 cannot open what rank 0 shares: "),
+    "memfd": (have_no_memfd, "gloo: this system has no memfd_create"),
+}
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def train_without(name: str) -> tuple[Any, list[str]]:
+    handler = Records()
+    logger = logging.getLogger("ddp_callbacks")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    if name in REFUSALS:
+        REFUSALS[name][0](dist.get_rank())
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2).double()
+    synchronizer = GradientSynchronizer(model)
+    (model(torch.full((1, 3), float(dist.get_rank())).double()).sum()).backward()
+    synchronizer.close()
+    assert model.weight.grad is not None
+    return model.weight.grad.tolist(), handler.texts
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_ranks_that_cannot_share_memory_agree_on_gloo_and_rank_0_says_why(name: str) -> None:
+    first, second = run_distributed(train_without, 2, name)
+    assert first[0] == second[0] == [[0.5] * 3] * 2
+    assert len(first[1]) == 1 and not second[1]
+    assert REFUSALS[name][1] in first[1][0]
+
+
+def test_rank_0_says_that_memory_is_shared() -> None:
+    first, second = run_distributed(train_without, 2, "")
+    assert first == ([[0.5] * 3] * 2, ["gradients on the CPU are summed by shared memory"])
+    assert not second[1]
+
+
+# --- ranks that die ---------------------------------------------------------------------------------------------------
+
+
+def die_while_others_wait(how: str) -> None:
+    env = join_process_group()
+    memory = opened()
+    memory.launch(torch.ones(10)).wait("the first sum")
+    if env.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with noting_errors():
+        if how == "launched":
+            memory.launch(torch.ones(10)).wait("the second sum")
+        else:
+            memory.launch(torch.ones(10))
+            memory.launch(torch.ones(10)).wait("the second sum")
+    note("never")
+
+
+@pytest.mark.parametrize("how", ["launched", "several launched"])
+def test_a_rank_killed_while_others_wait_in_shared_memory_is_named_and_leaves_nothing(
+    nursery: Nursery, tmp_path: Path, how: str
+) -> None:
+    before = set(os.listdir("/dev/shm"))
+    ranks = nursery.run(die_while_others_wait, 3, tmp_path, how)
+    assert ranks[1].code == -signal.SIGKILL
+    for rank in (ranks[0], ranks[2]):
+        kind, message = rank.notes["error"]
+        assert kind == "PeerError" and f"rank 1 (host {os.uname().nodename}, pid {ranks[1].pid}) died" in message
+        assert rank.ended - ranks[1].ended < 5
+        assert "never" not in rank.notes
+    assert set(os.listdir("/dev/shm")) == before
