@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,16 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nursery() -> Iterator[Nursery]:
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """torchrun and killed ranks leave folders behind; they go where pytest keeps and later removes its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nursery(temporary_files: None) -> Iterator[Nursery]:
     """From which the tests start their ranks."""
     made = Nursery()
     set_nursery(made)

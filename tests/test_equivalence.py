@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 from typing import Any
 
 import pytest
@@ -14,13 +15,15 @@ from scenarios import SCENARIOS, data, outcome, trial
 from torch.utils.data import DataLoader
 from torchbearer import Trial
 
+from ddp_callbacks.shared_memory import SWITCH
 from ddp_callbacks.torchbearer import DDPCallback
 
 RELATIVE = 1e-10
 
 
-def run_all(checkpoint: bytes | None) -> dict[str, Any]:
+def run_all(checkpoint: bytes | None, way: str) -> dict[str, Any]:
     """Every scenario on this rank, one after another in one process; then save a Trial, or resume the one saved."""
+    os.environ[SWITCH] = "0" if way == "gloo" else "1"
     results = {name: SCENARIOS[name]([DDPCallback()]) for name in SCENARIOS}
     if checkpoint is None:
         return results | {"checkpoint": train_and_save([DDPCallback()])}
@@ -30,9 +33,9 @@ def run_all(checkpoint: bytes | None) -> dict[str, Any]:
 
 
 @functools.cache
-def on_ranks(world_size: int) -> list[dict[str, Any]]:
+def on_ranks(world_size: int, way: str) -> list[dict[str, Any]]:
     """The results of each rank; three and four ranks resume what two have saved."""
-    return run_distributed(run_all, world_size, None if world_size == 2 else on_ranks(2)[0]["checkpoint"])
+    return run_distributed(run_all, world_size, None if world_size == 2 else on_ranks(2, way)[0]["checkpoint"], way)
 
 
 @functools.cache
@@ -66,17 +69,21 @@ def test_a_world_of_one_is_bit_for_bit_the_trial_without_us(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_n_processes_equal_one(world_size: int, name: str) -> None:
-    for rank, results in enumerate(on_ranks(world_size)):
+@pytest.mark.parametrize(
+    "world_size, way", [(2, "shared memory"), (3, "shared memory"), (4, "shared memory"), (2, "gloo"), (3, "gloo")]
+)
+def test_n_processes_equal_one(world_size: int, way: str, name: str) -> None:
+    for rank, results in enumerate(on_ranks(world_size, way)):
         assert_equal(results[name], one_process(name), relative=RELATIVE, where=f"rank {rank}")
 
 
 def test_a_trial_resumes_at_another_number_of_processes() -> None:
     one = resumable([])
     expected = outcome(one, one.run(4))
-    assert_equal(resume([DDPCallback()], on_ranks(2)[0]["checkpoint"]), expected, RELATIVE, "one process")
-    for result in on_ranks(3) + on_ranks(4):
+    assert_equal(
+        resume([DDPCallback()], on_ranks(2, "shared memory")[0]["checkpoint"]), expected, RELATIVE, "one process"
+    )
+    for result in on_ranks(3, "gloo") + on_ranks(4, "shared memory"):
         assert_equal(result["resumed"], expected, RELATIVE, "loaded on all ranks")
         assert_equal(result["resumed on rank 0"], expected, RELATIVE, "loaded on rank 0 alone")
 

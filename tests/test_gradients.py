@@ -11,6 +11,7 @@ import copy
 import functools
 import io
 import itertools
+import os
 import pickle
 import traceback
 import warnings
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.shared_memory import SWITCH, shared_memory_of
 
 # Of the largest element of a tensor. Both sides round once per rank and once per addition, in their own dtype; the
 # float64 tensors show that the numbers are the same ones, and nothing hides behind the rounding of the others.
@@ -47,6 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "many buckets": {"bucket_cap_mb": MANY_BUCKETS},
     "total unknown": {"bucket_cap_mb": MANY_BUCKETS},
     "comm hook": {"bucket_cap_mb": MANY_BUCKETS, "comm_hook": default_hooks.allreduce_hook},
+    "gloo": {"bucket_cap_mb": MANY_BUCKETS},
 }
 
 Snapshot = dict[str, Tensor | None]
@@ -58,6 +61,20 @@ def case(function: Case) -> Case:
     """Compare what ``function`` returns on each rank with what it returns in one process."""
     CASES[function.__name__.replace("_", " ")] = function
     return function
+
+
+@functools.cache
+def group_without_shared_memory() -> dist.ProcessGroup:
+    group = dist.new_group()
+    os.environ[SWITCH] = "0"
+    assert shared_memory_of(group) is None
+    del os.environ[SWITCH]
+    return group
+
+
+def synchronizer(model: nn.Module, variant: str) -> GradientSynchronizer:
+    group = group_without_shared_memory() if variant == "gloo" else None
+    return GradientSynchronizer(model, process_group=group, **VARIANTS[variant])
 
 
 class Run:
@@ -76,7 +93,7 @@ class Run:
     def synchronize(self, model: nn.Module) -> None:
         """Synchronize the gradients of ``model``, unless this is the one process."""
         if not self.is_truth:
-            self.sync = GradientSynchronizer(model, **VARIANTS[self.variant])
+            self.sync = synchronizer(model, self.variant)
 
     def backward(self, loss: Callable[[int], Tensor], weights: Sequence[float] | None = None, **options: Any) -> None:
         """Backward of the mean of ``loss(rank)`` over the ranks, weighted; without ``weights`` never weighed."""
@@ -837,7 +854,7 @@ def selected(world_size: int, variant: str) -> list[str]:
     """The names of the cases; with three ranks only those and only where a third may matter, because ranks are slow."""
     if world_size == 2:
         return [name for name in CASES if name != "torch compile" or variant == "many buckets"]
-    if variant not in ("many buckets", "total unknown"):
+    if variant not in ("many buckets", "total unknown", "gloo"):
         return []
     elsewhere = ("torch compile", "copies of the model are plain")
     return [name for name in CASES if "checkpoint" not in name and name not in elsewhere]
@@ -936,7 +953,7 @@ def compare_with_ddp(kind: str, variant: str) -> tuple[Any, Any]:
     """The gradients of a few steps of ours and of DistributedDataParallel."""
     ours, theirs = seeded(KINDS[kind]), seeded(KINDS[kind])
     ddp = DistributedDataParallel(theirs, bucket_cap_mb=VARIANTS[variant].get("bucket_cap_mb", 25))
-    sync = GradientSynchronizer(ours, **VARIANTS[variant])
+    sync = synchronizer(ours, variant)
     seen: tuple[list[Snapshot], list[Snapshot]] = ([], [])
     for step in range(3):
         if variant == "total unknown":
@@ -1009,7 +1026,7 @@ def fail_often(variant: str) -> list[float]:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     model = mlp(6)
     truth = flat_gradients_of(model, [mean_loss(model(batch(other, 2))) / world_size for other in range(world_size)])
-    sync = GradientSynchronizer(model, **VARIANTS[variant])
+    sync = synchronizer(model, variant)
     errors = []
     for _ in range(40):
         for middle in (Explodes.apply, torch.clone):
