@@ -96,9 +96,15 @@ def worker_env(
         raise ConfigurationError(
             f"rank and world_size must be given together, got rank={rank} and world_size={world_size}."
         )
+    rank, world_size = _integer("rank", rank), _integer("world_size", world_size)
+    if host is None and world_size > 1:
+        raise ConfigurationError(
+            f"host must be given with rank={rank} and world_size={world_size}: the address of rank 0, the same on "
+            "every process."
+        )
     return WorkerEnv(
-        rank=_integer("rank", rank),
-        world_size=_integer("world_size", world_size),
+        rank=rank,
+        world_size=world_size,
         local_rank=_number(environ, "LOCAL_RANK") or 0,
         host=host,
         port=(None if host is None else DEFAULT_PORT) if port is None else _integer("port", port),

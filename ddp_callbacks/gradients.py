@@ -4,7 +4,8 @@ One backward, on each rank::
 
     a parameter's gradient is complete     its hook marks it; when a bucket and all before it are full, the bucket is
                                            copied into flat memory and its all-reduce starts
-    ... more gradients ...                 the collectives run beside the rest of backward
+    ... more gradients ...                 the collectives run beside the rest of backward (in shared memory the sums
+                                           wait for its end: they would take the processor from it)
     the outermost backward ends            the remaining buckets start, the last one with the control numbers; all
                                            are awaited; parameter.grad becomes a view of the reduced memory
 
@@ -97,7 +98,8 @@ class GradientSynchronizer:
     ranks of ``weight / total weight`` times the local gradient: with the numbers of samples as weights
     (:meth:`weigh`) and a loss that is a mean, the gradient of the mean over all samples of all ranks. The call to
     backward returns when that is done, so clipping and the optimizer see it. All ranks must call backward equally
-    often. In a world of one nothing is registered and nothing changes.
+    often. In a world of one nothing is registered and nothing changes. The constructor is a collective: it blocks until
+    every rank has called it.
 
     Args:
         module: Its parameters are synchronized; frozen ones cost nothing, and may be unfrozen later.

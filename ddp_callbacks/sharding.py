@@ -109,6 +109,10 @@ def shard_loader(loader: Any, batch_size: BatchSize = "global", group: dist.Proc
 
     That is so in a world of one, for one that was sharded before, and for one with a ``DistributedSampler``. The
     loader itself is never changed. Local, no communication.
+
+    Raises:
+        ConfigurationError: Another ``batch_size``; or a loader that cannot be divided before loading, with workers and
+            ``in_order=False``.
     """
     check_batch_size(batch_size)
     if get_world_size(group) == 1 or loader is None or isinstance(loader, ShardedLoader) or is_distributed(loader):
@@ -213,7 +217,8 @@ class _Part:
         self.sampler = _SlicedBatchSampler(loader, batch_size, group)
         self.loader = copy.copy(loader)
         # DataLoader refuses these as assignments after construction; a shallow copy keeps the user's class and options.
-        self.loader.__dict__.update(batch_sampler=self.sampler, _iterator=None)
+        # The shares are those of the batches in the sampler's order.
+        self.loader.__dict__.update(batch_sampler=self.sampler, _iterator=None, in_order=True)
         if get_rank(group) != 0:
             self.loader.generator = None  # the workers' seeds come from this rank's own random state
 
@@ -235,9 +240,16 @@ class _PartIterator(ShardedIterator):
 
 
 def _sliced_before_loading(loader: Any, batch_size: BatchSize, group: dist.ProcessGroup | None) -> _Part | None:
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader, DataLoader):
         return None
-    return None if loader.batch_sampler is None else _Part(loader, batch_size, group)
+    if loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset):
+        return _Part(loader, batch_size, group)
+    if loader.num_workers and not loader.in_order:
+        raise ConfigurationError(
+            "DataLoader(in_order=False) must be in_order=True here: every process loads all batches and takes its part "
+            "of each, and without order they come in another order on each."
+        )
+    return None
 
 
 def _slices(batches: Iterator[Sequence[Any]], rank: int, world_size: int) -> Iterator[tuple[Sequence[Any], Share]]:

@@ -14,11 +14,12 @@ import torch.distributed as dist
 import torchbearer
 from distributed import run_distributed
 from torch import nn
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from torchbearer import Trial
 
 from ddp_callbacks import GradientSynchronizer
 from ddp_callbacks.errors import ConfigurationError, DDPCallbacksError, MismatchError
+from ddp_callbacks.sharding import shard_loader
 from ddp_callbacks.torchbearer import AllReduceGradients, DDPCallback, ShardData
 
 WORLD = 3
@@ -308,6 +309,22 @@ def test_torchs_hooks_that_need_ddp_are_refused_by_name(module: str, name: str, 
     with pytest.raises(ConfigurationError) as info:
         DDPCallback(comm_hook=hook)
     assert f"{name} needs DistributedDataParallel" in str(info.value) and why in str(info.value)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def shard_without_order() -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        shard_loader(DataLoader(Stream(), 4, num_workers=1, in_order=False))
+    return str(caught.value)
+
+
+def test_a_stream_from_workers_in_any_order_is_refused_with_the_setting() -> None:
+    for message in run_distributed(shard_without_order, 2):
+        assert message.startswith("DataLoader(in_order=False) must be in_order=True here")
 
 
 def test_the_small_callbacks_refuse_the_same() -> None:

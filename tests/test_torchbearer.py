@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -217,6 +218,34 @@ def test_per_process_works_on_any_data() -> None:
         assert_equal(other[0], first[0], relative=0.0)
         assert_equal(other[2], first[2], relative=0.0)
         assert other[1] != first[1], "each rank makes its own batch"
+
+
+class LateFirst(TensorDataset):
+    """The first samples take longer to load than all others."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.3 if index < 4 else 0.0)
+        return super().__getitem__(index)
+
+
+@case
+def out_of_order() -> Any:
+    x, y = data(14).tensors
+    x[:, 0] = torch.arange(14)
+    loader = DataLoader(LateFirst(x, y), 4, num_workers=2, in_order=False)
+    made = trial([DDPCallback()]).with_train_generator(loader)
+    return *shares_and_rows(made), loader.in_order
+
+
+def test_workers_that_may_hand_out_batches_in_any_order_keep_the_order_of_the_sampler() -> None:
+    ranks = by_rank(out_of_order)
+    assert [rank[1] for rank in ranks] == [
+        [[0, 1], [4, 5], [8, 9], [12]],
+        [[2], [6], [10], [13]],
+        [[3], [7], [11], [12, 13]],  # the last is a stand-in
+    ]
+    assert ranks[2][0] == [(1, 4), (1, 4), (1, 4), (0, 2)]
+    assert [rank[2] for rank in ranks] == [False] * 3, "the user's loader is left as it was"
 
 
 @case
