@@ -1,10 +1,13 @@
-"""Who am I: torchrun's environment variables, or explicit arguments, as one frozen :class:`WorkerEnv`."""
+"""Who am I: the variables of torchrun, MPI or Slurm, or explicit arguments, as one frozen :class:`WorkerEnv`."""
 
 from __future__ import annotations
 
 import os
+import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ddp_callbacks.errors import ConfigurationError
 
@@ -49,7 +52,11 @@ class WorkerEnv:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> WorkerEnv:
-        """Read torchrun's variables; a world of one where there are none.
+        """The place that a launcher's variables give this process; a world of one where there are none.
+
+        Read in this order: torchrun's, Open MPI's, MPICH's and Intel MPI's, Slurm's (of ``srun``; the batch script
+        itself is a world of one). ``MASTER_ADDR`` and ``MASTER_PORT`` say where to meet. With MPI and Slurm they need
+        not be set where all processes are on one host, nor in a Slurm, PBS or LSF job, whose first host has rank 0.
 
         Raises:
             ConfigurationError: Only one of ``RANK`` and ``WORLD_SIZE`` is set, a value is not a number, or the
@@ -57,7 +64,7 @@ class WorkerEnv:
         """
         present = [name for name in ("RANK", "WORLD_SIZE") if environ.get(name)]
         if not present:
-            return cls()
+            return _from_mpi_or_slurm(environ)
         if len(present) == 1:
             missing = "WORLD_SIZE" if present == ["RANK"] else "RANK"
             raise ConfigurationError(
@@ -126,3 +133,55 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
         return int(text)
     except ValueError:
         raise ConfigurationError(f"{name} must be a whole number, got {name}={text!r}.") from None
+
+
+# --- MPI and Slurm ----------------------------------------------------------------------------------------------------
+
+# The variables for rank, size, local rank, and local size. Slurm's are those of a step: a batch script has SLURM_PROCID
+# and SLURM_NTASKS, too, but is one process.
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),
+)
+_JOBS = (("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PBS_JOBID",), ("LSB_JOBID",))
+
+
+def _from_mpi_or_slurm(environ: Mapping[str, str]) -> WorkerEnv:
+    for names in _LAUNCHERS:
+        if all(environ.get(name) for name in names):
+            rank, size, local_rank, last = (_number(environ, name) or 0 for name in names)
+            if size == 1:
+                return WorkerEnv()
+            on_one_host = last == (1 if names[0].startswith("SLURM") else size)
+            host = environ.get("MASTER_ADDR") or ("127.0.0.1" if on_one_host else _first_host(environ))
+            if not host:
+                raise ConfigurationError(
+                    f"{names[1]}={size} processes are on several hosts, and nothing says which host has rank 0. Set "
+                    "MASTER_ADDR to its address: mpirun -x MASTER_ADDR=ADDRESS (Open MPI), mpiexec -genv MASTER_ADDR "
+                    "ADDRESS (MPICH, Intel MPI)."
+                )
+            return WorkerEnv(rank, size, local_rank, host, _number(environ, "MASTER_PORT") or _job_port(environ))
+    return WorkerEnv()
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    """The first host of the Slurm step, or of the PBS or LSF job; empty where there is none."""
+    if nodes := environ.get("SLURM_STEP_NODELIST"):
+        # rack[1-2]n[07,09],other: the first of each bracket, up to the first comma outside
+        return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]
+    if path := environ.get("PBS_NODEFILE"):
+        try:
+            return next((line.strip() for line in Path(path).read_text().splitlines() if line.strip()), "")
+        except OSError as error:
+            raise ConfigurationError(f"PBS_NODEFILE={path!r} cannot be read: {error}.") from error
+    return next(iter(environ.get("LSB_MCPU_HOSTS", "").split()), "")
+
+
+def _job_port(environ: Mapping[str, str]) -> int:
+    """A port that is the same on all processes of a job, and most likely another one in another job."""
+    for names in _JOBS:
+        if all(environ.get(name) for name in names):
+            job = ".".join(environ[name] for name in names)
+            return 20000 + zlib.crc32(job.encode()) % 10000  # below the ports that systems hand out by themselves
+    return DEFAULT_PORT

@@ -51,8 +51,8 @@ def join_process_group(
 ) -> WorkerEnv:
     """Meet the other processes; call it once in each, or let :class:`DDPCallback` call it with the environment.
 
-    Without arguments the place in the world comes from torchrun's variables; without those it is a world of one, in
-    which nothing is started. Where a default group exists already, it is used as it is. The group is left by itself
+    Without arguments the place in the world comes from the variables of torchrun, MPI or Slurm (see
+    :meth:`WorkerEnv.from_environ`); without those it is a world of one, in which nothing is started. Where a default group exists already, it is used as it is. The group is left by itself
     when the process ends.
 
     Args:
@@ -68,7 +68,7 @@ def join_process_group(
         The place of this process. Blocks until all processes are there.
 
     Raises:
-        ConfigurationError: The arguments or variables contradict each other.
+        ConfigurationError: The arguments or variables contradict each other, or torch lacks the backend.
         RendezvousError: Nobody answers at the address, or some rank did not come within ``timeout``.
     """
     if dist.is_initialized():
@@ -76,14 +76,13 @@ def join_process_group(
         announce_join(resolve_group())
         return env
     env = worker_env(rank, world_size, host, port)
+    chosen = _choose_backend(backend)
     if env.world_size == 1:
         return env
     _select_device(env)
     store = _meet(env, timeout)
     _choose_interface(env)
-    dist.init_process_group(
-        _choose_backend(backend), store=store, rank=env.rank, world_size=env.world_size, timeout=timeout
-    )
+    dist.init_process_group(chosen, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     announce_join(resolve_group())
     atexit.register(leave_process_group)
     _report_uncaught_exceptions()
@@ -146,6 +145,11 @@ def _choose_interface(env: WorkerEnv) -> None:
 
 
 def _choose_backend(backend: str | None) -> str:
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise ConfigurationError(
+            'backend="mpi" needs a torch that was built with MPI, which an installed wheel never is. Leave backend out: '
+            "gloo and NCCL work under mpirun, too."
+        )
     if backend is not None:
         return backend
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"

@@ -1,7 +1,12 @@
-"""Who am I: torchrun's variables or explicit arguments; each mistake is a ValueError that says what to do."""
+"""Who am I: a launcher's variables or explicit arguments; each mistake is a ValueError that says what to do."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +69,104 @@ def test_a_broken_environment_is_named(environ: dict[str, str], says: list[str])
     assert_says(caught.value, says)
 
 
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "181403649",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SLURM = {
+    "SLURM_JOB_ID": "42",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+ORTED_IN_SLURM = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # mpirun starts its daemons by srun
+SRUN_PMI2 = {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}
+# CRC-32 of "181403649" is 2682416830, of "42.0" 1413265556, of "99.pbs" 3026040015.
+PORT_OPEN_MPI, PORT_SLURM, PORT_PBS = 26830, 25556, 20015
+
+LAUNCHED: list[tuple[dict[str, str], WorkerEnv]] = [
+    ({**OPEN_MPI, "MASTER_ADDR": "node0"}, WorkerEnv(3, 4, 1, "node0", PORT_OPEN_MPI)),
+    ({**OPEN_MPI, "MASTER_ADDR": "node0", "MASTER_PORT": "4000"}, WorkerEnv(3, 4, 1, "node0", 4000)),
+    ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, WorkerEnv(3, 4, 1, "127.0.0.1", PORT_OPEN_MPI)),
+    ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, WorkerEnv()),
+    ({**OPEN_MPI, **ORTED_IN_SLURM}, WorkerEnv(3, 4, 1, "gpu07", PORT_OPEN_MPI)),
+    (MPICH, WorkerEnv(1, 2, 1, "127.0.0.1", 29500)),
+    ({**MPICH, "MPI_LOCALNRANKS": "1", "LSB_MCPU_HOSTS": "a 1 b 1", "LSB_JOBID": ""}, WorkerEnv(1, 2, 1, "a", 29500)),
+    (SLURM, WorkerEnv(5, 8, 1, "gpu07", PORT_SLURM)),
+    (SRUN_PMI2, WorkerEnv(5, 8, 1, "gpu07", PORT_SLURM)),
+    ({**SLURM, "SLURM_STEP_NODELIST": "rack[1-2]n[9,11-12],x"}, WorkerEnv(5, 8, 1, "rack1n9", PORT_SLURM)),
+    ({**SLURM, "SLURM_STEP_NODELIST": "b,a[1-2]"}, WorkerEnv(5, 8, 1, "b", PORT_SLURM)),
+    ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, WorkerEnv(5, 8, 1, "127.0.0.1", PORT_SLURM)),
+    (BATCH_SCRIPT, WorkerEnv()),
+    ({**SLURM, **TORCHRUN}, WorkerEnv(5, 8, 1, "node0", 29511)),
+]
+
+
+@pytest.mark.parametrize(("environ", "expected"), LAUNCHED)
+def test_the_variables_of_mpi_and_slurm_give_the_place_in_the_world(
+    environ: dict[str, str], expected: WorkerEnv
+) -> None:
+    assert worker_env(environ=environ) == expected
+
+
+def test_in_a_pbs_job_rank_0_is_on_the_first_host_of_the_node_file(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.write_text("n1.cluster\nn1.cluster\nn2.cluster\nn2.cluster\n")
+    environ = {**OPEN_MPI, "PMIX_NAMESPACE": "", "PBS_JOBID": "99.pbs", "PBS_NODEFILE": str(nodes)}
+    assert worker_env(environ=environ) == WorkerEnv(3, 4, 1, "n1.cluster", PORT_PBS)
+    with pytest.raises(ConfigurationError, match=r"PBS_NODEFILE='/nowhere' cannot be read: .*No such file"):
+        worker_env(environ={**environ, "PBS_NODEFILE": "/nowhere"})
+
+
+def test_mpi_on_several_hosts_without_an_address_says_how_to_give_it() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        worker_env(environ=OPEN_MPI)
+    assert_says(
+        caught.value, ["OMPI_COMM_WORLD_SIZE=4", "several hosts", "mpirun -x MASTER_ADDR=", "-genv MASTER_ADDR"]
+    )
+
+
+# mpirun is Open MPI's of the system; mpiexec is MPICH's, which its package puts beside Python.
+STARTERS = {
+    "Open MPI": [shutil.which("mpirun"), "--allow-run-as-root", "--oversubscribe", "-n", "3"],
+    "MPICH": [shutil.which("mpiexec", path=str(Path(sys.executable).parent)), "-n", "3"],
+}
+RANKS_PROGRAM = """
+from ddp_callbacks import join_process_group
+from ddp_callbacks.collectives import all_gather_json
+env = join_process_group()
+ranks = all_gather_json([env.rank, env.local_rank], "the ranks")
+if env.rank == 0:
+    print("ranks", ranks)
+"""
+
+
+@pytest.mark.parametrize("name", STARTERS)
+def test_processes_that_mpi_starts_find_each_other(name: str) -> None:
+    command, *options = STARTERS[name]
+    if command is None:
+        pytest.skip(f"{name} is not installed")
+    environ = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "MASTER_PORT")}
+    done = subprocess.run(
+        [command, *options, sys.executable, "-c", RANKS_PROGRAM],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ranks [[0, 0], [1, 1], [2, 2]]\n"
+
+
 BROKEN_ARGUMENTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"rank": 1}, ["given together", "rank=1", "world_size=None"]),
     ({"world_size": 2, "host": "a"}, ["given together", "rank=None", "world_size=2"]),
@@ -91,6 +194,12 @@ def test_broken_arguments_are_named_before_anything_is_opened(arguments: dict[st
         join_process_group(**arguments)
     assert isinstance(caught.value, ConfigurationError)
     assert_says(caught.value, says)
+
+
+def test_a_torch_without_mpi_says_what_works_instead() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        join_process_group(backend="mpi")
+    assert_says(caught.value, ['backend="mpi" needs a torch that was built with MPI', "Leave backend out", "mpirun"])
 
 
 def test_a_worker_env_cannot_be_changed() -> None:
