@@ -52,8 +52,8 @@ def join_process_group(
     """Meet the other processes; call it once in each, or let :class:`DDPCallback` call it with the environment.
 
     Without arguments the place in the world comes from the variables of torchrun, MPI or Slurm (see
-    :meth:`WorkerEnv.from_environ`); without those it is a world of one, in which nothing is started. Where a default group exists already, it is used as it is. The group is left by itself
-    when the process ends.
+    :meth:`WorkerEnv.from_environ`); without those it is a world of one, in which nothing is started. Where a default
+    group exists already, it is used as it is. The group is left by itself when the process ends.
 
     Args:
         rank, world_size: Number of this process, and of all. Given together, or neither.
@@ -147,8 +147,8 @@ def _choose_interface(env: WorkerEnv) -> None:
 def _choose_backend(backend: str | None) -> str:
     if backend == "mpi" and not dist.is_mpi_available():
         raise ConfigurationError(
-            'backend="mpi" needs a torch that was built with MPI, which an installed wheel never is. Leave backend out: '
-            "gloo and NCCL work under mpirun, too."
+            'backend="mpi" needs a torch that was built with MPI, which an installed wheel never is. Leave backend '
+            "out: gloo and NCCL work under mpirun, too."
         )
     if backend is not None:
         return backend
