@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +147,7 @@ _LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),
 )
+_SLURM_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _JOBS = (("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PBS_JOBID",), ("LSB_JOBID",))
 
 
@@ -170,12 +174,7 @@ def _first_host(environ: Mapping[str, str]) -> str:
     if nodes := environ.get("SLURM_STEP_NODELIST"):
         # rack[1-2]n[07,09],other: the first of each bracket, up to the first comma outside
         return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]
-    if path := environ.get("PBS_NODEFILE"):
-        try:
-            return next((line.strip() for line in Path(path).read_text().splitlines() if line.strip()), "")
-        except OSError as error:
-            raise ConfigurationError(f"PBS_NODEFILE={path!r} cannot be read: {error}.") from error
-    return next(iter(environ.get("LSB_MCPU_HOSTS", "").split()), "")
+    return next((name for name, _ in hosts_of_job(environ)), "")
 
 
 def _job_port(environ: Mapping[str, str]) -> int:
@@ -185,3 +184,84 @@ def _job_port(environ: Mapping[str, str]) -> int:
             job = ".".join(environ[name] for name in names)
             return 20000 + zlib.crc32(job.encode()) % 10000  # below the ports that systems hand out by themselves
     return DEFAULT_PORT
+
+
+# --- the hosts of a job -----------------------------------------------------------------------------------------------
+
+
+def hosts_of_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int | None]]:
+    """The hosts that PBS, Slurm or LSF has given to the job in which this process runs; none outside a job.
+
+    Returns:
+        Each host with the number of processes that the job asked for there, ``None`` where it does not say.
+
+    Raises:
+        ConfigurationError: The variables of the job cannot be read.
+    """
+    if path := environ.get("PBS_NODEFILE"):
+        return _hosts_of_pbs(path)
+    if nodes := environ.get("SLURM_JOB_NODELIST"):
+        return _hosts_of_slurm(nodes, environ)
+    if pairs := environ.get("LSB_MCPU_HOSTS"):
+        return _hosts_of_lsf(pairs)
+    return []
+
+
+def _hosts_of_pbs(path: str) -> list[tuple[str, int | None]]:
+    """The node file names a host once for each process that the job asked for there.
+
+    That is ``mpiprocs`` in PBS Pro, 1 if the job does not say, and ``ppn`` in Torque.
+    """
+    try:
+        lines = [line.strip() for line in Path(path).read_text().splitlines()]
+    except OSError as error:
+        raise ConfigurationError(f"PBS_NODEFILE={path!r} cannot be read: {error}.") from error
+    counts = Counter(line for line in lines if line)
+    if not counts:
+        raise ConfigurationError(f"PBS_NODEFILE={path!r} names no host.")
+    said = set(counts.values()) != {1}  # else the node decides
+    return [(name, count if said else None) for name, count in counts.items()]
+
+
+def _hosts_of_slurm(nodes: str, environ: Mapping[str, str]) -> list[tuple[str, int | None]]:
+    names = _expand(nodes)
+    tasks = environ.get("SLURM_TASKS_PER_NODE") if environ.get("SLURM_NTASKS") else None
+    if not tasks:
+        return [(name, None) for name in names]
+    counts: list[int] = []
+    for part in tasks.split(","):
+        match = _SLURM_TASKS.fullmatch(part)
+        if match is None:
+            raise ConfigurationError(f"SLURM_TASKS_PER_NODE={tasks!r} is not understood at {part!r}.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    if len(counts) != len(names):
+        raise ConfigurationError(
+            f"SLURM_TASKS_PER_NODE={tasks!r} speaks of {len(counts)} nodes, SLURM_JOB_NODELIST={nodes!r} of "
+            f"{len(names)}."
+        )
+    said = set(counts) != {1}  # else the node decides
+    return [(name, count if said else None) for name, count in zip(names, counts, strict=True)]
+
+
+def _expand(nodes: str) -> list[str]:
+    """Slurm's own program knows every form of its lists; a list without brackets is plain."""
+    if "[" not in nodes:
+        return nodes.split(",")
+    scontrol = shutil.which("scontrol")
+    if scontrol is None:
+        raise ConfigurationError(
+            f"SLURM_JOB_NODELIST={nodes!r} needs the program scontrol, which is not in PATH here. Name the hosts by -H."
+        )
+    done = subprocess.run(
+        [scontrol, "show", "hostnames", nodes], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+    )
+    if done.returncode:
+        raise ConfigurationError(f"scontrol show hostnames {nodes!r} failed: {done.stderr.strip()}.")
+    return done.stdout.split()
+
+
+def _hosts_of_lsf(pairs: str) -> list[tuple[str, int | None]]:
+    words = pairs.split()
+    if len(words) % 2 or not all(word.isdigit() and int(word) for word in words[1::2]):
+        raise ConfigurationError(f"LSB_MCPU_HOSTS={pairs!r} must hold pairs of a host and a number.")
+    return [(name, int(count)) for name, count in zip(words[::2], words[1::2], strict=True)]

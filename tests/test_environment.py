@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddp_callbacks import WorkerEnv, join_process_group
-from ddp_callbacks.environment import DEFAULT_PORT, worker_env
+from ddp_callbacks.environment import DEFAULT_PORT, hosts_of_job, worker_env
 from ddp_callbacks.errors import ConfigurationError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29511"}
@@ -210,3 +210,77 @@ def test_a_worker_env_cannot_be_changed() -> None:
 def assert_says(error: Exception, parts: list[str]) -> None:
     missing = [part for part in parts if part not in str(error)]
     assert not missing, f"{error!s} does not say {missing}"
+
+
+# --- the hosts of a job -----------------------------------------------------------------------------------------------
+
+
+def test_outside_a_job_there_are_no_hosts() -> None:
+    assert hosts_of_job({}) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("n1\nn1\nn2\nn2\nn2\n", [("n1", 2), ("n2", 3)]),
+        ("n1.cluster\nn2.cluster\n", [("n1.cluster", None), ("n2.cluster", None)]),
+    ],
+)
+def test_hosts_of_a_pbs_job(tmp_path: Path, lines: str, expected: list[tuple[str, int | None]]) -> None:
+    (tmp_path / "nodes").write_text(lines)
+    assert hosts_of_job({"PBS_NODEFILE": str(tmp_path / "nodes")}) == expected
+
+
+def test_a_pbs_node_file_that_says_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("\n")
+    for path, says in ((tmp_path / "nodes", "names no host"), (tmp_path / "none", "cannot be read: .*No such file")):
+        with pytest.raises(ConfigurationError, match=f"PBS_NODEFILE='.*{path.name}' {says}"):
+            hosts_of_job({"PBS_NODEFILE": str(path)})
+
+
+JOB = {"SLURM_JOB_NODELIST": "a,b,c", "SLURM_NTASKS": "10", "SLURM_TASKS_PER_NODE": "4(x2),2"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, [("a", 4), ("b", 4), ("c", 2)]),
+        ({"SLURM_TASKS_PER_NODE": "1(x3)", "SLURM_NTASKS": "3"}, [("a", None), ("b", None), ("c", None)]),
+        ({"SLURM_NTASKS": ""}, [("a", None), ("b", None), ("c", None)]),
+    ],
+)
+def test_hosts_of_a_slurm_job(changed: dict[str, str], expected: list[tuple[str, int | None]]) -> None:
+    assert hosts_of_job({**JOB, **changed}) == expected
+
+
+def test_slurms_own_program_expands_its_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bracketed = {**JOB, "SLURM_JOB_NODELIST": "gpu[07-09]"}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"SLURM_JOB_NODELIST='gpu\[07-09\]' needs the program scontrol"):
+        hosts_of_job(bracketed)
+    program = tmp_path / "scontrol"
+    program.write_text('#!/bin/sh\n[ "$*" = "show hostnames gpu[07-09]" ] && printf "gpu07\\ngpu08\\ngpu09\\n"\n')
+    os.chmod(program, 0o755)
+    assert hosts_of_job(bracketed) == [("gpu07", 4), ("gpu08", 4), ("gpu09", 2)]
+    program.write_text('#!/bin/sh\necho "Invalid node list" >&2; exit 1\n')
+    with pytest.raises(ConfigurationError, match="failed: Invalid node list"):
+        hosts_of_job(bracketed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"SLURM_TASKS_PER_NODE": "4(x2"}, r"SLURM_TASKS_PER_NODE='4\(x2' is not understood at '4\(x2'"),
+        ({"SLURM_TASKS_PER_NODE": "4(x2)"}, "speaks of 2 nodes, SLURM_JOB_NODELIST='a,b,c' of 3"),
+    ],
+)
+def test_slurm_variables_that_contradict_each_other_are_named(changed: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        hosts_of_job({**JOB, **changed})
+
+
+def test_hosts_of_an_lsf_job() -> None:
+    assert hosts_of_job({"LSB_MCPU_HOSTS": "hostA 4 hostB 2"}) == [("hostA", 4), ("hostB", 2)]
+    for pairs in ("hostA", "hostA 4 hostB", "hostA four", "hostA 0"):
+        with pytest.raises(ConfigurationError, match=f"LSB_MCPU_HOSTS='{pairs}' must hold pairs"):
+            hosts_of_job({"LSB_MCPU_HOSTS": pairs})
