@@ -44,7 +44,7 @@ class GroupAllReduce:
 
 def choose_all_reduce(group: dist.ProcessGroup, devices: Sequence[torch.device]) -> AllReduce:
     """The fastest way for gradients on ``devices``. A collective: the ranks agree."""
-    on_cpu = all(device.type == "cpu" for device in devices)
+    on_cpu = bool(devices) and all(device.type == "cpu" for device in devices)
     return (shared_memory_of(group) if on_cpu else None) or GroupAllReduce(group, allocate)
 
 

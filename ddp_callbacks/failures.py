@@ -1,10 +1,10 @@
 """Waiting that ends: a failure on one rank reaches every other as an error that names it.
 
 gloo cannot abort a collective that waits (https://github.com/pytorch/pytorch/issues/130345), so nobody here waits
-without looking up: :func:`wait` waits in slices, and between two slices it reads the store of the process group, where
+without looking up: :func:`wait` waits in slices, and between two slices it reads the store of the default group, where
 :func:`report_failure` leaves the first failure and :func:`announce_leave` the ranks that have gone.
 
-Keys in the group's store, all below ``ddp_callbacks/``:
+Keys in the store of the default group, all below ``ddp_callbacks/``; ranks are numbers in the world:
 
 ========================  ============================================================================
 ``host/{rank}``           JSON, the host name and process id of a rank, written when it joins
@@ -53,14 +53,14 @@ class Waitable(Protocol):
 Pending: TypeAlias = "dist.Work | torch.futures.Future[torch.Tensor] | Waitable"
 
 
-def announce_join(group: dist.ProcessGroup) -> None:
+def announce_join() -> None:
     """Write this rank's host name and process id, so that messages can name it."""
-    _set_json(group, f"host/{group.rank()}", {"host": socket.gethostname(), "pid": os.getpid()})
+    _set_json(f"host/{dist.get_rank()}", {"host": socket.gethostname(), "pid": os.getpid()})
 
 
-def announce_leave(group: dist.ProcessGroup) -> None:
+def announce_leave() -> None:
     """Say that this rank takes part in no more collectives; whoever still waits for it raises."""
-    _store(group).set(f"left/{group.rank()}", "1")
+    _store().set(f"left/{dist.get_rank()}", "1")
 
 
 def outlive_readers(store: dist.Store, world_size: int) -> None:
@@ -70,44 +70,39 @@ def outlive_readers(store: dist.Store, world_size: int) -> None:
         time.sleep(0.05)
 
 
-def report_failure(group: dist.ProcessGroup, exception: BaseException) -> None:
+def report_failure(exception: BaseException) -> None:
     """Publish ``exception`` to the other ranks, unless one has failed before. Never raises, never blocks for long."""
     if isinstance(exception, PeerError):
         return
     report = {
-        "rank": group.rank(),
+        "rank": dist.get_rank(),
         "type": type(exception).__name__,
         "message": str(exception),
         "traceback": "".join(traceback.format_exception(exception)),
     }
     try:
-        _store(group).compare_set("failure", "", json.dumps(report))
+        _store().compare_set("failure", "", json.dumps(report))
     except RuntimeError:
         pass  # the store has gone with the process that hosted it; the others see the broken connection
 
 
 def describe_rank(group: dist.ProcessGroup, rank: int) -> str:
-    """``rank 1 (host node2, pid 4711)``, or less where less is known. Reads the store for ranks other than this."""
-    if rank == group.rank():
-        return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
-    try:
-        if not _store(group).check([f"host/{rank}"]):
-            return f"rank {rank}"
-        known = json.loads(_store(group).get(f"host/{rank}"))
-    except RuntimeError:
-        return f"rank {rank}"
-    return f"rank {rank} (host {known['host']}, pid {known['pid']})"
+    """``rank 1 (host node2, pid 4711)`` for a rank of ``group``, by its number in the world; less if less is known.
+
+    Reads the store for ranks other than this.
+    """
+    return _describe(dist.get_global_rank(group, rank))
 
 
-def check_peers(group: dist.ProcessGroup) -> None:
+def check_peers() -> None:
     """Raise :class:`PeerError` if some rank has reported a failure. One round trip to the store."""
-    store = _store(group)
+    store = _store()
     if not store.check(["failure"]):
         return
     report = json.loads(store.get("failure"))
     raise PeerError(
-        f"{describe_rank(group, report['rank'])} failed with {report['type']}: {report['message']}\n"
-        f"This is {describe_rank(group, group.rank())}, which stops because the run cannot go on without it. "
+        f"{_describe(report['rank'])} failed with {report['type']}: {report['message']}\n"
+        f"This is {_describe(dist.get_rank())}, which stops because the run cannot go on without it. "
         f"The other rank's traceback:\n{report['traceback']}"
     )
 
@@ -130,16 +125,16 @@ def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
             if _wait_slice(pending):
                 return
         except RuntimeError as error:
-            raise _diagnose(group, doing, error) from error
+            raise diagnose(group, doing, error) from error
         try:
-            check_peers(group)
+            check_peers()
             absent = _left(group)
         except PeerError:
             raise
         except RuntimeError as error:  # the store died under us
-            raise _diagnose(group, doing, error) from error
+            raise diagnose(group, doing, error) from error
         if absent & absent_before:  # gone for a whole slice, so nothing of theirs is still under way
-            raise _left_error(group, doing, absent)
+            raise _left_error(doing, absent)
         absent_before = absent
 
 
@@ -170,22 +165,24 @@ def _wait_future(future: torch.futures.Future[torch.Tensor]) -> bool:
     return True
 
 
-def _diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> PeerError:
-    """Find out who is gone."""
-    me = describe_rank(group, group.rank())
+def diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> PeerError:
+    """Find out why a wait broke with ``error``: who failed, left or is gone. Takes :data:`GRACE` seconds at most."""
+    me = _describe(dist.get_rank())
     try:
-        store = _store(group)
-        check_peers(group)
+        check_peers()
         if absent := _left(group):  # a rank says so before it closes its connections
-            return _left_error(group, doing, absent)
-        store.set(f"alive/{group.rank()}", "1")
-        silent = error.ranks if isinstance(error, ProcessEnded) else _silent(group)
-        names = ", ".join(describe_rank(group, rank) for rank in sorted(silent)) or "some rank"
+            return _left_error(doing, absent)
+        _store().set(f"alive/{dist.get_rank()}", "1")
+        if isinstance(error, ProcessEnded):
+            silent = {dist.get_global_rank(group, rank) for rank in error.ranks}
+        else:
+            silent = _silent(group)
+        names = ", ".join(_describe(rank) for rank in sorted(silent)) or "some rank"
     except PeerError as reported:
         return reported
     except RuntimeError:
         return PeerError(
-            f"the rendezvous store at {_store_address(group)} cannot be reached any more, so the process that hosts it "
+            f"the rendezvous store at {_store_address()} cannot be reached any more, so the process that hosts it "
             f"has died or ended: rank 0, or torchrun's agent on rank 0's node. {me} was waiting for {doing}. Look at "
             f"that process's own output and at its host's kernel log (out of memory, power, network). First error: "
             f"{error}"
@@ -198,41 +195,60 @@ def _diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> Peer
 
 def _silent(group: dist.ProcessGroup) -> set[int]:
     """Every rank that sees a collective break says that it lives; who says nothing in time is gone."""
-    silent = set(range(group.size()))
+    silent = set(dist.get_process_group_ranks(group))
     end = time.monotonic() + GRACE
     while silent and time.monotonic() < end:
-        check_peers(group)
-        silent = {rank for rank in silent if not _store(group).check([f"alive/{rank}"])}
+        check_peers()
+        silent = {rank for rank in silent if not _store().check([f"alive/{rank}"])}
         time.sleep(0.05)
     return silent
 
 
-def _left_error(group: dist.ProcessGroup, doing: str, absent: set[int]) -> PeerError:
-    _store(group).set(f"alive/{group.rank()}", "1")
-    names = ", ".join(describe_rank(group, rank) for rank in sorted(absent))
+def _left_error(doing: str, absent: set[int]) -> PeerError:
+    _store().set(f"alive/{dist.get_rank()}", "1")
+    names = ", ".join(_describe(rank) for rank in sorted(absent))
     return PeerError(
-        f"{names} left the run while {describe_rank(group, group.rank())} still waits for {doing}. Every rank "
+        f"{names} left the run while {_describe(dist.get_rank())} still waits for {doing}. Every rank "
         "must make the same calls (run, evaluate and predict too) the same number of times."
     )
 
 
 def _left(group: dist.ProcessGroup) -> set[int]:
-    """The ranks that left by themselves, not because another one had gone before them."""
-    store = _store(group)
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    """The ranks of the group that left by themselves, not because another one had gone before them."""
+    store = _store()
+    others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     return {rank for rank in others if store.check([f"left/{rank}"]) and not store.check([f"alive/{rank}"])}
 
 
-def _store_address(group: dist.ProcessGroup) -> str:
-    store = group.get_group_store()
+def _describe(rank: int) -> str:
+    """The same for a rank of the world."""
+    if rank == dist.get_rank():
+        return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
+    try:
+        if not _store().check([f"host/{rank}"]):
+            return f"rank {rank}"
+        known = json.loads(_store().get(f"host/{rank}"))
+    except RuntimeError:
+        return f"rank {rank}"
+    return f"rank {rank} (host {known['host']}, pid {known['pid']})"
+
+
+def _store_address() -> str:
+    store = _world().get_group_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else type(store).__name__
 
 
-def _set_json(group: dist.ProcessGroup, key: str, value: object) -> None:
-    _store(group).set(key, json.dumps(value))
+def _set_json(key: str, value: object) -> None:
+    _store().set(key, json.dumps(value))
 
 
-def _store(group: dist.ProcessGroup) -> dist.Store:
-    return dist.PrefixStore("ddp_callbacks", group.get_group_store())
+def _store() -> dist.Store:
+    """The store of the world, which all ranks read, whatever group they wait in."""
+    return dist.PrefixStore("ddp_callbacks", _world().get_group_store())
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD

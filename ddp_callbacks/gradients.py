@@ -25,8 +25,10 @@ is then sent again, on all ranks, and from then on it waits for the end of backw
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,7 +138,8 @@ class GradientSynchronizer:
         self._weight, self._total = 1.0, float(self._world_size)
         self._total_known = True
         self._last_total = 0.0
-        self._running = False
+        self._backward: Callable[[], _Backward | None] = _no_backward  # the one under way
+        self._unfinished = False
         parameters = [parameter for parameter in module.parameters() if _differentiable(parameter)]
         sparse = _sparse_parameters(module)
         self._dense = [parameter for parameter in parameters if id(parameter) not in sparse]
@@ -161,7 +164,6 @@ class GradientSynchronizer:
         """
         if self._world_size == 1:
             return
-        self._forget_failed_backward()
         self._weight, self._total_known = float(weight), total is not None
         if total is not None:
             self._total = float(total)
@@ -181,7 +183,7 @@ class GradientSynchronizer:
         Such a backward fires no hook. Call it after backward if :attr:`rounds` did not go up; it blocks until all
         ranks take part.
         """
-        if self._world_size > 1 and not self._running:
+        if self._world_size > 1 and self._backward() is None:
             self._begin()
             self._finish()
 
@@ -213,7 +215,7 @@ class GradientSynchronizer:
         def hook(_: torch.Tensor) -> None:
             self._used[slot] = True
             if self._enabled:
-                if not self._running:
+                if self._backward() is None:
                     self._begin_in_backward()
                 bucket.mark(position)
                 if not bucket.missing:
@@ -224,7 +226,7 @@ class GradientSynchronizer:
     def _sparse_hook(self, slot: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
             self._used[slot] = True
-            if self._enabled and not self._running:
+            if self._enabled and self._backward() is None:
                 self._begin_in_backward()
 
         return hook
@@ -233,10 +235,15 @@ class GradientSynchronizer:
 
     def _begin_in_backward(self) -> None:
         self._begin()
-        Variable._execution_engine.queue_callback(self._end_of_graph_task)
+        backward = _Backward()
+        self._backward = weakref.ref(backward)
+        self._call_at_end(backward)
 
     def _begin(self) -> None:
-        self._running = True
+        if self._unfinished:  # an exception ended the last backward; what was under way is abandoned with its memory
+            for bucket in self._buckets:
+                bucket.pool.abandon()
+        self._unfinished = True
         for bucket in self._buckets:
             bucket.start()
         self._active = [bucket for bucket in self._buckets if bucket.active]
@@ -282,13 +289,17 @@ class GradientSynchronizer:
         self._launched += 1
         self._send(bucket)
 
-    def _end_of_graph_task(self) -> None:
+    def _call_at_end(self, backward: _Backward) -> None:
+        Variable._execution_engine.queue_callback(partial(self._end_of_graph_task, backward))
+
+    def _end_of_graph_task(self, backward: _Backward) -> None:
         # Reentrant checkpointing runs a backward inside a node of another one; only the outermost is the end.
         node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
         if node is None:
+            self._backward = _no_backward
             self._finish()
         else:
-            node.register_hook(lambda *_: Variable._execution_engine.queue_callback(self._end_of_graph_task))
+            node.register_hook(lambda *_: self._call_at_end(backward))
 
     def _finish(self) -> None:
         # Gradients of no_sync, of a backward that failed or of a frozen parameter may have gone since.
@@ -310,7 +321,7 @@ class GradientSynchronizer:
             if is_used:
                 self._exchange_sparse(parameter, weight)
         self._used = [False] * len(self._used)
-        self._running = False
+        self._unfinished = False
         self.rounds += 1
 
     # --- the wire -----------------------------------------------------------------------------------------------
@@ -389,12 +400,13 @@ class GradientSynchronizer:
     def _device(self) -> torch.device:
         return (self._dense or self._sparse)[0].device
 
-    def _forget_failed_backward(self) -> None:
-        """An exception in the middle of backward skips its end; what was under way is abandoned with its memory."""
-        if self._running and torch._C._current_graph_task_id() == -1:
-            for bucket in self._buckets:
-                bucket.pool.abandon()
-            self._running = False
+
+class _Backward:
+    """Lives as long as the graph task that is to call its end: an exception drops the task, and this with it."""
+
+
+def _no_backward() -> None:
+    return None
 
 
 def _differentiable(parameter: torch.nn.Parameter) -> bool:

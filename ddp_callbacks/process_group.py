@@ -73,7 +73,7 @@ def join_process_group(
     """
     if dist.is_initialized():
         env = WorkerEnv(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0)), "", 1)
-        announce_join(resolve_group())
+        announce_join()
         return env
     env = worker_env(rank, world_size, host, port)
     chosen = _choose_backend(backend)
@@ -83,7 +83,7 @@ def join_process_group(
     store = _meet(env, timeout)
     _choose_interface(env)
     dist.init_process_group(chosen, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
-    announce_join(resolve_group())
+    announce_join()
     atexit.register(leave_process_group)
     _report_uncaught_exceptions()
     return env
@@ -99,7 +99,7 @@ def leave_process_group() -> None:
     group = resolve_group()
     store, hosts_store = group.get_group_store(), group.rank() == 0 and not _agent_hosts_store()
     try:
-        announce_leave(group)
+        announce_leave()
         dist.destroy_process_group()
         if hosts_store:
             outlive_readers(dist.PrefixStore("ddp_callbacks", store), group.size())
@@ -228,7 +228,7 @@ def _report_uncaught_exceptions() -> None:
 
     def report(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
         if dist.is_initialized() and not isinstance(exception, PeerError):
-            report_failure(resolve_group(), exception)
+            report_failure(exception)
         previous(kind, exception, trace)
 
     sys.excepthook = report

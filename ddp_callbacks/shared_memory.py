@@ -11,7 +11,8 @@ writes the sum into everybody's, so all get the same bits::
 [Note: memory without a name]
 A segment is a memfd. It has no name, so nothing is left in /dev/shm however the processes end, and a container's small
 /dev/shm is no limit. The other ranks open it as /proc/PID/fd/FD, which works within one PID namespace for one user;
-where it does not work, the ranks agree on gloo.
+where it does not work, the ranks agree on gloo. As with any memory that is shared, a child forked in the middle of
+training sees the gradients themselves, not a copy, and keeps their memory until it ends.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.collectives import all_gather_json, as_real
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.failures import wait
+from ddp_callbacks.failures import ProcessEnded, diagnose, wait
 from ddp_callbacks.signals import LINE, Signals
 
 SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
@@ -86,17 +87,17 @@ class SharedMemory:
         """A flat tensor on the CPU that the other ranks can open. Local. Its segment goes with it."""
         size = max(numel, 1)
         try:
-            fd = _create_segment(size * dtype.itemsize)
-        except OSError as error:
+            storage = _create_storage(size * dtype.itemsize)
+        except (OSError, RuntimeError) as error:
             raise ConfigurationError(
                 f"no shared memory of {size * dtype.itemsize} bytes for gradients: {error}. Raise that limit "
                 f"(ulimit -n), or set {SWITCH}=0 to sum through gloo."
             ) from error
-        tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=dtype)
+        tensor = torch.empty(0, dtype=dtype).set_(storage)
         self._serial += 1
-        address = _address(tensor)
-        self._segments[address] = _Segment(self._serial, fd, [OrderedDict() for _ in range(self._size)])
-        weakref.finalize(tensor, self._forget, address, fd).atexit = False
+        segment = _Segment(self._serial, storage._share_fd_cpu_()[0], [OrderedDict() for _ in range(self._size)])
+        self._segments[_address(tensor)] = segment
+        weakref.finalize(tensor, _forget, self._segments, _address(tensor), segment).atexit = False
         return tensor[:numel]
 
     def launch(self, tensor: torch.Tensor) -> SharedReduction:
@@ -139,12 +140,12 @@ class SharedMemory:
         numel = reduction.home.numel()
         grains = -(-numel // _GRAIN)
         begin, end = (grains * rank // self._size * _GRAIN for rank in (self._rank, self._rank + 1))
-        homes = [self._home_on(rank, reduction) for rank in range(self._size)]
+        homes = [self._home_on(rank, reduction, doing) for rank in range(self._size)]
         if begin < min(end, numel):
             _sum_into_all([home[begin:end] for home in homes])
         reduction.done = self._signals.send()
 
-    def _home_on(self, rank: int, reduction: SharedReduction) -> torch.Tensor:
+    def _home_on(self, rank: int, reduction: SharedReduction, doing: str) -> torch.Tensor:
         """What ``rank`` contributes to this reduction."""
         own = reduction.home
         if rank == self._rank:
@@ -158,11 +159,23 @@ class SharedMemory:
             )
         mapped = self._segments[_address(own)].mapped[rank]
         if serial not in mapped:
-            mapped[serial] = _map_segment(_path(self._pids[rank], fd))
+            mapped[serial] = self._map(rank, fd, doing)
             if len(mapped) > _MAPPINGS:
                 mapped.popitem(last=False)
         mapped.move_to_end(serial)
         return mapped[serial][:nbytes].view(own.dtype)
+
+    def _map(self, rank: int, fd: int, doing: str) -> torch.Tensor:
+        """The segment of another rank, which may have died since it launched."""
+        path = _path(self._pids[rank], fd)
+        try:
+            return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
+            group = self._group()
+            assert group is not None
+            dead = self._signals.dead()
+            cause = ProcessEnded(dead) if dead else RuntimeError(f"rank {rank}'s memory cannot be opened: {error}")
+            raise diagnose(group, doing, cause) from error
 
     def _await(self, number: int, doing: str) -> None:
         group = self._group()
@@ -172,10 +185,6 @@ class SharedMemory:
 
     def _row(self, rank: int, number: int) -> int:
         return (rank * _ROWS + number % _ROWS) * (LINE // 8)
-
-    def _forget(self, address: int, fd: int) -> None:
-        del self._segments[address]
-        os.close(fd)
 
 
 @dataclass(eq=False)
@@ -200,7 +209,7 @@ class SharedReduction:
         self.memory.finish(self, doing)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Segment:
     """A segment of this rank: its number, its descriptor, and of each other rank what was summed with it, by number."""
 
@@ -222,6 +231,11 @@ def _sum_into_all(parts: list[torch.Tensor]) -> None:
             first += other
     for other in others:
         other.copy_(first)
+
+
+def _forget(segments: dict[int, _Segment], address: int, segment: _Segment) -> None:
+    if segments.get(address) is segment:  # else its storage was exchanged, and another has got the address
+        del segments[address]
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -260,7 +274,7 @@ def _refusal() -> str:
         return f"{SWITCH}=0 is set"
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create"
-    return ""
+    return "" if _host() else "this system does not say which host it is (/proc)"
 
 
 def _host() -> str:
@@ -288,8 +302,14 @@ def _create_segment(nbytes: int) -> int:
     return fd
 
 
-def _map_segment(path: str) -> torch.Tensor:
-    return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
+def _create_storage(nbytes: int) -> torch.UntypedStorage:
+    """Memory that has a descriptor, as torch makes it for tensors that it sends to other processes."""
+    fd = _create_segment(nbytes)
+    try:
+        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
+        return storage
+    finally:
+        os.close(fd)
 
 
 def _path(pid: int, fd: int) -> str:

@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,45 @@ def test_memory_that_is_dropped_takes_its_descriptors_and_mappings_with_it() -> 
         assert extra_bytes < 4 << 20  # 40 segments of 1 MiB were used, on each of two ranks
 
 
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:")
+
+
+def use_groups_in_turn() -> tuple[int, int]:
+    seen = []
+    for _ in range(4):
+        group = dist.new_group()
+        memory = shared_memory_of(group)
+        assert memory is not None
+        memory.launch(torch.ones(10)).wait("the test")  # by way of memory that is kept for the next time
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del memory, group
+        gc.collect()
+        seen.append((descriptors(), mappings()))
+    return seen[-1][0] - seen[0][0], seen[-1][1] - seen[0][1]
+
+
+def test_a_group_that_is_destroyed_takes_its_shared_memory_with_it() -> None:
+    assert run_distributed(use_groups_in_turn, 2) == [(0, 0)] * 2
+
+
+def send_a_gradient() -> float:
+    model = torch.nn.Linear(3, 2)
+    synchronizer = GradientSynchronizer(model)
+    model(torch.ones(1, 3)).sum().backward()
+    synchronizer.close()
+    queue = torch.multiprocessing.SimpleQueue()
+    queue.put(model.weight.grad)
+    received = queue.get()
+    queue.close()
+    return float(received.sum())
+
+
+def test_a_gradient_can_be_sent_to_another_process() -> None:
+    assert run_distributed(send_a_gradient, 2) == [6.0, 6.0]
+
+
 def alternate_and_abandon() -> list[float]:
     """Two memories in turns, as where gradients are kept, and a sum in between that nobody waits for."""
     memory, rank = opened(), dist.get_rank()
@@ -145,20 +185,27 @@ def test_more_sums_under_way_than_there_is_room_for_is_an_error() -> None:
         assert message.startswith("more than 2048 sums are under way")
 
 
-def no_room() -> str:
+def no_room(spare: int) -> tuple[str, int]:
     memory = opened()
+    before = descriptors()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+    probe = os.dup(0)  # the lowest free number
+    os.close(probe)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (probe + spare, limit[1]))
     with pytest.raises(ValueError) as caught:
         memory.allocate(10, torch.float32)
     resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    return str(caught.value)
+    return str(caught.value), descriptors() - before
 
 
-def test_memory_that_cannot_be_had_is_an_error_with_the_remedy() -> None:
-    for message in run_distributed(no_room, 2):
-        assert message.startswith("no shared memory of 40 bytes for gradients: [Errno 24] Too many open files. Raise")
-        assert "ulimit -n" in message and f"{SWITCH}=0" in message
+@pytest.mark.parametrize(
+    ("spare", "cause"), [(0, "Too many open files"), (1, "could not duplicate a shared memory file descriptor")]
+)
+def test_memory_that_cannot_be_had_is_an_error_with_the_remedy(spare: int, cause: str) -> None:
+    for message, extra_descriptors in run_distributed(no_room, 2, spare):
+        assert message.startswith("no shared memory of 40 bytes for gradients: ")
+        assert cause in message and "ulimit -n" in message and f"{SWITCH}=0" in message
+        assert extra_descriptors == 0
 
 
 # --- where it cannot be shared ----------------------------------------------------------------------------------------
@@ -261,3 +308,55 @@ def test_a_rank_killed_while_others_wait_in_shared_memory_is_named_and_leaves_no
         assert rank.ended - ranks[1].ended < 5
         assert "never" not in rank.notes
     assert set(os.listdir("/dev/shm")) == before
+
+
+def end_before_others_have_opened_its_memory(how: str) -> None:
+    env = join_process_group()
+    memory = opened()
+    if env.rank == 1:
+        memory.launch(torch.ones(10))
+        if how == "raises":
+            raise ValueError("boom")
+        os.kill(os.getpid(), signal.SIGKILL)
+    while memory._signals.dead() != {1}:
+        time.sleep(0.01)  # bounded by the deadline of the ranks
+    with noting_errors():
+        memory.launch(torch.ones(10)).wait("the first sum")
+
+
+@pytest.mark.parametrize(("how", "says"), [("raises", "failed with ValueError: boom"), ("is killed", "died")])
+def test_a_rank_that_ends_before_others_have_opened_its_memory_is_named(
+    nursery: Nursery, tmp_path: Path, how: str, says: str
+) -> None:
+    ranks = nursery.run(end_before_others_have_opened_its_memory, 3, tmp_path, how)
+    for rank in (ranks[0], ranks[2]):
+        kind, message = rank.notes["error"]
+        assert kind == "PeerError"
+        assert f"rank 1 (host {os.uname().nodename}, pid {ranks[1].pid}) {says}" in message
+
+
+def end_in_a_sub_group(how: str) -> None:
+    env = join_process_group()
+    group = dist.new_group([1, 2])
+    if env.rank == 0:
+        return
+    memory = shared_memory_of(group)
+    assert memory is not None
+    memory.launch(torch.ones(10)).wait("the first sum")
+    if env.rank == 2:
+        if how == "raises":
+            raise ValueError("boom")
+        os.kill(os.getpid(), signal.SIGKILL)
+    with noting_errors():
+        memory.launch(torch.ones(10)).wait("the second sum")
+
+
+@pytest.mark.parametrize(("how", "says"), [("raises", "failed with ValueError: boom"), ("is killed", "died")])
+def test_in_a_sub_group_a_rank_is_named_by_its_number_in_the_world(
+    nursery: Nursery, tmp_path: Path, how: str, says: str
+) -> None:
+    ranks = nursery.run(end_in_a_sub_group, 3, tmp_path, how)
+    kind, message = ranks[1].notes["error"]
+    assert kind == "PeerError"
+    assert f"rank 2 (host {os.uname().nodename}, pid {ranks[2].pid}) {says}" in message
+    assert f"rank 1 (host {os.uname().nodename}, pid {ranks[1].pid})" in message

@@ -36,7 +36,7 @@ class DistributedCallback(Callback):  # type: ignore[misc]
         if self.process_group is None:
             join_process_group()
         elif self.world_size > 1:
-            announce_join(self.process_group)
+            announce_join()
         keep_out_of_checkpoints(state[torchbearer.CALLBACK_LIST])
 
     @property

@@ -8,7 +8,6 @@ from typing import Any
 import torchbearer
 
 from ddp_callbacks.failures import report_failure
-from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, wrap_methods
 
 
@@ -29,7 +28,7 @@ class ReportFailures(DistributedCallback):
             try:
                 return method(*args, **kwargs)
             except BaseException as exception:
-                report_failure(resolve_group(self.process_group), exception)
+                report_failure(exception)
                 raise
 
         return reporting
