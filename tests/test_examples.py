@@ -103,8 +103,9 @@ def test_digits_by_torchrun_equals_python_and_goes_on_by_hand(tmp_path: Path) ->
     alone = [sys.executable, TRAIN, "--checkpoint", "alone.pt"]
     two = [TRAIN, "--checkpoint", "two.pt"]
 
-    output_alone = run([*alone, "--epochs", 2], tmp_path)
-    output = run([*TWO_PROCESSES, *two, "--epochs", 2, "--tensorboard", "runs"], tmp_path)
+    with start([*alone, "--epochs", 2], tmp_path) as running_alone:
+        output = run([*TWO_PROCESSES, *two, "--epochs", 2, "--tensorboard", "runs"], tmp_path)
+        output_alone = finish(running_alone)
 
     assert last_line(output) == ("2 processes hold equal parameters", *last_line(output_alone)[1:])
     assert last_line(output_alone)[:2] == ("1 process", 360)
@@ -112,10 +113,11 @@ def test_digits_by_torchrun_equals_python_and_goes_on_by_hand(tmp_path: Path) ->
     assert len([path for path in (tmp_path / "runs").rglob("*") if path.is_file()]) == 1
 
     # Both go on where they were, the second with two processes started by hand, of which only rank 0 has the file.
-    run([*alone, "--epochs", 3], tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    outputs = run_by_hand([*two, "--epochs", 3], [tmp_path, elsewhere])
+    with start([*alone, "--epochs", 3], tmp_path) as running_alone:
+        outputs = run_by_hand([*two, "--epochs", 3], [tmp_path, elsewhere])
+        finish(running_alone)
     assert last_line(outputs[0])[0] == "2 processes hold equal parameters"
     assert outputs[1] == "" and not list(elsewhere.iterdir()), "rank 1 must be silent"
     assert_equal_checkpoints(tmp_path / "alone.pt", tmp_path / "two.pt", epochs=3)
