@@ -35,7 +35,9 @@ def run_all(checkpoint: bytes | None, way: str) -> dict[str, Any]:
 @functools.cache
 def on_ranks(world_size: int, way: str) -> list[dict[str, Any]]:
     """The results of each rank; three and four ranks resume what two have saved."""
-    return run_distributed(run_all, world_size, None if world_size == 2 else on_ranks(2, way)[0]["checkpoint"], way)
+    return run_distributed(
+        run_all, world_size, None if world_size == 2 else on_ranks(2, "shared memory")[0]["checkpoint"], way
+    )
 
 
 @functools.cache
@@ -70,7 +72,7 @@ def test_a_world_of_one_is_bit_for_bit_the_trial_without_us(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize(
-    "world_size, way", [(2, "shared memory"), (3, "shared memory"), (4, "shared memory"), (2, "gloo"), (3, "gloo")]
+    ("world_size", "way"), [(2, "shared memory"), (3, "shared memory"), (4, "shared memory"), (3, "gloo")]
 )
 def test_n_processes_equal_one(world_size: int, way: str, name: str) -> None:
     for rank, results in enumerate(on_ranks(world_size, way)):

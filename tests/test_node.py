@@ -93,7 +93,7 @@ def test_arguments_and_values_arrive_unchanged_through_every_login_shell(shell: 
     assert_arrives(NASTY, "".join(NASTY), path)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(texts, max_size=4), texts)
 def test_any_bytes_arrive_unchanged(arguments: list[str], value: str) -> None:
     assert_arrives(arguments, value)
