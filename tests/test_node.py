@@ -219,6 +219,19 @@ def test_the_whole_job_ends_with_the_lifeline_or_by_itself(how: tuple[str, ...],
             stream.close()
 
 
+@pytest.mark.parametrize(("word", "number"), [(b"T", signal.SIGTERM), (b"K", signal.SIGKILL)])
+def test_a_word_that_comes_with_the_job_is_not_lost(word: bytes, number: int) -> None:
+    process = subprocess.Popen(["/bin/sh", "-c", BOOTSTRAP], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(Job(sys.executable, ["sleep", "1000"], "/").message() + word)
+    process.stdin.flush()
+    try:
+        assert process.wait(LIMIT) == 128 + number
+    finally:
+        process.stdin.close()  # ends the job, if it still runs
+        process.wait(LIMIT)
+
+
 def test_signals_that_reach_the_node_do_not_leave_the_job_alone() -> None:
     process, pids = start_family("hears", "stays", "stays")
     assert process.stdin is not None

@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import BinaryIO
 
 GRACE = 2.5  # seconds between SIGTERM and SIGKILL
 _PR_SET_CHILD_SUBREAPER = 36
@@ -46,7 +47,7 @@ def main() -> int:
         child = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True).pid
     except OSError as error:
         return _refuse(f"cannot start {os.fsdecode(argv[0])}: {error.strerror}")
-    code = _watch(child, stdin.fileno())
+    code = _watch(child, stdin)
     _end_descendants(at_once=True)  # what the job left behind
     return code if code >= 0 else 128 - code
 
@@ -56,16 +57,19 @@ def _refuse(reason: str) -> int:
     return 2
 
 
-def _watch(child: int, lifeline: int) -> int:
+def _watch(child: int, lifeline: BinaryIO) -> int:
     """The child's exit code, negative for a signal, once it has ended by itself or with the lifeline."""
-    ended = os.pidfd_open(child)
     poll = select.poll()
-    poll.register(ended, select.POLLIN)
+    poll.register(os.pidfd_open(child), select.POLLIN)
     poll.register(lifeline, select.POLLIN | select.POLLHUP)
+    os.set_blocking(lifeline.fileno(), False)
     codes: dict[int, int] = {}
     while child not in codes:
-        ready = {descriptor for descriptor, _ in poll.poll()}
-        if ended not in ready and (word := os.read(lifeline, 1)) in (b"", b"T", b"K"):
+        # None if there is nothing. Not os.read: a byte may have been read ahead with the job.
+        word: bytes | None = lifeline.read(1)
+        if word is None:
+            poll.poll()
+        elif word in (b"", b"T", b"K"):
             codes |= _end_descendants(at_once=word == b"K")
         codes |= _reap()
     return codes[child]
