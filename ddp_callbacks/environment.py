@@ -1,10 +1,16 @@
-"""Who am I: the variables of torchrun, MPI or Slurm, or explicit arguments, as one frozen :class:`WorkerEnv`."""
+"""Who am I: the variables of torchrun, MPI or Slurm, or explicit arguments, as one frozen :class:`WorkerEnv`.
+
+And what surrounds this process: the hosts of its job, the way to another host.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
+import socket
+import struct
 import subprocess
 import zlib
 from collections import Counter
@@ -15,6 +21,7 @@ from pathlib import Path
 from ddp_callbacks.errors import ConfigurationError
 
 DEFAULT_PORT = 29500  # torch's own default rendezvous port
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
 @dataclass(frozen=True)
@@ -265,3 +272,36 @@ def _hosts_of_lsf(pairs: str) -> list[tuple[str, int | None]]:
     if len(words) % 2 or not all(word.isdigit() and int(word) for word in words[1::2]):
         raise ConfigurationError(f"LSB_MCPU_HOSTS={pairs!r} must hold pairs of a host and a number.")
     return [(name, int(count)) for name, count in zip(words[::2], words[1::2], strict=True)]
+
+
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Route:
+    """How this host reaches another: its own address on the way, and the interface that has it (empty if unknown)."""
+
+    address: str
+    interface: str
+
+
+def route_to(host: str, port: int = 1) -> Route:
+    """The route that packets to ``host`` take; nothing is sent. The interface is found for IPv4 alone.
+
+    Raises:
+        OSError: The name does not resolve, or there is no route.
+    """
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        own = probe.getsockname()[0]
+        if family != socket.AF_INET:
+            return Route(own, "")
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # an interface without an address
+            if socket.inet_ntoa(reply[20:24]) == own:
+                return Route(own, name)
+    return Route(own, "")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import os
 import socket
-import struct
 import sys
 import time
 from datetime import timedelta
@@ -15,11 +13,10 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.environment import WorkerEnv, worker_env
+from ddp_callbacks.environment import WorkerEnv, route_to, worker_env
 from ddp_callbacks.errors import ConfigurationError, PeerError, RendezvousError
 from ddp_callbacks.failures import announce_join, announce_leave, outlive_readers, report_failure
 
-_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for gloo
 
 
@@ -125,23 +122,10 @@ def _choose_interface(env: WorkerEnv) -> None:
     the other hosts cannot reach.
     """
     assert env.host is not None and env.port is not None
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return
-    family, *_, address = socket.getaddrinfo(env.host, env.port, type=socket.SOCK_DGRAM)[0]
-    if family != socket.AF_INET:
-        return
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing, chooses the route
-        own = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-            except OSError:
-                continue  # an interface without an address
-            if socket.inet_ntoa(reply[20:24]) == own and not own.startswith("127."):
-                os.environ["GLOO_SOCKET_IFNAME"] = name
-                return
+    if not os.environ.get("GLOO_SOCKET_IFNAME"):
+        route = route_to(env.host, env.port)
+        if route.interface and not route.address.startswith("127."):
+            os.environ["GLOO_SOCKET_IFNAME"] = route.interface
 
 
 def _choose_backend(backend: str | None) -> str:

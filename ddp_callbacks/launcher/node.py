@@ -1,11 +1,22 @@
-"""What runs on a node, from its standard input: it starts the job there, and ends it with the connection.
+"""What runs on a node, between the launcher and the job: it does what it is told, and ends all with the connection.
 
 This file is sent to the node as it is (see :mod:`ddp_callbacks.launcher.remote`) and run by an interpreter that knows
 nothing of this package, so it imports the standard library alone. Linux.
 
-Standard input is the lifeline. While it is open the job runs; when it ends, for whatever reason (the launcher has ended
-or was killed, the connection broke), or after the byte ``T``, every process of the job gets SIGTERM, and SIGKILL
-:data:`GRACE` seconds later; after the byte ``K``, SIGKILL at once.
+Standard input brings messages, each a line with a length and as many bytes of JSON: ``{"do": NAME, ...}`` calls the
+method ``do_NAME``. Standard output takes :data:`GREETING`, then frames: a header (:data:`HEADER`: kind, rank, length)
+and as many bytes.
+
+=====  ==============================================================================================
+``r``  the answer to a message, JSON; ``{"problem": TEXT}`` if it could not be done
+``o``  what the rank has written to its standard output; rank -1 is the agent
+``e``  the same for standard error
+``m``  what the agent reports, JSON
+``x``  the job has ended, and all that it started: ``{"code": N}``, in the shell's way (128 + signal)
+=====  ==============================================================================================
+
+Standard input is the lifeline, too. When it ends, for whatever reason (the launcher has ended or was killed, the
+connection broke), or says nothing for too long, every process of the job gets SIGTERM and a little later SIGKILL.
 
 [Note: every process]
 A process group is not enough: torchrun puts each worker into a session of its own, and a worker's children may do the
@@ -18,75 +29,310 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import time
-from typing import BinaryIO
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+GREETING = b"\0ddprun\0"  # a login shell may print something of its own before it
+HEADER = struct.Struct("!ciI")
 GRACE = 2.5  # seconds between SIGTERM and SIGKILL
+GRACE_UNHEARD = 1.0  # the same, after a silence that has cost time already
 _PR_SET_CHILD_SUBREAPER = 36
+_ENOUGH = 1 << 20  # bytes that wait for the launcher; until it has taken them, the job's own writes wait
+_TICK = 0.02  # seconds between two looks at what still runs, while the job is being ended
 
 
 def main() -> int:
-    """Read the job and run it; its exit code, in the shell's way (128 + signal)."""
-    stdin = sys.stdin.buffer
-    job = json.loads(stdin.read(int(stdin.readline())))
-    argv = [bytes.fromhex(word) for word in job["argv"]]
-    environ = {**os.environb, **{bytes.fromhex(name): bytes.fromhex(value) for name, value in job["environ"].items()}}
-    cwd = bytes.fromhex(job["cwd"])
+    """Serve the launcher until the job has ended, or the launcher has; the job's exit code."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The lifeline ends with whoever sends these. A handler, unlike SIG_IGN, is not inherited by the job.
         signal.signal(number, lambda *_: None)
+    node = Node()
     try:
-        os.chdir(cwd)
-    except OSError as error:
-        return _refuse(f"cannot enter the working directory {os.fsdecode(cwd)}: {error.strerror}")
-    try:
-        child = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True).pid
-    except OSError as error:
-        return _refuse(f"cannot start {os.fsdecode(argv[0])}: {error.strerror}")
-    code = _watch(child, stdin)
-    _end_descendants(at_once=True)  # what the job left behind
-    return code if code >= 0 else 128 - code
+        return node.serve()
+    finally:
+        node.close()
 
 
-def _refuse(reason: str) -> int:
-    print(f"ddprun: {reason}", file=sys.stderr, flush=True)
-    return 2
+class Refusal(Exception):
+    """What the launcher asked for cannot be done here."""
 
 
-def _watch(child: int, lifeline: BinaryIO) -> int:
-    """The child's exit code, negative for a signal, once it has ended by itself or with the lifeline."""
-    poll = select.poll()
-    poll.register(os.pidfd_open(child), select.POLLIN)
-    poll.register(lifeline, select.POLLIN | select.POLLHUP)
-    os.set_blocking(lifeline.fileno(), False)
-    codes: dict[int, int] = {}
-    while child not in codes:
-        # None if there is nothing. Not os.read: a byte may have been read ahead with the job.
-        word: bytes | None = lifeline.read(1)
-        if word is None:
-            poll.poll()
-        elif word in (b"", b"T", b"K"):
-            codes |= _end_descendants(at_once=word == b"K")
-        codes |= _reap()
-    return codes[child]
+class Node:
+    def __init__(self) -> None:
+        self._inbox = b""
+        self._outbox = bytearray(GREETING)
+        self._streams: dict[int, tuple[bytes, int]] = {}  # descriptor: kind of frame, rank
+        self._control: socket.socket | None = None  # to the agent
+        self._listener: socket.socket | None = None
+        self._folder: str | None = None
+        self._agent: int | None = None  # its process id
+        self._process: subprocess.Popen[bytes] | None = None
+        self._agent_ends: int | None = None  # a descriptor that becomes readable then
+        self._codes: dict[int, int] = {}
+        self._connected = True
+        self._heard = time.monotonic()
+        self._silence: float | None = None  # seconds
+        self._kill_at: float | None = None  # set once the job is to end
 
+    def serve(self) -> int:
+        for descriptor in (0, 1):
+            os.set_blocking(descriptor, False)
+        self._hear()  # what was read ahead with this program
+        while not self._is_over():
+            self._wait()
+            self._watch_launcher()
+            self._watch_job()
+        for descriptor in list(self._streams):
+            while self._pass_on(descriptor):
+                pass
+        code = self._codes.get(self._agent or 0, 0)
+        code = code if code >= 0 else 128 - code
+        self._send(b"x", {"code": code})
+        while self._connected and self._outbox:
+            self._wait()
+            self._watch_launcher()
+        return code
 
-def _end_descendants(at_once: bool) -> dict[int, int]:
-    """End every descendant, also those that appear in the meantime; the exit codes of this process's children."""
-    codes: dict[int, int] = {}
-    end = time.monotonic() + (0 if at_once else GRACE)
-    if not at_once:
-        _signal(signal.SIGTERM)
-    while _descendants():
-        if time.monotonic() >= end:
+    def close(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- what the launcher asks for -----------------------------------------------------------------------------------
+
+    def do_check(self, cwd: str, script: str | None, silence: float) -> dict[str, Any]:
+        """Enter the working directory and look for the script; from now on a longer silence (seconds) ends all."""
+        self._silence = silence
+        folder = os.fsdecode(bytes.fromhex(cwd))
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            raise Refusal(f"the working directory {folder} cannot be entered: {error.strerror}") from None
+        path = None if script is None else os.fsdecode(bytes.fromhex(script))
+        if path is not None and not os.path.exists(path):
+            raise Refusal(f"there is no file {path} (working directory {folder})")
+        connection = os.environ.get("SSH_CONNECTION", "").split()
+        return {
+            "hostname": socket.gethostname(),
+            "address": connection[2] if len(connection) == 4 else None,
+            "cores": len(os.sched_getaffinity(0)),
+        }
+
+    def do_route(self, address: str) -> dict[str, Any]:
+        """This node's own address on the way to another."""
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 1))  # sends nothing
+            return {"address": probe.getsockname()[0]}
+
+    def do_listen(self, address: str, port: int) -> dict[str, Any]:
+        """Hold a port for the rendezvous store; 0 finds a free one."""
+        family, kind, proto, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.socket(family, kind, proto)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._listener.bind(where)
+        except OSError as error:
+            raise Refusal(f"cannot listen on {address} port {port}: {error.strerror}") from None
+        self._listener.listen(128)
+        return {"port": self._listener.getsockname()[1]}
+
+    def do_reach(self, address: str, port: int, seconds: float) -> dict[str, Any]:
+        """Connect to where the first node listens."""
+        try:
+            socket.create_connection((address, port), timeout=seconds).close()
+        except OSError as error:
+            raise Refusal(f"cannot connect to {address} port {port}: {error.strerror or error}") from None
+        return {}
+
+    def do_run(self, argv: list[str], environ: dict[str, str], job: dict[str, Any]) -> dict[str, Any]:
+        """Start the agent; its standard input holds the job as JSON, with the descriptors that it inherits."""
+        self._folder = tempfile.mkdtemp(prefix="ddprun-")
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        inherited = [theirs] if self._listener is None else [theirs, self._listener]
+        job |= {
+            "folder": self._folder,
+            "control": theirs.fileno(),
+            "listener": None if self._listener is None else self._listener.fileno(),
+        }
+        with os.fdopen(os.memfd_create("job"), "w+b") as stdin:
+            stdin.write(json.dumps(job).encode())
+            stdin.seek(0)
+            words = [bytes.fromhex(word) for word in argv]
+            try:
+                agent = subprocess.Popen(
+                    words,
+                    env={**os.environb, **{bytes.fromhex(k): bytes.fromhex(v) for k, v in environ.items()}},
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=[end.fileno() for end in inherited],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise Refusal(f"cannot start {os.fsdecode(words[0])}: {error.strerror}") from None
+        for end in inherited:
+            end.close()
+        self._process, self._agent = agent, agent.pid
+        self._agent_ends = os.pidfd_open(agent.pid)
+        for stream, kind in ((agent.stdout, b"o"), (agent.stderr, b"e")):
+            assert stream is not None
+            self._streams[os.dup(stream.fileno())] = (kind, -1)
+            stream.close()
+        return {}
+
+    def do_beat(self) -> None:
+        """The launcher lives."""
+
+    def do_end(self, at_once: bool) -> None:
+        """End the job."""
+        self._end(0 if at_once else GRACE)
+
+    # --- what there is to wait for ------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Wait for something to happen, and pass on whatever came in the meantime."""
+        poll = select.poll()
+        ready = self._what_may_come()
+        for descriptor in ready:
+            poll.register(descriptor, select.POLLOUT if descriptor == 1 else select.POLLIN)
+        for descriptor, _ in poll.poll(self._patience() * 1000):
+            ready[descriptor]()
+
+    def _what_may_come(self) -> dict[int, Callable[[], Any]]:
+        """What to do when a descriptor is ready."""
+        ready: dict[int, Callable[[], Any]] = {}
+        if self._connected:
+            ready[0] = self._hear
+            if self._outbox:
+                ready[1] = self._speak
+        if len(self._outbox) < _ENOUGH:
+            ready |= {descriptor: partial(self._pass_on, descriptor) for descriptor in self._streams}
+        if self._control is not None:
+            ready[self._control.fileno()] = partial(self._listen_to_agent, self._control)
+        if self._agent_ends is not None:
+            ready[self._agent_ends] = self._reap
+        return ready
+
+    def _patience(self) -> float:
+        if self._kill_at is not None:
+            return _TICK
+        return 0.25 if self._silence is not None else 60
+
+    def _hear(self) -> None:
+        # None if there is nothing. Not os.read: something may have been read ahead with this program.
+        data: bytes | None = sys.stdin.buffer.read(1 << 16)
+        if data == b"":
+            self._lose_launcher(GRACE)
+        if not data:
+            return
+        self._heard = time.monotonic()
+        self._inbox += data
+        while True:
+            length, newline, rest = self._inbox.partition(b"\n")
+            if not newline or len(rest) < int(length):
+                return
+            self._inbox = rest[int(length) :]
+            self._obey(json.loads(rest[: int(length)]))
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        try:
+            answer = getattr(self, "do_" + message.pop("do"))(**message)
+        except (Refusal, OSError) as error:
+            answer = {"problem": str(error)}
+        if answer is not None:
+            self._send(b"r", answer)
+
+    def _send(self, kind: bytes, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode()
+        self._outbox += HEADER.pack(kind, -1, len(data)) + data
+
+    def _speak(self) -> None:
+        try:
+            del self._outbox[: os.write(1, self._outbox[: 1 << 16])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._lose_launcher(GRACE)
+
+    def _pass_on(self, descriptor: int) -> bool:
+        """Whether something came."""
+        kind, rank = self._streams[descriptor]
+        os.set_blocking(descriptor, False)
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return False
+        if data:
+            self._outbox += HEADER.pack(kind, rank, len(data)) + data
+        else:
+            os.close(descriptor)
+            del self._streams[descriptor]
+        return bool(data)
+
+    def _listen_to_agent(self, control: socket.socket) -> None:
+        data, descriptors, _, _ = socket.recv_fds(control, 1 << 18, 2)
+        if not data:
+            self._control = None
+            return
+        message = json.loads(data)
+        for descriptor, kind in zip(descriptors, (b"o", b"e"), strict=False):
+            self._streams[descriptor] = (kind, message["rank"])
+        if not descriptors:
+            self._send(b"m", message)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _is_over(self) -> bool:
+        if self._agent is None:
+            return not self._connected or self._kill_at is not None
+        return self._agent in self._codes and not _descendants()
+
+    def _watch_launcher(self) -> None:
+        if self._connected and self._silence is not None and time.monotonic() - self._heard > self._silence:
+            self._lose_launcher(GRACE_UNHEARD)
+
+    def _lose_launcher(self, grace: float) -> None:
+        self._connected = False
+        self._outbox.clear()
+        self._end(grace)
+
+    def _end(self, grace: float) -> None:
+        """SIGTERM for every process of the job, and ``grace`` seconds later SIGKILL."""
+        now = time.monotonic()
+        if self._kill_at is None and grace:
+            _signal(signal.SIGTERM)
+        self._kill_at = now + grace if self._kill_at is None else min(self._kill_at, now + grace)
+
+    def _watch_job(self) -> None:
+        if not self._connected:
+            self._outbox.clear()
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
             _signal(signal.SIGKILL)
-        time.sleep(0.02)
-        codes |= _reap()
-    return codes | _reap()
+        self._reap()
+        if self._agent in self._codes and self._agent_ends is not None:
+            os.close(self._agent_ends)
+            self._agent_ends = None
+            self._end(GRACE)  # what the job left behind
+
+    def _reap(self) -> None:
+        """Take the exit codes of the children that have ended, orphans of the job among them."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            self._codes[pid] = os.waitstatus_to_exitcode(status)
 
 
 def _signal(number: int) -> None:
@@ -95,19 +341,6 @@ def _signal(number: int) -> None:
             os.kill(pid, number)
         except ProcessLookupError:
             pass  # it has ended by now
-
-
-def _reap() -> dict[int, int]:
-    """The exit codes of the children, orphans of the job among them, that have ended since the last call."""
-    codes: dict[int, int] = {}
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return codes
-        if not pid:
-            return codes
-        codes[pid] = os.waitstatus_to_exitcode(status)
 
 
 def _descendants() -> list[int]:

@@ -1,0 +1,251 @@
+"""torchrun's agent on one node, with a rendezvous store that listens on one address and the output of each rank apart.
+
+Run by :mod:`ddp_callbacks.launcher.node` with the job as JSON on its standard input. What torchrun's own command does
+with its arguments happens here in the same way, with the same functions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from argparse import Namespace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, determine_local_world_size
+
+from ddp_callbacks.environment import route_to
+
+BACKEND = "ddprun"  # the name of the rendezvous below, for --rdzv-backend
+STORE_TIMEOUT = timedelta(seconds=60)  # of one look into the store, torchrun's own
+
+
+def main() -> int:
+    """Run the job on this node; its exit code."""
+    job = json.load(sys.stdin.buffer)
+    _close_standard_input()
+    with socket.socket(fileno=job["control"]) as control:
+        reports = Reports(control)
+        try:
+            _run(job, reports)
+        except ChildFailedError as error:
+            reports.send({"failures": [_describe(rank, failure) for rank, failure in error.failures.items()]})
+            return 1
+        except SignalException as error:
+            return 128 + int(error.sigval)
+        except Exception as error:
+            traceback.print_exc()
+            reports.send({"error": f"{type(error).__name__}: {error}"})
+            return 1
+    return 0
+
+
+def _close_standard_input() -> None:
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(descriptor, 0)
+    os.close(descriptor)
+
+
+def _run(job: dict[str, Any], reports: Reports) -> None:
+    args = Namespace(**job["torchrun"])
+    args.training_script, *args.training_script_args = (os.fsdecode(bytes.fromhex(word)) for word in job["command"])
+    processes = _processes(args.nproc_per_node)
+    args.nproc_per_node = str(processes)
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    interface = _choose_interface(job["address"])
+    redirected = args.redirects != "0" or args.tee != "0" or args.logs_specs
+    if not redirected:
+        args.log_dir = job["folder"]
+    if job["rendezvous"] is not None:
+        rendezvous_handler_registry.register(BACKEND, lambda parameters: _Rendezvous(parameters, job))
+        args.rdzv_backend = BACKEND
+    elif args.master_port is None:
+        args.master_port = 29500  # as torchrun's own command
+    config, command, arguments = config_from_args(args)
+    if not redirected:
+        config.logs_specs = _Pipes(job["folder"], reports)
+    reports.send({"agent": {"processes": processes, "threads": os.environ["OMP_NUM_THREADS"], "interface": interface}})
+    elastic_launch(config, command)(*arguments)
+
+
+def _processes(nproc_per_node: str) -> int:
+    """One process for each GPU, else one for each CPU socket, unless torchrun's flag says otherwise."""
+    if nproc_per_node:
+        return int(determine_local_world_size(nproc_per_node))
+    return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else _sockets()
+
+
+def _sockets() -> int:
+    """The number of CPU packages on which this process may run; 1 where the system does not say."""
+    packages = set()
+    for core in os.sched_getaffinity(0):
+        try:
+            with open(f"/sys/devices/system/cpu/cpu{core}/topology/physical_package_id") as file:
+                packages.add(file.read().strip())
+        except OSError:
+            pass
+    return max(1, len(packages))
+
+
+def _choose_interface(address: str | None) -> str:
+    """Let gloo and NCCL use the interface on the way to the first node, unless the user has chosen one."""
+    if address is None:
+        return os.environ.get("GLOO_SOCKET_IFNAME", "")
+    route = route_to(address)
+    if route.interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
+        if route.interface != "lo":  # NCCL finds its own way inside a node
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", route.interface)
+    return route.interface
+
+
+def _describe(rank: int, failure: ProcessFailure) -> dict[str, Any]:
+    recorded = failure.error_file_data["message"]
+    return {
+        "rank": rank,
+        "pid": failure.pid,
+        "code": failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode,
+        "signal": failure.signal_name() if failure.exitcode < 0 else None,
+        # what torch's @record has written, if the script uses it
+        "message": recorded["message"] if isinstance(recorded, dict) else None,
+    }
+
+
+class Reports:
+    """What the node's program is told."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+
+    def send(self, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
+        try:
+            socket.send_fds(self._control, [json.dumps(message).encode()], descriptors or [])
+        except OSError:
+            os.kill(os.getpid(), signal.SIGTERM)  # nobody is there any more
+
+
+class _Pipes(LogsSpecs):
+    """A pipe for each stream of each worker, whose other end the node's program reads."""
+
+    def __init__(self, folder: str, reports: Reports) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._reports = reports
+        self._open: list[int] = []
+
+    @property
+    def root_log_dir(self) -> str:
+        return self._folder
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for descriptor in self._open:  # those of the attempt before
+            os.close(descriptor)
+        self._open = []
+        to = LogsDest()
+        for local_rank, env in envs.items():
+            attempt = env["TORCHELASTIC_RESTART_COUNT"]
+            out, err = os.pipe(), os.pipe()
+            self._reports.send({"rank": int(env["RANK"])}, [out[0], err[0]])
+            for read, _ in (out, err):
+                os.close(read)
+            self._open += [out[1], err[1]]
+            # torchrun opens a file by its name
+            to.stdouts[local_rank] = f"/proc/{os.getpid()}/fd/{out[1]}"
+            to.stderrs[local_rank] = f"/proc/{os.getpid()}/fd/{err[1]}"
+            to.error_files[local_rank] = os.path.join(self._folder, f"error-{attempt}-{local_rank}.json")
+            env["TORCHELASTIC_ERROR_FILE"] = to.error_files[local_rank]
+        self._reports.send({"workers": {"ranks": [int(env["RANK"]) for env in envs.values()], "attempt": int(attempt)}})
+        return to
+
+
+class _Rendezvous(RendezvousHandler):
+    """The nodes of one job, in the order in which the launcher named them, or whichever are there (elastic).
+
+    torchrun's own two ways of meeting, but each store listens on one address (pytorch issue 173909). The elastic one
+    leaves the meeting itself to torchrun's dynamic handler, and makes the store of the workers anew in each round.
+    """
+
+    def __init__(self, parameters: RendezvousParameters, job: dict[str, Any]) -> None:
+        self._parameters = parameters
+        self._node_rank: int = job["node_rank"]
+        self._meeting = RendezvousStoreInfo(job["address"], job["port"])
+        self._store = _open_store(job["address"], job["port"], job["listener"])
+        self._workers_store: dist.TCPStore | None = None
+        self._dynamic: RendezvousHandler | None = None
+        if job["rendezvous"] == "elastic":
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # that would listen everywhere
+            parameters.local_addr = route_to(job["address"]).address
+            backend = C10dRendezvousBackend(self._store, parameters.run_id)
+            self._dynamic = create_handler(self._store, backend, parameters)
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._dynamic is None:
+            store = dist.PrefixStore(self._parameters.run_id, self._store)
+            return RendezvousInfo(store, self._node_rank, self._parameters.max_nodes, self._meeting)
+        met = self._dynamic.next_rendezvous()
+        return RendezvousInfo(met.store, met.rank, met.world_size, self._meeting_of_workers(met))
+
+    def _meeting_of_workers(self, met: RendezvousInfo) -> RendezvousStoreInfo:
+        """The store's prefix is another one in each round."""
+        if met.rank == 0:
+            assert self._parameters.local_addr is not None
+            listener = socket.create_server((self._parameters.local_addr, 0))
+            address, port = listener.getsockname()[:2]
+            self._workers_store = _open_store(address, port, listener.detach())
+            met.store.set("workers", json.dumps([address, port]))
+        return RendezvousStoreInfo(*json.loads(met.store.get("workers")))
+
+    def is_closed(self) -> bool:
+        return self._dynamic is not None and self._dynamic.is_closed()
+
+    def set_closed(self) -> None:
+        if self._dynamic is not None:
+            self._dynamic.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return 0 if self._dynamic is None else self._dynamic.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._parameters.run_id
+
+    def shutdown(self) -> bool:
+        return self._dynamic is None or self._dynamic.shutdown()
+
+
+def _open_store(address: str, port: int, listener: int | None) -> dist.TCPStore:
+    """Host the store on a socket that listens already, or connect to it."""
+    if listener is None:
+        return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT, master_listen_fd=listener
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Carry out a plan: reach all nodes, see that the job can run there, start it on all, and end it on all."""
+
+from __future__ import annotations
+
+import ipaddress
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem
+from ddp_callbacks.launcher.node import GRACE
+from ddp_callbacks.launcher.plan import Plan
+from ddp_callbacks.launcher.remote import as_hex
+
+_REACH_TIMEOUT = 5.0  # seconds, for a node to connect to the first one
+_END_TIMEOUT = GRACE + 2.0  # seconds, from the end that was asked for until the last connection is cut
+
+
+class CannotStart(Exception):
+    """Nothing was started; one line for each node that has a problem."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class Interrupted(Exception):
+    """A signal came before anything was started."""
+
+
+class Launch:
+    """One job on its nodes; use it in a ``with`` block, whose end lets go of all nodes.
+
+    Args:
+        plan: What is to run where.
+        heartbeat_timeout: Seconds of silence after which a node, or the launcher, counts as lost.
+    """
+
+    def __init__(self, plan: Plan, heartbeat_timeout: float) -> None:
+        self._plan = plan
+        self._patience = heartbeat_timeout
+        self._events: queue.Queue[Event] = queue.Queue(maxsize=1000)
+        self._nodes: list[Connection] = []
+        self._signal: int | None = None
+        self._ending: float | None = None  # when all must be gone
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._each(lambda node: node.close(_END_TIMEOUT))
+
+    def connect(self, say: Callable[[str], None]) -> None:
+        """Reach every node and see that the job can start there.
+
+        Raises:
+            CannotStart: It cannot on some node; nothing was started anywhere.
+        """
+        self._nodes = [Connection(node, self._events, self._patience) for node in self._plan.nodes]
+        problems = self._ask_all(self._check)
+        reached = [node for node in self._nodes if node not in problems]
+        if problems and (len(reached) < self._plan.min_nodes or self._nodes[0] in problems):
+            raise CannotStart([f"{node.plan.name}: {problem}." for node, problem in problems.items()])
+        for node, problem in problems.items():
+            say(f"goes on without {node.plan.name}: {problem}.")
+            node.close(0)
+        self._nodes = reached
+
+    def meet(self) -> tuple[str | None, int]:
+        """Let the first node listen where the others can reach it; the address and port.
+
+        Raises:
+            CannotStart: No address, or some node cannot reach it.
+        """
+        if self._plan.rendezvous is None:
+            return None, 0
+        first, *others = self._nodes
+        try:
+            address = self._plan.address or self._address_of_first()
+            port = int(first.ask("listen", address=address, port=self._plan.port)["port"])
+        except NodeProblem as problem:
+            raise CannotStart([f"{first.plan.name}: {problem}. Name another address by --master-addr."]) from None
+        problems = self._ask_all(
+            lambda node: node.ask("reach", address=address, port=port, seconds=_REACH_TIMEOUT), others
+        )
+        if problems:
+            remedy = f"Open the ports from {first.plan.name} to it, or name another address by --master-addr"
+            raise CannotStart([f"{node.plan.name}: {problem}. {remedy}." for node, problem in problems.items()])
+        return address, port
+
+    def start(self, address: str | None, port: int) -> None:
+        """Start the agents.
+
+        Raises:
+            CannotStart: Some agent could not be started; those that were are ended.
+        """
+        problems = self._ask_all(lambda node: self._start_agent(node, address, port))
+        if problems:
+            raise CannotStart([f"{node.plan.name}: {problem}." for node, problem in problems.items()])
+
+    def next_event(self) -> Event | None:
+        """``None`` once the time for an orderly end is over."""
+        try:
+            timeout = None if self._ending is None else max(0.0, self._ending - time.monotonic())
+            return self._events.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    @property
+    def nodes(self) -> list[Connection]:
+        """Those that were reached, in the order of their ranks."""
+        return list(self._nodes)
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that ended the job."""
+        return self._signal
+
+    def end(self, at_once: bool = False) -> None:
+        """End the job on every node."""
+        if self._ending is None or at_once:
+            self._ending = time.monotonic() + _END_TIMEOUT
+            for node in self._nodes:
+                node.end(at_once)
+
+    @contextmanager
+    def ends_with_signals(self) -> Iterator[None]:
+        """SIGINT, SIGTERM and SIGHUP end the job on every node; the second one, at once. Ctrl-Z has no effect.
+
+        A launcher that is stopped could no longer say that it lives.
+        """
+
+        def end(number: int, _: object) -> None:
+            self.end(at_once=self._signal is not None)
+            self._signal = number
+
+        handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), end)
+        handlers[signal.SIGTSTP] = signal.SIG_IGN
+        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _each(self, do: Callable[[Connection], Any]) -> None:
+        if self._nodes:
+            with ThreadPoolExecutor(len(self._nodes)) as pool:
+                list(pool.map(do, self._nodes))
+
+    def _ask_all(
+        self, ask: Callable[[Connection], Any], nodes: list[Connection] | None = None
+    ) -> dict[Connection, NodeProblem]:
+        """The problems that came up."""
+        nodes = self._nodes if nodes is None else nodes
+
+        def attempt(node: Connection) -> NodeProblem | None:
+            try:
+                ask(node)
+            except NodeProblem as problem:
+                return problem
+            return None
+
+        if not nodes:
+            return {}
+        with ThreadPoolExecutor(len(nodes)) as pool:
+            problems = dict(zip(nodes, pool.map(attempt, nodes), strict=True))
+        if self._signal is not None:
+            raise Interrupted
+        return {node: problem for node, problem in problems.items() if problem is not None}
+
+    def _check(self, node: Connection) -> None:
+        script = None if self._plan.script is None else as_hex(self._plan.script)
+        node.facts = node.ask("check", cwd=as_hex(node.plan.cwd), script=script, silence=self._patience)
+
+    def _address_of_first(self) -> str:
+        """The address of the first node on the network over which the nodes are reached.
+
+        That is the one to which ssh has connected; for this machine, the one on the way to another node.
+        """
+        addresses = [node.facts["address"] for node in self._nodes]
+        if addresses[0] and not _is_loopback(addresses[0]):
+            return str(addresses[0])
+        elsewhere = next((address for address in addresses[1:] if address and not _is_loopback(address)), None)
+        if elsewhere is None:
+            return "127.0.0.1"  # all are this machine
+        return str(self._nodes[0].ask("route", address=elsewhere)["address"])
+
+    def _start_agent(self, node: Connection, address: str | None, port: int) -> None:
+        plan = node.plan
+        job = {
+            "torchrun": {
+                **self._plan.torchrun,
+                "nproc_per_node": plan.processes,
+                "node_rank": self._nodes.index(node) if self._plan.rendezvous else self._plan.torchrun["node_rank"],
+            },
+            "command": [as_hex(word) for word in self._plan.command],
+            "rendezvous": self._plan.rendezvous,
+            "node_rank": plan.rank,
+            "address": address,
+            "port": port,
+        }
+        argv = [plan.python, "-P", "-m", "ddp_callbacks.launcher.agent"]
+        environ = {as_hex(name): as_hex(value) for name, value in self._plan.environ.items()}
+        node.ask("run", argv=[as_hex(word) for word in argv], environ=environ, job=job)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

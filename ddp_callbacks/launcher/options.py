@@ -1,0 +1,212 @@
+"""The command line of ``ddprun``: flags for the hosts, and every flag of torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch.distributed.run import get_args_parser
+
+from ddp_callbacks.environment import hosts_of_job
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.launcher.hosts import Host, parse_hosts, read_hostfile
+from ddp_callbacks.version import __version__
+
+_ABOUT = """\
+Start a script on every process of every node: one torchrun agent a node, over ssh.
+
+  ddprun train.py --lr 0.1                        on this machine
+  ddprun -H node1:4,node2:4 train.py --lr 0.1     four processes on each of two nodes
+  ddprun --hostfile hosts train.py                the nodes of a file: HOST slots=N, or HOST:N, a line each
+  ddprun train.py                                 inside a PBS, Slurm or LSF job: the nodes of the job
+  ddprun doctor -H node1,node2                    is everything there that a run needs?
+"""
+_USAGE = "ddprun [flags] [torchrun's flags] SCRIPT [the script's arguments]"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for.
+
+    Attributes:
+        hosts: The nodes, the first one first; ``None`` for this machine alone.
+        python: The interpreter on the nodes; ``None`` for the one that runs this.
+        chdir: The working directory on the nodes; ``None`` for this one.
+        environ: Variables for the nodes.
+        shown: The ranks whose output goes to the terminal; ``None`` for all.
+        prefix: Whether lines begin with ``[node:rank]``.
+        heartbeat_timeout: After this many seconds without a sign of life a connection counts as lost.
+        dry_run: Say what would run, and start nothing.
+        torchrun: torchrun's own arguments, by name, without the script; ``nproc_per_node`` is empty if not given.
+        command: The script and its arguments.
+    """
+
+    hosts: list[Host] | None
+    python: str | None
+    chdir: str | None
+    environ: dict[str, str]
+    shown: frozenset[int] | None
+    prefix: bool
+    heartbeat_timeout: float
+    dry_run: bool
+    torchrun: dict[str, Any]
+    command: tuple[str, ...]
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}. See {self.prog} --help.")
+
+    def format_help(self) -> str:
+        """The flags for the hosts first; torchrun's parser describes its own."""
+        torchrun = get_args_parser()
+        torchrun.usage, torchrun.description, torchrun.add_help = "", "", False
+        theirs = torchrun.format_help().partition("\n\n")[2]
+        ours = ArgumentParser(prog=self.prog, usage=_USAGE, add_help=False)
+        _add_flags(ours)
+        return (
+            f"{ours.format_usage()}\n{_ABOUT}\n{_without_usage(ours)}\ntorchrun's flags, with their meaning:\n{theirs}"
+        )
+
+
+def _without_usage(parser: ArgumentParser) -> str:
+    return parser.format_help().partition("\n\n")[2]
+
+
+def _add_flags(parser: ArgumentParser) -> None:
+    add_host_flags(parser)
+    start = parser.add_argument_group("start")
+    start.add_argument(
+        "-x",
+        metavar="NAME[=VALUE]",
+        action="append",
+        default=[],
+        dest="variables",
+        help="give this variable to every process, with its value here if none is said; may be repeated",
+    )
+    start.add_argument("--dry-run", action="store_true", help="print what would run where, and start nothing")
+    start.add_argument(
+        "--heartbeat-timeout",
+        type=_positive,
+        default=3.5,
+        metavar="SECONDS",
+        help="a node that is not heard of for so long is lost: everything ends, there and here (default: 3.5)",
+    )
+    start.add_argument("--version", action="version", version=f"ddprun {__version__}")
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--show-ranks",
+        default="0",
+        metavar="RANKS",
+        help="whose output goes to the terminal: 0,3 or all (default: 0); that of each rank is in --log-dir, which is "
+        "made here, in ddprun-logs if not given",
+    )
+    output.add_argument("--no-prefix", action="store_true", help="lines without [node:rank] before them")
+
+
+def add_host_flags(parser: ArgumentParser) -> None:
+    """The flags that say which nodes, and where things are on them."""
+    hosts = parser.add_argument_group("nodes")
+    hosts.add_argument(
+        "-H",
+        "--hosts",
+        metavar="HOST[:SLOTS],...",
+        help="the nodes, as ssh takes them; rank 0 runs on the first. SLOTS is the number of processes there, unless "
+        "--nproc-per-node says it for all; without both, one for each GPU, else one for each CPU socket",
+    )
+    hosts.add_argument("--hostfile", metavar="FILE", help="the same in a file; a line may say python= and chdir=, too")
+    hosts.add_argument("--python", metavar="PATH", help="the interpreter on the nodes (default: this one's path)")
+    hosts.add_argument("--chdir", metavar="DIR", help="the working directory on the nodes (default: this one)")
+
+
+def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
+    """Read the command line, without the program's name.
+
+    Raises:
+        ConfigurationError: With one line that says what is wrong.
+    """
+    torchrun = get_args_parser()
+    if "PET_NPROC_PER_NODE" not in environ:
+        torchrun.set_defaults(nproc_per_node="")
+    known = [action.dest for action in torchrun._actions if action.dest != "help"]
+    parser = _Parser(prog="ddprun", add_help=False, parents=[torchrun], usage=_USAGE)
+    _add_flags(parser)
+    if not argv:
+        raise ConfigurationError("name a script to run: ddprun train.py. See ddprun --help.")
+    args = parser.parse_args(argv)
+    values = {name: getattr(args, name) for name in known}
+    script, arguments = values.pop("training_script"), values.pop("training_script_args")
+    _check_torchrun(values)
+    return Options(
+        hosts=hosts_of(args, environ),
+        python=args.python,
+        chdir=args.chdir,
+        environ=_variables(args.variables, environ),
+        shown=_ranks(args.show_ranks),
+        prefix=not args.no_prefix,
+        heartbeat_timeout=args.heartbeat_timeout,
+        dry_run=args.dry_run,
+        torchrun=values,
+        command=(script, *arguments),
+    )
+
+
+def hosts_of(args: Namespace, environ: Mapping[str, str]) -> list[Host] | None:
+    """The nodes: named by ``-H``, in a file, or those of the job in which this runs; ``None`` if nothing names any."""
+    if args.hosts is not None and args.hostfile is not None:
+        raise ConfigurationError("-H and --hostfile both name the nodes. Give one of them.")
+    if args.hosts is not None:
+        return parse_hosts(args.hosts)
+    if args.hostfile is not None:
+        return read_hostfile(args.hostfile)
+    return [Host(name, slots) for name, slots in hosts_of_job(environ)] or None
+
+
+def _check_torchrun(values: dict[str, Any]) -> None:
+    processes = values["nproc_per_node"]
+    if processes.lstrip("-").isdigit() and int(processes) < 1:
+        raise ConfigurationError(f"--nproc-per-node must be at least 1, got {processes}.")
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", values["nnodes"]):
+        raise ConfigurationError(f"--nnodes must be a number of at least 1, or MIN:MAX, got {values['nnodes']!r}.")
+    if values["max_restarts"] < 0:
+        raise ConfigurationError(f"--max-restarts must not be negative, got {values['max_restarts']}.")
+    if values["module"] and values["no_python"]:
+        raise ConfigurationError("--module and --no-python cannot go together.")
+
+
+def _variables(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    # torchrun takes each of its flags from a variable, too.
+    variables = {name: value for name, value in environ.items() if name.startswith("PET_")}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name:
+            raise ConfigurationError(f"-x takes NAME or NAME=VALUE, got {text!r}.")
+        if not equals and name not in environ:
+            raise ConfigurationError(f"-x {name}: the variable is not set here. Set it, or write -x {name}=VALUE.")
+        variables[name] = value if equals else environ[name]
+    return variables
+
+
+def _ranks(text: str) -> frozenset[int] | None:
+    if text == "all":
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ConfigurationError(f"--show-ranks takes numbers with commas between them, or all, got {text!r}.")
+    return frozenset(int(rank) for rank in text.split(","))
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError
+    return value
+
+
+def working_directory(environ: Mapping[str, str]) -> str:
+    """This one, by the name that the user knows: on another node its resolved path may not exist."""
+    named = environ.get("PWD", "")
+    return named if os.path.isabs(named) and os.path.exists(named) and os.path.samefile(named, ".") else os.getcwd()

@@ -1,0 +1,194 @@
+"""What is to run where: worked out before anything is contacted."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.launcher.hosts import Host
+from ddp_callbacks.launcher.options import Options
+
+_OWN_RENDEZVOUS = ("rdzv_endpoint",)
+_FOR_ONE_NODE = ("node_rank", "local_addr", "standalone")  # what torchrun's user says on each node
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """One node.
+
+    Attributes:
+        name: As it is shown.
+        host: As ssh takes it; ``None`` for this machine, which needs no ssh.
+        rank: Its number among the nodes.
+        processes: As in ``--nproc-per-node``; empty if the node is to decide.
+        python: The interpreter.
+        cwd: The working directory.
+    """
+
+    name: str
+    host: str | None
+    rank: int
+    processes: str
+    python: str
+    cwd: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole job.
+
+    Attributes:
+        nodes: In the order of their ranks.
+        min_nodes: So many must be there.
+        rendezvous: ``"fixed"``: these nodes in this order; ``"elastic"``: at least ``min_nodes``, in any order;
+            ``None``: as torchrun's flags say.
+        address, port: Where the first node is to listen; ``None`` and 0 where that is still to be found.
+        script: The file that must exist on each node, ``None`` if there is none to look for.
+        torchrun: torchrun's arguments, without those of :class:`NodePlan`.
+        command: The script and its arguments.
+        environ: Variables for each node.
+    """
+
+    nodes: tuple[NodePlan, ...]
+    min_nodes: int
+    rendezvous: str | None
+    address: str | None
+    port: int
+    script: str | None
+    torchrun: dict[str, Any]
+    command: tuple[str, ...]
+    environ: dict[str, str]
+
+
+def make_plan(options: Options, python: str, cwd: str, is_here: Callable[[str], bool]) -> Plan:
+    """Decide who runs what.
+
+    Args:
+        options: What the user asked for.
+        python, cwd: The interpreter and the working directory here.
+        is_here: Whether a host is this machine.
+
+    Raises:
+        ConfigurationError: The flags contradict each other.
+    """
+    torchrun = dict(options.torchrun)
+    low, _, high = torchrun["nnodes"].partition(":")
+    by_hand = options.hosts is None and int(high or low) > 1
+    hosts = options.hosts or [Host("localhost")]
+    count = 1 if by_hand else len(hosts)
+    if len(hosts) > 1:
+        _refuse_flags_of_one_node(torchrun)
+    min_nodes = count if by_hand or torchrun["nnodes"] == "1:1" else _min_nodes(int(low), int(high or low), count)
+    if not by_hand:
+        torchrun["nnodes"] = f"{min_nodes}:{count}"
+    elastic = min_nodes < count or (count > 1 and torchrun["max_restarts"] > 0)
+    own = by_hand or any(torchrun[name] for name in _OWN_RENDEZVOUS)
+    if torchrun["rdzv_backend"] not in ("static", "c10d") and not own:
+        raise ConfigurationError(f"--rdzv-backend {torchrun['rdzv_backend']} needs --rdzv-endpoint.")
+    return Plan(
+        nodes=tuple(_node(host, rank, options, python, cwd, is_here) for rank, host in enumerate(hosts)),
+        min_nodes=min_nodes,
+        rendezvous=None if own else "elastic" if elastic else "fixed",
+        address=torchrun["master_addr"] if torchrun["master_addr"] != "127.0.0.1" else None,
+        port=torchrun["master_port"] or 0,
+        script=None if torchrun["module"] or torchrun["no_python"] else options.command[0],
+        torchrun=torchrun,
+        command=options.command,
+        environ=options.environ,
+    )
+
+
+def _refuse_flags_of_one_node(torchrun: dict[str, Any]) -> None:
+    for name in _FOR_ONE_NODE:
+        if torchrun[name]:
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} is for a command on one node; ddprun finds that out for each of the nodes "
+                "that it is given. Leave it out."
+            )
+
+
+def _min_nodes(low: int, high: int, count: int) -> int:
+    if not low <= count <= high:
+        raise ConfigurationError(
+            f"--nnodes {low}{'' if low == high else f':{high}'} does not fit the number of nodes named, {count}. Leave "
+            "it out, or give the range that is wanted."
+        )
+    return low
+
+
+def _node(host: Host, rank: int, options: Options, python: str, cwd: str, is_here: Callable[[str], bool]) -> NodePlan:
+    return NodePlan(
+        name=host.name.rpartition("@")[2],
+        host=None if is_here(host.name) else host.name,
+        rank=rank,
+        processes=options.torchrun["nproc_per_node"] or ("" if host.slots is None else str(host.slots)),
+        python=host.python or options.python or python,
+        cwd=host.chdir or options.chdir or cwd,
+    )
+
+
+def is_this_machine(name: str) -> bool:
+    """Whether a host, as the user has named it, needs no ssh: its name or address is one of this machine's own."""
+    if name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
+        return True
+    try:
+        addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False  # an alias of the ssh configuration, or user@host
+    return any(_is_own(family, address) for family, *_, address in addresses)
+
+
+def _is_own(family: int, address: Any) -> bool:
+    """Only an address of its own can be bound."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind(address)
+        except OSError:
+            return False
+        return True
+
+
+def describe(plan: Plan, ssh: Callable[[str], list[str]]) -> str:
+    """The plan for people; ``ssh`` gives the command line that reaches a host."""
+    return "\n".join(_describe_node(plan, node, ssh) for node in plan.nodes)
+
+
+def _describe_node(plan: Plan, node: NodePlan, ssh: Callable[[str], list[str]]) -> str:
+    per_process = f"cores // {node.processes}" if node.processes.isdigit() else "cores // processes"
+    lines = {
+        "reached by": "a process of its own" if node.host is None else shlex.join(ssh(node.host)),
+        "directory": node.cwd,
+        "processes": node.processes or "one for each GPU, else one for each CPU socket",
+        "command": _command(plan, node),
+        "variables": " ".join(
+            [
+                *(f"{shlex.quote(f'{name}={value}')}" for name, value in plan.environ.items()),
+                *([] if "OMP_NUM_THREADS" in plan.environ else [f"OMP_NUM_THREADS={per_process} (if not set there)"]),
+            ]
+        ),
+        "rendezvous": _rendezvous(plan),
+    }
+    text = "".join(f"  {name:<11} {value}\n" for name, value in lines.items())
+    return f"node {node.rank}: {node.name}\n{text}"
+
+
+def _command(plan: Plan, node: NodePlan) -> str:
+    if plan.torchrun["no_python"]:
+        return shlex.join(plan.command)
+    module = ["-m"] if plan.torchrun["module"] else []
+    return shlex.join([node.python, "-u", *module, *plan.command])
+
+
+def _rendezvous(plan: Plan) -> str:
+    if plan.rendezvous is None:
+        return (
+            f"--rdzv-backend {plan.torchrun['rdzv_backend']} --rdzv-endpoint {plan.torchrun['rdzv_endpoint']}".strip()
+        )
+    first = plan.nodes[0].name
+    port = str(plan.port) if plan.port else "a free port"
+    where = f"{plan.address or ('127.0.0.1' if len(plan.nodes) == 1 else f'the address of {first}')}, {port}"
+    return where if plan.rendezvous == "fixed" else f"{where}, elastic: {plan.torchrun['nnodes']} nodes"
