@@ -35,6 +35,7 @@ from torch.distributed.run import config_from_args, determine_local_world_size
 from ddp_callbacks.environment import route_to
 
 BACKEND = "ddprun"  # the name of the rendezvous below, for --rdzv-backend
+SHUTDOWN_TIMEOUT = 1  # seconds that the other workers of a node have, after one has failed
 STORE_TIMEOUT = timedelta(seconds=60)  # of one look into the store, torchrun's own
 
 
@@ -69,6 +70,8 @@ def _run(job: dict[str, Any], reports: Reports) -> None:
     args.training_script, *args.training_script_args = (os.fsdecode(bytes.fromhex(word)) for word in job["command"])
     processes = _processes(args.nproc_per_node)
     args.nproc_per_node = str(processes)
+    if args.shutdown_timeout is None:
+        args.shutdown_timeout = SHUTDOWN_TIMEOUT
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     interface = _choose_interface(job["address"])

@@ -321,6 +321,7 @@ class Node:
         if self._agent in self._codes and self._agent_ends is not None:
             os.close(self._agent_ends)
             self._agent_ends = None
+            self._send(b"m", {"agent_ended": self._codes[self._agent]})
             self._end(GRACE)  # what the job left behind
 
     def _reap(self) -> None:

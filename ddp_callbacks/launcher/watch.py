@@ -64,8 +64,12 @@ class Watch:
             self._say_what_runs(name, **report["workers"])
         elif "failures" in report:
             self._failures += [self._failure(name, **failure) for failure in report["failures"]]
+            self._launch.end()
         elif "error" in report:
             self._failures.append(Failure(name, None, 1, report["error"], time.monotonic()))
+            self._launch.end()
+        elif report["agent_ended"] != 0:
+            self._launch.end()
 
     def _say_what_runs(self, name: str, ranks: list[int], attempt: int) -> None:
         agent = self._agents[name]

@@ -1,0 +1,331 @@
+"""``ddprun`` over real ssh between real hosts: what it starts, how it ends, what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import host_bed
+import pytest
+from host_bed import Host, HostBed
+
+WANTED = os.environ.get("SETUP_HOSTS") == "1" or bool(os.environ.get("CI"))
+REASON = host_bed.missing() if WANTED else "real hosts are made with SETUP_HOSTS=1"
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+LIMIT = 60.0  # seconds, for a start and an orderly end
+DDPRUN = [sys.executable, "-m", "ddp_callbacks.launcher"]
+DIGITS = Path(__file__).parent.parent / "examples" / "digits" / "train.py"
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[HostBed]:
+    with HostBed(3) as made:
+        yield made
+
+
+@pytest.fixture
+def bed_of_two() -> Iterator[HostBed]:
+    """For tests that break it."""
+    with HostBed(2) as made:
+        yield made
+
+
+def ddprun(host: Host, *argv: str, cwd: Path, timeout: float = LIMIT) -> subprocess.CompletedProcess[str]:
+    return host.run(
+        *DDPRUN, *argv, timeout=timeout, cwd=cwd, environ=host.environ(PWD=str(cwd), PYTHONDONTWRITEBYTECODE="1")
+    )
+
+
+def write(folder: Path, text: str, name: str = "script.py") -> str:
+    (folder / name).write_text(text)
+    return name
+
+
+# --- the start --------------------------------------------------------------------------------------------------------
+
+SHOW = """
+import json, os, sys
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PROBE"]
+print(json.dumps([os.uname().nodename, {name: os.environ.get(name) for name in names}]))
+"""
+
+
+def test_ranks_follow_the_order_of_the_hosts_and_share_one_address(bed: HostBed, tmp_path: Path) -> None:
+    h1, _, h3 = bed.hosts
+    done = ddprun(
+        h1, "-H", "h3:2,h1:1,h2:1", "--show-ranks", "all", "-x", "PROBE=a b", write(tmp_path, SHOW), cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    lines = dict(re.fullmatch(r"\[(\w+:\d)\] (.*)", line).groups() for line in done.stdout.splitlines())  # type: ignore[union-attr]
+    assert sorted(lines) == ["h1:2", "h2:3", "h3:0", "h3:1"]
+    cores = len(os.sched_getaffinity(0))
+    for label, text in lines.items():
+        host, variables = json.loads(text)
+        processes = 2 if host == "h3" else 1
+        assert label == f"{host}:{variables['RANK']}"
+        assert variables == {
+            "RANK": label[-1],
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1" if label == "h3:1" else "0",
+            "MASTER_ADDR": h3.address,
+            "OMP_NUM_THREADS": str(max(1, cores // processes)),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "PROBE": "a b",
+        }
+
+
+def test_the_digits_train_across_hosts_as_on_one_process(bed: HostBed, tmp_path: Path) -> None:
+    h1 = bed.hosts[0]
+    one = ddprun(h1, "--nproc-per-node", "1", str(DIGITS), "--epochs", "2", cwd=tmp_path)
+    four = ddprun(h1, "-H", "h1:1,h2:2,h3:1", str(DIGITS), "--epochs", "2", cwd=tmp_path, timeout=120)
+    assert (one.returncode, four.returncode) == (0, 0), one.stderr + four.stderr
+    assert "4 processes hold equal parameters" in four.stdout
+
+    def history(done: subprocess.CompletedProcess[str]) -> list[str]:
+        return re.findall(r"\b((?:val_)?(?:acc|loss)=[\d.]+)[,\]]", done.stderr.replace("\r", "\n").split("2/2(t)")[-1])
+
+    assert history(one) and history(one)[-4:] == history(four)[-4:]
+
+
+LISTENERS = """
+import os, subprocess
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    print(subprocess.run(["ss", "-tlnH"], capture_output=True, text=True).stdout)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=1"]])
+def test_nothing_listens_on_all_interfaces(bed: HostBed, tmp_path: Path, flags: list[str]) -> None:
+    h1 = bed.hosts[0]
+    done = ddprun(h1, "-H", "h1:1,h2:1", "--no-prefix", *flags, write(tmp_path, LISTENERS), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    addresses = {line.split()[3].rpartition(":")[0] for line in done.stdout.splitlines() if "LISTEN" in line}
+    assert addresses == {h1.address}
+
+
+def test_no_argument_or_value_stands_on_a_command_line_of_ssh(bed: HostBed, tmp_path: Path) -> None:
+    script = write(tmp_path, "import os, time; print('up', flush=True); time.sleep(100)")
+    with Run(bed.hosts[0], "-H", "h1:1,h2:1", "-x", "SECRET=value-7", script, "argument-7", cwd=tmp_path) as run:
+        run.await_text("up", 1)
+        lines = "".join(line for host in bed.hosts for line in host.processes().values() if "script.py" not in line)
+        run.signal(signal.SIGTERM)
+        assert run.end()[0] == 143
+        assert "sys.stdin.buffer" in lines and "argument-7" not in lines and "value-7" not in lines
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+STAY = """
+import os, signal, subprocess, sys, time
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print("up", os.environ["RANK"], flush=True)
+time.sleep(1000)
+"""
+
+
+class Run:
+    """``ddprun`` on a host, with what it has printed so far."""
+
+    def __init__(self, host: Host, *argv: str, cwd: Path) -> None:
+        self._out, self._err = cwd / "out", cwd / "err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = host.start(
+                *DDPRUN,
+                *argv,
+                cwd=cwd,
+                environ=host.environ(PWD=str(cwd), PYTHONDONTWRITEBYTECODE="1"),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+        self.host = host
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def text(self) -> str:
+        return self._out.read_text() + self._err.read_text()
+
+    def await_text(self, text: str, times: int) -> None:
+        """Until it has been printed so often."""
+        wait_until(lambda: self.text.count(text) >= times or self.process.poll() is not None)
+        assert self.text.count(text) >= times, self.text
+
+    def pid(self) -> int:
+        """Of ``ddprun`` itself, not of what leads into the host."""
+        return next(pid for pid, line in self.host.processes().items() if "-m ddp_callbacks.launcher " in line)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid(), number)
+
+    def end(self) -> tuple[int, list[str]]:
+        """Its exit code, and the last lines."""
+        return self.process.wait(LIMIT), self._err.read_text().splitlines()
+
+
+def wait_until(holds: Callable[[], bool], limit: float = LIMIT) -> float:
+    """How long it took, in seconds."""
+    begin = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begin < limit
+        time.sleep(0.05)
+    return time.monotonic() - begin
+
+
+def of_job(*hosts: Host) -> list[str]:
+    return [line for host in hosts for line in host.processes().values()]
+
+
+def started(bed: HostBed, tmp_path: Path, *flags: str) -> Run:
+    run = Run(bed.hosts[0], "-H", "h1:1,h2:2", "--show-ranks", "all", write(tmp_path, STAY), *flags, cwd=tmp_path)
+    run.await_text("up ", 3)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, 137)]
+)
+def test_all_is_gone_soon_after_a_signal(bed: HostBed, tmp_path: Path, number: int, code: int) -> None:
+    with started(bed, tmp_path, "deaf") as run:
+        run.signal(number)
+        assert wait_until(lambda: not of_job(*bed.hosts)) < 5
+        ended, lines = run.end()
+        assert ended in (code, -number)
+        if number != signal.SIGKILL:
+            assert lines[-1] == f"ddprun: ended by {signal.Signals(number).name}"
+
+
+def test_a_second_ctrl_c_ends_at_once(bed: HostBed, tmp_path: Path) -> None:
+    with started(bed, tmp_path, "deaf") as run:
+        pid = run.pid()
+        os.kill(pid, signal.SIGINT)
+        time.sleep(0.2)  # two signals at the same moment are one
+        os.kill(pid, signal.SIGINT)
+        assert wait_until(lambda: not of_job(*bed.hosts)) < 1.5
+        assert run.end()[0] == 130
+
+
+def kill_on(host: Host, words: str) -> None:
+    for pid, line in host.processes().items():
+        if words in line:
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_sshd_session(host: Host) -> None:
+    namespace = os.readlink(f"/proc/{host.pid}/ns/pid")
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            line = Path(f"/proc/{entry}/cmdline").read_text()
+            if os.readlink(f"/proc/{entry}/ns/pid") == namespace and "root@notty" in line:
+                os.kill(int(entry), signal.SIGKILL)
+        except OSError:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("event", "code", "says"),
+    [
+        (
+            lambda bed: kill_on(bed.hosts[1], "script.py"),
+            137,
+            r"rank [12] on h2 failed with exit code 137: ended by SIGKILL",
+        ),
+        (lambda bed: kill_on(bed.hosts[1], "launcher.agent"), 137, r"h2: torchrun's agent ended with exit code 137"),
+        (lambda bed: kill_on(bed.hosts[0], "ssh -T"), 1, r"h2: the connection was lost"),
+        (lambda bed: kill_sshd_session(bed.hosts[1]), 1, r"h2: the connection was lost"),
+    ],
+    ids=["worker killed", "agent killed", "ssh killed", "sshd killed"],
+)
+def test_what_ends_one_node_ends_all(
+    bed: HostBed, tmp_path: Path, event: Callable[[HostBed], None], code: int, says: str
+) -> None:
+    with started(bed, tmp_path, "deaf") as run:
+        event(bed)
+        assert wait_until(lambda: not of_job(*bed.hosts)) < 5
+        ended, lines = run.end()
+        assert ended == code, run.text
+        assert re.match(f"ddprun: {says}", lines[-2]), lines
+
+
+@pytest.mark.parametrize("event", ["cable", "power"])
+def test_a_node_that_is_cut_off_ends_all(bed_of_two: HostBed, tmp_path: Path, event: str) -> None:
+    bed = bed_of_two
+    h1, h2 = bed.hosts
+    with started(bed, tmp_path) as run:
+        if event == "power":
+            bed.power_off(h2)
+        else:
+            bed.set_link(h2, up=False)
+            assert wait_until(lambda: not of_job(h2)) < 5
+        ended, lines = run.end()
+        assert not of_job(h1)
+        assert ended == 1
+        assert lines[-2].startswith("ddprun: h2: the connection was lost"), lines
+
+
+def test_a_cable_that_comes_back_soon_ends_nothing(bed_of_two: HostBed, tmp_path: Path) -> None:
+    with started(bed_of_two, tmp_path) as run:
+        bed_of_two.set_link(bed_of_two.hosts[1], up=False)
+        time.sleep(1)
+        bed_of_two.set_link(bed_of_two.hosts[1], up=True)
+        time.sleep(4)
+        assert run.process.poll() is None
+        assert len([line for line in of_job(*bed_of_two.hosts) if "script.py" in line]) >= 3
+        run.signal(signal.SIGINT)
+        assert run.end()[0] == 130
+
+
+FAIL = """
+import os, time
+print("up", flush=True)
+if os.environ["RANK"] == "1":
+    raise ValueError("the data of rank 1 are gone")
+time.sleep(1000)
+"""
+
+
+def test_the_last_lines_name_node_rank_exception_and_log(bed: HostBed, tmp_path: Path) -> None:
+    done = ddprun(bed.hosts[0], "-H", "h1:1,h2:1", write(tmp_path, FAIL), cwd=tmp_path)
+    *_, quoted, cause, log = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert quoted == "[h2:1] ValueError: the data of rank 1 are gone"
+    assert cause == "ddprun: rank 1 on h2 failed with exit code 1: ValueError: the data of rank 1 are gone"
+    path = Path(log.removeprefix("ddprun: its whole output is in "))
+    assert path.read_text().splitlines()[0] == "up" and path.is_relative_to(tmp_path / "ddprun-logs")
+    assert not of_job(*bed.hosts)
+
+
+def test_a_hundred_starts_that_are_ended_at_any_moment_leave_nothing(bed: HostBed, tmp_path: Path) -> None:
+    moments = random.Random(7)
+    script = write(tmp_path, STAY)
+    for _ in range(int(os.environ.get("DDPRUN_STARTS", "12"))):
+        with Run(bed.hosts[0], "-H", "h1:1,h2:1", script, cwd=tmp_path) as run:
+            time.sleep(moments.uniform(0, 12))
+            number = moments.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+            run.process.poll()
+            if any("-m ddp_callbacks.launcher " in line for line in bed.hosts[0].processes().values()):
+                run.signal(number)
+            else:
+                run.process.kill()
+            assert wait_until(lambda: not of_job(*bed.hosts), limit=20) < 6
+            run.end()
