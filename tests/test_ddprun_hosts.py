@@ -22,7 +22,8 @@ REASON = host_bed.missing() if WANTED else "real hosts are made with SETUP_HOSTS
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 LIMIT = 60.0  # seconds, for a start and an orderly end
-DDPRUN = [sys.executable, "-m", "ddp_callbacks.launcher"]
+# Where the tests run in the background of a shell, or under nohup, these two are ignored.
+DDPRUN = ["env", "--default-signal=INT,HUP", sys.executable, "-m", "ddp_callbacks.launcher"]
 DIGITS = Path(__file__).parent.parent / "examples" / "digits" / "train.py"
 
 
@@ -215,6 +216,21 @@ def test_all_is_gone_soon_after_a_signal(bed: HostBed, tmp_path: Path, number: i
             assert lines[-1] == f"ddprun: ended by {signal.Signals(number).name}"
 
 
+def test_a_closed_terminal_does_not_end_what_nohup_has_started(bed: HostBed, tmp_path: Path) -> None:
+    script = write(tmp_path, "import time; print('up', flush=True); time.sleep(3); print('done', flush=True)")
+    host = bed.hosts[0]
+    command = ["env", "--ignore-signal=HUP", *DDPRUN[2:], script]
+    process = host.start(*command, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"[localhost:0] up\n"
+        os.kill(
+            next(pid for pid, line in host.processes().items() if " -m ddp_callbacks.launcher " in line), signal.SIGHUP
+        )
+        assert process.stdout.read() == b"[localhost:0] done\n"
+    assert process.returncode == 0
+
+
 def test_a_second_ctrl_c_ends_at_once(bed: HostBed, tmp_path: Path) -> None:
     with started(bed, tmp_path, "deaf") as run:
         pid = run.pid()
@@ -327,5 +343,8 @@ def test_a_hundred_starts_that_are_ended_at_any_moment_leave_nothing(bed: HostBe
                 run.signal(number)
             else:
                 run.process.kill()
-            assert wait_until(lambda: not of_job(*bed.hosts), limit=20) < 6
+            end = time.monotonic() + 6
+            while (left := of_job(*bed.hosts)) and time.monotonic() < end:
+                time.sleep(0.05)
+            assert not left
             run.end()

@@ -1,4 +1,4 @@
-"""What a node is sent, through the shell that ssh would start: it arrives unchanged, and ends with the connection."""
+"""What runs on a node, through the shell that ssh would start: it all arrives unchanged, and ends with the launcher."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +18,96 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_callbacks.launcher.remote import BOOTSTRAP, Job
+from ddp_callbacks.launcher.node import GREETING, HEADER
+from ddp_callbacks.launcher.remote import BOOTSTRAP, as_hex, message, opening
 
 LIMIT = 20.0  # seconds
 ECHO = """
 import json, os, sys
 print(json.dumps([[os.fsencode(word).hex() for word in sys.argv[1:]], os.getcwdb().hex(),
-                  os.environb.get(b"PROBE", b"").hex(), sys.stdin.read()]))
+                  os.environb.get(b"PROBE", b"").hex(), json.load(sys.stdin)["probe"]]))
 """
 
 
-def start(job: Job, shell: str = "/bin/sh", **options: Any) -> subprocess.Popen[bytes]:
-    """What sshd does: the login shell with the command."""
-    process = subprocess.Popen(
-        [shell, "-c", BOOTSTRAP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
-    )
-    assert process.stdin is not None
-    process.stdin.write(job.message())
-    process.stdin.flush()
-    return process
+class Node:
+    """What sshd does, the login shell with the command, and what comes from there."""
+
+    def __init__(self, python: str = sys.executable, shell: str = "/bin/sh") -> None:
+        self.process = subprocess.Popen(
+            [shell, "-c", BOOTSTRAP],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.write(opening(python))
+
+    def write(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(data)
+        self.process.stdin.flush()
+
+    def tell(self, do: str, **values: Any) -> None:
+        self.write(message(do, **values))
+
+    def run(self, program: str, *arguments: str, environ: dict[str, str] | None = None) -> None:
+        argv = [sys.executable, "-c", program, *arguments]
+        variables = {as_hex(name): as_hex(value) for name, value in (environ or {}).items()}
+        self.tell("run", argv=[as_hex(word) for word in argv], environ=variables, job={"probe": "job"})
+
+    def frame(self) -> tuple[bytes, bytes]:
+        """The kind and the bytes of the next; bounded by the time limit of the test."""
+        assert self.process.stdout is not None
+        header = self.process.stdout.read(HEADER.size)
+        assert header, self.errors()
+        kind, _, length = HEADER.unpack(header)
+        return kind, self.process.stdout.read(length)
+
+    def greet(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.read(len(GREETING)) == GREETING, self.errors()
+
+    def answer(self) -> Any:
+        kind, data = self.frame()
+        assert kind == b"r", (kind, data)
+        return json.loads(data)
+
+    def result(self) -> tuple[int, bytes, bytes]:
+        """Exit code, standard output and standard error of the job, after the answer to ``run``."""
+        said = {b"o": b"", b"e": b"", b"m": b""}
+        while True:
+            kind, data = self.frame()
+            if kind == b"x":
+                code = json.loads(data)["code"]
+                assert self.process.wait(LIMIT) == code
+                return code, said[b"o"], said[b"e"]
+            said[kind] += data
+
+    def errors(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read().decode()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(LIMIT)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            for stream in (self.process.stdout, self.process.stderr):
+                assert stream is not None
+                stream.close()
 
 
-def output(process: subprocess.Popen[bytes]) -> tuple[int, bytes, bytes]:
-    """Wait for the end without closing the lifeline; what was printed must fit into the pipes."""
+@contextmanager
+def node(**options: Any) -> Iterator[Node]:
+    made = Node(**options)
     try:
-        code = process.wait(LIMIT)
+        made.greet()
+        yield made
     finally:
-        process.kill()
-        process.wait()
-    out, err = process.communicate()
-    return code, out, err
-
-
-def python_job(program: str, *arguments: str, **options: Any) -> Job:
-    return Job(sys.executable, [sys.executable, "-c", program, *arguments], **{"cwd": "/", **options})
+        made.close()
 
 
 NASTY = [
@@ -75,14 +133,13 @@ texts = st.binary(max_size=20).filter(lambda raw: b"\0" not in raw).map(os.fsdec
 
 
 def assert_arrives(arguments: list[str], value: str, shell: str = "/bin/sh") -> None:
-    code, out, err = output(start(python_job(ECHO, *arguments, environ={"PROBE": value}), shell))
+    with node(shell=shell) as it:
+        it.run(ECHO, *arguments, environ={"PROBE": value})
+        assert it.answer() == {}
+        code, out, err = it.result()
     assert code == 0, err
-    assert json.loads(out) == [
-        [os.fsencode(word).hex() for word in arguments],
-        b"/".hex(),
-        os.fsencode(value).hex(),
-        "",
-    ]
+    sent = [as_hex(word) for word in arguments]
+    assert json.loads(out) == [sent, as_hex(os.getcwd()), as_hex(value), "job"]
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "fish", "tcsh", "csh"])
@@ -102,45 +159,71 @@ def test_any_bytes_arrive_unchanged(arguments: list[str], value: str) -> None:
 def test_interpreter_and_working_directory_may_have_any_name(tmp_path: Path) -> None:
     folder = tmp_path / "it's a $HOME\n; folder\udcff "
     folder.mkdir()
+    (folder / "script").touch()
     python = folder / "python 3\\n"
     python.symlink_to(sys.executable)
-    job = Job(str(python), [sys.executable, "-c", "import os; print(os.getcwdb().hex())"], str(folder))
-    assert output(start(job))[:2] == (0, os.fsencode(str(folder)).hex().encode() + b"\n")
+    with node(python=str(python)) as it:
+        it.tell("check", cwd=as_hex(str(folder)), script=as_hex("script"), silence=60)
+        assert it.answer()["cores"] == len(os.sched_getaffinity(0))
+        it.run("import os; print(os.getcwdb().hex())")
+        assert it.answer() == {}
+        assert it.result()[:2] == (0, as_hex(str(folder)).encode() + b"\n")
 
 
-def test_nothing_of_the_job_stands_on_a_command_line(tmp_path: Path) -> None:
-    program = "print(open(f'/proc/{__import__(\"os\").getppid()}/cmdline').read())"
-    code, out, _ = output(start(python_job(program, "argument-7", environ={"SECRET": "value-7"})))
+def test_nothing_of_the_job_stands_on_a_command_line() -> None:
+    with node() as it:
+        program = "print(open(f'/proc/{__import__(\"os\").getppid()}/cmdline').read())"
+        it.run(program, "argument-7", environ={"SECRET": "value-7"})
+        it.answer()
+        code, out, _ = it.result()
     assert code == 0
     assert b"sys.stdin.buffer" in out and b"argument-7" not in out and b"value-7" not in out
 
 
 def test_the_jobs_exit_code_and_output_come_back() -> None:
-    program = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(37)"
-    assert output(start(python_job(program))) == (37, b"out\n", b"err\n")
-    kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert output(start(python_job(kill)))[0] == 128 + signal.SIGKILL
+    with node() as it:
+        it.run("import sys; print('out'); print('err', file=sys.stderr); sys.exit(37)")
+        it.answer()
+        assert it.result() == (37, b"out\n", b"err\n")
+    with node() as it:
+        it.run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+        it.answer()
+        assert it.result()[0] == 128 + signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("job", "code", "says"),
-    [
-        (Job("/nowhere/python", ["true"], "/"), 127, b"/nowhere/python"),
-        (
-            Job(sys.executable, ["true"], "/nowhere"),
-            2,
-            b"ddprun: cannot enter the working directory /nowhere: No such file",
-        ),
-        (Job(sys.executable, ["/nowhere/torchrun"], "/"), 2, b"ddprun: cannot start /nowhere/torchrun: No such file"),
-    ],
-)
-def test_what_cannot_be_started_is_named(job: Job, code: int, says: bytes) -> None:
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", BOOTSTRAP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    _, err = process.communicate(job.message(), timeout=LIMIT)
-    assert process.returncode == code
-    assert says in err
+def test_much_output_comes_back_whole_and_in_order() -> None:
+    with node() as it:
+        it.run("import sys\nfor i in range(300000): sys.stdout.write(f'{i}\\n')")
+        it.answer()
+        _, out, _ = it.result()
+    assert out.split() == [b"%d" % i for i in range(300000)]
+
+
+def test_what_cannot_be_is_said_in_the_answer(tmp_path: Path) -> None:
+    with node() as it:
+        it.tell("check", cwd=as_hex("/nowhere"), script=None, silence=60)
+        assert it.answer() == {"problem": "the working directory /nowhere cannot be entered: No such file or directory"}
+        it.tell("check", cwd=as_hex(str(tmp_path)), script=as_hex("train.py"), silence=60)
+        assert it.answer() == {"problem": f"there is no file train.py (working directory {tmp_path})"}
+        it.tell("run", argv=[as_hex("/nowhere/python")], environ={}, job={})
+        assert it.answer() == {"problem": "cannot start /nowhere/python: No such file or directory"}
+        it.tell("listen", address="192.0.2.1", port=0)
+        assert it.answer() == {"problem": "cannot listen on 192.0.2.1 port 0: Cannot assign requested address"}
+        it.tell("listen", address="127.0.0.1", port=0)
+        port = it.answer()["port"]
+        with node() as other:
+            other.tell("listen", address="127.0.0.1", port=port)
+            assert "Address already in use" in other.answer()["problem"]
+            other.tell("reach", address="127.0.0.1", port=port, seconds=5)
+            assert other.answer() == {}
+            other.tell("reach", address="127.0.0.1", port=1, seconds=5)
+            assert other.answer() == {"problem": "cannot connect to 127.0.0.1 port 1: Connection refused"}
+
+
+def test_an_interpreter_that_is_not_there_is_named() -> None:
+    done = subprocess.run(["/bin/sh", "-c", BOOTSTRAP], input=opening("/nowhere/python"), capture_output=True)
+    assert done.returncode == 127
+    assert b"/nowhere/python" in done.stderr
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -155,13 +238,13 @@ if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         os.setsid()
-        print("grandchild", os.getpid(), flush=True)
+        os.write(1, b"grandchild %d\\n" % os.getpid())
         time.sleep(1000)
-    print("child", os.getpid(), flush=True)
+    os.write(1, b"child %d\\n" % os.getpid())
     if sys.argv[2] == "orphan":
         os._exit(0)
     time.sleep(1000)
-print("job", os.getpid(), flush=True)
+os.write(1, b"job %d\\n" % os.getpid())
 if sys.argv[3] == "ends":
     time.sleep(0.3)
     sys.exit(5)
@@ -169,11 +252,13 @@ time.sleep(1000)
 """
 
 
-def start_family(*how: str) -> tuple[subprocess.Popen[bytes], list[int]]:
-    process = start(python_job(FAMILY, *how), start_new_session=True)
-    assert process.stdout is not None
-    pids = [int(process.stdout.readline().split()[1]) for _ in range(3)]  # bounded by the time limit of the test
-    return process, pids
+def start_family(it: Node, *how: str) -> list[int]:
+    it.run(FAMILY, *how)
+    it.answer()
+    said = b""
+    while said.count(b"\n") < 3:
+        said += it.frame()[1]
+    return [int(word) for word in said.split()[1::2]]
 
 
 def runs(pid: int) -> bool:
@@ -189,58 +274,71 @@ def runs(pid: int) -> bool:
         (("hears", "stays", "stays"), "close", 2.0),
         (("hears", "orphan", "stays"), "close", 2.0),
         (("deaf", "stays", "stays"), "close", 4.0),
-        (("deaf", "orphan", "stays"), "K", 1.0),
-        (("hears", "orphan", "stays"), "T", 2.0),
+        (("deaf", "orphan", "stays"), "at once", 1.0),
+        (("hears", "orphan", "stays"), "end", 2.0),
+        (("deaf", "stays", "stays"), "silence", 4.0),
         (("hears", "orphan", "ends"), "", 2.0),
-        (("deaf", "stays", "ends"), "", 2.0),
+        (("deaf", "stays", "ends"), "", 4.0),
     ],
 )
-def test_the_whole_job_ends_with_the_lifeline_or_by_itself(how: tuple[str, ...], end: str, limit: float) -> None:
-    process, pids = start_family(*how)
-    assert process.stdin is not None
+def test_the_whole_job_ends_with_the_launcher_or_by_itself(how: tuple[str, ...], end: str, limit: float) -> None:
+    it = Node()
+    it.greet()
+    if end == "silence":
+        it.tell("check", cwd=as_hex("/"), script=None, silence=1.0)
+        it.answer()
+    pids = start_family(it, *how)
     begin = time.monotonic()
     if end == "close":
-        process.stdin.close()
-    elif end:
-        process.stdin.write(end.encode())
-        process.stdin.flush()
+        assert it.process.stdin is not None
+        it.process.stdin.close()
+    elif end in ("end", "at once"):
+        it.tell("end", at_once=end == "at once")
     try:
-        code = process.wait(LIMIT)
+        code = it.process.wait(LIMIT)
         took = time.monotonic() - begin
         assert [pid for pid in pids if runs(pid)] == []
         assert took < limit
         assert code == (5 if not end else 128 + (signal.SIGKILL if "deaf" in how else signal.SIGTERM))
     finally:
-        for pid in filter(runs, [*pids, process.pid]):
+        for pid in filter(runs, [*pids, it.process.pid]):
             os.kill(pid, signal.SIGKILL)
-        process.wait()
-        for stream in (process.stdin, process.stdout, process.stderr):
-            assert stream is not None
-            stream.close()
+        it.close()
 
 
-@pytest.mark.parametrize(("word", "number"), [(b"T", signal.SIGTERM), (b"K", signal.SIGKILL)])
-def test_a_word_that_comes_with_the_job_is_not_lost(word: bytes, number: int) -> None:
-    process = subprocess.Popen(["/bin/sh", "-c", BOOTSTRAP], stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(Job(sys.executable, ["sleep", "1000"], "/").message() + word)
-    process.stdin.flush()
-    try:
-        assert process.wait(LIMIT) == 128 + number
-    finally:
-        process.stdin.close()  # ends the job, if it still runs
-        process.wait(LIMIT)
+def test_who_is_heard_of_goes_on() -> None:
+    with node() as it:
+        it.tell("check", cwd=as_hex("/"), script=None, silence=0.5)
+        it.answer()
+        pids = start_family(it, "hears", "stays", "stays")
+        for _ in range(10):
+            time.sleep(0.2)
+            it.tell("beat")
+        assert all(map(runs, pids))
+    assert not any(map(runs, pids))
+
+
+def test_an_end_that_comes_with_the_job_is_not_lost() -> None:
+    argv = [as_hex(word) for word in ("sleep", "1000")]
+    with node() as it:
+        it.write(message("run", argv=argv, environ={}, job={}) + message("end", at_once=False))
+        it.answer()
+        assert it.result()[0] == 128 + signal.SIGTERM
 
 
 def test_signals_that_reach_the_node_do_not_leave_the_job_alone() -> None:
-    process, pids = start_family("hears", "stays", "stays")
-    assert process.stdin is not None
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # what a closed terminal and sshd's end send
-        process.send_signal(number)
-    assert process.poll() is None
-    process.stdin.close()
-    process.wait(LIMIT)
+    with node() as it:
+        pids = start_family(it, "hears", "stays", "stays")
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # what a closed terminal and sshd's end send
+            it.process.send_signal(number)
+        assert it.process.poll() is None
     assert [pid for pid in pids if runs(pid)] == []
-    for stream in (process.stdout, process.stderr):
-        assert stream is not None
-        stream.close()
+
+
+def test_the_folder_of_the_job_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with node() as it:
+        it.run("import json, os, sys; print(os.path.isdir(json.load(sys.stdin)['folder']))")
+        it.answer()
+        assert it.result()[1] == b"True\n"
+    assert list(tmp_path.iterdir()) == []

@@ -13,6 +13,7 @@ import socket
 import sys
 import traceback
 from argparse import Namespace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -75,17 +76,20 @@ def _run(job: dict[str, Any], reports: Reports) -> None:
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     interface = _choose_interface(job["address"])
+    rounds = _Rounds()
     redirected = args.redirects != "0" or args.tee != "0" or args.logs_specs
     if not redirected:
         args.log_dir = job["folder"]
     if job["rendezvous"] is not None:
-        rendezvous_handler_registry.register(BACKEND, lambda parameters: _Rendezvous(parameters, job))
-        args.rdzv_backend = BACKEND
+        rendezvous_handler_registry.register(BACKEND, lambda parameters: _Rendezvous(parameters, job, rounds))
+        args.rdzv_backend, args.rdzv_endpoint, args.node_rank = BACKEND, f"{job['address']}:{job['port']}", 0
     elif args.master_port is None:
         args.master_port = 29500  # as torchrun's own command
     config, command, arguments = config_from_args(args)
     if not redirected:
         config.logs_specs = _Pipes(job["folder"], reports)
+    assert config.logs_specs is not None
+    config.logs_specs = _SameRound(config.logs_specs, rounds)
     reports.send({"agent": {"processes": processes, "threads": os.environ["OMP_NUM_THREADS"], "interface": interface}})
     elastic_launch(config, command)(*arguments)
 
@@ -180,6 +184,35 @@ class _Pipes(LogsSpecs):
         return to
 
 
+@dataclass
+class _Rounds:
+    """How often the workers of all nodes have been started before; ``None`` where torchrun's own count is right."""
+
+    number: int | None = None
+
+
+class _SameRound(LogsSpecs):
+    """Gives the workers of all nodes the same TORCHELASTIC_RESTART_COUNT, with which torch makes their store's prefix.
+
+    torchrun counts on each node alone, and does not count when a node starts again because another one has to: workers
+    with different counts wait for each other in vain. This is the one place that sees their variables before the start.
+    """
+
+    def __init__(self, logs_specs: LogsSpecs, rounds: _Rounds) -> None:
+        self._logs_specs = logs_specs
+        self._rounds = rounds
+
+    @property
+    def root_log_dir(self) -> str:
+        return self._logs_specs.root_log_dir
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        if self._rounds.number is not None:
+            for env in envs.values():
+                env["TORCHELASTIC_RESTART_COUNT"] = str(self._rounds.number)
+        return self._logs_specs.reify(envs)
+
+
 class _Rendezvous(RendezvousHandler):
     """The nodes of one job, in the order in which the launcher named them, or whichever are there (elastic).
 
@@ -187,8 +220,9 @@ class _Rendezvous(RendezvousHandler):
     leaves the meeting itself to torchrun's dynamic handler, and makes the store of the workers anew in each round.
     """
 
-    def __init__(self, parameters: RendezvousParameters, job: dict[str, Any]) -> None:
+    def __init__(self, parameters: RendezvousParameters, job: dict[str, Any], rounds: _Rounds) -> None:
         self._parameters = parameters
+        self._rounds = rounds
         self._node_rank: int = job["node_rank"]
         self._meeting = RendezvousStoreInfo(job["address"], job["port"])
         self._store = _open_store(job["address"], job["port"], job["listener"])
@@ -221,8 +255,9 @@ class _Rendezvous(RendezvousHandler):
             listener = socket.create_server((self._parameters.local_addr, 0))
             address, port = listener.getsockname()[:2]
             self._workers_store = _open_store(address, port, listener.detach())
-            met.store.set("workers", json.dumps([address, port]))
-        return RendezvousStoreInfo(*json.loads(met.store.get("workers")))
+            met.store.set("workers", json.dumps([address, port, self._store.add("rounds", 1) - 1]))
+        address, port, self._rounds.number = json.loads(met.store.get("workers"))
+        return RendezvousStoreInfo(address, port)
 
     def is_closed(self) -> bool:
         return self._dynamic is not None and self._dynamic.is_closed()

@@ -65,7 +65,7 @@ class Connection:
         self.facts: dict[str, Any] = {}  # what the node says of itself
         self._events = events
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may write while its thread does
         self._noise = b""
         self._errors = b""
         command = ["/bin/sh", "-c", BOOTSTRAP] if plan.host is None else ssh_command(plan.host, patience)

@@ -17,6 +17,7 @@ from ddp_callbacks.launcher.plan import Plan
 from ddp_callbacks.launcher.remote import as_hex
 
 _REACH_TIMEOUT = 5.0  # seconds, for a node to connect to the first one
+_LOOK = 0.25  # seconds between two looks at the time, while nothing comes
 _END_TIMEOUT = GRACE + 2.0  # seconds, from the end that was asked for until the last connection is cut
 
 
@@ -103,12 +104,13 @@ class Launch:
             raise CannotStart([f"{node.plan.name}: {problem}." for node, problem in problems.items()])
 
     def next_event(self) -> Event | None:
-        """``None`` once the time for an orderly end is over."""
-        try:
-            timeout = None if self._ending is None else max(0.0, self._ending - time.monotonic())
-            return self._events.get(timeout=timeout)
-        except queue.Empty:
-            return None
+        """Blocks; ``None`` once the time for an orderly end is over."""
+        while self._ending is None or time.monotonic() < self._ending:
+            try:
+                return self._events.get(timeout=_LOOK)
+            except queue.Empty:
+                pass
+        return None
 
     @property
     def nodes(self) -> list[Connection]:
@@ -131,7 +133,7 @@ class Launch:
     def ends_with_signals(self) -> Iterator[None]:
         """SIGINT, SIGTERM and SIGHUP end the job on every node; the second one, at once. Ctrl-Z has no effect.
 
-        A launcher that is stopped could no longer say that it lives.
+        What is ignored already stays so (nohup). A launcher that is stopped could no longer say that it lives.
         """
 
         def end(number: int, _: object) -> None:
@@ -140,7 +142,10 @@ class Launch:
 
         handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), end)
         handlers[signal.SIGTSTP] = signal.SIG_IGN
-        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        previous = {number: signal.getsignal(number) for number in handlers}
+        for number in handlers:
+            if previous[number] is not signal.SIG_IGN:
+                signal.signal(number, handlers[number])
         try:
             yield
         finally:
