@@ -96,7 +96,7 @@ class Host:
         return subprocess.run(
             self.command(*argv, cwd=options.pop("cwd", "/")),
             env=options.pop("environ", None) or self.environ(),
-            stdin=options.pop("stdin", subprocess.DEVNULL),
+            **({} if "input" in options else {"stdin": subprocess.DEVNULL}),
             capture_output=True,
             text=True,
             timeout=timeout,

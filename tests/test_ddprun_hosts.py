@@ -15,6 +15,7 @@ from pathlib import Path
 
 import host_bed
 import pytest
+import torch
 from host_bed import Host, HostBed
 
 WANTED = os.environ.get("SETUP_HOSTS") == "1" or bool(os.environ.get("CI"))
@@ -84,17 +85,72 @@ def test_ranks_follow_the_order_of_the_hosts_and_share_one_address(bed: HostBed,
         }
 
 
-def test_the_digits_train_across_hosts_as_on_one_process(bed: HostBed, tmp_path: Path) -> None:
-    h1 = bed.hosts[0]
-    one = ddprun(h1, "--nproc-per-node", "1", str(DIGITS), "--epochs", "2", cwd=tmp_path)
-    four = ddprun(h1, "-H", "h1:1,h2:2,h3:1", str(DIGITS), "--epochs", "2", cwd=tmp_path, timeout=120)
-    assert (one.returncode, four.returncode) == (0, 0), one.stderr + four.stderr
-    assert "4 processes hold equal parameters" in four.stdout
+EPOCHS = [str(DIGITS), "--epochs", "4", "--checkpoint", "digits.pt"]
 
-    def history(done: subprocess.CompletedProcess[str]) -> list[str]:
-        return re.findall(r"\b((?:val_)?(?:acc|loss)=[\d.]+)[,\]]", done.stderr.replace("\r", "\n").split("2/2(t)")[-1])
 
-    assert history(one) and history(one)[-4:] == history(four)[-4:]
+@pytest.fixture(scope="module")
+def one_process(bed: HostBed, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """What the digits give on one process."""
+    folder = tmp_path_factory.mktemp("one")
+    done = ddprun(bed.hosts[0], "--nproc-per-node", "1", *EPOCHS, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return history(folder)
+
+
+def history(folder: Path) -> list[dict[str, float]]:
+    """The metrics of each epoch in the checkpoint, but for those of the last batches."""
+    state = torch.load(folder / "digits.pt", weights_only=False)
+    epochs = next(value for key, value in state.items() if str(key) == "history")
+    return [{name: value for name, value in epoch.items() if not name.startswith("running_")} for epoch in epochs]
+
+
+def test_the_digits_train_across_hosts_as_on_one_process(
+    bed: HostBed, tmp_path: Path, one_process: list[dict[str, float]]
+) -> None:
+    done = ddprun(bed.hosts[0], "-H", "h1:1,h2:2,h3:1", *EPOCHS, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "4 processes hold equal parameters" in done.stdout
+    assert len(one_process) == 4
+    for ours, theirs in zip(history(tmp_path), one_process, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def assert_went_on(folder: Path, text: str, one_process: list[dict[str, float]]) -> None:
+    """The first epoch was trained once, before the end of a worker; the last line came after a start at a later one."""
+    epochs = history(folder)
+    assert len(epochs) == 4
+    assert epochs[0] == pytest.approx(one_process[0], rel=1e-5)
+    last_start = text.replace("\r", "\n").rindex("[00:00<?, ?it/s]")
+    assert re.search(r"[123]/4 $", text[:last_start]), text
+
+
+@pytest.mark.parametrize("killed", ["h1", "h2"])
+def test_a_restarted_run_goes_on_from_its_checkpoint(
+    bed: HostBed, tmp_path: Path, one_process: list[dict[str, float]], killed: str
+) -> None:
+    with Run(bed.hosts[0], "-H", "h1:1,h2:1", "--max-restarts", "1", *EPOCHS, cwd=tmp_path) as run:
+        wait_until(lambda: (tmp_path / "digits.pt").exists() or run.process.poll() is not None)
+        kill_on(next(host for host in bed.hosts if host.name == killed), f"-u {DIGITS}")
+        code, _ = run.end()
+    assert code == 0, run.text
+    assert "restart 1 of 1" in run.text
+    assert "2 processes hold equal parameters" in run.text
+    assert_went_on(tmp_path, run.text, one_process)
+
+
+def test_an_elastic_run_goes_on_without_a_node_that_lost_its_power(
+    bed_of_two: HostBed, tmp_path: Path, one_process: list[dict[str, float]]
+) -> None:
+    h1, h2 = bed_of_two.hosts
+    elastic = ["--nnodes", "1:2", "--max-restarts", "1", "--rdzv-conf", "last_call_timeout=2"]
+    with Run(h1, "-H", "h1:1,h2:1", *elastic, *EPOCHS, cwd=tmp_path) as run:
+        wait_until(lambda: (tmp_path / "digits.pt").exists() or run.process.poll() is not None)
+        bed_of_two.power_off(h2)
+        code, _ = run.end()
+    assert code == 0, run.text
+    assert re.search(r"ddprun: h2: the connection was lost.*; goes on without it", run.text)
+    assert "1 process (checksum" in run.text
+    assert_went_on(tmp_path, run.text, one_process)
 
 
 LISTENERS = """
@@ -329,6 +385,98 @@ def test_the_last_lines_name_node_rank_exception_and_log(bed: HostBed, tmp_path:
     path = Path(log.removeprefix("ddprun: its whole output is in "))
     assert path.read_text().splitlines()[0] == "up" and path.is_relative_to(tmp_path / "ddprun-logs")
     assert not of_job(*bed.hosts)
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refusing_login(bed: HostBed) -> Iterator[None]:
+    keys = bed.hosts[1].home / ".ssh" / "authorized_keys"
+    good = keys.read_text()
+    keys.write_text("")
+    yield
+    keys.write_text(good)
+
+
+@pytest.fixture
+def other_host_key(bed: HostBed) -> Iterator[None]:
+    known = bed.hosts[0].home / ".ssh" / "known_hosts"
+    good = known.read_text()
+    lines = good.splitlines()
+    key = lines[2].split()[2]
+    known.write_text(
+        "\n".join(line.rpartition(" ")[0] + " " + key if line.startswith("h2") else line for line in lines)
+    )
+    yield
+    known.write_text(good)
+
+
+@pytest.fixture
+def unknown_host_key(bed: HostBed) -> Iterator[None]:
+    known = bed.hosts[0].home / ".ssh" / "known_hosts"
+    good = known.read_text()
+    known.write_text("")
+    yield
+    known.write_text(good)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("refusing_login", r"h2: the login is refused \(.*Permission denied.*\)\..*ssh-copy-id h2, or ssh-add\."),
+        ("other_host_key", r"h2: its host key is not the known one\..*ssh-keygen -R h2.*"),
+        ("unknown_host_key", r"h2: its host key is not among the known hosts\. Check and accept it: ssh h2 true\."),
+    ],
+)
+def test_a_login_that_does_not_work_is_explained(
+    bed: HostBed, tmp_path: Path, request: pytest.FixtureRequest, fault: str, says: str
+) -> None:
+    request.getfixturevalue(fault)
+    done = ddprun(bed.hosts[0], "-H", "h1:1,h2:1", write(tmp_path, "print('started')"), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(f"ddprun: {says}\n", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["-H", "h1,nowhere"], [r"nowhere: the host is unknown \(.*\)\. Check the name, or add it to ~/.ssh/config\."]),
+        (["-H", "h1,10.83.0.99"], [r"10.83.0.99: ssh cannot reach it: .*\. Try: ssh 10.83.0.99 true\."]),
+        (
+            ["-H", "h1,h2", "--python", "/no/python"],
+            [rf"h{i}: cannot start the interpreter /no/python\. .*" for i in (1, 2)],
+        ),
+        (
+            ["-H", "h1,h2", "--chdir", "/no"],
+            [rf"h{i}: the working directory /no cannot be entered: .*" for i in (1, 2)],
+        ),
+        (["-H", "h1,h2", "--master-addr", "10.83.0.99"], [r"h1: cannot listen on 10.83.0.99 .*--master-addr\."]),
+    ],
+    ids=["unknown host", "dead host", "no python", "no folder", "no address"],
+)
+def test_a_node_that_cannot_do_its_part_is_named_before_anything_starts(
+    bed: HostBed, tmp_path: Path, flags: list[str], says: list[str]
+) -> None:
+    done = ddprun(bed.hosts[0], *flags, write(tmp_path, "print('started')"), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(says), done.stderr
+    for line, pattern in zip(lines, says, strict=True):
+        assert re.fullmatch(f"ddprun: {pattern}", line)
+    assert not (tmp_path / "ddprun-logs").exists()
+
+
+def test_a_port_that_a_firewall_closes_is_named(bed_of_two: HostBed, tmp_path: Path) -> None:
+    h1, _ = bed_of_two.hosts
+    chain = "type filter hook input priority 0\n ip saddr 10.83.0.2 tcp sport != 22 drop\n"
+    rules = f"table inet t {{\n chain i {{\n {chain} }}\n}}\n"
+    assert h1.run("nft", "-f", "-", input=rules).returncode == 0
+    done = ddprun(h1, "-H", "h1:1,h2:1", write(tmp_path, "print('started')"), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"ddprun: h2: cannot connect to 10.83.0.1 port \d+: timed out\. Open the ports .*\n", done.stderr
+    )
 
 
 def test_a_hundred_starts_that_are_ended_at_any_moment_leave_nothing(bed: HostBed, tmp_path: Path) -> None:

@@ -40,8 +40,9 @@ def _launch(plan: Plan, options: Options) -> int:
     with Launch(plan, options.heartbeat_timeout) as launch, launch.ends_with_signals():
         try:
             launch.connect(say=lambda text: print(f"ddprun: {text}", file=sys.stderr))
+            meeting = launch.meet()
             output = _output(options)
-            launch.start(*launch.meet())
+            launch.start(*meeting)
         except CannotStart as error:
             for problem in error.problems:
                 print(f"ddprun: {problem}", file=sys.stderr)

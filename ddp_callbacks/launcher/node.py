@@ -90,7 +90,6 @@ class Node:
         self._hear()  # what was read ahead with this program
         while not self._is_over():
             self._wait()
-            self._watch_launcher()
             self._watch_job()
         for descriptor in list(self._streams):
             while self._pass_on(descriptor):
@@ -100,7 +99,6 @@ class Node:
         self._send(b"x", {"code": code})
         while self._connected and self._outbox:
             self._wait()
-            self._watch_launcher()
         return code
 
     def close(self) -> None:
@@ -204,7 +202,10 @@ class Node:
         ready = self._what_may_come()
         for descriptor in ready:
             poll.register(descriptor, select.POLLOUT if descriptor == 1 else select.POLLIN)
-        for descriptor, _ in poll.poll(self._patience() * 1000):
+        came = [descriptor for descriptor, _ in poll.poll(self._patience() * 1000)]
+        if 0 not in came:
+            self._watch_launcher()
+        for descriptor in came:
             ready[descriptor]()
 
     def _what_may_come(self) -> dict[int, Callable[[], Any]]:

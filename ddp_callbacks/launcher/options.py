@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch.distributed.run import get_args_parser
 
 from ddp_callbacks.environment import hosts_of_job
@@ -167,15 +169,23 @@ def hosts_of(args: Namespace, environ: Mapping[str, str]) -> list[Host] | None:
 
 
 def _check_torchrun(values: dict[str, Any]) -> None:
-    processes = values["nproc_per_node"]
-    if processes.lstrip("-").isdigit() and int(processes) < 1:
-        raise ConfigurationError(f"--nproc-per-node must be at least 1, got {processes}.")
+    _check_processes(values["nproc_per_node"])
+    if not re.fullmatch(r"([^,=]+=[^,]*(,|$))*", values["rdzv_conf"]):
+        raise ConfigurationError(f"--rdzv-conf takes KEY=VALUE,..., got {values['rdzv_conf']!r}.")
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", values["nnodes"]):
         raise ConfigurationError(f"--nnodes must be a number of at least 1, or MIN:MAX, got {values['nnodes']!r}.")
     if values["max_restarts"] < 0:
         raise ConfigurationError(f"--max-restarts must not be negative, got {values['max_restarts']}.")
     if values["module"] and values["no_python"]:
         raise ConfigurationError("--module and --no-python cannot go together.")
+
+
+def _check_processes(text: str) -> None:
+    if re.fullmatch(r"[+-]?\d+", text):
+        if int(text) < 1:
+            raise ConfigurationError(f"--nproc-per-node must be at least 1, got {text}.")
+    elif text not in ("", "auto", "cpu", "gpu", "xpu", torch._C._get_privateuse1_backend_name()):
+        raise ConfigurationError(f"--nproc-per-node takes a number, auto, cpu, gpu or xpu, got {text!r}.")
 
 
 def _variables(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -200,9 +210,12 @@ def _ranks(text: str) -> frozenset[int] | None:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"takes seconds, more than 0, got {text!r}")
     return value
 
 

@@ -1,0 +1,130 @@
+"""What of the ranks' output reaches the terminal and the files, and which failure is told."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_callbacks.launcher.failures import Failure, exception_in, first_cause
+from ddp_callbacks.launcher.output import TAIL, Output
+
+
+class Terminal:
+    def __init__(self, folder: Path, shown: frozenset[int] | None = frozenset({0}), prefix: bool = True) -> None:
+        self.out, self.err = io.BytesIO(), io.BytesIO()
+        self.output = Output(folder / "logs", shown, prefix, self.out, self.err)
+
+
+def test_rank_0_alone_is_shown_and_all_are_kept(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path)
+    terminal.output.write("a", 0, "o", b"one\ntwo\n")
+    terminal.output.write("b", 1, "o", b"three\n")
+    terminal.output.write("b", 1, "e", b"four\n")
+    terminal.output.close()
+    assert (terminal.out.getvalue(), terminal.err.getvalue()) == (b"[a:0] one\n[a:0] two\n", b"")
+    assert (tmp_path / "logs" / "rank-0.log").read_bytes() == b"one\ntwo\n"
+    assert (tmp_path / "logs" / "rank-1.log").read_bytes() == b"three\nfour\n"
+
+
+def test_the_prefix_can_be_left_out(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, prefix=False)
+    terminal.output.write("a", 0, "o", b"one\n\ntwo")
+    assert terminal.out.getvalue() == b"one\n\ntwo"
+    terminal.output.close()
+
+
+def test_a_progress_bar_of_rank_0_moves(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path)
+    shown = []
+    for piece in (b"\r 0%|  |", b"\r50%|# |", b"\r100%|##|", b"\n"):
+        terminal.output.write("a", 0, "e", piece)
+        shown.append(terminal.err.getvalue())
+    assert shown == [
+        b"\r[a:0]  0%|  |",
+        b"\r[a:0]  0%|  |\r[a:0] 50%|# |",
+        b"\r[a:0]  0%|  |\r[a:0] 50%|# |\r[a:0] 100%|##|",
+        b"\r[a:0]  0%|  |\r[a:0] 50%|# |\r[a:0] 100%|##|\n",
+    ]
+    terminal.output.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=40))
+def test_lines_of_several_ranks_are_never_mixed(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[tuple[int, int]]
+) -> None:
+    texts = [b"".join(b"%d-%d-line\n" % (rank, i) for i in range(20)) for rank in range(3)]
+    terminal = Terminal(tmp_path_factory.mktemp("t"), shown=None)
+    at = [0, 0, 0]
+    for rank, length in pieces:
+        terminal.output.write("a", rank, "o", texts[rank][at[rank] : at[rank] + length])
+        at[rank] += length
+    terminal.output.close()
+    lines = terminal.out.getvalue().splitlines(keepends=True)
+    for rank in range(3):
+        said = texts[rank][: at[rank]]
+        said += b"" if said.endswith(b"\n") or not said else b"\n"
+        prefix = b"[a:%d] " % rank
+        assert b"".join(line.removeprefix(prefix) for line in lines if line.startswith(prefix)) == said
+
+
+def test_a_note_begins_a_line_of_its_own(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path)
+    terminal.output.write("a", 0, "e", b"50%")
+    terminal.output.note("the end")
+    assert terminal.err.getvalue() == b"[a:0] 50%\nddprun: the end\n"
+    terminal.output.close()
+
+
+def test_the_last_errors_are_kept_and_no_more(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path)
+    for i in range(10000):
+        terminal.output.write("b", 3, "e", b"line %d\n" % i)
+    last = terminal.output.last_errors(3)
+    assert last[-1] == "line 9999" and TAIL <= sum(len(line) + 1 for line in last) < TAIL + 1000
+    terminal.output.close()
+
+
+TRACEBACK = [
+    "some warning: not this",
+    "Traceback (most recent call last):",
+    '  File "train.py", line 7, in <module>',
+    "    raise KeyError('x')",
+    "KeyError: 'x'",
+    "",
+    "During handling of the above exception, another exception occurred:",
+    "",
+    "Traceback (most recent call last):",
+    '  File "train.py", line 9, in <module>',
+    "torch.cuda.OutOfMemoryError: out of memory. Tried",
+    "to allocate much",
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "exception"),
+    [
+        (TRACEBACK, "torch.cuda.OutOfMemoryError: out of memory. Tried"),
+        ([f"[rank12]: {line}" for line in TRACEBACK], "torch.cuda.OutOfMemoryError: out of memory. Tried"),
+        (["Traceback (most recent call last):", '  File "x"', "KeyboardInterrupt"], "KeyboardInterrupt"),
+        (["no traceback", "ValueError: quoted by somebody"], None),
+        ([], None),
+    ],
+)
+def test_the_exception_is_the_last_traceback_s(lines: list[str], exception: str | None) -> None:
+    assert exception_in(lines) == exception
+
+
+def test_the_first_cause_is_not_who_tells_of_it() -> None:
+    peer = Failure("a", 0, 1, "ddp_callbacks.errors.PeerError: rank 2 on host c raised ValueError", 1.0)
+    ended = Failure("b", 1, 143, "ended by SIGTERM", 2.0)
+    cause = Failure("c", 2, 1, "ValueError: x", 3.0)
+    later = Failure("d", 3, 1, "RuntimeError: Connection closed by peer", 4.0)
+    node = Failure("c", None, 1, "torchrun's agent ended with exit code 1", 0.5)
+    assert first_cause([peer, ended, later, cause, node]) is cause
+    assert first_cause([peer, ended]) is peer
+    assert str(cause) == "rank 2 on c failed with exit code 1: ValueError: x"

@@ -1,0 +1,183 @@
+"""The command line of ``ddprun`` and what it makes of it, before anything is contacted."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.launcher.connection import explain_ssh, ssh_command
+from ddp_callbacks.launcher.options import parse_options, working_directory
+from ddp_callbacks.launcher.plan import Plan, describe, is_this_machine, make_plan
+from ddp_callbacks.launcher.remote import BOOTSTRAP
+
+
+def plan(*argv: str, environ: dict[str, str] | None = None) -> Plan:
+    options = parse_options(argv, environ or {})
+    return make_plan(options, "/opt/python", "/work", lambda name: name in ("localhost", "here"))
+
+
+def test_without_hosts_it_is_this_machine() -> None:
+    made = plan("train.py", "--lr", "0.1", "-H", "theirs")
+    (node,) = made.nodes
+    assert (node.host, node.processes, node.python, node.cwd) == (None, "", "/opt/python", "/work")
+    assert (made.rendezvous, made.min_nodes, made.script) == ("fixed", 1, "train.py")
+    assert made.command == ("train.py", "--lr", "0.1", "-H", "theirs")
+
+
+def test_hosts_come_in_their_order_with_their_processes(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=4\nme@b:2 python=/b/python\nhere chdir=/there  # a comment\n")
+    made = plan("--hostfile", str(hosts), "--python", "/p", "--chdir", "/c", "train.py")
+    assert [(node.name, node.host, node.rank, node.processes, node.python, node.cwd) for node in made.nodes] == [
+        ("a", "a", 0, "4", "/p", "/c"),
+        ("b", "me@b", 1, "2", "/b/python", "/c"),
+        ("here", None, 2, "", "/p", "/there"),
+    ]
+    assert [node.processes for node in plan("-H", "a:4,b", "--nproc-per-node", "3", "x.py").nodes] == ["3", "3"]
+
+
+def test_the_hosts_of_a_job_are_used(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.write_text("n1\nn1\nn2\nn2\n")
+    made = plan("train.py", environ={"PBS_NODEFILE": str(nodes)})
+    assert [(node.host, node.processes) for node in made.nodes] == [("n1", "2"), ("n2", "2")]
+    assert [node.host for node in plan("-H", "other", "t.py", environ={"PBS_NODEFILE": str(nodes)}).nodes] == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "rendezvous", "nnodes", "min_nodes"),
+    [
+        (["-H", "a,b"], "fixed", "2:2", 2),
+        (["-H", "a,b", "--nnodes", "2"], "fixed", "2:2", 2),
+        (["-H", "a,b", "--max-restarts", "3"], "elastic", "2:2", 2),
+        (["-H", "a", "--max-restarts", "3"], "fixed", "1:1", 1),
+        (["-H", "a,b,c", "--nnodes", "1:4"], "elastic", "1:3", 1),
+        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "a"], None, "2", 1),
+        (["-H", "a,b", "--rdzv-backend", "etcd", "--rdzv-endpoint", "e:1"], None, "2:2", 2),
+    ],
+)
+def test_how_the_nodes_meet(flags: list[str], rendezvous: str | None, nnodes: str, min_nodes: int) -> None:
+    made = plan(*flags, "train.py")
+    assert (made.rendezvous, made.torchrun["nnodes"], made.min_nodes) == (rendezvous, nnodes, min_nodes)
+
+
+def test_every_flag_of_torchrun_is_taken_with_its_meaning() -> None:
+    """Each of its flags with each of its spellings, as torchrun's own parser reads them."""
+    for action in get_args_parser()._actions:
+        if not action.option_strings or action.dest in ("help", "nproc_per_node"):
+            continue
+        value = "1" if action.type is int else str(next(iter(action.choices))) if action.choices else "1:2"
+        for spelling in action.option_strings:
+            argv = [spelling] if action.nargs == 0 else [spelling, value.partition(":")[0] if action.type else value]
+            theirs = vars(get_args_parser().parse_args([*argv, "train.py"]))
+            ours = parse_options([*argv, "train.py"], {})
+            assert ours.torchrun[action.dest] == theirs[action.dest], spelling
+            assert ours.command == ("train.py",)
+
+
+def test_variables_are_given_by_name_or_value_and_torchruns_own_always() -> None:
+    environ = {"TOKEN": "a=b c", "PET_MAX_RESTARTS": "2", "OTHER": "x"}
+    assert plan("-x", "TOKEN", "-x", "LR=0.1=", "-x", "E=", "t.py", environ=environ).environ == {
+        "TOKEN": "a=b c",
+        "LR": "0.1=",
+        "E": "",
+        "PET_MAX_RESTARTS": "2",
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "name a script to run: ddprun train.py. See ddprun --help."),
+        (["--lr", "1", "train.py"], "unrecognized arguments: --lr. See ddprun --help."),
+        (["-H", "a,b"], "the following arguments are required: training_script, training_script_args. See"),
+        (["-H", "a,a", "t.py"], "-H a,a: a is named twice. Name it once, with the sum of its slots."),
+        (["-H", "a:0", "t.py"], "-H a:0: the slots of a must be a number of at least 1, got '0'."),
+        (["-H", "", "t.py"], "-H : '' is no host; write HOST or HOST:SLOTS."),
+        (["-H", "a", "--hostfile", "f", "t.py"], "-H and --hostfile both name the nodes. Give one of them."),
+        (["--hostfile", "/no/file", "t.py"], "the host file /no/file cannot be read: "),
+        (["-x", "NO_SUCH", "t.py"], "-x NO_SUCH: the variable is not set here. Set it, or write -x NO_SUCH=VALUE."),
+        (["-x", "=1", "t.py"], "-x takes NAME or NAME=VALUE, got '=1'."),
+        (["--show-ranks", "0-3", "t.py"], "--show-ranks takes numbers with commas between them, or all, got '0-3'."),
+        (["--nproc-per-node", "0", "t.py"], "--nproc-per-node must be at least 1, got 0."),
+        (["--nproc-per-node", "many", "t.py"], "--nproc-per-node takes a number, auto, cpu, gpu or xpu, got 'many'."),
+        (["--nnodes", "0", "t.py"], "--nnodes must be a number of at least 1, or MIN:MAX, got '0'."),
+        (["--nnodes", "3", "-H", "a,b", "t.py"], "--nnodes 3 does not fit the number of nodes named, 2."),
+        (["--nnodes", "3:4", "-H", "a,b", "t.py"], "--nnodes 3:4 does not fit the number of nodes named, 2."),
+        (["--max-restarts", "-1", "t.py"], "--max-restarts must not be negative, got -1."),
+        (["--node-rank", "1", "-H", "a,b", "t.py"], "--node-rank is for a command on one node; ddprun finds that out"),
+        (["--standalone", "-H", "a,b", "t.py"], "--standalone is for a command on one node"),
+        (["-m", "--no-python", "t"], "--module and --no-python cannot go together."),
+        (["--rdzv-backend", "etcd", "t.py"], "--rdzv-backend etcd needs --rdzv-endpoint."),
+        (
+            ["--heartbeat-timeout", "0", "t.py"],
+            "argument --heartbeat-timeout: takes seconds, more than 0, got '0'. See",
+        ),
+        (["--rdzv-conf", "x", "t.py"], "--rdzv-conf takes KEY=VALUE,..., got 'x'."),
+    ],
+)
+def test_what_cannot_be_is_one_line_with_the_remedy(argv: list[str], says: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        plan(*argv)
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "line"), [("a slots=2\nb slots=x\n", 2), ("a\n\nb sloots=2\n", 3), ("a 'b\n", 1)])
+def test_a_half_broken_host_file_is_named_with_the_line(tmp_path: Path, text: str, line: int) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=f"^{path}, line {line}: "):
+        plan("--hostfile", str(path), "train.py")
+
+
+def test_the_description_says_what_would_run_where() -> None:
+    made = plan("-H", "here:1,b:2", "-x", "A=b c", "-m", "pack.train", "--name", "it's")
+    text = describe(made, ssh_command)
+    first, second = text.split("\n\n")
+    assert first.splitlines() == [
+        "node 0: here",
+        "  reached by  a process of its own",
+        "  directory   /work",
+        "  processes   1",
+        """  command     /opt/python -u -m pack.train --name 'it'"'"'s'""",
+        "  variables   'A=b c' OMP_NUM_THREADS=cores // 1 (if not set there)",
+        "  rendezvous  the address of here, a free port",
+    ]
+    (ssh,) = [line for line in second.splitlines() if "reached by" in line]
+    assert shlex.split(ssh.partition("by ")[2]) == ssh_command("b")
+    assert "OMP_NUM_THREADS=cores // 2" in second
+
+
+def test_ssh_is_given_the_host_and_the_bootstrap_alone_and_checks_host_keys() -> None:
+    *flags, dashes, host, command = ssh_command("me@b")
+    assert (flags[0], dashes, host, command) == ("ssh", "--", "me@b", BOOTSTRAP)
+    assert not any("HostKey" in flag or "KnownHosts" in flag for flag in flags)
+
+
+def test_ssh_s_own_words_are_kept_where_they_are_not_known() -> None:
+    assert explain_ssh("b", ["kex_exchange_identification: read: reset"]) == (
+        "ssh cannot reach it: kex_exchange_identification: read: reset. Try: ssh b true"
+    )
+
+
+def test_this_machine_is_known_by_its_names_and_addresses() -> None:
+    assert is_this_machine("localhost") and is_this_machine("127.0.0.1") and is_this_machine(os.uname().nodename)
+    assert not is_this_machine("192.0.2.1") and not is_this_machine("no-such-host.invalid")
+    assert not is_this_machine("me@localhost")  # someone else, perhaps
+
+
+def test_the_working_directory_keeps_the_name_that_the_user_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path / "link")
+    assert working_directory({"PWD": str(tmp_path / "link")}) == str(tmp_path / "link")
+    for wrong in ("", "relative", str(tmp_path), "/no/such"):
+        assert working_directory({"PWD": wrong}) == str(tmp_path / "real")
