@@ -467,16 +467,98 @@ def test_a_node_that_cannot_do_its_part_is_named_before_anything_starts(
     assert not (tmp_path / "ddprun-logs").exists()
 
 
-def test_a_port_that_a_firewall_closes_is_named(bed_of_two: HostBed, tmp_path: Path) -> None:
-    h1, _ = bed_of_two.hosts
-    chain = "type filter hook input priority 0\n ip saddr 10.83.0.2 tcp sport != 22 drop\n"
-    rules = f"table inet t {{\n chain i {{\n {chain} }}\n}}\n"
-    assert h1.run("nft", "-f", "-", input=rules).returncode == 0
+@pytest.mark.usefixtures("firewall")
+def test_a_port_that_a_firewall_closes_is_named(bed: HostBed, tmp_path: Path) -> None:
+    h1 = bed.hosts[0]
     done = ddprun(h1, "-H", "h1:1,h2:1", write(tmp_path, "print('started')"), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(
         r"ddprun: h2: cannot connect to 10.83.0.1 port \d+: timed out\. Open the ports .*\n", done.stderr
     )
+
+
+# --- the doctor -------------------------------------------------------------------------------------------------------
+
+
+def doctor(host: Host, *argv: str, cwd: Path) -> tuple[int, list[dict[str, str]], float]:
+    """Its exit code, what it found, and how long it took."""
+    begin = time.monotonic()
+    done = ddprun(host, "doctor", "--json", *argv, cwd=cwd)
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    assert report["works"] == (done.returncode == 0)
+    return done.returncode, report["findings"], time.monotonic() - begin
+
+
+def test_the_doctor_finds_three_good_nodes_good(bed: HostBed, tmp_path: Path) -> None:
+    code, found, took = doctor(bed.hosts[0], "-H", "h1,h2,h3", write(tmp_path, ""), cwd=tmp_path)
+    assert (code, took < 20) == (0, True), found
+    assert {finding["check"] for finding in found if finding["level"] != "green"} <= {
+        "encryption",
+        "/dev/shm",
+        "memory",
+    }
+    checks = ["reached", "folder", "script", "clock", "python", "torch", "ddp_callbacks", "cores", "memory", "address"]
+    for check in [*checks, "/dev/shm", "GPUs", "ports"]:
+        assert {finding["node"] for finding in found if finding["check"] == check} == {"h1", "h2", "h3"}, check
+    (result,) = [finding for finding in found if finding["check"] == "all-reduce"]
+    assert re.fullmatch(r"[\d.]+ ms for one number, \d+ MB/s from each node", result["text"])
+    (encryption,) = [finding for finding in found if finding["check"] == "encryption"]
+    assert "unencrypted" in encryption["remedy"]
+    assert not of_job(*bed.hosts)
+
+
+@pytest.mark.parametrize(
+    ("fault", "flags", "check", "says"),
+    [
+        ("refusing_login", [], "reached", r"the login is refused .*ssh-copy-id h2.*"),
+        ("unknown_host_key", [], "reached", r"its host key is not among the known hosts.*ssh h2 true"),
+        ("other_host_key", [], "reached", r"its host key is not the known one.*ssh-keygen -R h2.*"),
+        (None, ["no_such.py"], "script", r"there is no file no_such.py .*rsync -a --mkpath .* h2:.*"),
+        ("other_folder", [], "folder", r"the working directory /no/such cannot be entered.*rsync .*--chdir"),
+        ("no_python", [], "reached", r"cannot start the interpreter /no/python\. Name the one there by --python.*"),
+        ("bare_python", [], "torch", r"torch is not installed: ssh h2 /usr/bin/python3 -m pip install torch==.*"),
+        ("firewall", [], "ports", r"cannot connect to 10.83.0.1 port \d+: timed out\. .*ufw allow from 10.83.0.2.*"),
+    ],
+)
+def test_the_doctor_names_each_fault_and_what_mends_it(
+    bed: HostBed,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    fault: str | None,
+    flags: list[str],
+    check: str,
+    says: str,
+) -> None:
+    of_h2 = {
+        "other_folder": "chdir=/no/such",
+        "no_python": "python=/no/python",
+        "bare_python": "python=/usr/bin/python3",
+    }
+    if fault is not None and fault not in of_h2:
+        request.getfixturevalue(fault)
+    hosts = write(tmp_path, f"h1\nh2 {of_h2.get(fault or '', '')}\n", "hosts")
+    code, found, took = doctor(bed.hosts[0], "--hostfile", hosts, *flags, cwd=tmp_path)
+    assert (code, took < 20) == (1, True)
+    red = {(finding["node"], finding["check"]): finding["remedy"] for finding in found if finding["level"] == "red"}
+    assert re.fullmatch(says, red["h2", check]), red
+    assert red["", "all-reduce"] == "not tried: mend the above first"
+    others = {key for key in red if key not in {("h2", check), ("", "all-reduce")}}
+    assert others <= {("h1", "script"), ("h1", "ports"), ("h2", "ddp_callbacks"), ("h2", "torchbearer")}
+
+
+@pytest.fixture
+def firewall(bed: HostBed) -> Iterator[None]:
+    """h1 takes nothing from h2 but the answers of its sshd."""
+    close_ports(bed.hosts[0])
+    yield
+    assert bed.hosts[0].run("nft", "delete", "table", "inet", "t").returncode == 0
+
+
+def close_ports(host: Host) -> None:
+    chain = "type filter hook input priority 0\n ip saddr 10.83.0.2 tcp sport != 22 drop\n"
+    rules = f"table inet t {{\n chain i {{\n {chain} }}\n}}\n"
+    assert host.run("nft", "-f", "-", input=rules).returncode == 0
 
 
 def test_a_hundred_starts_that_are_ended_at_any_moment_leave_nothing(bed: HostBed, tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from torch.distributed.run import get_args_parser
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.connection import explain_ssh, ssh_command
 from ddp_callbacks.launcher.options import parse_options, working_directory
-from ddp_callbacks.launcher.plan import Plan, describe, is_this_machine, make_plan
+from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, make_plan
 from ddp_callbacks.launcher.remote import BOOTSTRAP
 
 
 def plan(*argv: str, environ: dict[str, str] | None = None) -> Plan:
     options = parse_options(argv, environ or {})
-    return make_plan(options, "/opt/python", "/work", lambda name: name in ("localhost", "here"))
+    return make_plan(options, Here("/opt/python", "/work", lambda name: name in ("localhost", "here")))
 
 
 def test_without_hosts_it_is_this_machine() -> None:
@@ -72,6 +72,7 @@ def test_every_flag_of_torchrun_is_taken_with_its_meaning() -> None:
         if not action.option_strings or action.dest in ("help", "nproc_per_node"):
             continue
         value = "1" if action.type is int else str(next(iter(action.choices))) if action.choices else "1:2"
+        value = "key=value" if action.dest == "rdzv_conf" else value
         for spelling in action.option_strings:
             argv = [spelling] if action.nargs == 0 else [spelling, value.partition(":")[0] if action.type else value]
             theirs = vars(get_args_parser().parse_args([*argv, "train.py"]))

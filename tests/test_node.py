@@ -163,8 +163,10 @@ def test_interpreter_and_working_directory_may_have_any_name(tmp_path: Path) -> 
     python = folder / "python 3\\n"
     python.symlink_to(sys.executable)
     with node(python=str(python)) as it:
-        it.tell("check", cwd=as_hex(str(folder)), script=as_hex("script"), silence=60)
-        assert it.answer()["cores"] == len(os.sched_getaffinity(0))
+        it.tell("enter", cwd=as_hex(str(folder)))
+        assert it.answer() == {}
+        it.tell("find", path=as_hex("script"))
+        assert it.answer() == {}
         it.run("import os; print(os.getcwdb().hex())")
         assert it.answer() == {}
         assert it.result()[:2] == (0, as_hex(str(folder)).encode() + b"\n")
@@ -201,9 +203,11 @@ def test_much_output_comes_back_whole_and_in_order() -> None:
 
 def test_what_cannot_be_is_said_in_the_answer(tmp_path: Path) -> None:
     with node() as it:
-        it.tell("check", cwd=as_hex("/nowhere"), script=None, silence=60)
+        it.tell("enter", cwd=as_hex("/nowhere"))
         assert it.answer() == {"problem": "the working directory /nowhere cannot be entered: No such file or directory"}
-        it.tell("check", cwd=as_hex(str(tmp_path)), script=as_hex("train.py"), silence=60)
+        it.tell("enter", cwd=as_hex(str(tmp_path)))
+        assert it.answer() == {}
+        it.tell("find", path=as_hex("train.py"))
         assert it.answer() == {"problem": f"there is no file train.py (working directory {tmp_path})"}
         it.tell("run", argv=[as_hex("/nowhere/python")], environ={}, job={})
         assert it.answer() == {"problem": "cannot start /nowhere/python: No such file or directory"}
@@ -214,10 +218,10 @@ def test_what_cannot_be_is_said_in_the_answer(tmp_path: Path) -> None:
         with node() as other:
             other.tell("listen", address="127.0.0.1", port=port)
             assert "Address already in use" in other.answer()["problem"]
-            other.tell("reach", address="127.0.0.1", port=port, seconds=5)
-            assert other.answer() == {}
-            other.tell("reach", address="127.0.0.1", port=1, seconds=5)
-            assert other.answer() == {"problem": "cannot connect to 127.0.0.1 port 1: Connection refused"}
+            other.tell("reach", addresses=[("127.0.0.1", port), ("127.0.0.1", 1)], seconds=5)
+            assert other.answer() == {
+                "problems": [None, "cannot connect to 127.0.0.1 port 1: Connection refused"],
+            }
 
 
 def test_an_interpreter_that_is_not_there_is_named() -> None:
@@ -285,7 +289,7 @@ def test_the_whole_job_ends_with_the_launcher_or_by_itself(how: tuple[str, ...],
     it = Node()
     it.greet()
     if end == "silence":
-        it.tell("check", cwd=as_hex("/"), script=None, silence=1.0)
+        it.tell("hello", silence=1.0)
         it.answer()
     pids = start_family(it, *how)
     begin = time.monotonic()
@@ -308,7 +312,7 @@ def test_the_whole_job_ends_with_the_launcher_or_by_itself(how: tuple[str, ...],
 
 def test_who_is_heard_of_goes_on() -> None:
     with node() as it:
-        it.tell("check", cwd=as_hex("/"), script=None, silence=0.5)
+        it.tell("hello", silence=0.5)
         it.answer()
         pids = start_family(it, "hears", "stays", "stays")
         for _ in range(10):

@@ -14,7 +14,6 @@ import sys
 import traceback
 from argparse import Namespace
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,10 +33,10 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, determine_local_world_size
 
 from ddp_callbacks.environment import route_to
+from ddp_callbacks.launcher.meeting import choose_interface, open_store
 
 BACKEND = "ddprun"  # the name of the rendezvous below, for --rdzv-backend
 SHUTDOWN_TIMEOUT = 1  # seconds that the other workers of a node have, after one has failed
-STORE_TIMEOUT = timedelta(seconds=60)  # of one look into the store, torchrun's own
 
 
 def main() -> int:
@@ -75,7 +74,7 @@ def _run(job: dict[str, Any], reports: Reports) -> None:
         args.shutdown_timeout = SHUTDOWN_TIMEOUT
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    interface = _choose_interface(job["address"])
+    interface = choose_interface(job["address"])
     rounds = _Rounds()
     redirected = args.redirects != "0" or args.tee != "0" or args.logs_specs
     if not redirected:
@@ -111,18 +110,6 @@ def _sockets() -> int:
         except OSError:
             pass
     return max(1, len(packages))
-
-
-def _choose_interface(address: str | None) -> str:
-    """Let gloo and NCCL use the interface on the way to the first node, unless the user has chosen one."""
-    if address is None:
-        return os.environ.get("GLOO_SOCKET_IFNAME", "")
-    route = route_to(address)
-    if route.interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
-        if route.interface != "lo":  # NCCL finds its own way inside a node
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", route.interface)
-    return route.interface
 
 
 def _describe(rank: int, failure: ProcessFailure) -> dict[str, Any]:
@@ -225,7 +212,7 @@ class _Rendezvous(RendezvousHandler):
         self._rounds = rounds
         self._node_rank: int = job["node_rank"]
         self._meeting = RendezvousStoreInfo(job["address"], job["port"])
-        self._store = _open_store(job["address"], job["port"], job["listener"])
+        self._store = open_store(job["address"], job["port"], job["listener"])
         self._workers_store: dist.TCPStore | None = None
         self._dynamic: RendezvousHandler | None = None
         if job["rendezvous"] == "elastic":
@@ -254,7 +241,7 @@ class _Rendezvous(RendezvousHandler):
             assert self._parameters.local_addr is not None
             listener = socket.create_server((self._parameters.local_addr, 0))
             address, port = listener.getsockname()[:2]
-            self._workers_store = _open_store(address, port, listener.detach())
+            self._workers_store = open_store(address, port, listener.detach())
             met.store.set("workers", json.dumps([address, port, self._store.add("rounds", 1) - 1]))
         address, port, self._rounds.number = json.loads(met.store.get("workers"))
         return RendezvousStoreInfo(address, port)
@@ -274,15 +261,6 @@ class _Rendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return self._dynamic is None or self._dynamic.shutdown()
-
-
-def _open_store(address: str, port: int, listener: int | None) -> dist.TCPStore:
-    """Host the store on a socket that listens already, or connect to it."""
-    if listener is None:
-        return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
-    return dist.TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT, master_listen_fd=listener
-    )
 
 
 if __name__ == "__main__":

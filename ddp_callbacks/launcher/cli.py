@@ -7,14 +7,19 @@ import sys
 import time
 from pathlib import Path
 
+from rich.console import Console
+
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.connection import ssh_command
+from ddp_callbacks.launcher.doctor import Doctor, show, show_json
 from ddp_callbacks.launcher.launch import CannotStart, Interrupted, Launch
-from ddp_callbacks.launcher.options import Options, parse_options, working_directory
+from ddp_callbacks.launcher.options import Options, parse_doctor_options, parse_options, working_directory
 from ddp_callbacks.launcher.output import Output
-from ddp_callbacks.launcher.plan import Plan, describe, is_this_machine, make_plan
+from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, make_plan, plan_nodes
 from ddp_callbacks.launcher.watch import Watch
+
+_PLAIN_WIDTH = 160  # columns of a table that no terminal shows
 
 
 def main() -> None:
@@ -27,13 +32,33 @@ def main() -> None:
 
 
 def _main(argv: list[str]) -> int:
+    if argv[:1] == ["doctor"]:
+        return _doctor(argv[1:])
     options = parse_options(argv, os.environ)
     _refuse_to_multiply()
-    plan = make_plan(options, sys.executable, working_directory(os.environ), is_this_machine)
+    plan = make_plan(options, _here())
     if options.dry_run:
         print(describe(plan, lambda host: ssh_command(host, options.heartbeat_timeout)), end="")
         return 0
     return _launch(plan, options)
+
+
+def _doctor(argv: list[str]) -> int:
+    options = parse_doctor_options(argv, os.environ)
+    nodes = plan_nodes(options.nodes, "", _here())
+    with Doctor(nodes, options.script) as doctor:
+        findings = doctor.examine()
+    works = all(finding.level != "red" for finding in findings)
+    if options.json:
+        show_json(findings, works)
+    else:
+        console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+        show([node.name for node in nodes], findings, console)
+    return 0 if works else 1
+
+
+def _here() -> Here:
+    return Here(sys.executable, working_directory(os.environ), is_this_machine)
 
 
 def _launch(plan: Plan, options: Options) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import queue
 import subprocess
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +64,8 @@ class Connection:
     def __init__(self, plan: NodePlan, events: queue.Queue[Event], patience: float) -> None:
         self.plan = plan
         self.greeted = False
-        self.facts: dict[str, Any] = {}  # what the node says of itself
+        self.hello: dict[str, Any] = {}  # what the node says of itself
+        self._patience = patience
         self._events = events
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._lock = threading.RLock()  # a signal's handler may write while its thread does
@@ -102,6 +105,24 @@ class Connection:
         if "problem" in answer:
             raise NodeProblem(answer["problem"])
         return answer
+
+    def greet(self) -> None:
+        """Wait until the node answers, and take what it says of itself.
+
+        Raises:
+            NodeProblem: It cannot be reached.
+        """
+        self.hello = self.ask("hello", silence=self._patience)
+
+    def reach(self, addresses: list[tuple[str, int]], seconds: float) -> None:
+        """Let the node connect to what others hold.
+
+        Raises:
+            NodeProblem: It cannot.
+        """
+        problems = self.ask("reach", addresses=addresses, seconds=seconds)["problems"]
+        if any(problems):
+            raise NodeProblem("; ".join(filter(None, problems)))
 
     def tell(self, do: str, **values: Any) -> None:
         """Send a message to which there is no answer."""
@@ -193,6 +214,25 @@ class Connection:
             else:
                 self._events.put(Event(self, kind.decode(), rank, data))
         return buffer[start:]
+
+
+def address_of(node: Connection, others: Sequence[Connection]) -> str:
+    """The address of a node on the network over which the nodes are reached.
+
+    That is the one to which ssh has connected; for this machine, the one on the way to another node.
+    """
+    own = node.hello["address"]
+    if own and not _is_loopback(own):
+        return str(own)
+    addresses = (other.hello.get("address") for other in others)
+    elsewhere = next((address for address in addresses if address and not _is_loopback(address)), None)
+    if elsewhere is None:
+        return "127.0.0.1"  # all are this machine
+    return str(node.ask("route", address=elsewhere)["address"])
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 # The first that is found counts.

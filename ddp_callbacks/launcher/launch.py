@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import queue
 import signal
 import time
@@ -11,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem
+from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, address_of
 from ddp_callbacks.launcher.node import GRACE
 from ddp_callbacks.launcher.plan import Plan
 from ddp_callbacks.launcher.remote import as_hex
@@ -81,13 +80,11 @@ class Launch:
             return None, 0
         first, *others = self._nodes
         try:
-            address = self._plan.address or self._address_of_first()
+            address = self._plan.address or address_of(first, others)
             port = int(first.ask("listen", address=address, port=self._plan.port)["port"])
         except NodeProblem as problem:
             raise CannotStart([f"{first.plan.name}: {problem}. Name another address by --master-addr."]) from None
-        problems = self._ask_all(
-            lambda node: node.ask("reach", address=address, port=port, seconds=_REACH_TIMEOUT), others
-        )
+        problems = self._ask_all(lambda node: node.reach([(address, port)], _REACH_TIMEOUT), others)
         if problems:
             remedy = f"Open the ports from {first.plan.name} to it, or name another address by --master-addr"
             raise CannotStart([f"{node.plan.name}: {problem}. {remedy}." for node, problem in problems.items()])
@@ -179,21 +176,10 @@ class Launch:
         return {node: problem for node, problem in problems.items() if problem is not None}
 
     def _check(self, node: Connection) -> None:
-        script = None if self._plan.script is None else as_hex(self._plan.script)
-        node.facts = node.ask("check", cwd=as_hex(node.plan.cwd), script=script, silence=self._patience)
-
-    def _address_of_first(self) -> str:
-        """The address of the first node on the network over which the nodes are reached.
-
-        That is the one to which ssh has connected; for this machine, the one on the way to another node.
-        """
-        addresses = [node.facts["address"] for node in self._nodes]
-        if addresses[0] and not _is_loopback(addresses[0]):
-            return str(addresses[0])
-        elsewhere = next((address for address in addresses[1:] if address and not _is_loopback(address)), None)
-        if elsewhere is None:
-            return "127.0.0.1"  # all are this machine
-        return str(self._nodes[0].ask("route", address=elsewhere)["address"])
+        node.greet()
+        node.ask("enter", cwd=as_hex(node.plan.cwd))
+        if self._plan.script is not None:
+            node.ask("find", path=as_hex(self._plan.script))
 
     def _start_agent(self, node: Connection, address: str | None, port: int) -> None:
         plan = node.plan
@@ -212,7 +198,3 @@ class Launch:
         argv = [plan.python, "-P", "-m", "ddp_callbacks.launcher.agent"]
         environ = {as_hex(name): as_hex(value) for name, value in self._plan.environ.items()}
         node.ask("run", argv=[as_hex(word) for word in argv], environ=environ, job=job)
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

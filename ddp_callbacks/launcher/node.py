@@ -107,23 +107,27 @@ class Node:
 
     # --- what the launcher asks for -----------------------------------------------------------------------------------
 
-    def do_check(self, cwd: str, script: str | None, silence: float) -> dict[str, Any]:
-        """Enter the working directory and look for the script; from now on a longer silence (seconds) ends all."""
+    def do_hello(self, silence: float) -> dict[str, Any]:
+        """Say who this is; from now on a longer silence (seconds) ends all. The address is the one ssh has reached."""
         self._silence = silence
+        connection = os.environ.get("SSH_CONNECTION", "").split()
+        return {"hostname": socket.gethostname(), "address": connection[2] if len(connection) == 4 else None}
+
+    def do_enter(self, cwd: str) -> dict[str, Any]:
+        """Go to the working directory."""
         folder = os.fsdecode(bytes.fromhex(cwd))
         try:
             os.chdir(folder)
         except OSError as error:
             raise Refusal(f"the working directory {folder} cannot be entered: {error.strerror}") from None
-        path = None if script is None else os.fsdecode(bytes.fromhex(script))
-        if path is not None and not os.path.exists(path):
-            raise Refusal(f"there is no file {path} (working directory {folder})")
-        connection = os.environ.get("SSH_CONNECTION", "").split()
-        return {
-            "hostname": socket.gethostname(),
-            "address": connection[2] if len(connection) == 4 else None,
-            "cores": len(os.sched_getaffinity(0)),
-        }
+        return {}
+
+    def do_find(self, path: str) -> dict[str, Any]:
+        """Look for a file."""
+        name = os.fsdecode(bytes.fromhex(path))
+        if not os.path.exists(name):
+            raise Refusal(f"there is no file {name} (working directory {os.getcwd()})")
+        return {}
 
     def do_route(self, address: str) -> dict[str, Any]:
         """This node's own address on the way to another."""
@@ -143,16 +147,29 @@ class Node:
         self._listener.listen(128)
         return {"port": self._listener.getsockname()[1]}
 
-    def do_reach(self, address: str, port: int, seconds: float) -> dict[str, Any]:
-        """Connect to where the first node listens."""
-        try:
-            socket.create_connection((address, port), timeout=seconds).close()
-        except OSError as error:
-            raise Refusal(f"cannot connect to {address} port {port}: {error.strerror or error}") from None
-        return {}
+    def do_reach(self, addresses: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
+        """Connect to what others hold; says for each why it cannot be reached, ``null`` if it can."""
+        return {"problems": [_cannot_reach(address, port, seconds) for address, port in addresses]}
 
-    def do_run(self, argv: list[str], environ: dict[str, str], job: dict[str, Any]) -> dict[str, Any]:
+    def do_clock(self) -> dict[str, Any]:
+        """The time here, in seconds since the epoch."""
+        return {"time": time.time()}
+
+    def do_output(self, argv: list[str], seconds: float) -> dict[str, Any]:
+        """What a short command prints."""
+        words = [bytes.fromhex(word) for word in argv]
+        try:
+            done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise Refusal(f"{os.fsdecode(words[0])} took longer than {seconds:g} s") from None
+        return {"code": done.returncode, "out": done.stdout.decode(), "err": done.stderr.decode(errors="replace")}
+
+    def do_run(
+        self, argv: list[str], environ: dict[str, str], job: dict[str, Any], listens: bool = True
+    ) -> dict[str, Any]:
         """Start the agent; its standard input holds the job as JSON, with the descriptors that it inherits."""
+        if not listens:
+            self._listener = None
         self._folder = tempfile.mkdtemp(prefix="ddprun-")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         inherited = [theirs] if self._listener is None else [theirs, self._listener]
@@ -335,6 +352,14 @@ class Node:
             if not pid:
                 return
             self._codes[pid] = os.waitstatus_to_exitcode(status)
+
+
+def _cannot_reach(address: str, port: int, seconds: float) -> str | None:
+    try:
+        socket.create_connection((address, port), timeout=seconds).close()
+    except OSError as error:
+        return f"cannot connect to {address} port {port}: {error.strerror or error}"
+    return None
 
 
 def _signal(number: int) -> None:

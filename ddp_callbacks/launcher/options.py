@@ -31,13 +31,35 @@ _USAGE = "ddprun [flags] [torchrun's flags] SCRIPT [the script's arguments]"
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the user asked for.
+class NodeOptions:
+    """Which nodes, and where things are on them.
 
     Attributes:
         hosts: The nodes, the first one first; ``None`` for this machine alone.
         python: The interpreter on the nodes; ``None`` for the one that runs this.
         chdir: The working directory on the nodes; ``None`` for this one.
+    """
+
+    hosts: list[Host] | None
+    python: str | None
+    chdir: str | None
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What the user asked of ``ddprun doctor``."""
+
+    nodes: NodeOptions
+    json: bool
+    script: str | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for.
+
+    Attributes:
+        nodes: Which nodes.
         environ: Variables for the nodes.
         shown: The ranks whose output goes to the terminal; ``None`` for all.
         prefix: Whether lines begin with ``[node:rank]``.
@@ -47,9 +69,7 @@ class Options:
         command: The script and its arguments.
     """
 
-    hosts: list[Host] | None
-    python: str | None
-    chdir: str | None
+    nodes: NodeOptions
     environ: dict[str, str]
     shown: frozenset[int] | None
     prefix: bool
@@ -59,10 +79,12 @@ class Options:
     command: tuple[str, ...]
 
 
-class _Parser(ArgumentParser):
+class _OneLineParser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message}. See {self.prog} --help.")
 
+
+class _RunParser(_OneLineParser):
     def format_help(self) -> str:
         """The flags for the hosts first; torchrun's parser describes its own."""
         torchrun = get_args_parser()
@@ -80,7 +102,7 @@ def _without_usage(parser: ArgumentParser) -> str:
 
 
 def _add_flags(parser: ArgumentParser) -> None:
-    add_host_flags(parser)
+    _add_host_flags(parser)
     start = parser.add_argument_group("start")
     start.add_argument(
         "-x",
@@ -110,7 +132,7 @@ def _add_flags(parser: ArgumentParser) -> None:
     output.add_argument("--no-prefix", action="store_true", help="lines without [node:rank] before them")
 
 
-def add_host_flags(parser: ArgumentParser) -> None:
+def _add_host_flags(parser: ArgumentParser) -> None:
     """The flags that say which nodes, and where things are on them."""
     hosts = parser.add_argument_group("nodes")
     hosts.add_argument(
@@ -135,7 +157,7 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     if "PET_NPROC_PER_NODE" not in environ:
         torchrun.set_defaults(nproc_per_node="")
     known = [action.dest for action in torchrun._actions if action.dest != "help"]
-    parser = _Parser(prog="ddprun", add_help=False, parents=[torchrun], usage=_USAGE)
+    parser = _RunParser(prog="ddprun", add_help=False, parents=[torchrun], usage=_USAGE)
     _add_flags(parser)
     if not argv:
         raise ConfigurationError("name a script to run: ddprun train.py. See ddprun --help.")
@@ -144,9 +166,7 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     script, arguments = values.pop("training_script"), values.pop("training_script_args")
     _check_torchrun(values)
     return Options(
-        hosts=hosts_of(args, environ),
-        python=args.python,
-        chdir=args.chdir,
+        nodes=_nodes(args, environ),
         environ=_variables(args.variables, environ),
         shown=_ranks(args.show_ranks),
         prefix=not args.no_prefix,
@@ -157,8 +177,22 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     )
 
 
-def hosts_of(args: Namespace, environ: Mapping[str, str]) -> list[Host] | None:
-    """The nodes: named by ``-H``, in a file, or those of the job in which this runs; ``None`` if nothing names any."""
+def parse_doctor_options(argv: Sequence[str], environ: Mapping[str, str]) -> DoctorOptions:
+    """Read the command line after ``ddprun doctor``; errors as in :func:`parse_options`."""
+    parser = _OneLineParser(prog="ddprun doctor", description="Is everything there that a run on these nodes needs?")
+    _add_host_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("script", nargs="?", help="a script that must be there, as in a run")
+    args = parser.parse_args(argv)
+    return DoctorOptions(_nodes(args, environ), args.json, args.script)
+
+
+def _nodes(args: Namespace, environ: Mapping[str, str]) -> NodeOptions:
+    return NodeOptions(_hosts(args, environ), args.python, args.chdir)
+
+
+def _hosts(args: Namespace, environ: Mapping[str, str]) -> list[Host] | None:
+    """Named by ``-H``, in a file, or those of the job in which this runs; ``None`` if nothing names any."""
     if args.hosts is not None and args.hostfile is not None:
         raise ConfigurationError("-H and --hostfile both name the nodes. Give one of them.")
     if args.hosts is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.hosts import Host
-from ddp_callbacks.launcher.options import Options
+from ddp_callbacks.launcher.options import NodeOptions, Options
 
 _OWN_RENDEZVOUS = ("rdzv_endpoint",)
 _FOR_ONE_NODE = ("node_rank", "local_addr", "standalone")  # what torchrun's user says on each node
@@ -64,23 +64,42 @@ class Plan:
     environ: dict[str, str]
 
 
-def make_plan(options: Options, python: str, cwd: str, is_here: Callable[[str], bool]) -> Plan:
-    """Decide who runs what.
+@dataclass(frozen=True)
+class Here:
+    """This machine: the interpreter, the working directory, and which hosts are it."""
 
-    Args:
-        options: What the user asked for.
-        python, cwd: The interpreter and the working directory here.
-        is_here: Whether a host is this machine.
+    python: str
+    cwd: str
+    is_here: Callable[[str], bool]
+
+
+def plan_nodes(options: NodeOptions, processes: str, here: Here) -> tuple[NodePlan, ...]:
+    """The nodes in the order of their ranks, with ``processes`` each (``--nproc-per-node``), else with their slots."""
+    return tuple(
+        NodePlan(
+            name=host.name.rpartition("@")[2],
+            host=None if here.is_here(host.name) else host.name,
+            rank=rank,
+            processes=processes or ("" if host.slots is None else str(host.slots)),
+            python=host.python or options.python or here.python,
+            cwd=host.chdir or options.chdir or here.cwd,
+        )
+        for rank, host in enumerate(options.hosts or [Host("localhost")])
+    )
+
+
+def make_plan(options: Options, here: Here) -> Plan:
+    """Decide who runs what.
 
     Raises:
         ConfigurationError: The flags contradict each other.
     """
     torchrun = dict(options.torchrun)
     low, _, high = torchrun["nnodes"].partition(":")
-    by_hand = options.hosts is None and int(high or low) > 1
-    hosts = options.hosts or [Host("localhost")]
-    count = 1 if by_hand else len(hosts)
-    if len(hosts) > 1:
+    nodes = plan_nodes(options.nodes, torchrun["nproc_per_node"], here)
+    count = len(nodes)
+    by_hand = options.nodes.hosts is None and int(high or low) > 1
+    if count > 1:
         _refuse_flags_of_one_node(torchrun)
     min_nodes = count if by_hand or torchrun["nnodes"] == "1:1" else _min_nodes(int(low), int(high or low), count)
     if not by_hand:
@@ -90,7 +109,7 @@ def make_plan(options: Options, python: str, cwd: str, is_here: Callable[[str], 
     if torchrun["rdzv_backend"] not in ("static", "c10d") and not own:
         raise ConfigurationError(f"--rdzv-backend {torchrun['rdzv_backend']} needs --rdzv-endpoint.")
     return Plan(
-        nodes=tuple(_node(host, rank, options, python, cwd, is_here) for rank, host in enumerate(hosts)),
+        nodes=nodes,
         min_nodes=min_nodes,
         rendezvous=None if own else "elastic" if elastic else "fixed",
         address=torchrun["master_addr"] if torchrun["master_addr"] != "127.0.0.1" else None,
@@ -118,17 +137,6 @@ def _min_nodes(low: int, high: int, count: int) -> int:
             "it out, or give the range that is wanted."
         )
     return low
-
-
-def _node(host: Host, rank: int, options: Options, python: str, cwd: str, is_here: Callable[[str], bool]) -> NodePlan:
-    return NodePlan(
-        name=host.name.rpartition("@")[2],
-        host=None if is_here(host.name) else host.name,
-        rank=rank,
-        processes=options.torchrun["nproc_per_node"] or ("" if host.slots is None else str(host.slots)),
-        python=host.python or options.python or python,
-        cwd=host.chdir or options.chdir or cwd,
-    )
 
 
 def is_this_machine(name: str) -> bool:

@@ -1,0 +1,238 @@
+"""``ddprun doctor``: looks at all nodes at once, lets them talk to each other, and says what to mend."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ddp_callbacks.launcher import facts
+from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, address_of
+from ddp_callbacks.launcher.diagnosis import Facts, Finding, judge, judge_clock
+from ddp_callbacks.launcher.plan import NodePlan
+from ddp_callbacks.launcher.remote import as_hex
+
+LIMIT = 20.0  # seconds, for all
+_PATIENCE = 3.5  # seconds without a sign of life
+_FACTS_TIMEOUT = 8.0  # seconds
+_REACH_TIMEOUT = 2.0  # seconds, for one connection
+
+
+class Doctor:
+    """Asks the nodes; use it in a ``with`` block, whose end lets go of them."""
+
+    def __init__(self, plans: Sequence[NodePlan], script: str | None) -> None:
+        self._script = script
+        self._end = time.monotonic() + LIMIT
+        self._events: queue.Queue[Event] = queue.Queue()
+        self._nodes = [Connection(plan, self._events, _PATIENCE) for plan in plans]
+        self._findings: list[Finding] = []
+        self._facts: dict[str, Facts] = {}
+        self._held: dict[Connection, tuple[str, int]] = {}  # the address and port on which a node listens
+
+    def __enter__(self) -> Doctor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._on_each(lambda node: node.close(1.0), self._nodes)
+
+    def examine(self) -> list[Finding]:
+        """All findings; blocks for at most :data:`LIMIT` seconds and a little."""
+        self._on_each(self._reach, self._nodes)
+        there = [node for node in self._nodes if node.hello]
+        self._on_each(self._look, there)
+        known = [node.plan.name for node in there if node.plan.name in self._facts]
+        self._findings += judge({name: self._facts[name] for name in known})
+        self._on_each(lambda node: self._listen(node, there), there)
+        self._on_each(self._try_ports, list(self._held))
+        if len(self._nodes) > 1:
+            self._all_reduce()
+            plain = "tensors travel between the nodes unencrypted; use a network that you trust"
+            self._findings.append(Finding("", "encryption", "amber", "none", plain))
+        return self._findings
+
+    def _on_each(self, do: Callable[[Connection], None], nodes: Sequence[Connection]) -> None:
+        if nodes:
+            with ThreadPoolExecutor(len(nodes)) as pool:
+                list(pool.map(do, nodes))
+
+    def _find(self, node: Connection, check: str, text: str) -> None:
+        self._findings.append(Finding(node.plan.name, check, "green", text))
+
+    def _fail(self, node: Connection, check: str, problem: str, text: str = "failed") -> None:
+        self._findings.append(Finding(node.plan.name, check, "red", text, problem))
+
+    def _reach(self, node: Connection) -> None:
+        begin = time.monotonic()
+        try:
+            node.greet()
+        except NodeProblem as problem:
+            self._fail(node, "reached", str(problem))
+        else:
+            how = "here" if node.plan.host is None else f"by ssh, {time.monotonic() - begin:.1f} s"
+            self._find(node, "reached", how)
+
+    def _look(self, node: Connection) -> None:
+        plan = node.plan
+        try:
+            node.ask("enter", cwd=as_hex(plan.cwd))
+            self._find(node, "folder", plan.cwd)
+        except NodeProblem as problem:
+            self._fail(node, "folder", f"{problem}. {_copy(plan)}", "missing")
+        else:
+            self._look_for_script(node)
+        self._compare_clocks(node)
+        try:
+            program = Path(facts.__file__).read_text()
+            argv = [as_hex(word) for word in (plan.python, "-P", "-c", program)]
+            said = node.ask("output", argv=argv, seconds=_FACTS_TIMEOUT)
+        except NodeProblem as problem:
+            self._fail(node, "python", f"{plan.python} does not work: {problem}. Name another by --python")
+            return
+        if said["code"]:
+            last = said["err"].strip().rpartition("\n")[2]
+            self._fail(node, "python", f"{plan.python} does not work, 3.11 or newer is needed: {last}. See --python")
+            return
+        self._facts[plan.name] = Facts(_shell(plan), plan.python, json.loads(said["out"]))
+
+    def _look_for_script(self, node: Connection) -> None:
+        if self._script is None:
+            return
+        try:
+            node.ask("find", path=as_hex(self._script))
+            self._find(node, "script", self._script)
+        except NodeProblem as problem:
+            remedy = "Check its name" if node.plan.host is None else _copy(node.plan)
+            self._fail(node, "script", f"{problem}. {remedy}", "missing")
+
+    def _compare_clocks(self, node: Connection) -> None:
+        try:
+            before = time.time()
+            there = node.ask("clock")["time"]
+            after = time.time()
+        except NodeProblem as problem:
+            self._fail(node, "clock", str(problem))
+        else:
+            self._findings.append(judge_clock(node.plan.name, there - (before + after) / 2, (after - before) / 2))
+
+    def _listen(self, node: Connection, there: list[Connection]) -> None:
+        try:
+            address = address_of(node, [other for other in there if other is not node])
+            self._held[node] = (address, node.ask("listen", address=address, port=0)["port"])
+            known = self._facts.get(node.plan.name)
+            interface = known.values["interfaces"].get(address) if known else None
+            self._find(node, "address", f"{address} ({interface})" if interface else address)
+        except NodeProblem as problem:
+            self._fail(node, "address", f"{problem}. Look at: {_shell(node.plan)}ip address")
+
+    def _try_ports(self, node: Connection) -> None:
+        """From this node to all others; together, both ways between any two."""
+        others = {other: held for other, held in self._held.items() if other is not node}
+        if not others:
+            return
+        try:
+            node.reach(list(others.values()), _REACH_TIMEOUT)
+            self._find(node, "ports", "reaches the others")
+        except NodeProblem as problem:
+            own = self._held[node][0]
+            remedy = f"Let it through on that node's firewall, by ufw allow from {own}, say"
+            self._fail(node, "ports", f"{problem}. {remedy}", "blocked")
+
+    def _all_reduce(self) -> None:
+        """A real one, on one process of each node."""
+        if any(finding.level == "red" for finding in self._findings):
+            self._findings.append(Finding("", "all-reduce", "red", "not tried", "not tried: mend the above first"))
+            return
+        address, port = self._held[self._nodes[0]]
+        for rank, node in enumerate(self._nodes):
+            job = {"address": address, "port": port, "node_rank": rank, "nodes": len(self._nodes)}
+            argv = [as_hex(word) for word in (node.plan.python, "-P", "-m", "ddp_callbacks.launcher.probe")]
+            # Only the first node's listener is for the store.
+            node.ask("run", argv=argv, environ={}, job=job, listens=rank == 0)
+        self._findings.append(self._result_of_all_reduce())
+
+    def _result_of_all_reduce(self) -> Finding:
+        said: dict[str, bytes] = {"o": b"", "e": b""}
+        running = len(self._nodes)
+        while running:
+            try:
+                event = self._events.get(timeout=max(0.0, self._end - time.monotonic()))
+            except queue.Empty:
+                problem = f"did not end within {LIMIT:g} s, with the look at the nodes"
+                return Finding("", "all-reduce", "red", "failed", problem)
+            if event.kind in said:
+                said[event.kind] += event.data
+            elif event.kind == "x" and json.loads(event.data)["code"]:
+                last = said["e"].decode(errors="replace").strip().rpartition("\n")[2]
+                return Finding("", "all-reduce", "red", "failed", f"failed on {event.node.plan.name}: {last}")
+            running -= event.kind in ("x", "closed")
+        result = json.loads(said["o"])
+        text = f"{result['latency'] * 1e3:.2f} ms for one number, {result['bandwidth'] / 1e6:.0f} MB/s from each node"
+        return Finding("", "all-reduce", "green", text)
+
+
+def _shell(plan: NodePlan) -> str:
+    return "" if plan.host is None else f"ssh {plan.host} "
+
+
+def _copy(plan: NodePlan) -> str:
+    """How the working directory comes there."""
+    if plan.host is None:
+        return f"Name another by --chdir, or: mkdir -p {shlex.quote(plan.cwd)}"
+    here = shlex.quote(f"{os.getcwd()}/")
+    return f"Copy it: rsync -a --mkpath {here} {shlex.quote(f'{plan.host}:{plan.cwd}/')}. Or name another by --chdir"
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+_STYLES = {"green": "green", "amber": "yellow", "red": "bold red"}
+_MARKS = {"green": "", "amber": "! ", "red": "FAIL "}
+
+
+def show(nodes: Sequence[str], findings: Sequence[Finding], console: Console) -> None:
+    """One table, a column for each node; below it what concerns all of them, and what to mend."""
+    table = Table(box=SIMPLE, pad_edge=False)
+    table.add_column("")
+    for node in nodes:
+        table.add_column(node, overflow="fold")
+    cells = {(finding.check, finding.node): finding for finding in findings if finding.node}
+    for check in dict.fromkeys(finding.check for finding in findings if finding.node):
+        table.add_row(check, *(_cell(cells.get((check, node))) for node in nodes))
+    console.print(table)
+    for finding in findings:
+        if not finding.node and finding.level == "green":
+            console.print(Text(f"{finding.check}: "), _cell(finding), sep="", soft_wrap=True)
+    for level in ("red", "amber"):
+        for finding in findings:
+            if finding.level == level:
+                where = f"{finding.node}, {finding.check}" if finding.node else finding.check
+                line = Text(f"{_MARKS[level]}{where}: {finding.remedy}", style=_STYLES[level])
+                console.print(line, soft_wrap=True)
+    works = all(finding.level != "red" for finding in findings)
+    console.print("A run would work." if works else "A run would not work.", style=_STYLES["green" if works else "red"])
+
+
+def _cell(finding: Finding | None) -> Text:
+    if finding is None:
+        return Text("")
+    return Text(f"{_MARKS[finding.level]}{finding.text}", style=_STYLES[finding.level])
+
+
+def show_json(findings: Sequence[Finding], works: bool) -> None:
+    """``{"works": BOOL, "findings": [{"node", "check", "level", "text", "remedy"}, ...]}``."""
+    report: dict[str, Any] = {"works": works, "findings": [asdict(finding) for finding in findings]}
+    json.dump(report, sys.stdout, indent=2)
+    print()

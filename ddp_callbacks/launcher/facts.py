@@ -1,0 +1,79 @@
+"""What a node has, as JSON: this text is run there by the job's interpreter; it imports the standard library alone."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import socket
+import struct
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+PACKAGES = ("torch", "ddp_callbacks", "torchbearer", "lightning", "pytorch-lightning", "numpy")
+
+
+def facts() -> dict[str, Any]:
+    memory = _memory()
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": memory.get("MemTotal"),
+        "free_memory": memory.get("MemAvailable"),
+        "shared_memory": _free_space("/dev/shm"),
+        "gpus": _gpus(),
+        "interfaces": _interfaces(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _memory() -> dict[str, int]:
+    """Bytes, by the kernel's names."""
+    with open("/proc/meminfo") as file:
+        rows = (line.split() for line in file)
+        return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
+
+
+def _free_space(folder: str) -> int | None:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def _gpus() -> list[str]:
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
+def _interfaces() -> dict[str, str]:
+    """The names by their IPv4 addresses."""
+    names = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # an interface without an address
+            names[socket.inet_ntoa(reply[20:24])] = name
+    return names
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))

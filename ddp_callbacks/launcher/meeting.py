@@ -1,0 +1,33 @@
+"""Where the processes of several nodes meet: a store on one address, and the interface that leads there."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ddp_callbacks.environment import route_to
+
+STORE_TIMEOUT = timedelta(seconds=60)  # of one look into the store, torchrun's own
+
+
+def choose_interface(address: str | None) -> str:
+    """Let gloo and NCCL use the interface on the way to the first node, unless the user has chosen one."""
+    if address is None:
+        return os.environ.get("GLOO_SOCKET_IFNAME", "")
+    route = route_to(address)
+    if route.interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
+        if route.interface != "lo":  # NCCL finds its own way inside a node
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", route.interface)
+    return route.interface
+
+
+def open_store(address: str, port: int, listener: int | None) -> dist.TCPStore:
+    """Host the store on a socket that listens already, or connect to it."""
+    if listener is None:
+        return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT, master_listen_fd=listener
+    )

@@ -1,0 +1,50 @@
+"""A real all-reduce between the nodes, one process each: the first prints its latency and bandwidth as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.launcher.meeting import choose_interface, open_store
+
+_TIMEOUT = timedelta(seconds=8)
+_BYTES = 4 << 20
+_TIME = 1.0  # seconds, for either measurement
+
+
+def main() -> None:
+    job = json.load(sys.stdin.buffer)
+    choose_interface(job["address"])
+    store = open_store(job["address"], job["port"], job["listener"])
+    rank, world_size = job["node_rank"], job["nodes"]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    latency, large = _median_time(1), _median_time(_BYTES // 4)
+    if rank == 0:
+        on_the_wire = 2 * (world_size - 1) / world_size * _BYTES  # that each node sends, in a ring
+        print(json.dumps({"latency": latency, "bandwidth": on_the_wire / large}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _median_time(numbers: int) -> float:
+    """Seconds for a sum of so many float32; every rank does as many as rank 0 says."""
+    tensor, times = torch.ones(numbers), []
+    go_on, end = torch.ones(1), time.monotonic() + _TIME
+    while go_on.item():
+        begin = time.perf_counter()
+        dist.all_reduce(tensor)
+        times.append(time.perf_counter() - begin)
+        tensor.fill_(1.0)
+        go_on.fill_(float(time.monotonic() < end))
+        dist.broadcast(go_on, 0)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

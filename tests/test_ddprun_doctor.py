@@ -1,0 +1,151 @@
+"""What ``ddprun doctor`` makes of the facts about the nodes; on real hosts it is in test_ddprun_hosts."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from ddp_callbacks.launcher import facts
+from ddp_callbacks.launcher.diagnosis import GIB, Facts, Finding, judge, judge_clock
+from ddp_callbacks.launcher.doctor import show
+
+GOOD: dict[str, Any] = {
+    "python": "3.11.7",
+    "packages": {"torch": "2.13.0+cpu", "ddp_callbacks": "0.1.0", "lightning": "2.6.6"},
+    "cores": 8,
+    "memory": 16 * GIB,
+    "free_memory": 9 * GIB,
+    "shared_memory": 8 * GIB,
+    "gpus": [],
+}
+
+
+def findings(**changed: Any) -> list[Finding]:
+    """Of three nodes, the third with these facts."""
+    nodes = {f"n{i}": Facts(f"ssh n{i} ", "/p/python", GOOD) for i in (1, 2)}
+    nodes["n3"] = Facts("ssh n3 ", "/p/python", {**GOOD, **changed})
+    return judge(nodes)
+
+
+def packages(**changed: str | None) -> dict[str, str]:
+    return {name: version for name, version in {**GOOD["packages"], **changed}.items() if version is not None}
+
+
+def test_equal_nodes_are_green() -> None:
+    found = findings()
+    assert {finding.level for finding in found} == {"green"}
+    assert {finding.check for finding in found} == {
+        "python", "torch", "ddp_callbacks", "lightning", "cores", "memory", "/dev/shm", "GPUs",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "check", "level", "text", "remedy"),
+    [
+        (
+            {"packages": packages(torch="2.12.0")},
+            "torch",
+            "red",
+            "2.12.0",
+            "torch is 2.12.0, the others' 2.13.0+cpu: ssh n3 /p/python -m pip install torch==2.13.0",
+        ),
+        (
+            {"packages": packages(torch=None)},
+            "torch",
+            "red",
+            "missing",
+            "torch is not installed: ssh n3 /p/python -m pip install torch==2.13.0",
+        ),
+        (
+            {"packages": packages(ddp_callbacks=None)},
+            "ddp_callbacks",
+            "red",
+            "missing",
+            "ddp_callbacks is not installed: ssh n3 /p/python -m pip install ddp_callbacks==0.1.0",
+        ),
+        (
+            {"packages": packages(lightning="2.6.5")},
+            "lightning",
+            "red",
+            "2.6.5",
+            "lightning is 2.6.5, the others' 2.6.6: ssh n3 /p/python -m pip install lightning==2.6.6",
+        ),
+        (
+            {"python": "3.12.1"},
+            "python",
+            "amber",
+            "3.12.1",
+            "its Python is 3.12.1, the others' 3.11: name another by --python",
+        ),
+        (
+            {"free_memory": GIB // 2},
+            "memory",
+            "amber",
+            "0.5 of 16.0 GiB free",
+            "little memory is free: ssh n3 ps aux --sort=-rss | head",
+        ),
+        (
+            {"shared_memory": 64 << 20},
+            "/dev/shm",
+            "amber",
+            "64 MiB free",
+            "the workers of a DataLoader pass batches through it: mount -o remount,size=8g /dev/shm, or docker run "
+            "--shm-size=8g",
+        ),
+    ],
+)
+def test_each_fault_is_named_with_what_mends_it(
+    changed: dict[str, Any], check: str, level: Any, text: str, remedy: str
+) -> None:
+    bad = [finding for finding in findings(**changed) if finding.level != "green"]
+    assert bad == [Finding("n3", check, level, text, remedy)]
+
+
+def test_a_node_without_gpus_among_others_is_red() -> None:
+    nodes = {"a": Facts("", "p", {**GOOD, "gpus": ["H100", "H100"]}), "b": Facts("ssh b ", "p", GOOD)}
+    gpus = [finding for finding in judge(nodes) if finding.check == "GPUs"]
+    assert [(finding.level, finding.text) for finding in gpus] == [("green", "2 x H100"), ("red", "none")]
+
+
+def test_a_clock_is_judged_with_the_uncertainty_of_the_look() -> None:
+    assert judge_clock("a", 0.9, 0.0).level == "green"
+    assert judge_clock("a", -4.0, 3.5).level == "green"
+    assert judge_clock("a", -90.0, 0.2) == Finding(
+        "a", "clock", "amber", "-90.0 s", "its clock is 90 s behind: timedatectl set-ntp true"
+    )
+
+
+def test_the_facts_of_this_machine() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", facts.__file__], capture_output=True, text=True, timeout=60, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["python"] == sys.version.split()[0]
+    assert found["memory"] > found["free_memory"] > 0
+    assert found["interfaces"]["127.0.0.1"] == "lo"
+
+
+def test_the_table_is_plain_text_where_no_terminal_is() -> None:
+    out = io.StringIO()
+    found = [
+        *findings(packages=packages(torch="2.12.0")),
+        Finding("", "all-reduce", "red", "not tried", "mend the above"),
+    ]
+    show(["n1", "n2", "n3"], found, Console(file=out, width=160))
+    text = out.getvalue()
+    assert "\x1b" not in text
+    row = next(line for line in text.splitlines() if line.split()[:1] == ["torch"])
+    assert row.split() == ["torch", "2.13.0+cpu", "2.13.0+cpu", "FAIL", "2.12.0"]
+    assert (
+        "FAIL n3, torch: torch is 2.12.0, the others' 2.13.0+cpu: ssh n3 /p/python -m pip install torch==2.13.0\n"
+        in text
+    )
+    assert text.endswith("FAIL all-reduce: mend the above\nA run would not work.\n")
