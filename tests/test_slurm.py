@@ -1,0 +1,156 @@
+"""A real Slurm on real hosts: ``srun`` starts the script itself, and ``ddprun`` finds the hosts of its job."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import host_bed
+import pytest
+from host_bed import Host, HostBed
+from test_ddprun_hosts import DIGITS, WANTED, write
+
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
+LIMIT = 90.0  # seconds
+
+CONFIG = """\
+ClusterName=bed
+SlurmctldHost=h1
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={socket}
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SchedulerType=sched/builtin
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+KillWait=5
+NodeName=h1 NodeAddr=10.83.0.1 CPUs=4 RealMemory=4000 State=UNKNOWN
+NodeName=h2 NodeAddr=10.83.0.2 CPUs=4 RealMemory=4000 State=UNKNOWN
+PartitionName=main Nodes=h1,h2 Default=YES State=UP OverSubscribe=FORCE:4
+"""
+
+
+def _program(name: str) -> str:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or name
+
+
+def _missing() -> str | None:
+    if not WANTED:
+        return "real hosts are made with SETUP_HOSTS=1"
+    lacking = [name for name in _PROGRAMS if shutil.which(_program(name)) is None]
+    return host_bed.missing() or (f"needs {', '.join(lacking)}" if lacking else None)
+
+
+REASON = _missing()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+class Slurm:
+    def __init__(self, bed: HostBed, folder: Path) -> None:
+        self.login: Host = bed.hosts[0]
+        self._folder = folder
+        for host in bed.hosts:
+            self._start_host(host)
+        self._await_nodes(len(bed.hosts))
+
+    def environ(self, host: Host) -> dict[str, str]:
+        return host.environ(SLURM_CONF=str(self._folder / f"slurm-{host.name}.conf"), PYTHONDONTWRITEBYTECODE="1")
+
+    def run(self, *argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        environ = {**self.environ(self.login), "PWD": str(cwd)}
+        return self.login.run(*argv, environ=environ, cwd=cwd, timeout=LIMIT)
+
+    def _start_host(self, host: Host) -> None:
+        socket = self._folder / f"munge-{host.name}"
+        (self._folder / "key").write_bytes(b"k" * 1024)
+        (self._folder / "key").chmod(0o400)
+        for name in ("state", f"spool-{host.name}"):
+            (self._folder / name).mkdir(exist_ok=True)
+        config = self._folder / f"slurm-{host.name}.conf"
+        config.write_text(CONFIG.format(folder=self._folder, socket=socket))
+        files = {"key-file": self._folder / "key", "socket": socket}
+        files |= {f"{name}-file": self._folder / f"munge-{host.name}.{name}" for name in ("pid", "log", "seed")}
+        self._daemon(host, "munged", "--foreground", "--force", *(f"--{name}={path}" for name, path in files.items()))
+        _wait_for(socket.exists)
+        if host is self.login:
+            self._daemon(host, "slurmctld", "-D", "-c", "-f", str(config))
+        self._daemon(host, "slurmd", "-D", "-N", host.name, "-f", str(config))
+
+    def _daemon(self, host: Host, name: str, *flags: str) -> None:
+        """It ends with its host."""
+        with (self._folder / f"{name}-{host.name}.out").open("wb") as out:
+            argv = ["sh", "-c", '"$@" & ', "sh", _program(name), *flags]
+            process = host.start(*argv, environ=self.environ(host), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            assert process.wait(LIMIT) == 0
+
+    def _await_nodes(self, count: int) -> None:
+        idle = ["sinfo", "-h", "-t", "idle", "-o", "%D"]
+        _wait_for(lambda: self.run(*idle, cwd=self._folder).stdout.strip() == str(count))
+
+
+def _wait_for(holds: object) -> None:
+    assert callable(holds)
+    end = time.monotonic() + LIMIT
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with HostBed(2) as bed:
+        yield Slurm(bed, tmp_path_factory.mktemp("slurm"))
+
+
+EPOCHS = ["--epochs", "1"]
+
+
+def test_srun_starts_the_script_itself(slurm: Slurm, tmp_path: Path) -> None:
+    tasks = ["-N2", "--ntasks-per-node=2", "-K"]
+    done = slurm.run("srun", *tasks, sys.executable, str(DIGITS), *EPOCHS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "4 processes hold equal parameters" in done.stdout
+
+
+BATCH = """\
+#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --output=out
+{python} -m ddp_callbacks.launcher {script} --epochs 1
+"""
+
+
+def test_ddprun_in_a_batch_script_uses_the_hosts_of_the_job(slurm: Slurm, tmp_path: Path) -> None:
+    script = write(tmp_path, BATCH.format(python=sys.executable, script=DIGITS), "job.sh")
+    done = slurm.run("sbatch", "--wait", script, cwd=tmp_path)
+    said = (tmp_path / "out").read_text()
+    assert done.returncode == 0, said
+    assert "ddprun: h2: ranks " in said
+    assert "processes hold equal parameters" in said
+
+
+def test_ddprun_under_srun_says_how_to_start_it(slurm: Slurm, tmp_path: Path) -> None:
+    script = write(tmp_path, "print('started')")
+    done = slurm.run("srun", "-N2", sys.executable, "-m", "ddp_callbacks.launcher", script, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "ddprun was itself started as rank 0 of 2. Start it once, not under srun" in done.stderr
+    assert done.stdout == ""
