@@ -34,6 +34,7 @@ class WorkerEnv:
         local_rank: Number of this process on its node; selects the GPU.
         host: Address on which rank 0's node answers, ``None`` in a world of one.
         port: Port of the rendezvous store on ``host``, ``None`` in a world of one.
+        file: The file in which the processes meet, in place of an address.
     """
 
     rank: int = 0
@@ -41,6 +42,7 @@ class WorkerEnv:
     local_rank: int = 0
     host: str | None = None
     port: int | None = None
+    file: str | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -52,7 +54,7 @@ class WorkerEnv:
             )
         if self.local_rank < 0:
             raise ConfigurationError(f"local_rank must not be negative, got {self.local_rank}.")
-        if self.world_size > 1 and (self.host is None or self.port is None):
+        if self.world_size > 1 and self.file is None and (self.host is None or self.port is None):
             raise ConfigurationError(
                 f"a world of {self.world_size} processes needs an address to meet at, got host {self.host!r} "
                 f"and port {self.port!r}. Set MASTER_ADDR and MASTER_PORT, start with torchrun, or pass host and port."
@@ -125,6 +127,31 @@ def worker_env(
         local_rank=_number(environ, "LOCAL_RANK") or 0,
         host=host,
         port=(None if host is None else DEFAULT_PORT) if port is None else _integer("port", port),
+    )
+
+
+def worker_env_of(init_method: str, rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> WorkerEnv:
+    """The place of a process that meets the others by ``tcp://HOST:PORT`` or ``file://PATH``; an IPv6 host in brackets.
+
+    Raises:
+        ConfigurationError: It is neither of these, or nothing says which process this is.
+    """
+    kind, _, rest = init_method.partition("://")
+    if rank is None and world_size is None:
+        rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if rank is None or world_size is None:
+        raise ConfigurationError(
+            f"init_method={init_method!r} needs rank and world_size, as arguments or as the variables RANK and "
+            "WORLD_SIZE."
+        )
+    local_rank = _number(environ, "LOCAL_RANK") or 0
+    host, colon, port = rest.rpartition(":")
+    if kind == "tcp" and host and colon and port.isdigit():
+        return WorkerEnv(rank, world_size, local_rank, host.removeprefix("[").removesuffix("]"), int(port))
+    if kind == "file" and rest.startswith("/"):
+        return WorkerEnv(rank, world_size, local_rank, file=rest)
+    raise ConfigurationError(
+        f"init_method must be env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH, got {init_method!r}."
     )
 
 

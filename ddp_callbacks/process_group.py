@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.environment import WorkerEnv, route_to, worker_env
+from ddp_callbacks.environment import WorkerEnv, route_to, worker_env, worker_env_of
 from ddp_callbacks.errors import ConfigurationError, PeerError, RendezvousError
 from ddp_callbacks.failures import announce_join, announce_leave, outlive_readers, report_failure
 
@@ -43,6 +43,7 @@ def join_process_group(
     host: str | None = None,
     port: int | None = None,
     *,
+    init_method: str | None = None,
     backend: str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> WorkerEnv:
@@ -57,6 +58,9 @@ def join_process_group(
         host: Address of rank 0, the same on every process. On rank 0 the rendezvous store listens there and nowhere
             else, so it must be one of that machine's own addresses.
         port: Port of the store, 29500 if not given.
+        init_method: Where to meet, in torch's words and in place of host and port: ``tcp://HOST:PORT``,
+            ``file:///PATH`` (a file that all processes see, and that is not there before the first comes), or
+            ``env://``, which is the same as ``None``.
         backend: As in :func:`torch.distributed.init_process_group`. ``None`` means gloo, with NCCL for CUDA tensors
             where CUDA is there.
         timeout: How long to wait for the other processes, and afterwards the longest silence in a collective.
@@ -69,10 +73,10 @@ def join_process_group(
         RendezvousError: Nobody answers at the address, or some rank did not come within ``timeout``.
     """
     if dist.is_initialized():
-        env = WorkerEnv(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0)), "", 1)
+        env = WorkerEnv(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0)), file="")
         announce_join()
         return env
-    env = worker_env(rank, world_size, host, port)
+    env = _place(rank, world_size, host, port, init_method)
     chosen = _choose_backend(backend)
     if env.world_size == 1:
         return env
@@ -84,6 +88,16 @@ def join_process_group(
     atexit.register(leave_process_group)
     _report_uncaught_exceptions()
     return env
+
+
+def _place(
+    rank: int | None, world_size: int | None, host: str | None, port: int | None, init_method: str | None
+) -> WorkerEnv:
+    if init_method is None or init_method == "env://":
+        return worker_env(rank, world_size, host, port)
+    if host is not None or port is not None:
+        raise ConfigurationError(f"init_method={init_method!r} and host or port both say where to meet. Give one.")
+    return worker_env_of(init_method, rank, world_size, os.environ)
 
 
 def leave_process_group() -> None:
@@ -121,9 +135,8 @@ def _choose_interface(env: WorkerEnv) -> None:
     By itself gloo takes the address that the host's own name resolves to, and Debian resolves that to 127.0.1.1, which
     the other hosts cannot reach.
     """
-    assert env.host is not None and env.port is not None
-    if not os.environ.get("GLOO_SOCKET_IFNAME"):
-        route = route_to(env.host, env.port)
+    if env.host is not None and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        route = route_to(env.host)
         if route.interface and not route.address.startswith("127."):
             os.environ["GLOO_SOCKET_IFNAME"] = route.interface
 
@@ -140,20 +153,32 @@ def _choose_backend(backend: str | None) -> str:
 
 
 def _meet(env: WorkerEnv, timeout: timedelta) -> dist.Store:
-    assert env.host is not None and env.port is not None
     try:
-        listens = env.rank == 0 and not _agent_hosts_store()
-        tcp = _listen(env.host, env.port, timeout) if listens else _connect(env.host, env.port, timeout)
         # A restarted job finds the keys of its former life in the agent's store.
-        store = dist.PrefixStore(f"ddp_callbacks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
+        prefix = f"ddp_callbacks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        store = dist.PrefixStore(prefix, _open_store(env, timeout))
         _await_all(store, env, timeout)
     except (dist.DistError, OSError) as error:
         raise RendezvousError(
             f"rank {env.rank} on host {socket.gethostname()} could not meet the other {env.world_size - 1} at "
-            f"{env.host}:{env.port} within {timeout.total_seconds():g} s. Check that rank 0 runs on that address, that "
+            f"{_where(env)} within {timeout.total_seconds():g} s. Check that rank 0 runs on that address, that "
             f"the port is free there and open in the firewall. Cause: {str(error).splitlines()[0]}"
         ) from error
     return store
+
+
+def _where(env: WorkerEnv) -> str:
+    return env.file or f"{env.host}:{env.port}"
+
+
+def _open_store(env: WorkerEnv, timeout: timedelta) -> dist.Store:
+    if env.file is not None:
+        store = dist.FileStore(env.file, env.world_size)
+        store.set_timeout(timeout)
+        return store
+    assert env.host is not None and env.port is not None
+    listens = env.rank == 0 and not _agent_hosts_store()
+    return _listen(env.host, env.port, timeout) if listens else _connect(env.host, env.port, timeout)
 
 
 def _agent_hosts_store() -> bool:
@@ -182,6 +207,11 @@ def _connect(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 def _await_all(store: dist.Store, env: WorkerEnv, timeout: timedelta) -> None:
     """Wait until every rank has come, so that whoever has not can be named."""
+    if env.file is not None and store.check([f"present/{env.rank}"]):
+        raise ConfigurationError(
+            f"{env.file} holds rank {env.rank} already: it is left from an earlier run, or two processes have this "
+            "rank. Remove the file before the start."
+        )
     store.set(f"present/{env.rank}", socket.gethostname())
     missing = set(range(env.world_size))
     end = time.monotonic() + timeout.total_seconds()
@@ -201,7 +231,7 @@ def _await_all(store: dist.Store, env: WorkerEnv, timeout: timedelta) -> None:
 def _never_came(missing: set[int], env: WorkerEnv, when: str) -> RendezvousError:
     ranks = ", ".join(str(rank) for rank in sorted(missing))
     return RendezvousError(
-        f"rank {ranks} of a world of {env.world_size} did not come to {env.host}:{env.port} {when}; rank {env.rank} on "
+        f"rank {ranks} of a world of {env.world_size} did not come to {_where(env)} {when}; rank {env.rank} on "
         f"host {socket.gethostname()} waited. Start every rank, each with its own number, or lower world_size."
     )
 
