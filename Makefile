@@ -1,5 +1,5 @@
 # make demo    train on two processes, on this machine
-# make test    formatting, lint, types and the tests
+# make test    formatting, lint, types and the tests; with SETUP_HOSTS=1, also those between real hosts (Debian, root)
 # make lint    the first three of these only
 # make clean   remove what make has made
 #
@@ -12,15 +12,13 @@ INSTALLED = $(VENV)/installed
 TORCHVISION = $(VENV)/torchvision
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint hosts clean
 .DELETE_ON_ERROR:
 
-# One thread for each process and the loopback network, whatever this machine's name resolves to.
 demo: $(INSTALLED)
-	@OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo $(BIN)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
-		examples/digits/train.py
+	@OMP_NUM_THREADS=1 $(BIN)/ddprun --nproc-per-node 2 examples/digits/train.py
 
-test: lint $(TORCHVISION)/installed
+test: lint $(TORCHVISION)/installed $(if $(SETUP_HOSTS)$(CI),hosts)
 	TORCHVISION_PATH=$(abspath $(TORCHVISION)) $(BIN)/python -m pytest
 
 lint: $(INSTALLED)
@@ -44,5 +42,10 @@ $(TORCHVISION)/installed: $(INSTALLED)
 		|| echo "torchvision could not be had, its test will be skipped; the reason is in $(VENV)/torchvision.log"
 	@touch $@
 
+# What the tests between real hosts need. Without it they are skipped, and say what is missing.
+hosts:
+	@apt-get install -qq -y --no-install-recommends openssh-server iproute2 nftables openmpi-bin slurm-wlm > /dev/null \
+		|| echo "the programs for the tests between real hosts could not be installed"
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf ddprun-logs $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -126,10 +126,10 @@ class HostBed:
     Each has a login by key to all the others, whose host keys it knows.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, prefix: str = "h") -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/var/tmp"))
         self._switch: subprocess.Popen[str] | None = None
-        self.hosts = [Host(f"h{i}", f"10.83.0.{i}", self._folder / f"h{i}") for i in range(1, count + 1)]
+        self.hosts = [Host(f"{prefix}{i}", f"10.83.0.{i}", self._folder / f"{prefix}{i}") for i in range(1, count + 1)]
 
     def __enter__(self) -> HostBed:
         try:

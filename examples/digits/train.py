@@ -1,7 +1,8 @@
 """Train a small network on handwritten digits, on one process or many.
 
     python train.py                                               one process
-    torchrun --nproc-per-node 2 train.py                          two processes on this machine
+    ddprun --nproc-per-node 2 train.py                            two processes on this machine
+    ddprun -H node1,node2 train.py                                one on each of two machines
     python train.py --world-size 2 --rank 0 --host 10.0.0.1       by hand, on each node with its own rank
 
 The script is an ordinary Torchbearer script; ``DDPCallback()`` is what makes it run on many processes.
