@@ -17,6 +17,11 @@ import host_bed
 import pytest
 import torch
 from host_bed import Host, HostBed
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_node import NASTY
+
+from ddp_callbacks.launcher.remote import as_hex
 
 WANTED = os.environ.get("SETUP_HOSTS") == "1" or bool(os.environ.get("CI"))
 REASON = host_bed.missing() if WANTED else "real hosts are made with SETUP_HOSTS=1"
@@ -153,6 +158,26 @@ def test_an_elastic_run_goes_on_without_a_node_that_lost_its_power(
     assert_went_on(tmp_path, run.text, one_process)
 
 
+def test_the_pbs_script_of_the_docs_trains_on_the_hosts_of_its_job(bed: HostBed, tmp_path: Path) -> None:
+    """As PBS runs it: on the first host alone, with a host file that names a host once for each of its processes."""
+    nodes = tmp_path / "nodes"
+    nodes.write_text("h1\nh1\nh2\nh2\n")
+    host = bed.hosts[0]
+    environ = host.environ(
+        PBS_ENVIRONMENT="PBS_BATCH",
+        PBS_JOBID="12.server",
+        PBS_NODEFILE=str(nodes),
+        PBS_O_WORKDIR=str(tmp_path),
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        SCRIPT=f"{DIGITS} --epochs 1",
+    )
+    script = Path(__file__).parents[1] / "docs" / "jobs" / "ddp.pbs"
+    done = host.run("bash", str(script), environ=environ, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "ddprun: h2: ranks 2-3, 1 thread each, eth0" in done.stderr
+    assert "4 processes hold equal parameters" in done.stdout
+
+
 LISTENERS = """
 import os, subprocess
 import torch.distributed as dist
@@ -181,6 +206,81 @@ def test_no_argument_or_value_stands_on_a_command_line_of_ssh(bed: HostBed, tmp_
         run.signal(signal.SIGTERM)
         assert run.end()[0] == 143
         assert "sys.stdin.buffer" in lines and "argument-7" not in lines and "value-7" not in lines
+
+
+ECHO = """
+import json, os, sys
+print(json.dumps([[os.fsencode(word).hex() for word in sys.argv[1:]], os.environb[b"PROBE"].hex(), os.getcwdb().hex()]))
+"""
+
+
+def test_arguments_values_and_folders_of_any_bytes_arrive_unchanged(bed: HostBed, tmp_path: Path) -> None:
+    folder = tmp_path / "a 'folder' $HOME; \n\udcff"
+    folder.mkdir()
+    arguments, value = [*NASTY, "-H", "h3", "--", "--lr=1"], "".join(NASTY)
+    flags = [
+        "-H",
+        "h1:1,h2:1",
+        "--show-ranks",
+        "all",
+        "--no-prefix",
+        "-x",
+        f"PROBE={value}",
+        "--log-dir",
+        str(tmp_path),
+    ]
+    name = "it's a script\udcfe.py"
+    done = ddprun(bed.hosts[0], *flags, write(folder, ECHO, name), *arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    expected = [[as_hex(word) for word in arguments], as_hex(value), as_hex(str(folder))]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [expected] * 2
+
+
+# On a host, for each line of JSON (arguments, value): what arrives of them on h2, over an ssh connection of its own.
+OVER_SSH = """
+import json, queue, sys
+from ddp_callbacks.launcher.connection import Connection
+from ddp_callbacks.launcher.plan import NodePlan
+plan = NodePlan("h2", "h2", 1, "1", sys.executable, "/")
+for line in sys.stdin:
+    arguments, value = json.loads(line)
+    events = queue.Queue()
+    node = Connection(plan, events, 60.0)
+    node.greet()
+    argv = [word.encode().hex() for word in (sys.executable, "-c", sys.argv[1])] + arguments
+    node.ask("run", argv=argv, environ={b"PROBE".hex(): value}, job={})
+    said = b""
+    while (event := events.get()).kind != "x":
+        said += event.data if event.kind in "oe" else b""
+    node.close(5.0)
+    print(said.decode().strip(), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def over_ssh(bed: HostBed) -> Iterator[subprocess.Popen[bytes]]:
+    process = bed.hosts[0].start(
+        sys.executable, "-c", OVER_SSH, ECHO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parent
+    )
+    with process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+words = st.binary(max_size=30).filter(lambda raw: b"\0" not in raw)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(words, max_size=5), words)
+def test_any_bytes_arrive_unchanged_over_ssh(
+    over_ssh: subprocess.Popen[bytes], arguments: list[bytes], value: bytes
+) -> None:
+    sent = [[word.hex() for word in arguments], value.hex()]
+    assert over_ssh.stdin is not None and over_ssh.stdout is not None
+    over_ssh.stdin.write(json.dumps(sent).encode() + b"\n")
+    over_ssh.stdin.flush()
+    assert json.loads(over_ssh.stdout.readline())[:2] == sent
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------

@@ -136,7 +136,13 @@ def test_mpi_on_several_hosts_without_an_address_says_how_to_give_it() -> None:
 
 # mpirun is Open MPI's of the system; mpiexec is MPICH's, which its package puts beside Python.
 STARTERS = {
-    "Open MPI": [shutil.which("mpirun.openmpi") or shutil.which("mpirun"), "--allow-run-as-root", "--oversubscribe", "-n", "3"],
+    "Open MPI": [
+        shutil.which("mpirun.openmpi") or shutil.which("mpirun"),
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        "3",
+    ],
     "MPICH": [shutil.which("mpiexec", path=str(Path(sys.executable).parent)), "-n", "3"],
 }
 RANKS_PROGRAM = """

@@ -74,7 +74,9 @@ class Slurm:
         self._await_nodes(len(bed.hosts))
 
     def environ(self, host: Host) -> dict[str, str]:
-        return host.environ(SLURM_CONF=str(self._folder / f"slurm-{host.name}.conf"), PYTHONDONTWRITEBYTECODE="1")
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        config = str(self._folder / f"slurm-{host.name}.conf")
+        return host.environ(SLURM_CONF=config, PATH=path, PYTHONDONTWRITEBYTECODE="1")
 
     def run(self, *argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         environ = {**self.environ(self.login), "PWD": str(cwd)}
@@ -132,20 +134,15 @@ def test_srun_starts_the_script_itself(slurm: Slurm, tmp_path: Path) -> None:
     assert "4 processes hold equal parameters" in done.stdout
 
 
-BATCH = """\
-#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=2 --output=out
-{python} -m ddp_callbacks.launcher {script} --epochs 1
-"""
-
-
-def test_ddprun_in_a_batch_script_uses_the_hosts_of_the_job(slurm: Slurm, tmp_path: Path) -> None:
-    script = write(tmp_path, BATCH.format(python=sys.executable, script=DIGITS), "job.sh")
-    done = slurm.run("sbatch", "--wait", script, cwd=tmp_path)
-    said = (tmp_path / "out").read_text()
+def test_the_job_script_of_the_docs_trains_on_the_hosts_of_its_job(slurm: Slurm, tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "docs" / "jobs" / "ddp.slurm"
+    done = slurm.run("sbatch", "--wait", str(script), str(DIGITS), *EPOCHS, cwd=tmp_path)
+    (log,) = tmp_path.glob("train-*.log")
+    said = log.read_text()
     assert done.returncode == 0, said
-    assert "ddprun: h2: ranks " in said
-    assert "processes hold equal parameters" in said
+    assert "ddprun: h1: ranks 0-1, 1 thread each, eth0" in said
+    assert "ddprun: h2: ranks 2-3, 1 thread each, eth0" in said
+    assert "4 processes hold equal parameters" in said
 
 
 def test_ddprun_under_srun_says_how_to_start_it(slurm: Slurm, tmp_path: Path) -> None:
