@@ -19,7 +19,7 @@ demo: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/ddprun --nproc-per-node 2 examples/digits/train.py
 
 test: lint $(TORCHVISION)/installed $(if $(SETUP_HOSTS)$(CI),hosts)
-	TORCHVISION_PATH=$(abspath $(TORCHVISION)) $(BIN)/python -m pytest
+	TORCHVISION_PATH=$(abspath $(TORCHVISION)) $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -25,7 +25,8 @@ from ddp_callbacks.launcher.remote import as_hex
 
 WANTED = os.environ.get("SETUP_HOSTS") == "1" or bool(os.environ.get("CI"))
 REASON = host_bed.missing() if WANTED else "real hosts are made with SETUP_HOSTS=1"
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+# One after the other: what is measured here is how soon something ends.
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.xdist_group("hosts")]
 
 LIMIT = 60.0  # seconds, for a start and an orderly end
 # Where the tests run in the background of a shell, or under nohup, these two are ignored.

@@ -62,7 +62,7 @@ def _missing() -> str | None:
 
 
 REASON = _missing()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.xdist_group("hosts")]
 
 
 class Slurm:

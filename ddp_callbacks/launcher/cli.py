@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ def main() -> None:
     try:
         sys.exit(_main(sys.argv[1:]))
     except ConfigurationError as error:
-        print(f"ddprun: {error}", file=sys.stderr)
+        _say(str(error))
         sys.exit(2)
 
 
@@ -62,22 +63,35 @@ def _here() -> Here:
 
 
 def _launch(plan: Plan, options: Options) -> int:
-    with Launch(plan, options.heartbeat_timeout) as launch, launch.ends_with_signals():
+    launch = Launch(plan, options.heartbeat_timeout)
+    with launch.ends_with_signals(), launch:
         try:
-            launch.connect(say=lambda text: print(f"ddprun: {text}", file=sys.stderr))
+            launch.connect(_say)
             meeting = launch.meet()
             output = _output(options)
             launch.start(*meeting)
         except CannotStart as error:
             for problem in error.problems:
-                print(f"ddprun: {problem}", file=sys.stderr)
+                _say(problem)
             return 2
-        except Interrupted:
-            return 128 + (launch.signal or 0)
-        try:
+        except Interrupted as interrupted:
+            _say(str(interrupted))
+            return interrupted.code
+        return _watch(plan, launch, output)
+
+
+def _watch(plan: Plan, launch: Launch, output: Output) -> int:
+    try:
+        with output:
             return Watch(plan, launch, output).run()
-        finally:
-            output.close()
+    except BrokenPipeError:
+        # Nobody reads any more, as in ddprun ... | head. What Python would still write goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _say(text: str) -> None:
+    print(f"ddprun: {text}", file=sys.stderr)
 
 
 def _output(options: Options) -> Output:

@@ -29,7 +29,11 @@ class CannotStart(Exception):
 
 
 class Interrupted(Exception):
-    """A signal came before anything was started."""
+    """A signal came before the job had started on all nodes."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.code = 128 + number
 
 
 class Launch:
@@ -172,7 +176,7 @@ class Launch:
         with ThreadPoolExecutor(len(nodes)) as pool:
             problems = dict(zip(nodes, pool.map(attempt, nodes), strict=True))
         if self._signal is not None:
-            raise Interrupted
+            raise Interrupted(self._signal)
         return {node: problem for node, problem in problems.items() if problem is not None}
 
     def _check(self, node: Connection) -> None:

@@ -82,14 +82,20 @@ class Output:
         """The last lines that a rank wrote to its standard error, the last of all last."""
         return b"".join(self._tails.get(rank, ())).decode(errors="surrogateescape").replace("\r", "\n").splitlines()
 
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Show what was held back; nothing comes any more."""
+        for file in self._files.values():
+            file.close()
         for (_, stream), lines in self._lines.items():
             self._print(lines.rest(), stream)
         if self._unfinished:
             self._print(b"\n", "e")
-        for file in self._files.values():
-            file.close()
 
     def _file(self, path: Path) -> BinaryIO:
         if path not in self._files:

@@ -1,0 +1,101 @@
+"""``ddprun`` on this machine alone, as a user without other machines runs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LIMIT = 60.0  # seconds
+DDPRUN = [sys.executable, "-m", "ddp_callbacks.launcher"]
+
+
+def ddprun(*argv: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environ["PWD"] = str(cwd)
+    return subprocess.run(
+        [*DDPRUN, *argv], cwd=cwd, env=environ, input=stdin, capture_output=True, text=True, timeout=LIMIT
+    )
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "script.py").write_text(text)
+    return "script.py"
+
+
+def test_two_ranks_start_with_their_output_apart(tmp_path: Path) -> None:
+    script = "import os, sys; print('rank', os.environ['RANK'], repr(sys.stdin.read()), os.environ['OMP_NUM_THREADS'])"
+    done = ddprun("--nproc-per-node", "2", write(tmp_path, script), cwd=tmp_path, stdin="not for the ranks")
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    each = f"{threads} thread{'' if threads == 1 else 's'} each"
+    assert (done.returncode, done.stderr) == (0, f"ddprun: localhost: ranks 0-1, {each}, lo\n")
+    assert done.stdout == f"[localhost:0] rank 0 '' {threads}\n"
+    (folder,) = (tmp_path / "ddprun-logs").iterdir()
+    assert (folder / "rank-1.log").read_text() == f"rank 1 '' {threads}\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "reason"),
+    [
+        ("sys.exit(7)", 7, "no exception was printed"),
+        ("raise KeyError('x')", 1, "KeyError: 'x'"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "ended by SIGKILL"),
+    ],
+)
+def test_the_exit_code_is_the_failing_rank_s(tmp_path: Path, end: str, code: int, reason: str) -> None:
+    wait = "while True: time.sleep(1)"
+    script = f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {end}\n{wait}\n"
+    begin = time.monotonic()
+    done = ddprun("--nproc-per-node", "2", write(tmp_path, script), cwd=tmp_path)
+    assert done.returncode == code
+    cause, log = done.stderr.splitlines()[-2:]
+    assert cause == f"ddprun: rank 1 on localhost failed with exit code {code}: {reason}"
+    assert log.startswith("ddprun: its whole output is in ") and log.endswith("/rank-1.log")
+    assert time.monotonic() - begin < 30
+
+
+def test_it_ends_when_nobody_reads_any_more(tmp_path: Path) -> None:
+    script = write(tmp_path, "import time\nwhile True: print('line', flush=True); time.sleep(0.01)")
+    process = subprocess.Popen(
+        [*DDPRUN, script], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        assert process.stdout.readline() == "[localhost:0] line\n"
+        process.stdout.close()
+        assert process.wait(LIMIT) == 128 + signal.SIGPIPE
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["no_such.py"], "ddprun: localhost: there is no file no_such.py (working directory {cwd}).\n"),
+        (["-H", "a,a", "x.py"], "ddprun: -H a,a: a is named twice. Name it once, with the sum of its slots.\n"),
+        (
+            ["--python", "/no/python", "x.py"],
+            "ddprun: localhost: cannot start the interpreter /no/python. Name the one ",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(tmp_path: Path, argv: list[str], says: str) -> None:
+    done = ddprun(*argv, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(says.format(cwd=tmp_path)) and done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_has_the_hosts_first_and_torchrun_s_flags_after(tmp_path: Path) -> None:
+    done = ddprun("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.index("--hostfile") < done.stdout.index("--nnodes") < done.stdout.index("--max-restarts")
+    assert max(map(len, done.stdout.splitlines())) <= 120
