@@ -49,7 +49,7 @@ def test_two_ranks_start_with_their_output_apart(tmp_path: Path) -> None:
 )
 def test_the_exit_code_is_the_failing_rank_s(tmp_path: Path, end: str, code: int, reason: str) -> None:
     wait = "while True: time.sleep(1)"
-    script = f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {end}\n{wait}\n"
+    script = f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    print(1)\n    {end}\n{wait}\n"
     begin = time.monotonic()
     done = ddprun("--nproc-per-node", "2", write(tmp_path, script), cwd=tmp_path)
     assert done.returncode == code
@@ -57,6 +57,32 @@ def test_the_exit_code_is_the_failing_rank_s(tmp_path: Path, end: str, code: int
     assert cause == f"ddprun: rank 1 on localhost failed with exit code {code}: {reason}"
     assert log.startswith("ddprun: its whole output is in ") and log.endswith("/rank-1.log")
     assert time.monotonic() - begin < 30
+
+
+def test_a_caught_exception_is_not_the_cause_of_a_signal(tmp_path: Path) -> None:
+    script = "import os, signal, traceback\ntry: open('/no')\nexcept OSError: traceback.print_exc()\n"
+    done = ddprun(write(tmp_path, script + "os.kill(os.getpid(), signal.SIGSEGV)"), cwd=tmp_path)
+    assert done.returncode == 139
+    assert done.stderr.splitlines()[-2] == "ddprun: rank 0 on localhost failed with exit code 139: ended by SIGSEGV"
+
+
+def test_run_path_runs_the_script_in_its_own_way(tmp_path: Path) -> None:
+    script = write(tmp_path, "import sys; print(__name__, sys.argv[1:])")
+    done = ddprun("--run-path", str(tmp_path / script), "a b", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[localhost:0] __main__ ['a b']\n"), done.stderr
+
+
+def test_the_login_of_the_user_says_nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSH_CONNECTION", "198.51.100.7 50000 203.0.113.9 22")
+    done = ddprun(write(tmp_path, "import os; print(os.environ['MASTER_ADDR'])"), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[localhost:0] 127.0.0.1\n"), done.stderr
+
+
+def test_torchrun_s_tee_is_shown_with_its_node(tmp_path: Path) -> None:
+    flags = ["--tee", "3", "--log-dir", str(tmp_path / "logs")]
+    done = ddprun(*flags, write(tmp_path, "print('said')"), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[localhost] [default0]:said\n"), done.stderr
+    assert [path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")] == ["said\n"]
 
 
 def test_it_ends_when_nobody_reads_any_more(tmp_path: Path) -> None:

@@ -66,6 +66,13 @@ def test_how_the_nodes_meet(flags: list[str], rendezvous: str | None, nnodes: st
     assert (made.rendezvous, made.torchrun["nnodes"], made.min_nodes) == (rendezvous, nnodes, min_nodes)
 
 
+def test_a_static_endpoint_is_where_the_first_node_listens() -> None:
+    made = plan("-H", "a,b", "--rdzv-endpoint", "[fd00::1]:4000", "train.py")
+    assert (made.rendezvous, made.address, made.port) == ("fixed", "fd00::1", 4000)
+    made = plan("-H", "a,b", "--master-addr", "n", "--master-port", "4001", "train.py")
+    assert (made.rendezvous, made.address, made.port) == ("fixed", "n", 4001)
+
+
 def test_every_flag_of_torchrun_is_taken_with_its_meaning() -> None:
     """Each of its flags with each of its spellings, as torchrun's own parser reads them."""
     for action in get_args_parser()._actions:
@@ -117,7 +124,7 @@ def test_variables_are_given_by_name_or_value_and_torchruns_own_always() -> None
         (["--rdzv-backend", "etcd", "t.py"], "--rdzv-backend etcd needs --rdzv-endpoint."),
         (
             ["--heartbeat-timeout", "0", "t.py"],
-            "argument --heartbeat-timeout: takes seconds, more than 0, got '0'. See",
+            "argument --heartbeat-timeout: takes seconds, at least 2, got '0'. See",
         ),
         (["--rdzv-conf", "x", "t.py"], "--rdzv-conf takes KEY=VALUE,..., got 'x'."),
     ],

@@ -6,6 +6,8 @@ with its arguments happens here in the same way, with the same functions.
 
 from __future__ import annotations
 
+import ctypes
+import hmac
 import json
 import os
 import signal
@@ -14,6 +16,7 @@ import sys
 import traceback
 from argparse import Namespace
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,23 +27,28 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, determine_local_world_size
 
 from ddp_callbacks.environment import route_to
-from ddp_callbacks.launcher.meeting import choose_interface, open_store
+from ddp_callbacks.launcher.meeting import STORE_TIMEOUT, choose_interface, open_store
 
+_PR_SET_PDEATHSIG = 1
+_RUN_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+_LONGEST_MESSAGE = 4096  # characters of an exception that are reported
 BACKEND = "ddprun"  # the name of the rendezvous below, for --rdzv-backend
 SHUTDOWN_TIMEOUT = 1  # seconds that the other workers of a node have, after one has failed
 
 
 def main() -> int:
     """Run the job on this node; its exit code."""
+    _end_with_parent()
     job = json.load(sys.stdin.buffer)
     _close_standard_input()
     with socket.socket(fileno=job["control"]) as control:
@@ -57,6 +65,13 @@ def main() -> int:
             reports.send({"error": f"{type(error).__name__}: {error}"})
             return 1
     return 0
+
+
+def _end_with_parent() -> None:
+    """If the node's program is killed, nobody else would end this process and its workers."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() == 1:
+        sys.exit(128 + signal.SIGTERM)
 
 
 def _close_standard_input() -> None:
@@ -85,6 +100,8 @@ def _run(job: dict[str, Any], reports: Reports) -> None:
     elif args.master_port is None:
         args.master_port = 29500  # as torchrun's own command
     config, command, arguments = config_from_args(args)
+    if args.run_path and not redirected:  # torch would run it in a child that cannot write to a pipe
+        command, arguments = sys.executable, ["-u", "-c", _RUN_PATH, args.training_script, *args.training_script_args]
     if not redirected:
         config.logs_specs = _Pipes(job["folder"], reports)
     assert config.logs_specs is not None
@@ -120,7 +137,7 @@ def _describe(rank: int, failure: ProcessFailure) -> dict[str, Any]:
         "code": failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode,
         "signal": failure.signal_name() if failure.exitcode < 0 else None,
         # what torch's @record has written, if the script uses it
-        "message": recorded["message"] if isinstance(recorded, dict) else None,
+        "message": recorded["message"][:_LONGEST_MESSAGE] if isinstance(recorded, dict) else None,
     }
 
 
@@ -200,6 +217,38 @@ class _SameRound(LogsSpecs):
         return self._logs_specs.reify(envs)
 
 
+class _SignedBackend(RendezvousBackend):
+    """Takes from the store only what a node of this job has written.
+
+    torchrun pickles the state of the rendezvous, and anyone who reaches the store can write to it.
+    """
+
+    def __init__(self, backend: RendezvousBackend, key: bytes) -> None:
+        self._backend = backend
+        self._key = key
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        found = self._backend.get_state()
+        return None if found is None else (self._verified(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
+        found = self._backend.set_state(self._signature(state) + state, token)
+        return None if found is None else (self._verified(found[0]), *found[1:])
+
+    def _signature(self, state: bytes) -> bytes:
+        return hmac.digest(self._key, state, "sha256")
+
+    def _verified(self, signed: bytes) -> bytes:
+        signature, state = signed[:32], signed[32:]
+        if not hmac.compare_digest(signature, self._signature(state)):
+            raise RendezvousStateError("someone who does not belong to this job has written to its store")
+        return state
+
+
 class _Rendezvous(RendezvousHandler):
     """The nodes of one job, in the order in which the launcher named them, or whichever are there (elastic).
 
@@ -212,13 +261,16 @@ class _Rendezvous(RendezvousHandler):
         self._rounds = rounds
         self._node_rank: int = job["node_rank"]
         self._meeting = RendezvousStoreInfo(job["address"], job["port"])
-        self._store = open_store(job["address"], job["port"], job["listener"])
+        elastic = job["rendezvous"] == "elastic"
+        # torchrun's own: how long its static rendezvous waits for a node, and how long its dynamic one reads the store
+        timeout = int(parameters.get("read_timeout", 60) if elastic else parameters.get("timeout", 900))
+        self._store = open_store(job["address"], job["port"], job["listener"], timedelta(seconds=timeout))
         self._workers_store: dist.TCPStore | None = None
         self._dynamic: RendezvousHandler | None = None
-        if job["rendezvous"] == "elastic":
+        if elastic:
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # that would listen everywhere
             parameters.local_addr = route_to(job["address"]).address
-            backend = C10dRendezvousBackend(self._store, parameters.run_id)
+            backend = _SignedBackend(C10dRendezvousBackend(self._store, parameters.run_id), job["key"].encode())
             self._dynamic = create_handler(self._store, backend, parameters)
 
     def get_backend(self) -> str:
@@ -239,9 +291,10 @@ class _Rendezvous(RendezvousHandler):
         """The store's prefix is another one in each round."""
         if met.rank == 0:
             assert self._parameters.local_addr is not None
-            listener = socket.create_server((self._parameters.local_addr, 0))
+            family = socket.AF_INET6 if ":" in self._parameters.local_addr else socket.AF_INET
+            listener = socket.create_server((self._parameters.local_addr, 0), family=family)
             address, port = listener.getsockname()[:2]
-            self._workers_store = open_store(address, port, listener.detach())
+            self._workers_store = open_store(address, port, listener.detach(), STORE_TIMEOUT)
             met.store.set("workers", json.dumps([address, port, self._store.add("rounds", 1) - 1]))
         address, port, self._rounds.number = json.loads(met.store.get("workers"))
         return RendezvousStoreInfo(address, port)

@@ -16,7 +16,7 @@ from ddp_callbacks.launcher.connection import ssh_command
 from ddp_callbacks.launcher.doctor import Doctor, show, show_json
 from ddp_callbacks.launcher.launch import CannotStart, Interrupted, Launch
 from ddp_callbacks.launcher.options import Options, parse_doctor_options, parse_options, working_directory
-from ddp_callbacks.launcher.output import Output
+from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, make_plan, plan_nodes
 from ddp_callbacks.launcher.watch import Watch
 
@@ -68,7 +68,7 @@ def _launch(plan: Plan, options: Options) -> int:
         try:
             launch.connect(_say)
             meeting = launch.meet()
-            output = _output(options)
+            output = _output(options, launch)
             launch.start(*meeting)
         except CannotStart as error:
             for problem in error.problems:
@@ -94,11 +94,12 @@ def _say(text: str) -> None:
     print(f"ddprun: {text}", file=sys.stderr)
 
 
-def _output(options: Options) -> Output:
+def _output(options: Options, launch: Launch) -> Output:
+    terminal = Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
     base = Path(options.torchrun["log_dir"] or "ddprun-logs").absolute()
     folder = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     try:
-        return Output(folder, options.shown, options.prefix, sys.stdout.buffer, sys.stderr.buffer)
+        return Output(folder, options.shown, options.prefix, terminal)
     except OSError as error:
         raise ConfigurationError(f"cannot make {folder}: {error.strerror}. Name another place by --log-dir.") from None
 

@@ -8,6 +8,7 @@ import os
 import queue
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,13 +62,18 @@ class Connection:
     :meth:`tell` may be called from any thread; :meth:`ask` from one at a time.
     """
 
-    def __init__(self, plan: NodePlan, events: queue.Queue[Event], patience: float) -> None:
+    def __init__(
+        self, plan: NodePlan, events: queue.Queue[Event], patience: float, answer_timeout: float = _ANSWER_TIMEOUT
+    ) -> None:
+        self._answer_timeout = answer_timeout
         self.plan = plan
         self.greeted = False
         self.hello: dict[str, Any] = {}  # what the node says of itself
         self._patience = patience
         self._events = events
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._heard: float | None = None  # when something came last; None while the terminal is waited for
+        self._silent = False
         self._lock = threading.RLock()  # a signal's handler may write while its thread does
         self._noise = b""
         self._errors = b""
@@ -97,9 +103,14 @@ class Connection:
         """
         self.tell(do, **values)
         try:
-            answer = self._answers.get(timeout=_ANSWER_TIMEOUT)
+            answer = self._answers.get(timeout=self._answer_timeout)
         except queue.Empty:
-            raise NodeProblem(f"no answer came within {_ANSWER_TIMEOUT:g} s") from None
+            how = (
+                ""
+                if self.plan.host is None
+                else f" Does its login shell wait for something? Try: ssh {self.plan.host} true"
+            )
+            raise NodeProblem(f"no answer came within {self._answer_timeout:g} s.{how}") from None
         if answer is None:
             raise NodeProblem(self.explain_end())
         if "problem" in answer:
@@ -155,6 +166,8 @@ class Connection:
         self._process.wait()
         self._stderr_reader.join(1)
         said = [line for line in self._errors.decode(errors="replace").splitlines() if line.strip()]
+        if self._silent:
+            return f"the connection was lost (nothing came for {self._patience:g} s)"
         if self.greeted:
             return f"the connection was lost{f' ({said[-1].strip()})' if said else ''}"
         if self._process.returncode == 255 and self.plan.host is not None:
@@ -176,9 +189,15 @@ class Connection:
                 pass  # the reader tells of the end
 
     def _beat(self) -> None:
-        """Say that the launcher lives, also while its terminal has stopped taking output."""
+        """Say that the launcher lives, also while its terminal takes no output; and listen for the answers.
+
+        ssh's own signs of life do not exist on a connection that it shares (ControlPath).
+        """
         while not self._closed.wait(_BEAT):
             self.tell("beat")
+            if self.greeted and self._heard is not None and time.monotonic() - self._heard > self._patience:
+                self._silent = True
+                self._process.kill()
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
@@ -191,6 +210,7 @@ class Connection:
         buffer = b""
         while data := self._process.stdout.read(1 << 16):
             buffer += data
+            self._heard = time.monotonic()
             if not self.greeted:
                 self._noise, greeting, rest = buffer.partition(GREETING)
                 if not greeting:
@@ -199,7 +219,7 @@ class Connection:
                 self.greeted, buffer = True, rest
             buffer = self._take_frames(buffer)
         self._answers.put(None)
-        self._events.put(Event(self, "closed", -1, b""))
+        self._put(Event(self, "closed", -1, b""))
 
     def _take_frames(self, buffer: bytes) -> bytes:
         start = 0
@@ -211,9 +231,15 @@ class Connection:
             data = buffer[start - length : start]
             if kind == b"r":
                 self._answers.put(json.loads(data))
-            else:
-                self._events.put(Event(self, kind.decode(), rank, data))
+            elif kind != b"b":
+                self._put(Event(self, kind.decode(), rank, data))
         return buffer[start:]
+
+    def _put(self, event: Event) -> None:
+        """May wait for the terminal, while what the node says is not read."""
+        self._heard = None
+        self._events.put(event)
+        self._heard = time.monotonic()
 
 
 def address_of(node: Connection, others: Sequence[Connection]) -> str:
@@ -221,18 +247,21 @@ def address_of(node: Connection, others: Sequence[Connection]) -> str:
 
     That is the one to which ssh has connected; for this machine, the one on the way to another node.
     """
-    own = node.hello["address"]
-    if own and not _is_loopback(own):
-        return str(own)
-    addresses = (other.hello.get("address") for other in others)
-    elsewhere = next((address for address in addresses if address and not _is_loopback(address)), None)
+    own = _address_reached(node)
+    if own is not None:
+        return own
+    elsewhere = next(filter(None, map(_address_reached, others)), None)
     if elsewhere is None:
         return "127.0.0.1"  # all are this machine
     return str(node.ask("route", address=elsewhere)["address"])
 
 
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+def _address_reached(node: Connection) -> str | None:
+    """``None`` for this machine: where its user has logged in says nothing."""
+    address = node.hello.get("address")
+    if node.plan.host is None or not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return None
+    return str(address)
 
 
 # The first that is found counts.

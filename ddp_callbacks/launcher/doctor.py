@@ -27,6 +27,7 @@ from ddp_callbacks.launcher.remote import as_hex
 
 LIMIT = 20.0  # seconds, for all
 _PATIENCE = 3.5  # seconds without a sign of life
+_ANSWER_TIMEOUT = 10.0  # seconds; whoever takes longer is not asked again
 _FACTS_TIMEOUT = 8.0  # seconds
 _REACH_TIMEOUT = 2.0  # seconds, for one connection
 
@@ -38,7 +39,7 @@ class Doctor:
         self._script = script
         self._end = time.monotonic() + LIMIT
         self._events: queue.Queue[Event] = queue.Queue()
-        self._nodes = [Connection(plan, self._events, _PATIENCE) for plan in plans]
+        self._nodes = [Connection(plan, self._events, _PATIENCE, _ANSWER_TIMEOUT) for plan in plans]
         self._findings: list[Finding] = []
         self._facts: dict[str, Facts] = {}
         self._held: dict[Connection, tuple[str, int]] = {}  # the address and port on which a node listens
@@ -157,28 +158,33 @@ class Doctor:
             self._findings.append(Finding("", "all-reduce", "red", "not tried", "not tried: mend the above first"))
             return
         address, port = self._held[self._nodes[0]]
-        for rank, node in enumerate(self._nodes):
-            job = {"address": address, "port": port, "node_rank": rank, "nodes": len(self._nodes)}
-            argv = [as_hex(word) for word in (node.plan.python, "-P", "-m", "ddp_callbacks.launcher.probe")]
-            # Only the first node's listener is for the store.
-            node.ask("run", argv=argv, environ={}, job=job, listens=rank == 0)
-        self._findings.append(self._result_of_all_reduce())
+        try:
+            for rank, node in enumerate(self._nodes):
+                job = {"address": address, "port": port, "node_rank": rank, "nodes": len(self._nodes)}
+                argv = [as_hex(word) for word in (node.plan.python, "-P", "-m", "ddp_callbacks.launcher.probe")]
+                # Only the first node's listener is for the store.
+                node.ask("run", argv=argv, environ={}, job=job, listens=rank == 0)
+            self._findings.append(self._result_of_all_reduce())
+        except NodeProblem as problem:
+            self._findings.append(Finding("", "all-reduce", "red", "failed", str(problem)))
 
     def _result_of_all_reduce(self) -> Finding:
         said: dict[str, bytes] = {"o": b"", "e": b""}
-        running = len(self._nodes)
+        running = set(self._nodes)
         while running:
             try:
                 event = self._events.get(timeout=max(0.0, self._end - time.monotonic()))
             except queue.Empty:
-                problem = f"did not end within {LIMIT:g} s, with the look at the nodes"
-                return Finding("", "all-reduce", "red", "failed", problem)
+                raise NodeProblem(f"did not end within {LIMIT:g} s, with the look at the nodes") from None
             if event.kind in said:
                 said[event.kind] += event.data
-            elif event.kind == "x" and json.loads(event.data)["code"]:
-                last = said["e"].decode(errors="replace").strip().rpartition("\n")[2]
-                return Finding("", "all-reduce", "red", "failed", f"failed on {event.node.plan.name}: {last}")
-            running -= event.kind in ("x", "closed")
+            elif event.kind in ("x", "closed"):
+                running.discard(event.node)
+                if event.kind == "x" and json.loads(event.data)["code"]:
+                    last = said["e"].decode(errors="replace").strip().rpartition("\n")[2]
+                    raise NodeProblem(f"failed on {event.node.plan.name}: {last}")
+        if not said["o"]:
+            raise NodeProblem("ended without a result")
         result = json.loads(said["o"])
         text = f"{result['latency'] * 1e3:.2f} ms for one number, {result['bandwidth'] / 1e6:.0f} MB/s from each node"
         return Finding("", "all-reduce", "green", text)

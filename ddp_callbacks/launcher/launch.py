@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from ddp_callbacks.launcher.node import GRACE
 from ddp_callbacks.launcher.plan import Plan
 from ddp_callbacks.launcher.remote import as_hex
 
+_IS_INSTALLED = "import importlib.util, sys; sys.exit(importlib.util.find_spec('ddp_callbacks') is None)"
+_LOOK_TIMEOUT = 20.0  # seconds, for this on a slow disk
 _REACH_TIMEOUT = 5.0  # seconds, for a node to connect to the first one
 _LOOK = 0.25  # seconds between two looks at the time, while nothing comes
 _END_TIMEOUT = GRACE + 2.0  # seconds, from the end that was asked for until the last connection is cut
@@ -49,6 +52,7 @@ class Launch:
         self._patience = heartbeat_timeout
         self._events: queue.Queue[Event] = queue.Queue(maxsize=1000)
         self._nodes: list[Connection] = []
+        self._key = secrets.token_hex()  # of this job, which proves who belongs to it
         self._signal: int | None = None
         self._ending: float | None = None  # when all must be gone
 
@@ -73,6 +77,7 @@ class Launch:
             say(f"goes on without {node.plan.name}: {problem}.")
             node.close(0)
         self._nodes = reached
+        self._refuse_machines_named_twice()
 
     def meet(self) -> tuple[str | None, int]:
         """Let the first node listen where the others can reach it; the address and port.
@@ -84,7 +89,7 @@ class Launch:
             return None, 0
         first, *others = self._nodes
         try:
-            address = self._plan.address or address_of(first, others)
+            address = self._plan.address or (address_of(first, others) if others else "127.0.0.1")
             port = int(first.ask("listen", address=address, port=self._plan.port)["port"])
         except NodeProblem as problem:
             raise CannotStart([f"{first.plan.name}: {problem}. Name another address by --master-addr."]) from None
@@ -104,9 +109,19 @@ class Launch:
         if problems:
             raise CannotStart([f"{node.plan.name}: {problem}." for node, problem in problems.items()])
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the job has been ended."""
+        return self._ending is not None
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the time for an orderly end is over."""
+        return self._ending is not None and time.monotonic() >= self._ending
+
     def next_event(self) -> Event | None:
         """Blocks; ``None`` once the time for an orderly end is over."""
-        while self._ending is None or time.monotonic() < self._ending:
+        while not self.is_overdue:
             try:
                 return self._events.get(timeout=_LOOK)
             except queue.Empty:
@@ -179,23 +194,39 @@ class Launch:
             raise Interrupted(self._signal)
         return {node: problem for node, problem in problems.items() if problem is not None}
 
+    def _refuse_machines_named_twice(self) -> None:
+        names: dict[str, str] = {}
+        for node in self._nodes:
+            other = names.setdefault(str(node.hello["machine"]), node.plan.name)
+            if other != node.plan.name:
+                once = "Name it once, with the sum of its slots"
+                raise CannotStart([f"{other} and {node.plan.name} are the same machine. {once}."])
+
     def _check(self, node: Connection) -> None:
         node.greet()
         node.ask("enter", cwd=as_hex(node.plan.cwd))
         if self._plan.script is not None:
             node.ask("find", path=as_hex(self._plan.script))
+        argv = [as_hex(word) for word in (node.plan.python, "-P", "-c", _IS_INSTALLED)]
+        if node.ask("output", argv=argv, seconds=_LOOK_TIMEOUT)["code"]:
+            shell = "" if node.plan.host is None else f"ssh {node.plan.host} "
+            command = f"{shell}{node.plan.python} -m pip install ddp_callbacks"
+            raise NodeProblem(f"ddp_callbacks is not installed for Python 3.11 or newer there: {command}")
+
+    def _numbers(self, node: Connection) -> dict[str, Any]:
+        """Of the nodes that were reached; with one node, as the user says (by hand on each)."""
+        if len(self._plan.nodes) == 1:
+            return {}
+        return {"nnodes": f"{self._plan.min_nodes}:{len(self._nodes)}", "node_rank": self._nodes.index(node)}
 
     def _start_agent(self, node: Connection, address: str | None, port: int) -> None:
         plan = node.plan
         job = {
-            "torchrun": {
-                **self._plan.torchrun,
-                "nproc_per_node": plan.processes,
-                "node_rank": self._nodes.index(node) if self._plan.rendezvous else self._plan.torchrun["node_rank"],
-            },
+            "torchrun": {**self._plan.torchrun, "nproc_per_node": plan.processes, **self._numbers(node)},
             "command": [as_hex(word) for word in self._plan.command],
             "rendezvous": self._plan.rendezvous,
             "node_rank": plan.rank,
+            "key": self._key,
             "address": address,
             "port": port,
         }

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.environment import route_to
 
-STORE_TIMEOUT = timedelta(seconds=60)  # of one look into the store, torchrun's own
+STORE_TIMEOUT = timedelta(seconds=60)  # of one look into a store that is known to be there
 
 
 def choose_interface(address: str | None) -> str:
@@ -24,10 +24,10 @@ def choose_interface(address: str | None) -> str:
     return route.interface
 
 
-def open_store(address: str, port: int, listener: int | None) -> dist.TCPStore:
+def open_store(address: str, port: int, listener: int | None, timeout: timedelta) -> dist.TCPStore:
     """Host the store on a socket that listens already, or connect to it."""
     if listener is None:
-        return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
+        return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
     return dist.TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT, master_listen_fd=listener
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener
     )

@@ -12,6 +12,7 @@ and as many bytes.
 ``o``  what the rank has written to its standard output; rank -1 is the agent
 ``e``  the same for standard error
 ``m``  what the agent reports, JSON
+``b``  an answer to ``beat``, empty
 ``x``  the job has ended, and all that it started: ``{"code": N}``, in the shell's way (128 + signal)
 =====  ==============================================================================================
 
@@ -38,6 +39,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -79,6 +81,7 @@ class Node:
         self._process: subprocess.Popen[bytes] | None = None
         self._agent_ends: int | None = None  # a descriptor that becomes readable then
         self._codes: dict[int, int] = {}
+        self._foreign: set[int] = set()  # what the job has started as another user (sudo): it is not ours to end
         self._connected = True
         self._heard = time.monotonic()
         self._silence: float | None = None  # seconds
@@ -111,7 +114,9 @@ class Node:
         """Say who this is; from now on a longer silence (seconds) ends all. The address is the one ssh has reached."""
         self._silence = silence
         connection = os.environ.get("SSH_CONNECTION", "").split()
-        return {"hostname": socket.gethostname(), "address": connection[2] if len(connection) == 4 else None}
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            machine = [file.read().strip(), socket.gethostname(), os.readlink("/proc/self/ns/pid")]
+        return {"machine": machine, "address": connection[2] if len(connection) == 4 else None}
 
     def do_enter(self, cwd: str) -> dict[str, Any]:
         """Go to the working directory."""
@@ -149,7 +154,8 @@ class Node:
 
     def do_reach(self, addresses: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
         """Connect to what others hold; says for each why it cannot be reached, ``null`` if it can."""
-        return {"problems": [_cannot_reach(address, port, seconds) for address, port in addresses]}
+        with ThreadPoolExecutor(max(1, len(addresses))) as pool:
+            return {"problems": list(pool.map(lambda at: _cannot_reach(at[0], at[1], seconds), addresses))}
 
     def do_clock(self) -> dict[str, Any]:
         """The time here, in seconds since the epoch."""
@@ -205,7 +211,8 @@ class Node:
         return {}
 
     def do_beat(self) -> None:
-        """The launcher lives."""
+        """The launcher lives; so does this."""
+        self._outbox += HEADER.pack(b"b", -1, 0)
 
     def do_end(self, at_once: bool) -> None:
         """End the job."""
@@ -312,7 +319,7 @@ class Node:
     def _is_over(self) -> bool:
         if self._agent is None:
             return not self._connected or self._kill_at is not None
-        return self._agent in self._codes and not _descendants()
+        return self._agent in self._codes and not set(_descendants()) - self._foreign
 
     def _watch_launcher(self) -> None:
         if self._connected and self._silence is not None and time.monotonic() - self._heard > self._silence:
@@ -327,20 +334,29 @@ class Node:
         """SIGTERM for every process of the job, and ``grace`` seconds later SIGKILL."""
         now = time.monotonic()
         if self._kill_at is None and grace:
-            _signal(signal.SIGTERM)
+            self._signal(signal.SIGTERM)
         self._kill_at = now + grace if self._kill_at is None else min(self._kill_at, now + grace)
 
     def _watch_job(self) -> None:
         if not self._connected:
             self._outbox.clear()
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
-            _signal(signal.SIGKILL)
+            self._signal(signal.SIGKILL)
         self._reap()
         if self._agent in self._codes and self._agent_ends is not None:
             os.close(self._agent_ends)
             self._agent_ends = None
             self._send(b"m", {"agent_ended": self._codes[self._agent]})
             self._end(GRACE)  # what the job left behind
+
+    def _signal(self, number: int) -> None:
+        for pid in _descendants():
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass  # it has ended by now
+            except PermissionError:
+                self._foreign.add(pid)
 
     def _reap(self) -> None:
         """Take the exit codes of the children that have ended, orphans of the job among them."""
@@ -360,14 +376,6 @@ def _cannot_reach(address: str, port: int, seconds: float) -> str | None:
     except OSError as error:
         return f"cannot connect to {address} port {port}: {error.strerror or error}"
     return None
-
-
-def _signal(number: int) -> None:
-    for pid in _descendants():
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            pass  # it has ended by now
 
 
 def _descendants() -> list[int]:

@@ -115,7 +115,7 @@ def _add_flags(parser: ArgumentParser) -> None:
     start.add_argument("--dry-run", action="store_true", help="print what would run where, and start nothing")
     start.add_argument(
         "--heartbeat-timeout",
-        type=_positive,
+        type=_patience,
         default=3.5,
         metavar="SECONDS",
         help="a node that is not heard of for so long is lost: everything ends, there and here (default: 3.5)",
@@ -243,13 +243,13 @@ def _ranks(text: str) -> frozenset[int] | None:
     return frozenset(int(rank) for rank in text.split(","))
 
 
-def _positive(text: str) -> float:
+def _patience(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f"takes seconds, more than 0, got {text!r}")
+    if not 2 <= value < math.inf:
+        raise ArgumentTypeError(f"takes seconds, at least 2, got {text!r}")
     return value
 
 

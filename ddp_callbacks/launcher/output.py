@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import re
+import select
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 _PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+_LOOK = 0.25  # seconds between two looks at whether to give up
+AGENT = -1  # in place of a rank
 _LONGEST = 1 << 16  # bytes of a line that are held back until its end
 TAIL = 1 << 14  # bytes of a rank's standard error that are kept, to say why it failed
+
+
+class Terminal:
+    """Standard output (stream ``o``) and standard error (``e``) of this process, each written as far as it takes it.
+
+    Args:
+        out, err: Their descriptors.
+        give_up: Asked while nothing more is taken; what is left is dropped once it says so.
+    """
+
+    def __init__(self, out: int, err: int, give_up: Callable[[], bool]) -> None:
+        self._descriptors = {"o": out, "e": err}
+        self._give_up = give_up
+
+    def write(self, stream: str, data: bytes) -> None:
+        """Raises BrokenPipeError where nobody reads any more."""
+        descriptor = self._descriptors[stream]
+        while data:
+            if select.select([], [descriptor], [], _LOOK)[1]:
+                data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]  # so much never blocks then
+            elif self._give_up():
+                return
 
 
 class Output:
@@ -22,50 +49,49 @@ class Output:
         folder: Where the files go; made here.
         shown: The ranks for the terminal, ``None`` for all.
         prefix: Whether a line begins with ``[node:rank]``.
-        stdout, stderr: The terminal.
+        terminal: Where the lines go.
     """
 
-    def __init__(
-        self, folder: Path, shown: frozenset[int] | None, prefix: bool, stdout: BinaryIO, stderr: BinaryIO
-    ) -> None:
+    def __init__(self, folder: Path, shown: frozenset[int] | None, prefix: bool, terminal: Terminal) -> None:
         folder.mkdir(parents=True)
         self._folder = folder
         self._shown = shown
         self._prefix = prefix
-        self._sinks = {"o": stdout, "e": stderr}
-        self._files: dict[Path, BinaryIO] = {}
-        self._lines: dict[tuple[int, str], _Lines] = {}
-        self._tails: dict[int, deque[bytes]] = {}
+        self._terminal = terminal
+        self._files: dict[Path, BinaryIO | None] = {}  # None once it cannot be written
+        self._lines: dict[tuple[str, int, str], _Lines] = {}
+        self._tails: dict[tuple[str, int], deque[bytes]] = {}
         self._unfinished = False  # whether the terminal's last line is
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def write(self, node: str, rank: int, stream: str, data: bytes) -> None:
         """What a rank wrote to stream ``o`` (standard output) or ``e`` (standard error)."""
-        file = self._file(self.path_of(rank))
-        file.write(data)
-        file.flush()
+        self._keep(self.path_of(rank), data)
         if stream == "e":
-            self._remember(rank, data)
+            self._remember((node, rank), data)
         if self.shows(rank):
-            if (rank, stream) not in self._lines:
-                prefix = f"[{node}:{rank}] ".encode() if self._prefix else b""
-                self._lines[rank, stream] = _Lines(prefix, held=self._shown is None or len(self._shown) > 1)
-            self._print(self._lines[rank, stream].add(data), stream)
+            self._show(f"[{node}:{rank}] ", (node, rank, stream), data)
 
-    def write_agent(self, node: str, data: bytes, show: bool) -> None:
+    def write_agent(self, node: str, stream: str, data: bytes, show: bool) -> None:
         """What torchrun's agent on a node wrote."""
-        file = self._file(self.path_of_agent(node))
-        file.write(data)
-        file.flush()
+        self._keep(self.path_of_agent(node), data)
+        if stream == "e":
+            self._remember((node, AGENT), data)
         if show:
-            self._print(data, "e")
+            self._show(f"[{node}] ", (node, AGENT, stream), data)
 
     def note(self, text: str) -> None:
         """A line of the launcher's own."""
         self._print((b"\n" if self._unfinished else b"") + f"ddprun: {text}\n".encode(errors="replace"), "e")
 
     def quote(self, node: str, rank: int, lines: list[str]) -> None:
-        """Lines of a rank that is not shown otherwise."""
-        prefix = f"[{node}:{rank}] " if self._prefix else ""
+        """Lines of a rank, or of an agent, that is not shown otherwise."""
+        prefix = "" if not self._prefix else f"[{node}] " if rank == AGENT else f"[{node}:{rank}] "
         text = "".join(f"{prefix}{line}\n" for line in lines)
         self._print((b"\n" if self._unfinished else b"") + text.encode(errors="surrogateescape"), "e")
 
@@ -78,40 +104,53 @@ class Output:
     def path_of_agent(self, node: str) -> Path:
         return self._folder / f"agent-{node}.log"
 
-    def last_errors(self, rank: int) -> list[str]:
-        """The last lines that a rank wrote to its standard error, the last of all last."""
-        return b"".join(self._tails.get(rank, ())).decode(errors="surrogateescape").replace("\r", "\n").splitlines()
+    def last_errors(self, node: str, rank: int) -> list[str]:
+        """The last lines that a rank, or an agent, wrote to its standard error, the last of all last."""
+        tail = b"".join(self._tails.get((node, rank), ()))
+        return tail.decode(errors="surrogateescape").replace("\r", "\n").splitlines()
 
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def forget_errors(self, node: str) -> None:
+        """New workers start on a node: what the ones before said is no reason of theirs."""
+        self._tails = {key: tail for key, tail in self._tails.items() if key[0] != node}
 
     def close(self) -> None:
         """Show what was held back; nothing comes any more."""
         for file in self._files.values():
-            file.close()
-        for (_, stream), lines in self._lines.items():
+            if file is not None:
+                file.close()
+        for (_, _, stream), lines in self._lines.items():
             self._print(lines.rest(), stream)
         if self._unfinished:
             self._print(b"\n", "e")
 
-    def _file(self, path: Path) -> BinaryIO:
-        if path not in self._files:
-            self._files[path] = path.open("wb")
-        return self._files[path]
+    def _keep(self, path: Path, data: bytes) -> None:
+        """A full disk is no reason to end the training."""
+        try:
+            if path not in self._files:
+                self._files[path] = path.open("wb", buffering=0)
+            if (file := self._files[path]) is not None:
+                file.write(data)
+        except OSError as error:
+            if file := self._files.get(path):
+                file.close()
+            self._files[path] = None
+            self.note(f"{path} is not complete: {error.strerror}")
 
-    def _remember(self, rank: int, data: bytes) -> None:
-        tail = self._tails.setdefault(rank, deque())
+    def _show(self, prefix: str, key: tuple[str, int, str], data: bytes) -> None:
+        if key not in self._lines:
+            held = self._shown is None or len(self._shown) > 1
+            self._lines[key] = _Lines(prefix.encode() if self._prefix else b"", held)
+        self._print(self._lines[key].add(data), key[2])
+
+    def _remember(self, key: tuple[str, int], data: bytes) -> None:
+        tail = self._tails.setdefault(key, deque())
         tail.append(data)
         while sum(map(len, tail)) - len(tail[0]) > TAIL:
             tail.popleft()
 
     def _print(self, data: bytes, stream: str) -> None:
         if data:
-            self._sinks[stream].write(data)
-            self._sinks[stream].flush()
+            self._terminal.write(stream, data)
             self._unfinished = not data.endswith(b"\n")
 
 

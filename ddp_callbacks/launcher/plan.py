@@ -12,7 +12,6 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.hosts import Host
 from ddp_callbacks.launcher.options import NodeOptions, Options
 
-_OWN_RENDEZVOUS = ("rdzv_endpoint",)
 _FOR_ONE_NODE = ("node_rank", "local_addr", "standalone")  # what torchrun's user says on each node
 
 
@@ -105,15 +104,16 @@ def make_plan(options: Options, here: Here) -> Plan:
     if not by_hand:
         torchrun["nnodes"] = f"{min_nodes}:{count}"
     elastic = min_nodes < count or (count > 1 and torchrun["max_restarts"] > 0)
-    own = by_hand or any(torchrun[name] for name in _OWN_RENDEZVOUS)
+    address, port = _address(torchrun)
+    own = by_hand or (torchrun["rdzv_backend"] != "static" and bool(torchrun["rdzv_endpoint"]))
     if torchrun["rdzv_backend"] not in ("static", "c10d") and not own:
         raise ConfigurationError(f"--rdzv-backend {torchrun['rdzv_backend']} needs --rdzv-endpoint.")
     return Plan(
         nodes=nodes,
         min_nodes=min_nodes,
         rendezvous=None if own else "elastic" if elastic else "fixed",
-        address=torchrun["master_addr"] if torchrun["master_addr"] != "127.0.0.1" else None,
-        port=torchrun["master_port"] or 0,
+        address=address,
+        port=port,
         script=None if torchrun["module"] or torchrun["no_python"] else options.command[0],
         torchrun=torchrun,
         command=options.command,
@@ -128,6 +128,17 @@ def _refuse_flags_of_one_node(torchrun: dict[str, Any]) -> None:
                 f"--{name.replace('_', '-')} is for a command on one node; ddprun finds that out for each of the nodes "
                 "that it is given. Leave it out."
             )
+
+
+def _address(torchrun: dict[str, Any]) -> tuple[str | None, int]:
+    """Where the user wants the first node to listen: torchrun's static endpoint is the same as its two other flags."""
+    if torchrun["rdzv_backend"] == "static" and torchrun["rdzv_endpoint"]:
+        host, _, port = torchrun["rdzv_endpoint"].rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigurationError(f"--rdzv-endpoint takes HOST:PORT, got {torchrun['rdzv_endpoint']!r}.")
+        return host.removeprefix("[").removesuffix("]"), int(port)
+    given = torchrun["master_addr"] != "127.0.0.1"  # torchrun's default
+    return torchrun["master_addr"] if given else None, torchrun["master_port"] or 0
 
 
 def _min_nodes(low: int, high: int, count: int) -> int:
@@ -151,13 +162,13 @@ def is_this_machine(name: str) -> bool:
 
 
 def _is_own(family: int, address: Any) -> bool:
-    """Only an address of its own can be bound."""
+    """What goes to an address of its own comes from there."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind(address)
+            probe.connect((address[0], 1, *address[2:]))  # sends nothing
         except OSError:
             return False
-        return True
+        return bool(probe.getsockname()[0] == address[0])
 
 
 def describe(plan: Plan, ssh: Callable[[str], list[str]]) -> str:

@@ -21,13 +21,13 @@ _TIME = 1.0  # seconds, for either measurement
 def main() -> None:
     job = json.load(sys.stdin.buffer)
     choose_interface(job["address"])
-    store = open_store(job["address"], job["port"], job["listener"])
+    store = open_store(job["address"], job["port"], job["listener"], _TIMEOUT)
     rank, world_size = job["node_rank"], job["nodes"]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     latency, large = _median_time(1), _median_time(_BYTES // 4)
     if rank == 0:
         on_the_wire = 2 * (world_size - 1) / world_size * _BYTES  # that each node sends, in a ring
-        print(json.dumps({"latency": latency, "bandwidth": on_the_wire / large}))
+        print(json.dumps({"latency": latency, "bandwidth": on_the_wire / large}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

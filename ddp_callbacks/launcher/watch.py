@@ -10,7 +10,7 @@ from typing import Any
 from ddp_callbacks.launcher.connection import Connection, Event
 from ddp_callbacks.launcher.failures import Failure, exception_in, first_cause
 from ddp_callbacks.launcher.launch import Launch
-from ddp_callbacks.launcher.output import Output
+from ddp_callbacks.launcher.output import AGENT, Output
 from ddp_callbacks.launcher.plan import Plan
 
 _QUOTED = 20  # lines of the failing rank that are shown
@@ -25,15 +25,17 @@ class Watch:
         self._output = output
         self._running = launch.nodes
         self._failures: list[Failure] = []
+        self._reports: list[tuple[str, dict[str, Any], float]] = []  # of failed ranks: node, report, when it came
         self._agents: dict[str, dict[str, Any]] = {}
         self._last_words: dict[int, float] = {}  # when a rank last wrote to its standard error
+        self._redirected = plan.torchrun["redirects"] != "0" or plan.torchrun["tee"] != "0"
 
     def run(self) -> int:
         """Pass on what the ranks print until all nodes have ended; the exit code of the job."""
         while self._running and (event := self._launch.next_event()):
             self._take(event)
         for node in self._running:
-            self._failures.append(self._lost(node, "did not end in time"))
+            self._fail(node.plan.name, 1, "did not end in time")
         return self._conclude()
 
     def _take(self, event: Event) -> None:
@@ -41,34 +43,35 @@ class Watch:
         if event.kind in "oe":
             self._take_output(name, event)
         elif event.kind == "m":
-            self._take_report(name, json.loads(event.data))
+            self._take_report(event.node, json.loads(event.data))
         elif event.kind == "x":
             self._take_end(event.node, json.loads(event.data)["code"])
         elif event.node in self._running:  # closed, without an end before
             self._running.remove(event.node)
-            self._lose(event.node)
+            self._lose(event.node, event.node.explain_end(), 1)
 
     def _take_output(self, name: str, event: Event) -> None:
-        if event.rank < 0:
-            redirected = self._plan.torchrun["redirects"] != "0" or self._plan.torchrun["tee"] != "0"
-            self._output.write_agent(name, event.data, show=redirected)
+        if event.rank == AGENT:
+            self._output.write_agent(name, event.kind, event.data, show=self._redirected)
             return
         if event.kind == "e":
             self._last_words[event.rank] = time.monotonic()
         self._output.write(name, event.rank, event.kind, event.data)
 
-    def _take_report(self, name: str, report: dict[str, Any]) -> None:
+    def _take_report(self, node: Connection, report: dict[str, Any]) -> None:
+        name = node.plan.name
         if "agent" in report:
             self._agents[name] = report["agent"]
         elif "workers" in report:
+            self._output.forget_errors(name)
             self._say_what_runs(name, **report["workers"])
         elif "failures" in report:
-            self._failures += [self._failure(name, **failure) for failure in report["failures"]]
+            self._reports += [(name, failure, time.monotonic()) for failure in report["failures"]]
             self._launch.end()
         elif "error" in report:
-            self._failures.append(Failure(name, None, 1, report["error"], time.monotonic()))
+            self._fail(name, 1, report["error"])
             self._launch.end()
-        elif report["agent_ended"] != 0:
+        elif report["agent_ended"] != 0 and not self._can_do_without(node):
             self._launch.end()
 
     def _say_what_runs(self, name: str, ranks: list[int], attempt: int) -> None:
@@ -79,45 +82,60 @@ class Watch:
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
         self._output.note(f"{name}: {which}, {threads}{where}{again}")
 
-    def _failure(self, name: str, rank: int, pid: int, code: int, signal: str | None, message: str | None) -> Failure:
-        words = exception_in(self._output.last_errors(rank))
-        reason = message or words or (f"ended by {signal}" if signal else "no exception was printed")
-        order = self._last_words.get(rank, time.monotonic()) if words else time.monotonic()
-        return Failure(name, rank, code, reason, order)
-
     def _take_end(self, node: Connection, code: int) -> None:
         self._running.remove(node)
-        if code == 0:
+        if code != 0:
+            self._lose(node, f"torchrun's agent ended with exit code {code}", code)
+
+    def _lose(self, node: Connection, reason: str, code: int) -> None:
+        """A node has ended, and not as it should."""
+        name = node.plan.name
+        if any(failed == name for failed, _, _ in self._reports) or any(name == each.node for each in self._failures):
+            return  # its own report says more
+        if self._can_do_without(node):
+            self._output.note(f"{name}: {reason}; goes on without it")
             return
-        if all(failure.node != node.plan.name for failure in self._failures):
-            reason = f"torchrun's agent ended with exit code {code}"
-            self._failures.append(Failure(node.plan.name, None, code, reason, time.monotonic()))
+        self._fail(name, code, reason)
         self._launch.end()
 
-    def _lose(self, node: Connection) -> None:
-        if self._launch.signal is not None:
-            return
+    def _can_do_without(self, node: Connection) -> bool:
+        """An elastic job goes on while enough nodes are there; the first one has the store."""
+        others = [other for other in self._running if other is not node]
         elastic = self._plan.rendezvous == "elastic" and node.plan.rank != 0
-        if elastic and len(self._running) >= self._plan.min_nodes:
-            self._output.note(f"{node.plan.name}: {node.explain_end()}; goes on without it")
-            return
-        self._failures.append(self._lost(node, node.explain_end()))
-        self._launch.end()
+        return elastic and not self._launch.is_ending and len(others) >= self._plan.min_nodes
 
-    def _lost(self, node: Connection, reason: str) -> Failure:
-        return Failure(node.plan.name, None, 1, reason, time.monotonic())
+    def _fail(self, name: str, code: int, reason: str) -> None:
+        self._failures.append(Failure(name, None, code, reason, time.monotonic()))
+
+    def _failure(self, name: str, report: dict[str, Any], came: float) -> Failure:
+        """Made at the end, when all that the rank has written is here."""
+        words = exception_in(self._output.last_errors(name, report["rank"]))
+        ended = report["signal"] and f"ended by {report['signal']}"
+        if report["signal"] == "SIGABRT":
+            ended = None  # what C++ does with an exception, after Python has told it
+        reason = ended or report["message"] or words or report["signal"] or "no exception was printed"
+        order = came if ended else self._last_words.get(report["rank"], came)
+        return Failure(name, report["rank"], report["code"], reason, min(order, came))
 
     def _conclude(self) -> int:
         """Say how it ended."""
         if self._launch.signal is not None:
             self._output.note(f"ended by {signal.Signals(self._launch.signal).name}")
             return 128 + self._launch.signal
-        if not self._failures:
+        failures = self._failures + [self._failure(*report) for report in self._reports]
+        if not failures:
             return 0
-        cause = first_cause(self._failures)
-        if cause.rank is not None and not self._output.shows(cause.rank):
-            self._output.quote(cause.node, cause.rank, self._output.last_errors(cause.rank)[-_QUOTED:])
+        cause = first_cause(failures)
+        rank = AGENT if cause.rank is None else cause.rank
+        if not (self._redirected if rank == AGENT else self._output.shows(rank)):
+            self._output.quote(cause.node, rank, self._output.last_errors(cause.node, rank)[-_QUOTED:])
         self._output.note(str(cause))
-        path = self._output.path_of_agent(cause.node) if cause.rank is None else self._output.path_of(cause.rank)
-        self._output.note(f"its whole output is in {path}")
+        self._output.note(self._where_it_is(cause))
         return cause.code
+
+    def _where_it_is(self, cause: Failure) -> str:
+        """The whole output of what failed."""
+        if self._redirected:
+            return f"its output is on {cause.node}, where --log-dir says"
+        path = self._output.path_of_agent(cause.node) if cause.rank is None else self._output.path_of(cause.rank)
+        return f"its whole output is in {path}" if path.exists() else f"it has printed nothing; all is in {path.parent}"
