@@ -331,7 +331,7 @@ class Run:
 
     def pid(self) -> int:
         """Of ``ddprun`` itself, not of what leads into the host."""
-        return next(pid for pid, line in self.host.processes().items() if "-m ddp_callbacks.launcher " in line)
+        return pid_of_ddprun(self.host)
 
     def signal(self, number: int) -> None:
         os.kill(self.pid(), number)
@@ -339,6 +339,10 @@ class Run:
     def end(self) -> tuple[int, list[str]]:
         """Its exit code, and the last lines."""
         return self.process.wait(LIMIT), self._err.read_text().splitlines()
+
+
+def pid_of_ddprun(host: Host) -> int:
+    return next(pid for pid, line in host.processes().items() if " -m ddp_callbacks.launcher " in line)
 
 
 def wait_until(holds: Callable[[], bool], limit: float = LIMIT) -> float:
@@ -381,9 +385,7 @@ def test_a_closed_terminal_does_not_end_what_nohup_has_started(bed: HostBed, tmp
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"[localhost:0] up\n"
-        os.kill(
-            next(pid for pid, line in host.processes().items() if " -m ddp_callbacks.launcher " in line), signal.SIGHUP
-        )
+        os.kill(pid_of_ddprun(host), signal.SIGHUP)
         assert process.stdout.read() == b"[localhost:0] done\n"
     assert process.returncode == 0
 
@@ -454,6 +456,105 @@ def test_a_node_that_is_cut_off_ends_all(bed_of_two: HostBed, tmp_path: Path, ev
         assert not of_job(h1)
         assert ended == 1
         assert lines[-2].startswith("ddprun: h2: the connection was lost"), lines
+
+
+def test_a_cut_of_a_shared_connection_is_noticed(bed_of_two: HostBed, tmp_path: Path) -> None:
+    """ssh's own signs of life are those of the connection that is shared."""
+    h1, h2 = bed_of_two.hosts
+    (h1.home / ".ssh" / "config").write_text(f"ControlPath {tmp_path}/master\n")
+    master = h1.start("ssh", "-M", "-N", "h2", stdin=subprocess.DEVNULL)
+    wait_until((tmp_path / "master").exists)
+    try:
+        with started(bed_of_two, tmp_path) as run:
+            bed_of_two.set_link(h2, up=False)
+            assert wait_until(lambda: not [line for line in of_job(h1) if "ssh -M" not in line]) < 9
+            code, lines = run.end()
+            assert code == 1
+            assert lines[-3] == "ddprun: h2: the connection was lost (nothing came for 3.5 s)", lines
+    finally:
+        master.kill()
+        master.wait()
+
+
+def test_a_killed_program_of_a_node_leaves_no_worker(bed: HostBed, tmp_path: Path) -> None:
+    with started(bed, tmp_path) as run:
+        kill_on(bed.hosts[1], "sys.stdin.buffer")
+        assert wait_until(lambda: not [line for line in of_job(*bed.hosts) if "script.py" in line]) < 5
+        assert run.end()[0] == 1
+    kill_on(bed.hosts[1], "sleep 1000")  # in sessions of their own, and nobody is left who knows of them
+
+
+def test_a_terminal_that_takes_nothing_does_not_keep_anything_running(bed: HostBed, tmp_path: Path) -> None:
+    script = write(tmp_path, "import sys\nwhile True: print('x' * 1000, flush=True)")
+    host = bed.hosts[0]
+    with host.start(*DDPRUN, "-H", "h1:1,h2:1", script, cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.kill(pid_of_ddprun(host), signal.SIGTERM)
+        assert wait_until(lambda: not of_job(*bed.hosts)) < 9
+        process.stdout.read()
+    assert process.returncode == 143
+
+
+STRANGER = """
+import base64, os, pickle, sys, time
+from torch.distributed import TCPStore
+class Run:
+    def __reduce__(self):
+        return os.system, ("touch " + sys.argv[1],)
+store = TCPStore("10.83.0.1", 29611, is_master=False, wait_for_workers=False)
+for _ in range(20):
+    store.set("torch.rendezvous.none", base64.b64encode(b"x" * 32 + pickle.dumps(Run())).decode())
+    store.set("torch.rendezvous.none", base64.b64encode(pickle.dumps(Run())).decode())
+    time.sleep(0.1)
+"""
+
+
+def test_what_a_stranger_writes_to_the_store_is_not_run(bed: HostBed, tmp_path: Path) -> None:
+    h1, _, h3 = bed.hosts
+    elastic = ["-H", "h1:1,h2:1", "--max-restarts", "1", "--master-port", "29611", "--show-ranks", "all"]
+    with Run(h1, *elastic, write(tmp_path, STAY), cwd=tmp_path) as run:
+        run.await_text("up ", 2)
+        assert h3.run(sys.executable, "-c", STRANGER, str(tmp_path / "owned")).returncode == 0
+        run.end()
+    assert not (tmp_path / "owned").exists()
+    assert "someone who does not belong to this job has written to its store" in run.text
+
+
+def test_an_elastic_run_does_not_wait_for_a_node_that_was_not_there(bed: HostBed, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    done = ddprun(bed.hosts[0], "-H", "h1:1,nowhere:1", "--nnodes", "1:2", write(tmp_path, SHOW), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("ddprun: goes on without nowhere: the host is unknown ")
+    assert time.monotonic() - begin < 30
+
+
+def test_an_elastic_run_goes_on_without_an_agent_that_was_killed(bed: HostBed, tmp_path: Path) -> None:
+    flags = ["--nnodes", "1:2", "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=1", "--show-ranks", "all"]
+    with Run(bed.hosts[0], "-H", "h1:1,h2:1", *flags, write(tmp_path, STAY), cwd=tmp_path) as run:
+        run.await_text("up ", 2)
+        kill_on(bed.hosts[1], "launcher.agent")
+        run.await_text("goes on without it", 1)
+        assert [line for line in of_job(bed.hosts[0]) if "-u script.py" in line]
+        run.signal(signal.SIGINT)
+        assert run.end()[0] == 130
+
+
+def test_the_first_of_two_failures_is_told(bed: HostBed, tmp_path: Path) -> None:
+    """Both within a second, and the first one's neighbour takes its time to end."""
+    script = """
+import os, signal, sys, time
+rank = os.environ["RANK"]
+print("up", flush=True)
+if rank == "1":
+    time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)
+if rank == "2":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(100)
+"""
+    done = ddprun(bed.hosts[0], "-H", "h1:1,h2:2", write(tmp_path, script), cwd=tmp_path)
+    assert done.returncode == 137, done.stderr
+    assert "ddprun: rank 1 on h2 failed with exit code 137: ended by SIGKILL" in done.stderr
 
 
 def test_a_cable_that_comes_back_soon_ends_nothing(bed_of_two: HostBed, tmp_path: Path) -> None:
@@ -552,13 +653,22 @@ def test_a_login_that_does_not_work_is_explained(
             ["-H", "h1,h2", "--chdir", "/no"],
             [rf"h{i}: the working directory /no cannot be entered: .*" for i in (1, 2)],
         ),
+        (
+            ["-H", "h1,10.83.0.1"],
+            [r"h1 and 10.83.0.1 are the same machine\. Name it once, with the .*"],
+        ),
+        (
+            ["--hostfile", "hosts"],
+            [r"h2: ddp_callbacks is not installed .*: ssh h2 /usr/bin/python3 -m pip install ddp_callbacks\."],
+        ),
         (["-H", "h1,h2", "--master-addr", "10.83.0.99"], [r"h1: cannot listen on 10.83.0.99 .*--master-addr\."]),
     ],
-    ids=["unknown host", "dead host", "no python", "no folder", "no address"],
+    ids=["unknown host", "dead host", "no python", "no folder", "host twice", "not installed", "no address"],
 )
 def test_a_node_that_cannot_do_its_part_is_named_before_anything_starts(
     bed: HostBed, tmp_path: Path, flags: list[str], says: list[str]
 ) -> None:
+    write(tmp_path, "h1\nh2 python=/usr/bin/python3\n", "hosts")
     done = ddprun(bed.hosts[0], *flags, write(tmp_path, "print('started')"), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     lines = done.stderr.splitlines()
