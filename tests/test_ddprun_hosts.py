@@ -17,7 +17,7 @@ import host_bed
 import pytest
 import torch
 from host_bed import Host, HostBed
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_node import NASTY
 
@@ -258,30 +258,24 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture(scope="module")
-def over_ssh(bed: HostBed) -> Iterator[subprocess.Popen[bytes]]:
-    process = bed.hosts[0].start(
-        sys.executable, "-c", OVER_SSH, ECHO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parent
-    )
-    with process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
+def test_any_bytes_arrive_unchanged_over_ssh(bed: HostBed) -> None:
+    words = st.binary(max_size=30).filter(lambda raw: b"\0" not in raw)
+    command = [sys.executable, "-c", OVER_SSH, ECHO]
+    with bed.hosts[0].start(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
 
+        @settings(max_examples=40, deadline=None)
+        @given(st.lists(words, max_size=5), words)
+        def arrives(arguments: list[bytes], value: bytes) -> None:
+            sent = [[word.hex() for word in arguments], value.hex()]
+            stdin.write(json.dumps(sent).encode() + b"\n")
+            stdin.flush()
+            assert json.loads(stdout.readline())[:2] == sent
 
-words = st.binary(max_size=30).filter(lambda raw: b"\0" not in raw)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(words, max_size=5), words)
-def test_any_bytes_arrive_unchanged_over_ssh(
-    over_ssh: subprocess.Popen[bytes], arguments: list[bytes], value: bytes
-) -> None:
-    sent = [[word.hex() for word in arguments], value.hex()]
-    assert over_ssh.stdin is not None and over_ssh.stdout is not None
-    over_ssh.stdin.write(json.dumps(sent).encode() + b"\n")
-    over_ssh.stdin.flush()
-    assert json.loads(over_ssh.stdout.readline())[:2] == sent
+        arrives()
+        stdin.close()
+    assert process.returncode == 0
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -470,7 +464,7 @@ def test_a_cut_of_a_shared_connection_is_noticed(bed_of_two: HostBed, tmp_path: 
             assert wait_until(lambda: not [line for line in of_job(h1) if "ssh -M" not in line]) < 9
             code, lines = run.end()
             assert code == 1
-            assert lines[-3] == "ddprun: h2: the connection was lost (nothing came for 3.5 s)", lines
+            assert lines[-2] == "ddprun: h2: the connection was lost (nothing came for 3.5 s)", lines
     finally:
         master.kill()
         master.wait()
@@ -515,7 +509,7 @@ def test_what_a_stranger_writes_to_the_store_is_not_run(bed: HostBed, tmp_path: 
     elastic = ["-H", "h1:1,h2:1", "--max-restarts", "1", "--master-port", "29611", "--show-ranks", "all"]
     with Run(h1, *elastic, write(tmp_path, STAY), cwd=tmp_path) as run:
         run.await_text("up ", 2)
-        assert h3.run(sys.executable, "-c", STRANGER, str(tmp_path / "owned")).returncode == 0
+        h3.run(sys.executable, "-c", STRANGER, str(tmp_path / "owned"))
         run.end()
     assert not (tmp_path / "owned").exists()
     assert "someone who does not belong to this job has written to its store" in run.text
@@ -552,7 +546,9 @@ if rank == "2":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 time.sleep(100)
 """
+    begin = time.monotonic()
     done = ddprun(bed.hosts[0], "-H", "h1:1,h2:2", write(tmp_path, script), cwd=tmp_path)
+    assert time.monotonic() - begin < 20
     assert done.returncode == 137, done.stderr
     assert "ddprun: rank 1 on h2 failed with exit code 137: ended by SIGKILL" in done.stderr
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -87,6 +87,7 @@ def _run(job: dict[str, Any], reports: Reports) -> None:
     args.nproc_per_node = str(processes)
     if args.shutdown_timeout is None:
         args.shutdown_timeout = SHUTDOWN_TIMEOUT
+    _end_siblings_soon(args.shutdown_timeout, reports)
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     interface = choose_interface(job["address"])
@@ -108,6 +109,24 @@ def _run(job: dict[str, Any], reports: Reports) -> None:
     config.logs_specs = _SameRound(config.logs_specs, rounds)
     reports.send({"agent": {"processes": processes, "threads": os.environ["OMP_NUM_THREADS"], "interface": interface}})
     elastic_launch(config, command)(*arguments)
+
+
+def _end_siblings_soon(timeout: int, reports: Reports) -> None:
+    """Tell of a failed worker at once, and give the others of this node no more than ``timeout`` seconds.
+
+    torchrun itself waits up to 30 s for them, whatever --shutdown-timeout says, before it tells anyone: its
+    SubprocessContext closes with the default of this method as soon as it finds a failure.
+    """
+    close = PContext.close
+
+    def close_soon(context: PContext, death_sig: signal.Signals | None = None, timeout: int = timeout) -> None:
+        failures: dict[int, ProcessFailure] = getattr(context, "_failures", {})
+        if failures:
+            ranks = {local_rank: int(context.envs[local_rank]["RANK"]) for local_rank in failures}
+            reports.send({"noticed": [_describe(ranks[local_rank], each) for local_rank, each in failures.items()]})
+        close(context, death_sig, timeout)
+
+    PContext.close = close_soon  # type: ignore[method-assign, assignment]
 
 
 def _processes(nproc_per_node: str) -> int:

@@ -25,7 +25,7 @@ class Watch:
         self._output = output
         self._running = launch.nodes
         self._failures: list[Failure] = []
-        self._reports: list[tuple[str, dict[str, Any], float]] = []  # of failed ranks: node, report, when it came
+        self._reports: dict[tuple[str, int], tuple[dict[str, Any], float]] = {}  # of failed ranks, and when they came
         self._agents: dict[str, dict[str, Any]] = {}
         self._last_words: dict[int, float] = {}  # when a rank last wrote to its standard error
         self._redirected = plan.torchrun["redirects"] != "0" or plan.torchrun["tee"] != "0"
@@ -63,16 +63,27 @@ class Watch:
         if "agent" in report:
             self._agents[name] = report["agent"]
         elif "workers" in report:
-            self._output.forget_errors(name)
+            self._forget(name)
             self._say_what_runs(name, **report["workers"])
+        elif "noticed" in report:  # torchrun may start the workers again
+            self._remember(name, report["noticed"])
         elif "failures" in report:
-            self._reports += [(name, failure, time.monotonic()) for failure in report["failures"]]
+            self._remember(name, report["failures"])
             self._launch.end()
         elif "error" in report:
             self._fail(name, 1, report["error"])
             self._launch.end()
         elif report["agent_ended"] != 0 and not self._can_do_without(node):
             self._launch.end()
+
+    def _remember(self, name: str, failures: list[dict[str, Any]]) -> None:
+        for failure in failures:
+            self._reports.setdefault((name, failure["rank"]), (failure, time.monotonic()))
+
+    def _forget(self, name: str) -> None:
+        """New workers start on a node."""
+        self._output.forget_errors(name)
+        self._reports = {key: report for key, report in self._reports.items() if key[0] != name}
 
     def _say_what_runs(self, name: str, ranks: list[int], attempt: int) -> None:
         agent = self._agents[name]
@@ -90,7 +101,7 @@ class Watch:
     def _lose(self, node: Connection, reason: str, code: int) -> None:
         """A node has ended, and not as it should."""
         name = node.plan.name
-        if any(failed == name for failed, _, _ in self._reports) or any(name == each.node for each in self._failures):
+        if any(name == failed for failed, _ in self._reports) or any(name == each.node for each in self._failures):
             return  # its own report says more
         if self._can_do_without(node):
             self._output.note(f"{name}: {reason}; goes on without it")
@@ -122,7 +133,7 @@ class Watch:
         if self._launch.signal is not None:
             self._output.note(f"ended by {signal.Signals(self._launch.signal).name}")
             return 128 + self._launch.signal
-        failures = self._failures + [self._failure(*report) for report in self._reports]
+        failures = self._failures + [self._failure(name, *report) for (name, _), report in self._reports.items()]
         if not failures:
             return 0
         cause = first_cause(failures)
