@@ -44,7 +44,7 @@ $(TORCHVISION)/installed: $(INSTALLED)
 
 # What the tests between real hosts need. Without it they are skipped, and say what is missing.
 hosts:
-	@apt-get install -qq -y --no-install-recommends openssh-server iproute2 nftables openmpi-bin slurm-wlm > /dev/null \
+	@timeout 600 apt-get install -qq -y --no-install-recommends openssh-server iproute2 nftables openmpi-bin slurm-wlm > /dev/null \
 		|| echo "the programs for the tests between real hosts could not be installed"
 
 clean:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 NEEDS = ("sshd", "ssh", "ssh-keygen", "ip", "nft", "unshare", "nsenter", "mount")
+NAMESPACES = ("--net", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
 _LIMIT = 20.0  # seconds, for one command of the set-up
 
 # The first process of a host, whose end is the host's: it ends with its standard input.
@@ -56,7 +57,11 @@ def missing() -> str | None:
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "hosts are made of Linux's namespaces, by root"
     lacking = [name for name in NEEDS if _find(name) is None]
-    return f"needs {', '.join(lacking)}" if lacking else None
+    if lacking:
+        return f"needs {', '.join(lacking)}"
+    trial = [_find("unshare") or "", *NAMESPACES, "sh", "-c", "mount --make-rprivate / && mount -t tmpfs tmpfs /run"]
+    tried = subprocess.run(trial, capture_output=True, text=True, timeout=_LIMIT, stdin=subprocess.DEVNULL)
+    return f"hosts cannot be made here: {tried.stderr.strip()}" if tried.returncode else None
 
 
 def _find(name: str) -> str | None:
@@ -198,16 +203,7 @@ class HostBed:
 
     def _start(self, host: Host, index: int) -> None:
         assert self._switch is not None
-        unshare = [
-            _find("unshare") or "",
-            "--net",
-            "--uts",
-            "--pid",
-            "--mount",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-        ]
+        unshare = [_find("unshare") or "", *NAMESPACES]
         host.init = _held([*unshare, "sh", "-c", _HOST, "sh", host.name, str(host.folder), _find("sshd") or ""])
         switch, inside = ["-t", str(self._switch.pid), "-n"], ["-t", str(host.pid), "-n"]
         enter = _find("nsenter") or ""

@@ -768,7 +768,8 @@ def close_ports(host: Host) -> None:
     assert host.run("nft", "-f", "-", input=rules).returncode == 0
 
 
-def test_a_hundred_starts_that_are_ended_at_any_moment_leave_nothing(bed: HostBed, tmp_path: Path) -> None:
+def test_starts_that_are_ended_at_any_moment_leave_nothing(bed: HostBed, tmp_path: Path) -> None:
+    """DDPRUN_STARTS says how many; a hundred take twelve minutes, and --timeout=0."""
     moments = random.Random(7)
     script = write(tmp_path, STAY)
     for _ in range(int(os.environ.get("DDPRUN_STARTS", "12"))):

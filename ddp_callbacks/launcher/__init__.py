@@ -1,6 +1,22 @@
-"""What starts a job on many nodes.
+"""What starts a job on many nodes: ``ddprun``.
 
-hosts       which nodes, and how many processes on each: named by hand or in a host file
-node        what runs on a node: it starts the job there, and ends all of it with the connection
-remote      how the job gets there unchanged, over ssh or any other pipe
+::
+
+    what the user wants, worked out before anything is contacted
+        hosts        which nodes, and how many processes on each: named by hand or in a host file
+        options      the command line: flags for the nodes, and every flag of torchrun
+        plan         what is to run where
+    here, while the job runs
+        cli          the console script
+        connection   one node: what it is told, what it answers, and why it cannot be reached
+        launch       reaches all nodes, lets them meet, starts the job on all, ends it on all
+        watch        passes on what the job prints, ends all when something fails, and says why
+        output       files and the terminal, line by line
+        failures     which of several failures was the first cause
+        doctor       looks at the nodes; diagnosis: what the findings mean
+    on each node
+        remote       how the job gets there unchanged, over ssh or any other pipe
+        node         started first, by an interpreter that knows nothing of this package; ends all with the connection
+        agent        torchrun's agent there; meeting: the store and the interface on which the agents meet
+        facts, probe what the doctor runs there
 """
