@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+import uuid
 from datetime import timedelta
 from types import TracebackType
 
@@ -154,17 +155,13 @@ def _choose_backend(backend: str | None) -> str:
 
 def _meet(env: WorkerEnv, timeout: timedelta) -> dist.Store:
     try:
-        # A restarted job finds the keys of its former life in the agent's store.
-        prefix = f"ddp_callbacks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        store = dist.PrefixStore(prefix, _open_store(env, timeout))
-        _await_all(store, env, timeout)
+        return _await_all(dist.PrefixStore("ddp_callbacks", _open_store(env, timeout)), env, timeout)
     except (dist.DistError, OSError) as error:
         raise RendezvousError(
             f"rank {env.rank} on host {socket.gethostname()} could not meet the other {env.world_size - 1} at "
             f"{_where(env)} within {timeout.total_seconds():g} s. Check that rank 0 runs on that address, that "
             f"the port is free there and open in the firewall. Cause: {str(error).splitlines()[0]}"
         ) from error
-    return store
 
 
 def _where(env: WorkerEnv) -> str:
@@ -205,27 +202,62 @@ def _connect(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def _await_all(store: dist.Store, env: WorkerEnv, timeout: timedelta) -> None:
-    """Wait until every rank has come, so that whoever has not can be named."""
-    if env.file is not None and store.check([f"present/{env.rank}"]):
-        raise ConfigurationError(
-            f"{env.file} holds rank {env.rank} already: it is left from an earlier run, or two processes have this "
-            "rank. Remove the file before the start."
-        )
-    store.set(f"present/{env.rank}", socket.gethostname())
-    missing = set(range(env.world_size))
-    end = time.monotonic() + timeout.total_seconds()
-    while missing:
-        try:
-            missing = {rank for rank in missing if not store.check([f"present/{rank}"])}
-        except dist.DistError as error:
-            if missing == set(range(env.world_size)):
-                raise  # the first look failed, so nothing is known
-            raise _never_came(missing, env, "before rank 0, which hosts the store, gave up or died") from error
-        if missing and time.monotonic() > end:
-            raise _never_came(missing, env, f"within {timeout.total_seconds():g} s")
-        if missing:
+def _await_all(store: dist.Store, env: WorkerEnv, timeout: timedelta) -> dist.Store:
+    """Wait until every rank has come, so that whoever has not can be named; the part of the store that is theirs alone.
+
+    A store can hold the keys of an earlier life: an agent's when it starts its workers again, a file that was left.
+    So rank 0 opens a new part, and lets in the processes that it has seen there: each knows itself by its ticket.
+    (TORCHELASTIC_RESTART_COUNT would not do: torchrun counts on each node alone.)
+    """
+    ticket, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if env.rank == 0:
+        store.set("part", ticket)
+    part, missing = None, set[int]()
+    try:
+        while time.monotonic() < end:
+            opened = _read(store, "part")
+            if opened is not None and (part is None or part.name != opened):
+                part = _Part(opened, store, env.world_size)
+                part.store.set(f"present/{env.rank}", ticket)
+            if part is not None:
+                missing = part.admit() if env.rank == 0 else part.missing()
+                if ticket in (_read(part.store, "admitted") or "").split(","):
+                    return part.store
             time.sleep(0.05)
+    except dist.DistError as error:
+        if part is None:
+            raise  # the first look failed, so nothing is known
+        raise _never_came(missing or {0}, env, "before rank 0, which hosts the store, gave up or died") from error
+    raise _never_came(missing or {0}, env, f"within {timeout.total_seconds():g} s")
+
+
+class _Part:
+    """The part of a store that one rank 0 has opened."""
+
+    def __init__(self, name: str, store: dist.Store, world_size: int) -> None:
+        self.name = name
+        self.store = dist.PrefixStore(name, store)
+        self._tickets: dict[int, str | None] = dict.fromkeys(range(world_size))
+
+    def admit(self) -> set[int]:
+        """For rank 0: who is missing; let all in once nobody is."""
+        for rank, found in self._tickets.items():
+            if found is None:
+                self._tickets[rank] = _read(self.store, f"present/{rank}")
+        missing = {rank for rank, found in self._tickets.items() if found is None}
+        self.store.set("missing", ",".join(map(str, sorted(missing))))
+        if not missing:
+            self.store.set("admitted", ",".join(map(str, self._tickets.values())))
+        return missing
+
+    def missing(self) -> set[int]:
+        """For the other ranks: whom rank 0 misses."""
+        return {int(rank) for rank in (_read(self.store, "missing") or "").split(",") if rank}
+
+
+def _read(store: dist.Store, key: str) -> str | None:
+    """Does not block."""
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def _never_came(missing: set[int], env: WorkerEnv, when: str) -> RendezvousError:

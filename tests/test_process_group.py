@@ -231,3 +231,34 @@ def assert_ended_well(ranks: list[Rank]) -> None:
     assert [rank.code for rank in ranks] == [0] * len(ranks), [rank.stderr for rank in ranks]
     assert [rank.stderr for rank in ranks] == [""] * len(ranks)
     assert all(rank.ended - max(rank.noted_at.values()) < 10 for rank in ranks)
+
+
+MEET = """
+from ddp_callbacks import join_process_group
+import torch, torch.distributed as dist
+join_process_group()
+total = torch.ones(1)
+dist.all_reduce(total)
+print(total.item())
+"""
+
+
+def test_ranks_whose_agents_have_counted_restarts_differently_meet() -> None:
+    """torchrun counts on each node alone; its store outlives its workers, and holds what they wrote before."""
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": HOST, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for counts in (("0", "0"), ("0", "1")):
+        environs = [
+            {**os.environ, **address, "RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": count}
+            for rank, count in enumerate(counts)
+        ]
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", MEET], env=environ, stdout=subprocess.PIPE, text=True)
+            for environ in environs
+        ]
+        try:
+            assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["2.0\n", "2.0\n"]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()

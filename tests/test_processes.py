@@ -107,14 +107,17 @@ def test_a_killed_process_is_named() -> None:
         spawn(fail_on_rank_1, 2, ("kill",))
 
 
-def test_a_file_that_an_earlier_run_has_left_is_refused(tmp_path: Path) -> None:
-    left = dist.FileStore(str(tmp_path / "store"), 2)
+def test_a_file_that_an_earlier_run_has_left_does_no_harm(tmp_path: Path) -> None:
+    left = dist.PrefixStore("ddp_callbacks", dist.FileStore(str(tmp_path / "store"), 2))
+    left.set("part", "old")
+    part = dist.PrefixStore("old", left)
     for rank in range(2):
-        dist.PrefixStore("ddp_callbacks/0", left).set(f"present/{rank}", "a host")
-    with pytest.raises(
-        mp.ProcessRaisedException, match=r"store holds rank \d already: .*Remove the file before the start\."
-    ):
-        spawn(sum_of_ranks, 2, (str(tmp_path),), init_method=f"file://{tmp_path}/store")
+        part.set(f"present/{rank}", f"ticket-{rank}")
+        part.set(f"host/{rank}", "{}")
+    part.set("admitted", "ticket-0,ticket-1")
+    part.set("failure", "{}")
+    spawn(sum_of_ranks, 2, (str(tmp_path),), init_method=f"file://{tmp_path}/store")
+    assert results(tmp_path) == [[3.0, 0, 2, 0, 2], [3.0, 1, 2, 1, 2]]
 
 
 @pytest.mark.parametrize(
