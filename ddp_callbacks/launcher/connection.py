@@ -73,6 +73,7 @@ class Connection:
         self._events = events
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._heard: float | None = None  # when something came last; None while the terminal is waited for
+        self._asks = False
         self._silent = False
         self._lock = threading.RLock()  # a signal's handler may write while its thread does
         self._noise = b""
@@ -101,6 +102,7 @@ class Connection:
         Raises:
             NodeProblem: It could not, or the connection ended, or no answer came.
         """
+        self._asks = True
         self.tell(do, **values)
         try:
             answer = self._answers.get(timeout=self._answer_timeout)
@@ -111,6 +113,8 @@ class Connection:
                 else f" Does its login shell wait for something? Try: ssh {self.plan.host} true"
             )
             raise NodeProblem(f"no answer came within {self._answer_timeout:g} s.{how}") from None
+        finally:
+            self._asks = False
         if answer is None:
             raise NodeProblem(self.explain_end())
         if "problem" in answer:
@@ -195,9 +199,14 @@ class Connection:
         """
         while not self._closed.wait(_BEAT):
             self.tell("beat")
-            if self.greeted and self._heard is not None and time.monotonic() - self._heard > self._patience:
+            if self._is_silent():
                 self._silent = True
                 self._process.kill()
+
+    def _is_silent(self) -> bool:
+        """A node that is asked for something is busy with that, and :meth:`ask` has a limit of its own."""
+        heard = self._heard
+        return self.greeted and not self._asks and heard is not None and time.monotonic() - heard > self._patience
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
