@@ -60,8 +60,7 @@ def join_process_group(
             else, so it must be one of that machine's own addresses.
         port: Port of the store, 29500 if not given.
         init_method: Where to meet, in torch's words and in place of host and port: ``tcp://HOST:PORT``,
-            ``file:///PATH`` (a file that all processes see, and that is not there before the first comes), or
-            ``env://``, which is the same as ``None``.
+            ``file:///PATH`` (a file that all processes see), or ``env://``, which is the same as ``None``.
         backend: As in :func:`torch.distributed.init_process_group`. ``None`` means gloo, with NCCL for CUDA tensors
             where CUDA is there.
         timeout: How long to wait for the other processes, and afterwards the longest silence in a collective.

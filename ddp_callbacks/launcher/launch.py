@@ -195,12 +195,12 @@ class Launch:
         return {node: problem for node, problem in problems.items() if problem is not None}
 
     def _refuse_machines_named_twice(self) -> None:
-        names: dict[str, str] = {}
+        first: dict[str, Connection] = {}
         for node in self._nodes:
-            other = names.setdefault(str(node.hello["machine"]), node.plan.name)
-            if other != node.plan.name:
+            other = first.setdefault(str(node.hello["machine"]), node)
+            if other is not node:
                 once = "Name it once, with the sum of its slots"
-                raise CannotStart([f"{other} and {node.plan.name} are the same machine. {once}."])
+                raise CannotStart([f"{other.plan.name} and {node.plan.name} are the same machine. {once}."])
 
     def _check(self, node: Connection) -> None:
         node.greet()

@@ -81,7 +81,7 @@ class Watch:
             self._reports.setdefault((name, failure["rank"]), (failure, time.monotonic()))
 
     def _forget(self, name: str) -> None:
-        """New workers start on a node."""
+        """The workers of a node are gone: new ones start there, or the job goes on without it."""
         self._output.forget_errors(name)
         self._reports = {key: report for key, report in self._reports.items() if key[0] != name}
 
@@ -101,12 +101,13 @@ class Watch:
     def _lose(self, node: Connection, reason: str, code: int) -> None:
         """A node has ended, and not as it should."""
         name = node.plan.name
-        if any(name == failed for failed, _ in self._reports) or any(name == each.node for each in self._failures):
-            return  # its own report says more
         if self._can_do_without(node):
+            self._forget(name)
             self._output.note(f"{name}: {reason}; goes on without it")
             return
-        self._fail(name, code, reason)
+        reported = {failed for failed, _ in self._reports} | {failure.node for failure in self._failures}
+        if name not in reported:  # else it has said more itself
+            self._fail(name, code, reason)
         self._launch.end()
 
     def _can_do_without(self, node: Connection) -> bool:
