@@ -107,12 +107,8 @@ class Connection:
         try:
             answer = self._answers.get(timeout=self._answer_timeout)
         except queue.Empty:
-            how = (
-                ""
-                if self.plan.host is None
-                else f" Does its login shell wait for something? Try: ssh {self.plan.host} true"
-            )
-            raise NodeProblem(f"no answer came within {self._answer_timeout:g} s.{how}") from None
+            remedy = f". Does its login shell wait for something? Try: {self.plan.shell}true"
+            raise NodeProblem(f"no answer came within {self._answer_timeout:g} s{remedy}") from None
         finally:
             self._asks = False
         if answer is None:

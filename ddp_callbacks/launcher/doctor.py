@@ -107,7 +107,7 @@ class Doctor:
             last = said["err"].strip().rpartition("\n")[2]
             self._fail(node, "python", f"{plan.python} does not work, 3.11 or newer is needed: {last}. See --python")
             return
-        self._facts[plan.name] = Facts(_shell(plan), plan.python, json.loads(said["out"]))
+        self._facts[plan.name] = Facts(plan.shell, plan.python, json.loads(said["out"]))
 
     def _look_for_script(self, node: Connection) -> None:
         if self._script is None:
@@ -137,7 +137,7 @@ class Doctor:
             interface = known.values["interfaces"].get(address) if known else None
             self._find(node, "address", f"{address} ({interface})" if interface else address)
         except NodeProblem as problem:
-            self._fail(node, "address", f"{problem}. Look at: {_shell(node.plan)}ip address")
+            self._fail(node, "address", f"{problem}. Look at: {node.plan.shell}ip address")
 
     def _try_ports(self, node: Connection) -> None:
         """From this node to all others; together, both ways between any two."""
@@ -188,10 +188,6 @@ class Doctor:
         result = json.loads(said["o"])
         text = f"{result['latency'] * 1e3:.2f} ms for one number, {result['bandwidth'] / 1e6:.0f} MB/s from each node"
         return Finding("", "all-reduce", "green", text)
-
-
-def _shell(plan: NodePlan) -> str:
-    return "" if plan.host is None else f"ssh {plan.host} "
 
 
 def _copy(plan: NodePlan) -> str:

@@ -209,8 +209,7 @@ class Launch:
             node.ask("find", path=as_hex(self._plan.script))
         argv = [as_hex(word) for word in (node.plan.python, "-P", "-c", _IS_INSTALLED)]
         if node.ask("output", argv=argv, seconds=_LOOK_TIMEOUT)["code"]:
-            shell = "" if node.plan.host is None else f"ssh {node.plan.host} "
-            command = f"{shell}{node.plan.python} -m pip install ddp_callbacks"
+            command = f"{node.plan.shell}{node.plan.python} -m pip install ddp_callbacks"
             raise NodeProblem(f"ddp_callbacks is not installed for Python 3.11 or newer there: {command}")
 
     def _numbers(self, node: Connection) -> dict[str, Any]:

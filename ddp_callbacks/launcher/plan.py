@@ -35,6 +35,11 @@ class NodePlan:
     python: str
     cwd: str
 
+    @property
+    def shell(self) -> str:
+        """What comes before a command that is to be typed for this node; empty for this machine."""
+        return "" if self.host is None else f"ssh {self.host} "
+
 
 @dataclass(frozen=True)
 class Plan:
