@@ -3,10 +3,30 @@
 The callbacks are in :mod:`ddp_callbacks.torchbearer`. This package itself needs torch alone.
 """
 
-from ddp_callbacks.environment import WorkerEnv
-from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.process_group import join_process_group, leave_process_group
-from ddp_callbacks.processes import spawn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ddp_callbacks.version import __version__
 
+if TYPE_CHECKING:
+    from ddp_callbacks.environment import WorkerEnv
+    from ddp_callbacks.gradients import GradientSynchronizer
+    from ddp_callbacks.process_group import join_process_group, leave_process_group
+    from ddp_callbacks.processes import spawn
+
 __all__ = ["GradientSynchronizer", "WorkerEnv", "__version__", "join_process_group", "leave_process_group", "spawn"]
+
+_MODULES = {
+    "GradientSynchronizer": "gradients",
+    "WorkerEnv": "environment",
+    "join_process_group": "process_group",
+    "leave_process_group": "process_group",
+    "spawn": "processes",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch when it is first needed: ``ddprun`` has to see to its signals before that (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -125,3 +125,25 @@ def test_help_has_the_hosts_first_and_torchrun_s_flags_after(tmp_path: Path) -> 
     assert done.returncode == 0
     assert done.stdout.index("--hostfile") < done.stdout.index("--nnodes") < done.stdout.index("--max-restarts")
     assert max(map(len, done.stdout.splitlines())) <= 120
+
+
+def test_a_ctrl_c_while_torch_is_imported_is_not_lost(tmp_path: Path) -> None:
+    """An exception in a finalizer is ignored by Python, and so was the KeyboardInterrupt of Ctrl-C."""
+    (tmp_path / "sitecustomize.py").write_text(
+        """
+import os, signal, sys
+class Interrupted:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            Interrupted()
+sys.meta_path.insert(0, Finder())
+"""
+    )
+    (tmp_path / "script.py").write_text("print('started')")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = ["env", "--default-signal=INT", *DDPRUN, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -1,5 +1,18 @@
-"""``python -m ddp_callbacks.launcher`` is ``ddprun``, also where that is not in the PATH."""
+"""Where ``ddprun`` begins; ``python -m ddp_callbacks.launcher`` is the same, also where that is not in the PATH."""
 
-from ddp_callbacks.launcher.cli import main
+import signal
 
-main()
+
+def main() -> None:
+    """Run ``ddprun`` with the arguments of this process, and exit with the job's code; 2 if nothing was started."""
+    # Python's own handler raises KeyboardInterrupt wherever the program is. While torch is imported that is often
+    # inside what ignores it, and the Ctrl-C is lost.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from ddp_callbacks.launcher import cli
+
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()
