@@ -168,6 +168,11 @@ class GradientSynchronizer:
         if total is not None:
             self._total = float(total)
 
+    @property
+    def is_enabled(self) -> bool:
+        """Whether a backward synchronizes: not inside of :meth:`no_sync`."""
+        return self._enabled
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally inside; the next backward outside sends the accumulated ones."""

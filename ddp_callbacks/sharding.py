@@ -21,7 +21,9 @@ A rank that gets nothing of a batch still runs it, so that all ranks make the sa
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import operator
 import warnings
 import zlib
 from collections import deque
@@ -79,10 +81,16 @@ class ShardedLoader:
     """This rank's part of a loader; has its length and, by delegation, its attributes.
 
     Iterating is a collective: all ranks must begin it together and ask for equally many batches.
+
+    Attributes:
+        shares: Of the batches that were drawn and whose share nobody has taken yet, the oldest first.
+        iterator: The last one that was begun.
     """
 
     def __init__(self, loader: Any, batch_size: BatchSize, group: dist.ProcessGroup | None) -> None:
         self.loader = loader
+        self.shares: deque[Share] = deque()
+        self.iterator: ShardedIterator | None = None
         self._batch_size = batch_size
         self._group = group
         self._sliced = _sliced_before_loading(loader, batch_size, group)
@@ -98,10 +106,12 @@ class ShardedLoader:
 
     def __iter__(self) -> ShardedIterator:
         if isinstance(self._sliced, _Part):
-            return _PartIterator(self._sliced)
-        if self._batch_size == "global":
-            return _SlicingIterator(self.loader, self._group)
-        return _TakingIterator(self.loader, self._group)
+            self.iterator = _PartIterator(self._sliced, self.shares)
+        elif self._batch_size == "global":
+            self.iterator = _SlicingIterator(self.loader, self._group, self.shares)
+        else:
+            self.iterator = _TakingIterator(self.loader, self._group, self.shares)
+        return self.iterator
 
 
 def shard_loader(loader: Any, batch_size: BatchSize = "global", group: dist.ProcessGroup | None = None) -> Any:
@@ -129,19 +139,19 @@ def is_distributed(loader: Any) -> bool:
 class ShardedIterator(Iterator[Any]):
     """Iterates over this rank's part, and knows how many samples each batch had here and everywhere."""
 
-    def __init__(self) -> None:
-        self._drawn: Share | None = None
+    def __init__(self, shares: deque[Share]) -> None:
+        self._shares = shares
 
     def take_share(self) -> Share | None:
         """The share of the batches drawn since the last call; ``None`` if none was."""
-        drawn, self._drawn = self._drawn, None
-        return drawn
+        if not self._shares:
+            return None
+        taken = functools.reduce(operator.add, self._shares)
+        self._shares.clear()
+        return taken
 
     def check_agreement(self) -> None:
         """Raise :class:`MismatchError` unless all ranks have drawn the same batches. A collective."""
-
-    def _record(self, share: Share) -> None:
-        self._drawn = share if self._drawn is None else self._drawn + share
 
 
 # --- divided before loading ----------------------------------------------------------------------------------------
@@ -224,15 +234,15 @@ class _Part:
 
 
 class _PartIterator(ShardedIterator):
-    def __init__(self, part: _Part) -> None:
-        super().__init__()
+    def __init__(self, part: _Part, shares: deque[Share]) -> None:
+        super().__init__(shares)
         self._batches = iter(part.loader)
         self._sampler = part.sampler
         self._draw = part.sampler.draw
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        self._record(self._draw.shares.popleft())
+        self._shares.append(self._draw.shares.popleft())
         return batch
 
     def check_agreement(self) -> None:
@@ -275,8 +285,8 @@ def _is_torchs(sampler: object) -> bool:
 class _WholeIterator(ShardedIterator):
     """Produces the batches of a loader that can't be divided before loading, the same ones on every rank."""
 
-    def __init__(self, loader: Iterable[Any], group: dist.ProcessGroup | None) -> None:
-        super().__init__()
+    def __init__(self, loader: Iterable[Any], group: dist.ProcessGroup | None, shares: deque[Share]) -> None:
+        super().__init__(shares)
         self._rank, self._world_size = get_rank(group), get_world_size(group)
         self._name = type(getattr(loader, "dataset", loader)).__name__
         self._items_are_samples = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
@@ -311,10 +321,10 @@ class _SlicingIterator(_WholeIterator):
                     stacklevel=2,
                 )
             mine = self._position % self._world_size == self._rank
-            self._record(Share(int(mine), 1))
+            self._shares.append(Share(int(mine), 1))
             return batch
         batch, share = slice_batch(batch, size, self._rank, self._world_size)
-        self._record(share)
+        self._shares.append(share)
         return batch
 
 
@@ -330,7 +340,7 @@ class _TakingIterator(_WholeIterator):
                 break
         sizes = [size if (size := self._size(batch)) is not None else 1 for batch in turn]
         mine = self._rank < len(turn)
-        self._record(Share(sizes[self._rank] if mine else 0, sum(sizes)))
+        self._shares.append(Share(sizes[self._rank] if mine else 0, sum(sizes)))
         return turn[self._rank if mine else 0]
 
 
@@ -339,6 +349,26 @@ def slice_batch(batch: Any, size: int, rank: int, world_size: int) -> tuple[Any,
     start, end = slice_bounds(size, rank, world_size)
     part = _slice(batch, size, slice(start, end)) if end > start else batch
     return part, Share(end - start, size)
+
+
+def join_batch(parts: Sequence[Any]) -> Any:
+    """A whole batch, or what was computed of it, from its parts: tensors are joined along the first dimension.
+
+    Of what is one for the whole batch (a number, a name), the first part's is taken.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(parts)) if first.dim() else torch.stack(list(parts))
+    if isinstance(first, dict):
+        return type(first)((key, join_batch([part[key] for part in parts])) for key in first)
+    if isinstance(first, list) and not any(True for _ in _tensors(first)):
+        return [entry for part in parts for entry in part]  # one entry per sample
+    if isinstance(first, list | tuple):
+        values = [join_batch(entries) for entries in zip(*parts, strict=True)]
+        return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
+    return first
 
 
 def common_size(batch: Any) -> int | None:

@@ -11,6 +11,7 @@ from ddp_callbacks.random_state import make_distinct, make_equal
 from ddp_callbacks.sharding import (
     BatchSize,
     ShardedIterator,
+    ShardedLoader,
     Share,
     check_batch_size,
     common_size,
@@ -53,6 +54,9 @@ class ShardData(DistributedCallback):
     def on_start(self, state: State) -> None:
         if self.world_size == 1:
             return
+        for _, loader in self._sharded.values():
+            if isinstance(loader, ShardedLoader):
+                loader.shares.clear()  # a run that raised has not come to its end
         trial_state = state[torchbearer.SELF].state
         self._originals = {key: trial_state[key] for key in DATA_KEYS + STEPS_KEYS}
         for key, steps_key in zip(DATA_KEYS, STEPS_KEYS, strict=True):

@@ -11,6 +11,7 @@ from torchbearer.callbacks import AggregatePredictions
 from torchbearer.trial import CallbackListInjection
 
 from ddp_callbacks.collectives import all_gather_tensors, pack, unpack
+from ddp_callbacks.sharding import join_batch
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
 
 
@@ -37,7 +38,7 @@ class GatherPredictions(DistributedCallback):
         gathered = all_gather_tensors(mine, tensors, "the predictions", self.process_group)
         by_rank = [unpack(header, parts) for header, parts in gathered]
         aggregator.predictions_list = [
-            _join([output for output in step if output is not None]) for step in zip(*by_rank, strict=True)
+            join_batch([output for output in step if output is not None]) for step in zip(*by_rank, strict=True)
         ]
         aggregator.on_end_validation(state)
 
@@ -49,18 +50,3 @@ def _aggregator(callbacks: Any) -> AggregatePredictions | None:
             return callbacks.callback
         callbacks = callbacks.callback_list
     return None
-
-
-def _join(parts: list[Any]) -> Any:
-    """The output for the whole batch from those for its parts: tensors joined along the first dimension."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    if isinstance(first, torch.Tensor):
-        return torch.cat(parts) if first.dim() else torch.stack(parts)
-    if isinstance(first, dict):
-        return {key: _join([part[key] for part in parts]) for key in first}
-    if isinstance(first, list | tuple):
-        joined = [_join(list(entries)) for entries in zip(*parts, strict=True)]
-        return joined if isinstance(first, list) else tuple(joined)
-    return first

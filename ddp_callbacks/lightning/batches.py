@@ -1,0 +1,135 @@
+"""Which part of a batch this rank has, while Lightning's loops draw, prefetch and combine batches.
+
+Each loader that a Trainer processes becomes this rank's part of it (:mod:`ddp_callbacks.sharding`). A batch can come
+from several loaders at once (``CombinedLoader``); then it has a share of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ddp_callbacks.agreement import require_agreement
+from ddp_callbacks.collectives import all_gather_tensors, pack, unpack
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group import get_rank, get_world_size
+from ddp_callbacks.rows import RowExchange
+from ddp_callbacks.sharding import BatchSize, ShardedLoader, Share, common_size, join_batch, shard_loader
+
+Weight = Callable[[Any], float | torch.Tensor]
+
+
+class Batches:
+    """The batches of one Trainer on this rank.
+
+    Args:
+        batch_size: See :func:`ddp_callbacks.sharding.shard_loader`.
+        weight: A function of a training batch, this rank's part: the number that the loss of that part is a mean over
+            (tokens that count, say). ``None``: the number of samples.
+        exchange: To the other ranks.
+
+    Attributes:
+        share: Of the batch that is being computed.
+        weight: What this rank's loss of that batch counts; 0 where the batch is a stand-in.
+        total: The sum of the weights over the ranks; during training it is known.
+    """
+
+    def __init__(self, batch_size: BatchSize, weight: Weight | None, exchange: RowExchange) -> None:
+        self._batch_size: BatchSize = batch_size
+        self._weight_of = weight
+        self._exchange = exchange
+        self._drawn_by_step: list[ShardedLoader] = []
+        self._set(Share(0, None), 0.0, None)
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """A pass over the data begins, or has ended."""
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether this rank has no sample of the batch, and computes another in its place."""
+        return self.share.local == 0
+
+    @property
+    def scale(self) -> float:
+        """What the loss of this rank is multiplied with, so that the mean over the ranks is that of the whole batch."""
+        return self.weight * get_world_size() / self.total if self.total else 1.0
+
+    def shard(self, loader: Any, name: str) -> Any:
+        """This rank's part of a loader. A collective."""
+        sharded = shard_loader(loader, self._batch_size)
+        if sharded is not loader:
+            remedy = "Give every process the same data, or divide them yourself with a DistributedSampler."
+            require_agreement({"batches": _length(loader)}, f"the {name} dataloader", remedy)
+        return sharded
+
+    def take(self, batch: Any, loaders: list[Any], training: bool) -> Any:
+        """Note the share of a batch that comes from ``loaders``; the batch to compute. A collective in training."""
+        shares = [loader.shares.popleft() for loader in loaders if isinstance(loader, ShardedLoader) and loader.shares]
+        if len({_fraction(share) for share in shares}) > 1:
+            batch, share = _on_rank_zero(batch)
+        elif shares:
+            share = shares[0]
+        else:
+            size = common_size(batch)
+            share = Share(1 if size is None else size, None)
+        if training:
+            self._set(share, *self._weigh(batch, share))
+        else:
+            self._set(share, float(share.local), None)
+        return batch
+
+    def let_draw(self, loaders: list[Any]) -> None:
+        """The step draws from ``loaders`` itself (``training_step(dataloader_iter)``); :meth:`settle` notes what."""
+        self._drawn_by_step = [loader for loader in loaders if isinstance(loader, ShardedLoader)]
+
+    def settle(self) -> None:
+        """Note the share of what the step has drawn so far, if it draws itself."""
+        shares = [share for loader in self._drawn_by_step for share in loader.shares]
+        for loader in self._drawn_by_step:
+            loader.shares.clear()
+        if shares:
+            share = sum(shares[1:], start=shares[0])
+            self._set(share, float(share.local), None if share.total is None else float(share.total))
+
+    def _set(self, share: Share, weight: float, total: float | None) -> None:
+        self.share, self.weight, self.total = share, weight, total
+
+    def _weigh(self, batch: Any, share: Share) -> tuple[float, float]:
+        weight = float(share.local if self._weight_of is None or not share.local else self._weight_of(batch))
+        if self._weight_of is None and share.total is not None:
+            return weight, float(share.total)
+        rows = self._exchange.exchange([weight], "the weight of the batch")
+        return weight, sum(row[0] for row in rows)
+
+
+def _fraction(share: Share) -> float | None:
+    return share.local / share.total if share.total else None
+
+
+def _on_rank_zero(batch: Any) -> tuple[Any, Share]:
+    """The whole batch on rank 0, which computes it alone.
+
+    For batches of several loaders that are divided in different proportions, where no one number weighs the loss.
+    """
+    tensors: list[torch.Tensor] = []
+    try:
+        header = pack(batch, tensors)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"a batch of several loaders has parts of unequal size, which cannot be divided alike, and {error}. Give "
+            "the loaders the same batch_size and drop_last=True."
+        ) from error
+    gathered = all_gather_tensors(header, tensors, "a batch of several loaders")
+    if get_rank() == 0:
+        batch = join_batch([unpack(text, parts) for text, parts in gathered])
+    return batch, Share(int(get_rank() == 0), 1)
+
+
+def _length(loader: Any) -> str:
+    try:
+        return str(len(loader))
+    except TypeError:
+        return "unknown"

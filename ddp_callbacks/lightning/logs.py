@@ -1,0 +1,262 @@
+"""What ``self.log`` records becomes the value of the whole batch and of the whole epoch, on every rank.
+
+Lightning keeps what each rank logs, or with ``sync_dist=True`` the mean over the ranks. Neither is what one process
+logs where the ranks' parts differ in size. Here every value is recorded with the number of samples that it is the mean
+of, and joined to the value of the whole batch before Lightning averages over batches, so ``sync_dist`` makes no
+difference. When::
+
+    end of training_step        the step values of all ranks are sent, and await the end of backward
+    whoever reads them          waits for what was sent: local, so rank 0 alone may do it
+    end of a training batch     the same for what later hooks have logged
+    end of a pass               the epoch values, from the records of all batches
+    end of the epoch's hooks    the same for what they have logged
+
+These moments are the same on all ranks, whatever they log and read. ``reduce_fx`` says how parts combine: the mean is
+weighted, a sum is the sum, a maximum the maximum.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddp_callbacks.collectives import all_gather_json, all_gather_tensors
+from ddp_callbacks.lightning.batches import Batches
+from ddp_callbacks.rows import PendingRows, RowExchange
+
+
+@dataclass
+class Record:
+    """One call of ``self.log`` with a number.
+
+    Attributes:
+        position: Of the batch in its pass; -1 outside of a batch.
+        weight: What the value is the mean over; 0 if it is that of a stand-in.
+        size: Lightning's batch size: what the value counts among batches.
+        given: Whether the user has said that size.
+        value: What was logged.
+    """
+
+    position: int
+    weight: float
+    size: float
+    given: bool
+    value: torch.Tensor
+
+
+_Lightnings: Any = object  # of either package: the class comes after this one
+
+
+class JointResults(_Lightnings):  # type: ignore[misc]
+    """Mixed into Lightning's ``_ResultCollection``, which the loops of a Trainer own.
+
+    Every method but those of Lightning's side is called by the strategy at its fixed moments.
+
+    Attributes:
+        late: Whether the values that later hooks log in a batch are exchanged.
+        signalled: Whether some rank has raised its flag in a step's exchange.
+    """
+
+    def __init__(self, training: bool, batches: Batches, exchange: RowExchange) -> None:
+        super().__init__(training)
+        self._batches = batches
+        self._exchange = exchange
+        self._given = False
+        self._step: list[tuple[str, Record]] = []  # logged in this step, and not yet sent
+        self._sent: tuple[list[str], PendingRows] | None = None
+        self._epoch: dict[str, list[Record]] = {}
+        self._metrics_on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
+        self.signalled = False
+        self.late = True
+        self._in_batch, self._position, self._samples = False, -1, 0
+
+    # --- Lightning's side ---------------------------------------------------------------------------------------------
+
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's; a value that is only for some ranks (``sync_dist_group``, ``rank_zero_only``) stays so."""
+        if kwargs.get("sync_dist_group") is None:
+            kwargs["sync_dist"] = False
+        self._given = kwargs.get("batch_size") is not None
+        super().log(fx, name, value, *args, **kwargs)
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """Record a number; Lightning's own accumulation gets it when it has been joined."""
+        metric = self[key]
+        if not metric.is_tensor and metric.meta.on_step:
+            self._metrics_on_step.add(id(value))
+        if not metric.is_tensor or metric.meta.sync.should or metric.meta.sync.rank_zero_only:
+            super().update_metrics(key, value, batch_size)
+            return
+        metric.has_reset = False
+        value = value.detach().clone()
+        value = value if value.dtype in (torch.float32, torch.float64) else value.to(metric.value.dtype)
+        self._batches.settle()
+        position, weight = (self._position, self._batches.weight) if self._in_batch else (-1, float(self._samples))
+        record = Record(position, weight, float(batch_size), self._given, value)
+        if metric.meta.on_step:
+            metric._forward_cache = value
+            self._step.append((key, record))
+        if metric.meta.on_epoch:
+            self._epoch.setdefault(key, []).append(record)
+
+    def metrics(self, on_step: bool) -> Any:
+        """Await what was sent, on this rank alone, then as Lightning's."""
+        if on_step:
+            self.await_step()
+        return super().metrics(on_step)
+
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's; what was recorded for what is reset is forgotten."""
+        super().reset(*args, **kwargs)
+        reset = {key for key, metric in self.items() if metric.has_reset}
+        self._epoch = {key: records for key, records in self._epoch.items() if key not in reset}
+
+    # --- the strategy's moments ---------------------------------------------------------------------------------------
+
+    def begin_batch(self) -> None:
+        """A batch of which the share is known begins."""
+        self._position += 1
+        self._samples += self._batches.share.local
+        self._in_batch = True
+
+    def end_batch(self) -> None:
+        """All hooks of the batch have run. A collective where the ranks log in later hooks."""
+        self.await_step()
+        if self.late:
+            self.send_step()
+            logged = self.await_step()
+            self.late = logged if self._position == 0 else self.late
+        self._in_batch = False
+
+    def end_pass(self) -> None:
+        """An epoch or an evaluation has ended, with all its hooks."""
+        self.late = True
+        self._in_batch, self._position, self._samples = False, -1, 0
+
+    @property
+    def is_in_batch(self) -> bool:
+        """Whether a batch is being computed."""
+        return self._in_batch
+
+    def logs_each_step_of(self, metric: object) -> bool:
+        """Whether the value that ``metric`` has in each step is logged, as far as is known: in the first step, yes."""
+        return self._position <= 0 or id(metric) in self._metrics_on_step
+
+    def send_step(self, flag: bool = False) -> None:
+        """Send what was logged in this step. Every rank calls it, with or without values; does not block."""
+        self.await_step()
+        keys = [key for key, _ in self._step]
+        numbers = [number for _, record in self._step for number in _numbers(record)]
+        self._sent = keys, self._exchange.launch([float(zlib.crc32("\n".join(keys).encode())), float(flag), *numbers])
+
+    def await_step(self) -> bool:
+        """Take the joined values of what was sent; whether any rank had some. Blocks until every rank has sent."""
+        if self._sent is None:
+            return False
+        (keys, pending), self._sent = self._sent, None
+        rows = pending.wait("the logged values of a step")
+        self.signalled |= any(flag for _, flag, *_ in rows)
+        if len({row[0] for row in rows}) == 1:
+            parts = [[_part(row, index) for row in rows] for index in range(len(keys))]
+        else:
+            parts = self._parts_by_name(keys, rows)
+        records, self._step = self._step[: len(keys)], self._step[len(keys) :]
+        for (key, record), part in zip(records, parts, strict=True):
+            self._take_step(key, record, part)
+        return any(len(row) > _HEADER for row in rows)
+
+    def join_epoch(self) -> None:
+        """Give Lightning the joined records. A collective."""
+        recorded = {key: records for key, records in self._epoch.items() if records}
+        self._epoch = {}
+        columns = [_columns(records) for records in recorded.values()]
+        gathered = all_gather_tensors(list(recorded), columns, "the logged values of the epoch")
+        by_rank = [dict(zip(keys, tables, strict=True)) for keys, tables in gathered]
+        for key, records in recorded.items():
+            value, size = _join_epoch([tables[key] for tables in by_rank if key in tables], self._operation(key))
+            self._accumulate(key, torch.tensor(value, dtype=records[0].value.dtype), size)
+
+    def _parts_by_name(self, keys: list[str], rows: list[list[float]]) -> list[list[list[float]]]:
+        """Where the ranks have logged different keys: the parts that each of this rank's keys has."""
+        named = all_gather_json(keys, "the names of the logged values")
+        found: dict[tuple[str, int], list[list[float]]] = {}
+        for names, row in zip(named, rows, strict=True):
+            for index, name in enumerate(names):
+                found.setdefault((name, names[:index].count(name)), []).append(_part(row, index))
+        return [found[key, keys[:index].count(key)] for index, key in enumerate(keys)]
+
+    def _take_step(self, key: str, record: Record, parts: list[list[float]]) -> None:
+        metric = self[key]
+        varying = record.given and len({size for _, size, _ in parts}) > 1
+        weighted = [(size if varying and weight else weight, value) for weight, size, value in parts]
+        joined = _combine(weighted, self._operation(key))
+        metric._forward_cache = torch.tensor(joined, dtype=record.value.dtype, device=record.value.device)
+        if not metric.meta.on_epoch:
+            metric.value = metric._forward_cache
+
+    def _accumulate(self, key: str, value: torch.Tensor, size: float) -> None:
+        metric = self[key]
+        step_value = metric._forward_cache
+        super().update_metrics(key, value.to(metric.value.device), int(size) if size.is_integer() else size)
+        metric._forward_cache = step_value
+
+    def _operation(self, key: str) -> str:
+        meta = self[key].meta
+        return "mean" if meta.is_mean_reduction else str(meta.reduce_fx.__name__)
+
+
+_HEADER = 2  # numbers of a row before the parts: a checksum of the keys, a flag
+
+
+def _numbers(record: Record) -> list[float]:
+    return [record.weight, record.size, float(record.value)]
+
+
+def _part(row: list[float], index: int) -> list[float]:
+    begin = _HEADER + 3 * index
+    return row[begin : begin + 3]
+
+
+def _columns(records: list[Record]) -> torch.Tensor:
+    """One row for each record: position, how often the key was logged at it before, weight, size, given, value."""
+    seen: dict[int, int] = {}
+    rows = []
+    for record in records:
+        seen[record.position] = seen.get(record.position, -1) + 1
+        rows.append([record.position, seen[record.position], record.weight, record.size, record.given])
+    values = torch.stack([record.value.double().cpu() for record in records])
+    return torch.cat([torch.tensor(rows, dtype=torch.float64), values[:, None]], dim=1)
+
+
+def _join_epoch(tables: list[torch.Tensor], operation: str) -> tuple[float, float]:
+    """The value of an epoch from every rank's records of one key, and what it counts."""
+    rows = [row for table in tables for row in table.tolist()]
+    given = any(row[4] for row in rows)
+    constant = given and len({row[3] for row in rows}) == 1  # a size that is the same for every part is the batch's
+    by_batch: dict[tuple[float, float], list[list[float]]] = {}
+    for row in rows:
+        by_batch.setdefault((row[0], row[1]), []).append(row)
+    values, sizes = [], []
+    for parts in by_batch.values():
+        weighted = [(size if given and not constant and weight else weight, v) for _, _, weight, size, _, v in parts]
+        values.append(_combine(weighted, operation))
+        counted = [part[3] for part in parts if part[2]] or [part[3] for part in parts]
+        outside = parts[0][0] < 0  # of a hook at the end of the epoch, where the value is one for all
+        sizes.append(counted[0] if constant or outside else sum(counted))
+    if operation != "mean":
+        return _combine([(1.0, value) for value in values], operation), 1.0
+    total = sum(sizes)
+    return sum(value * size for value, size in zip(values, sizes, strict=True)) / total if total else values[0], total
+
+
+def _combine(parts: list[tuple[float, float]], operation: str) -> float:
+    """One value from (weight, value) of each rank. A rank whose weight is 0 holds a stand-in, which counts nowhere."""
+    counted = [(weight, value) for weight, value in parts if weight] or [(1.0, parts[0][1])]
+    if operation == "mean":
+        total = sum(weight for weight, _ in counted)
+        return sum(value * (weight / total) for weight, value in counted)
+    values = torch.tensor([value for _, value in counted], dtype=torch.float64)
+    return float(getattr(values, operation)())

@@ -1,0 +1,113 @@
+"""Lightning comes as two packages, ``lightning`` and ``pytorch_lightning``, whose classes know nothing of each other.
+
+The classes here are made once for each that is installed, from the same mixins.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_callbacks.lightning.callback import DDPCallbackMixin
+from ddp_callbacks.lightning.logs import JointResults
+from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
+
+NAME = "ddp_callbacks"  # of the strategy; Lightning looks for it in lower case
+_HOME = "ddp_callbacks.lightning"
+
+STRATEGY_DOC = """Train on many processes without wrapping the module; the strategy's name is ``"ddp_callbacks"``.
+
+    Processes are those of ddprun, torchrun, srun or mpirun, whose number counts whatever the Trainer's ``devices`` and
+    ``num_nodes`` say; without a launcher the Trainer starts ``devices`` of its own, also in a notebook. In a world of
+    one nothing changes. Every process must make the same calls (``fit``, ``validate``, ``test``, ``predict``).
+
+    Args:
+        batch_size: ``"global"``: a loader's batch is the batch of the step, divided among the processes, so that N
+            processes give the numbers of one. ``"per_process"``: each takes whole batches in turn.
+        weight: A function of a training batch (this process's part) that returns the number that the loss is the mean
+            over, tokens that count, say. ``None``: the number of samples.
+        bucket_cap_mb, comm_hook, comm_state: See :class:`ddp_callbacks.GradientSynchronizer`.
+        process_group_backend: As in :func:`torch.distributed.init_process_group`; ``None``: gloo, and NCCL for CUDA.
+        timeout: How long to wait for the other processes to come, and for one that has gone silent.
+        start_method: How the Trainer starts processes where no launcher has: ``"popen"``, ``"fork"``, ``"spawn"`` or
+            ``"forkserver"``; ``None``: ``"popen"``, in a notebook ``"fork"``.
+        **lightnings: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io`` and
+            ``precision_plugin``, as in ``DDPStrategy``.
+
+    Raises:
+        ConfigurationError: A setting that cannot be; a ``ValueError``.
+    """
+CALLBACK_DOC = """Refuse to train where the processes would not train together.
+
+    ``Trainer(callbacks=[DDPCallback()])`` trains as without it in one process and with ``strategy="ddp_callbacks"``;
+    with several processes and another strategy it raises :class:`ddp_callbacks.errors.ConfigurationError`, which names
+    that remedy. A callback alone could not do more: Lightning chooses the strategy, and with it the rank, the device,
+    who writes checkpoints and logs, when the Trainer is made, before it calls any callback. Two processes with a
+    default Trainer are two Trainers that each take themselves for rank 0.
+    """
+
+
+@dataclass(frozen=True)
+class Package:
+    """The classes for one of the two packages."""
+
+    name: str
+    CallbackStrategy: type
+    DDPCallback: type
+
+
+def installed() -> list[str]:
+    """The packages that are installed, first those that the program has imported already.
+
+    Raises:
+        ImportError: None is.
+    """
+    names = [name for name in ("lightning", "pytorch_lightning") if importlib.util.find_spec(name) is not None]
+    if not names:
+        raise ImportError(
+            'Lightning is not installed: pip install "ddp_callbacks[lightning]" (or pytorch-lightning, which works '
+            "as well)"
+        )
+    return sorted(names, key=lambda name: _root(name) not in sys.modules)
+
+
+def wanted() -> list[str]:
+    """The packages to register in: those in use, or where none is yet, all."""
+    names = installed()
+    in_use = [name for name in names if _root(name) in sys.modules]
+    return in_use or names
+
+
+def make(name: str) -> Package:
+    """Make the classes for a package, and register the strategy there."""
+    root = _root(name)
+    fabric = "lightning.fabric" if name == "lightning" else "lightning_fabric"
+    strategies = importlib.import_module(f"{root}.strategies")
+    results = importlib.import_module(f"{root}.trainer.connectors.logger_connector.result")
+    data = importlib.import_module(f"{fabric}.utilities.data")
+    interactive = importlib.import_module(f"{fabric}.utilities.imports")._IS_INTERACTIVE
+    joint = type("JointResults", (JointResults, results._ResultCollection), {"__module__": _HOME})
+    members: dict[str, Any] = {
+        "__module__": _HOME,
+        "__doc__": STRATEGY_DOC,
+        "strategy_name": NAME,
+        "ddp_strategy": strategies.DDPStrategy,
+        "results_class": joint,
+        "add_worker_init_fn": staticmethod(data._auto_add_worker_init_fn),
+        "interactive": interactive,
+    }
+    strategy = type("CallbackStrategy", (CallbackStrategyMixin, strategies.DDPStrategy), members)
+    base = importlib.import_module(f"{root}.callbacks").Callback
+    callback = type("DDPCallback", (DDPCallbackMixin, base), {"__module__": _HOME, "__doc__": CALLBACK_DOC})
+    if NAME not in strategies.StrategyRegistry:
+        strategies.StrategyRegistry.register(
+            NAME, strategy, description="gradients synchronized by callbacks, the module is not wrapped"
+        )
+    return Package(name, strategy, callback)
+
+
+def _root(name: str) -> str:
+    return "lightning.pytorch" if name == "lightning" else name

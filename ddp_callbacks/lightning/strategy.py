@@ -1,0 +1,527 @@
+"""The strategy: Lightning's DDP without DDP. It starts the processes and asks the questions; the answers are ours."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.agreement import module_settings, require_agreement
+from ddp_callbacks.broadcast import broadcast_parameters, merge_buffers
+from ddp_callbacks.buckets import check_bucket_cap_mb
+from ddp_callbacks.collectives import (
+    all_gather_tensors,
+    all_reduce,
+    any_rank,
+    broadcast_tensors,
+    pack,
+    unpack,
+)
+from ddp_callbacks.comm_hooks import CommHook, check_comm_hook
+from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.failures import report_failure
+from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.lightning.batches import Batches, Weight
+from ddp_callbacks.lightning.logs import JointResults
+from ddp_callbacks.lightning.metrics import SyncedMetrics, without_trace
+from ddp_callbacks.lightning.world import environment_of_job, join
+from ddp_callbacks.process_group import DEFAULT_TIMEOUT
+from ddp_callbacks.random_state import make_distinct
+from ddp_callbacks.rows import RowExchange
+from ddp_callbacks.sharding import BatchSize, ShardedIterator, ShardedLoader, check_batch_size, join_batch
+from ddp_callbacks.version import __version__
+
+_ACCELERATORS = ("CPUAccelerator", "CUDAAccelerator")
+_FOREIGN_PLUGINS = {
+    "FSDPPrecision": "FSDP divides the parameters among the processes; here each process holds all of them",
+    "DeepSpeedPrecision": "DeepSpeed has an engine of its own for gradients and optimizer",
+    "XLAPrecision": "TPUs need XLA's collectives",
+}
+_OF_DDP = {
+    "find_unused_parameters": "unused parameters are found in each backward by themselves",
+    "static_graph": "the graph may change from step to step",
+    "gradient_as_bucket_view": "gradients are views of the buckets already",
+    "broadcast_buffers": "buffers are merged over the processes before each evaluation",
+    "ddp_comm_hook": "it is called comm_hook here",
+    "ddp_comm_state": "it is called comm_state here",
+}
+
+
+_Lightnings: Any = object  # of either package: the class comes after this one
+
+
+class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
+    """What makes a ``DDPStrategy`` of either package synchronize by callbacks; see ``CallbackStrategy``."""
+
+    ddp_strategy: Any  # the base class
+    model: Any
+    results_class: Callable[..., JointResults]
+    add_worker_init_fn: Callable[[object, int], None]
+    interactive: bool
+
+    def __init__(
+        self,
+        batch_size: BatchSize = "global",
+        *,
+        weight: Weight | None = None,
+        bucket_cap_mb: float = 25.0,
+        comm_hook: CommHook | None = None,
+        comm_state: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        start_method: str | None = None,
+        **lightnings: Any,
+    ) -> None:
+        _check_settings(batch_size, weight, bucket_cap_mb, comm_hook, lightnings)
+        self._cluster_environment: Any = None
+        method = start_method or ("fork" if self.interactive else "popen")
+        super().__init__(
+            process_group_backend=process_group_backend, timeout=timeout, start_method=method, **lightnings
+        )
+        self._batch_size: BatchSize = batch_size
+        self._weight = weight
+        self._synchronizer_options = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "comm_hook": comm_hook,
+            "comm_state": comm_state,
+        }
+        self._trainer: Any = None
+        self._divides = True  # use_distributed_sampler, as the user has it
+        self._synchronizer: GradientSynchronizer | None = None
+        self._run: _Run | None = None
+
+    # --- the world ----------------------------------------------------------------------------------------------------
+
+    @property
+    def cluster_environment(self) -> Any:
+        """Lightning's object for the place of this process."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, chosen: Any) -> None:
+        self._cluster_environment = None if chosen is None else environment_of_job(chosen)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        devices: list[torch.device] = self.parallel_devices
+        if devices[0].type == "cpu":
+            return devices[0]
+        if self.local_rank >= len(devices):
+            raise ConfigurationError(
+                f"local_rank must be below the number of devices, got local_rank {self.local_rank} and "
+                f"{len(devices)} devices. Start at most one process per GPU, and let the Trainer see all "
+                '(devices="auto").'
+            )
+        return devices[self.local_rank]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """For a sampler that the user makes."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_distributed(self) -> None:
+        """Meet the other processes. Blocks until all are there."""
+        accelerator = type(self.accelerator).__name__
+        if accelerator not in _ACCELERATORS:
+            raise ConfigurationError(
+                f'strategy="ddp_callbacks" runs on CPUs and CUDA GPUs, not with {accelerator}: its processes exchange '
+                'gradients by gloo or NCCL. Use accelerator="cpu" or "cuda".'
+            )
+        self.set_world_ranks()
+        join(self.cluster_environment, self._process_group_backend, self._timeout)
+
+    # --- a run of the Trainer -----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Begin a run: compare the processes, give all rank 0's parameters, listen to the gradients. A collective."""
+        self._refuse_plugins()
+        self._take_trainer(trainer)
+        if trainer.state.fn == "fit" and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        super(self.ddp_strategy, self).setup(trainer)
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        self._close()
+        if self._trainer.state.fn == "fit":
+            self._synchronizer = GradientSynchronizer(model, **self._synchronizer_options)
+        if self.world_size > 1:
+            _require_same_run(self._trainer, model, self._batch_size)
+            broadcast_parameters(model)
+            make_distinct()
+            self._run = _Run(self._trainer, model, self._batch_size, self._weight, self.results_class)
+        return model
+
+    def teardown(self) -> None:
+        """End a run: hooks are removed, metrics are as they were."""
+        self._close()
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other processes why this one fails; they raise ``PeerError`` within about two seconds."""
+        if dist.is_initialized():
+            report_failure(exception)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """This rank's part of a loader. A collective."""
+        if self._run is None or not self._divides:
+            return dataloader
+        type(self).add_worker_init_fn(dataloader, self.global_rank)
+        return self._run.batches.shard(dataloader, self._trainer.state.stage.dataloader_prefix)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Note what this rank has of the batch, then as Lightning's."""
+        if self._run is not None:
+            batch = self._run.begin_batch(batch, dataloader_idx)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; then send what was logged."""
+        if self._run is None:
+            return super().training_step(*args, **kwargs)
+        with self._run.training_step():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; a stand-in leaves no trace."""
+        with self._step():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; a stand-in leaves no trace."""
+        with self._step():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The predictions for the whole batch, on every rank. A collective."""
+        if self._run is None:
+            return super().predict_step(*args, **kwargs)
+        with self._step():
+            output = super().predict_step(*args, **kwargs)
+        return self._run.gather_predictions(output)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As Lightning's, with the loss weighed by this rank's share of the batch; its value stays what it is."""
+        with self._weighed(closure_loss):
+            loss: torch.Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+        return loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients are accumulated on this rank inside; the next backward outside synchronizes them."""
+        with nullcontext() if self._synchronizer is None else self._synchronizer.no_sync():
+            yield
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """As Lightning's; LBFGS, which decides by the loss, gets that of the whole batch."""
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        if self._run is not None and isinstance(inner, torch.optim.LBFGS):
+            closure = functools.partial(self._run.joint_loss, closure)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def on_validation_start(self) -> None:
+        """Running statistics of the training so far are merged."""
+        if self._run is not None:
+            self._run.merge_buffers()
+
+    # --- what Lightning and its users ask -----------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The sum or the mean over the ranks (true also of integers: that of 3 and 4 is 3.5), or another ``ReduceOp``.
+
+        Shapes must be equal. Returns a new tensor; what is not a tensor is returned as it is.
+        """
+        if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
+            return tensor
+        return _reduce(tensor, _operation(reduce_op), group)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether it is true on all ranks, or with ``all=False`` on any."""
+        doing = "a decision"
+        return not any_rank(not decision, doing) if all else any_rank(bool(decision), doing)
+
+    def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
+        """Block until every rank is here."""
+        any_rank(False, f"the barrier {name}" if name else "a barrier")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """``obj`` of rank ``src``. Plain data and tensors travel as such; anything else is pickled, as in Lightning."""
+        if not dist.is_initialized():
+            return obj
+        if src != 0:
+            return super().broadcast(obj, src)
+        tensors: list[torch.Tensor] = []
+        header = {"plain": pack(obj, tensors)} if _is_plain(obj) else {"pickled": True}
+        header, tensors = broadcast_tensors(header, tensors, "an object")
+        if "pickled" in header:
+            return super().broadcast(obj, src)
+        return obj if self.global_rank == 0 else unpack(header["plain"], tensors)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """The ranks' tensors, stacked: shape ``[world_size, ...]``.
+
+        Raises:
+            MismatchError: Shapes differ, with all of them.
+        """
+        if not dist.is_initialized():
+            return tensor
+        shapes = [shape for shape, _ in all_gather_tensors(list(tensor.shape), [], "the shapes of a tensor", group)]
+        if any(shape != shapes[0] for shape in shapes):
+            raise MismatchError(
+                f"all_gather needs tensors of one shape, got {shapes} by rank: a batch that cannot be divided evenly, "
+                "perhaps. Sum or pad before, or log a torchmetrics metric."
+            )
+        if sync_grads or group is not None:
+            return cast(torch.Tensor, super().all_gather(tensor, group, sync_grads))
+        return torch.stack([part for _, (part,) in all_gather_tensors(None, [tensor], "a tensor")]).to(tensor.device)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> Any:
+        return nullcontext() if self._run is None else self._run.step()
+
+    @contextmanager
+    def _weighed(self, loss: torch.Tensor) -> Iterator[None]:
+        synchronizer, run = self._synchronizer, self._run
+        if run is None or synchronizer is None:
+            yield
+            return
+        run.batches.settle()
+        scale, rounds = run.batches.scale, synchronizer.rounds
+        handle = loss.register_hook(lambda grad: grad * scale) if scale != 1.0 and loss.requires_grad else None
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.remove()
+        if synchronizer.rounds == rounds and synchronizer.is_enabled:
+            synchronizer.synchronize()  # this rank's loss reached none of the parameters
+
+    def _take_trainer(self, trainer: Any) -> None:
+        if self._trainer is not trainer:
+            connector = trainer._accelerator_connector
+            self._trainer, self._divides = trainer, connector.use_distributed_sampler
+            connector.use_distributed_sampler = False  # the loaders are divided in process_dataloader
+
+    def _refuse_plugins(self) -> None:
+        plugin = type(self.precision_plugin).__name__
+        if plugin in _FOREIGN_PLUGINS:
+            raise ConfigurationError(
+                f'strategy="ddp_callbacks" does not work with {plugin}: {_FOREIGN_PLUGINS[plugin]}. Leave the plugin '
+                "out, or use its own strategy."
+            )
+        if self._layer_sync and self.root_device.type == "cpu" and self.world_size > 1:
+            raise ConfigurationError(
+                "sync_batchnorm=True has no effect on CPUs, where torch's SyncBatchNorm refuses to run: each process "
+                "would normalize by its own part of the batch. Leave it out to accept that (running statistics are "
+                "merged before each evaluation), or normalize by something else, GroupNorm say."
+            )
+
+    def _close(self) -> None:
+        if self._synchronizer is not None:
+            self._synchronizer.close()
+            self._synchronizer = None
+        if self._run is not None:
+            self._run.close()
+            self._run = None
+
+
+class _Run:
+    """One run (fit, validate, test or predict) on several processes: batches, logged values and metrics."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        model: torch.nn.Module,
+        batch_size: BatchSize,
+        weight: Weight | None,
+        results_class: Callable[..., JointResults],
+    ) -> None:
+        self._trainer = trainer
+        self._model = model
+        self._exchange = RowExchange()
+        self.batches = Batches(batch_size, weight, self._exchange)
+        self._metrics = SyncedMetrics(model, self._is_stand_in, self._exchange)
+        self._trained = 0  # samples of this rank since the buffers were merged
+        epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+        for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            loop._results = results_class(loop._results.training, self.batches, self._exchange)
+        # Lightning asks rank 0 alone whether it got SIGTERM, in a collective that waits without a limit.
+        epoch_loop._broadcast_sigterm_tensor = lambda: None
+        self._wrapped = {
+            "on_batch_end": self._before_batch_end,
+            "epoch_end_reached": self._at_end_of_data,
+            "on_epoch_end": self._before_epoch_end,
+        }
+        for name, before in self._wrapped.items():
+            setattr(connector, name, _after(before, getattr(connector, name)))
+
+    def close(self) -> None:
+        """Give Lightning's objects back."""
+        self._metrics.close()
+        for name in self._wrapped:
+            delattr(self._trainer._logger_connector, name)
+        del self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
+
+    def begin_batch(self, batch: Any, dataloader_idx: int) -> Any:
+        """Note what this rank has of a batch; the batch to compute."""
+        results = self._trainer._results
+        if results is not None and results.is_in_batch:
+            return batch  # it is not the loop that asks
+        training = self._trainer.training
+        loaders = self._loaders()
+        if self._trainer._active_loop._combined_loader._mode == "sequential":
+            loaders = loaders[dataloader_idx : dataloader_idx + 1]
+        batch = self.batches.take(batch, loaders, training)
+        if training:
+            self._trained += self.batches.share.local
+        if results is not None:
+            results.begin_batch()
+            self._metrics.sync_each_step(lambda metric: training and results.logs_each_step_of(metric))
+        return batch
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Around ``training_step``."""
+        results = self._trainer._results
+        if not results.is_in_batch:  # training_step(dataloader_iter)
+            self.batches.let_draw(self._loaders())
+            results.begin_batch()
+        with self.step():
+            yield
+        self.batches.settle()
+        results.send_step(flag=self._trainer.received_sigterm)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the step of a batch; a stand-in leaves no trace."""
+        with without_trace(self._model, self._metrics) if self.batches.is_stand_in else nullcontext():
+            yield
+
+    def gather_predictions(self, output: Any) -> Any:
+        """The rows of all ranks, where the batch was divided."""
+        if self.batches.share.total is None:
+            return output
+        tensors: list[torch.Tensor] = []
+        header = None if self.batches.is_stand_in else pack(output, tensors)
+        gathered = all_gather_tensors(header, tensors, "the predictions")
+        return join_batch([unpack(text, parts) for text, parts in gathered if text is not None])
+
+    def joint_loss(self, closure: Callable[[], Any]) -> Any:
+        """The loss of the whole batch."""
+        loss = closure()
+        if loss is None:
+            return None
+        rows = self._exchange.exchange([float(loss) * self.batches.scale], "the loss")
+        return torch.as_tensor(sum(row[0] for row in rows) / len(rows)).to(loss)
+
+    def merge_buffers(self) -> None:
+        """Running statistics averaged over the ranks, other buffers rank 0's."""
+        if next(self._model.buffers(), None) is not None:
+            merge_buffers(self._model, self._trained)
+        self._trained = 0
+
+    def _before_batch_end(self) -> None:
+        results = self._trainer._results
+        if not self._trainer.training and any(not isinstance(loader, ShardedLoader) for loader in self._loaders()):
+            results.late = False  # the ranks may have different numbers of batches
+        results.end_batch()
+        if results.signalled:
+            self._trainer._signal_connector.received_sigterm = True
+
+    def _at_end_of_data(self) -> None:
+        self._trainer._results.join_epoch()
+        if self._trainer.training:
+            self.merge_buffers()
+            for loader in self._loaders():
+                if isinstance(loader, ShardedLoader):
+                    loader.shares.clear()
+                    if isinstance(loader.iterator, ShardedIterator):
+                        loader.iterator.check_agreement()
+
+    def _before_epoch_end(self) -> None:
+        self._trainer._results.join_epoch()
+        self._trainer._results.end_pass()
+
+    def _loaders(self) -> list[Any]:
+        combined = self._trainer._active_loop._combined_loader
+        return [] if combined is None else list(combined.flattened)
+
+    def _is_stand_in(self) -> bool:
+        results = self._trainer._results
+        return results is not None and results.is_in_batch and self.batches.is_stand_in
+
+
+def _after(first: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return method(*args, **kwargs)
+
+    return both
+
+
+def _check_settings(
+    batch_size: str, weight: Any, bucket_cap_mb: float, comm_hook: Any, lightnings: dict[str, Any]
+) -> None:
+    check_batch_size(batch_size)
+    check_bucket_cap_mb(bucket_cap_mb)
+    if comm_hook is not None:
+        check_comm_hook(comm_hook)
+    if weight is not None and not callable(weight):
+        raise ConfigurationError(f"weight must be a function of a training batch, got {weight!r}.")
+    for name, reason in _OF_DDP.items():
+        if name in lightnings:
+            raise ConfigurationError(f"CallbackStrategy has no {name}: {reason}.")
+
+
+def _require_same_run(trainer: Any, model: torch.nn.Module, batch_size: str) -> None:
+    settings = module_settings(model) | {
+        "version of torch": torch.__version__,
+        "version of ddp_callbacks": __version__,
+        "batch_size": batch_size,
+        "Trainer": str(trainer.state.fn),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "max_epochs": trainer.max_epochs,
+        "max_steps": trainer.max_steps,
+    }
+    require_agreement(settings, "the run", "Run the same script with the same arguments and libraries everywhere.")
+
+
+def _operation(reduce_op: Any) -> str:
+    if reduce_op is None:
+        return "sum"
+    for name in ("AVG", "SUM", "MIN", "MAX", "PRODUCT"):
+        if reduce_op == getattr(dist.ReduceOp, name) or str(reduce_op).upper() == name:
+            return "mean" if name == "AVG" else name.lower()
+    if str(reduce_op).lower() == "mean":
+        return "mean"
+    raise ConfigurationError(f"reduce_op must be one of mean, sum, min, max and product, got {reduce_op!r}.")
+
+
+def _reduce(tensor: torch.Tensor, operation: str, group: Any) -> torch.Tensor:
+    exact = tensor.is_floating_point() or tensor.is_complex()
+    wide = tensor.detach() if exact and tensor.element_size() > 2 else tensor.detach().double()
+    wide = wide.to(torch.int64) if not exact and operation != "mean" else wide
+    result = tensor.dtype if exact else (torch.get_default_dtype() if operation == "mean" else torch.int64)
+    if operation in ("mean", "sum"):
+        total = all_reduce(wide.clone(memory_format=torch.contiguous_format).view(-1), "a reduction", group)
+        total = total.view(tensor.shape) / (dist.get_world_size(group) if operation == "mean" else 1)
+        return total.to(result)
+    parts = torch.stack([part for _, (part,) in all_gather_tensors(None, [wide], "a reduction", group)])
+    if operation == "product":
+        return parts.prod(0).to(tensor.device, result)
+    return (parts.amin(0) if operation == "min" else parts.amax(0)).to(tensor.device, result)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return type(value) in (type(None), bool, int, float, str, torch.Tensor)
