@@ -144,7 +144,14 @@ def noting_errors() -> Iterator[None]:
 
 
 # Imported by the first optimizer (dynamo), by ROC AUC (scikit-learn) and by the modules of the bodies.
-PRELOADED = ("torch._dynamo", "sklearn.metrics", "pytest", "ddp_callbacks.torchbearer")
+PRELOADED = (
+    "torch._dynamo",
+    "sklearn.metrics",
+    "pytest",
+    "ddp_callbacks.torchbearer",
+    "lightning.pytorch",
+    "ddp_callbacks.lightning",
+)
 
 
 def free_port() -> int:

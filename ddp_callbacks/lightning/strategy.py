@@ -29,7 +29,7 @@ from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning.batches import Batches, Weight
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import SyncedMetrics, without_trace
-from ddp_callbacks.lightning.world import environment_of_job, join
+from ddp_callbacks.lightning.world import LauncherEnvironment, environment_of_job, join
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.random_state import make_distinct
 from ddp_callbacks.rows import RowExchange
@@ -124,6 +124,12 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """For a sampler that the user makes."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _configure_launcher(self) -> None:
+        """Processes are started only where the Trainer is to start some."""
+        alone = self.num_processes * self.num_nodes == 1
+        if not alone and not isinstance(self.cluster_environment, LauncherEnvironment):
+            super()._configure_launcher()
 
     def setup_distributed(self) -> None:
         """Meet the other processes. Blocks until all are there."""

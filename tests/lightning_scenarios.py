@@ -1,0 +1,484 @@
+"""Lightning scripts for the equivalence suite: each is a user's, to whose Trainer a strategy may be given.
+
+``scenario(strategy)`` builds everything from fixed seeds, runs it and returns what must not depend on the number of
+processes. Logged values come from a logger that, unlike Lightning's, keeps those of every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+Scenario = Callable[[str], Any]
+SCENARIOS: dict[str, Scenario] = {}
+
+FEATURES, CLASSES = 6, 3
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+class Record(Logger):
+    """Keeps what is logged, on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[dict[str, float]] = []
+
+    @property
+    def name(self) -> str:
+        return "record"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.append({**metrics, "step": float(step or 0)})
+
+
+class Net(pl.LightningModule):
+    """Logs in every way that there is."""
+
+    def __init__(self, lr: float = 0.1, optimizer: Any = None, scheduler: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.lr, self.optimizer, self.scheduler = lr, optimizer, scheduler
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("loss_sync", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+        self.log("val_loss_sync", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), on_step=True, on_epoch=True)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+        return self(batch[0]).softmax(1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = (
+            self.optimizer(self) if self.optimizer else torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
+        )
+        return optimizer if self.scheduler is None else [[optimizer], [self.scheduler(optimizer)]]
+
+
+def data(samples: int, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, FEATURES, dtype=torch.float64, generator=generator)
+    return TensorDataset(x, torch.randint(0, CLASSES, (samples,), generator=generator))
+
+
+def loader(samples: int = 29, batch_size: int = 8, seed: int = 0, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data(samples, seed), batch_size, **options)
+
+
+def trainer(strategy: str, **options: Any) -> pl.Trainer:
+    pl.seed_everything(7, verbose=False)
+    defaults: dict[str, Any] = {
+        "max_epochs": 2,
+        "accelerator": "cpu",
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+        "logger": Record(),
+    }
+    return pl.Trainer(strategy=strategy, **(defaults | options))
+
+
+def fit(strategy: str, module: pl.LightningModule | None = None, *loaders: Any, **options: Any) -> dict[str, Any]:
+    """What a fit leaves behind."""
+    made = trainer(strategy, **options)
+    module = Net() if module is None else module
+    made.fit(module, *(loaders or (loader(shuffle=True), loader(13, 5, 9))))
+    return outcome(made, module)
+
+
+def outcome(made: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
+    assert made.model is None or made.model is module
+    return {
+        "parameters": {name: value.detach().clone() for name, value in module.state_dict().items()},
+        "callback_metrics": dict(sorted(made.callback_metrics.items())),
+        "logged": made.logger.lines if isinstance(made.logger, Record) else [],
+        "global_step": made.global_step,
+        "epochs": made.current_epoch,
+    }
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what Lightning says about the settings of these small runs."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        for category in (UserWarning, DeprecationWarning, FutureWarning):
+            warnings.filterwarnings("ignore", category=category)
+        yield
+    logger.setLevel(level)
+
+
+# --- the loop's settings ----------------------------------------------------------------------------------------------
+
+
+@scenario
+def plain(strategy: str) -> Any:
+    return fit(strategy)
+
+
+@scenario
+def accumulate_ragged(strategy: str) -> Any:
+    return fit(strategy, None, loader(29, 8, shuffle=True), accumulate_grad_batches=3)
+
+
+@scenario
+def clip_by_norm(strategy: str) -> Any:
+    return fit(strategy, gradient_clip_val=0.1, accumulate_grad_batches=2)
+
+
+@scenario
+def clip_by_value(strategy: str) -> Any:
+    return fit(strategy, gradient_clip_val=0.02, gradient_clip_algorithm="value")
+
+
+@scenario
+def schedulers(strategy: str) -> Any:
+    per_step = Net(
+        scheduler=lambda optimizer: {
+            "scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20),
+            "interval": "step",
+        }
+    )
+    per_epoch = Net(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.3))
+    return [fit(strategy, per_step), fit(strategy, per_epoch, max_epochs=3)]
+
+
+@scenario
+def plateau(strategy: str) -> Any:
+    scheduler = lambda optimizer: {  # noqa: E731
+        "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.05),
+        "monitor": "val_loss",
+    }
+    module = Net(lr=0.8, scheduler=scheduler)
+    return fit(strategy, module, max_epochs=5)
+
+
+@scenario
+def early_stopping(strategy: str) -> Any:
+    stop = EarlyStopping("val_loss", patience=1, min_delta=0.01)
+    return fit(strategy, Net(lr=0.5), callbacks=[stop], max_epochs=12) | {"best": stop.best_score}
+
+
+@scenario
+def checkpoints(strategy: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        best = ModelCheckpoint(folder, "b-{epoch}-{val_loss:.3f}", "val_loss", save_top_k=2, save_last=True)
+        steps = ModelCheckpoint(folder, "s-{step}-{loss_step:.3f}", "loss_step", save_top_k=2, every_n_train_steps=3)
+        results = fit(strategy, Net(lr=0.4), callbacks=[best, steps], enable_checkpointing=True, max_epochs=4)
+        return results | {
+            "best": {Path(path).name: score for path, score in sorted(best.best_k_models.items())},
+            "steps": {Path(path).name: score for path, score in sorted(steps.best_k_models.items())},
+        }
+
+
+@scenario
+def overfit_and_limits(strategy: str) -> Any:
+    return [
+        fit(strategy, overfit_batches=2),
+        fit(strategy, limit_train_batches=3, limit_val_batches=0.5),
+        fit(strategy, max_steps=5),
+        fit(strategy, val_check_interval=2),
+    ]
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    """Without a length, so that Lightning fetches a batch ahead."""
+
+    def __init__(self, samples: int) -> None:
+        self.rows = data(samples, 4)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.rows
+
+
+@scenario
+def odd_loaders(strategy: str) -> Any:
+    weighted = WeightedRandomSampler([1.0, 3.0] * 11, 17)
+    return [
+        fit(strategy, None, loader(11, 3, shuffle=True), loader(5, 2, 9)),  # smaller than the world
+        fit(strategy, None, DataLoader(Stream(19), 4), DataLoader(Stream(7), 3)),
+        fit(strategy, None, DataLoader(data(22), 5, sampler=weighted, drop_last=True), max_epochs=3),
+    ]
+
+
+class TwoSources(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        losses = {name: self.loss(part) for name, part in batch.items() if part is not None}
+        self.log_dict({f"loss_{name}": loss for name, loss in losses.items()}, batch_size=4)
+        return torch.stack(list(losses.values())).sum()
+
+
+@scenario
+def several_loaders(strategy: str) -> Any:
+    def combined(mode: str, *others: Any) -> Any:
+        a, b = loader(22, 4, shuffle=True), loader(13, 4, 5, shuffle=True)
+        return fit(strategy, TwoSources(), CombinedLoader({"a": a, "b": b}, mode), *others)
+
+    class TwoValidations(Net):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("val_loss", self.loss(batch), on_step=True, on_epoch=True)
+
+    validations = [loader(13, 5, 9), loader(7, 4, 8)]
+    return [
+        combined("min_size"),
+        combined("max_size_cycle"),
+        combined("max_size"),
+        fit(strategy, TwoValidations(), loader(), validations),
+    ]
+
+
+class Digits(pl.LightningDataModule):
+    def setup(self, stage: str) -> None:
+        self.rows = data(27, 2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows, batch_size=6, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        # By keyword: predict() of Lightning 2.6 makes the loader again, and takes a position for a second batch_size.
+        return DataLoader(self.rows, batch_size=4)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+@scenario
+def every_function_of_the_trainer(strategy: str) -> Any:
+    made, module, source = trainer(strategy), Net(), Digits()
+    made.fit(module, datamodule=source)
+    results = outcome(made, module)
+    results["validate"] = made.validate(module, datamodule=source, verbose=False)
+    results["test"] = made.test(module, datamodule=source, verbose=False)
+    results["predict"] = made.predict(module, datamodule=source)
+    results["again"] = made.predict(module, [loader(5, 2, 3), loader(3, 2, 4)])
+    results["lines"] = list(made.logger.lines)
+    return results
+
+
+class DrawsItself(Net):
+    def training_step(self, dataloader_iter: Iterator[Any]) -> torch.Tensor:
+        batch, _, _ = next(dataloader_iter)
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch[1]))
+        return loss
+
+
+@scenario
+def dataloader_iter(strategy: str) -> Any:
+    return fit(strategy, DrawsItself(), loader(29, 8, shuffle=True))
+
+
+# --- what is logged ---------------------------------------------------------------------------------------------------
+
+
+class LogsAll(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+        self.f1 = torchmetrics.F1Score("multiclass", num_classes=CLASSES, average="macro")
+        self.auroc = torchmetrics.AUROC("multiclass", num_classes=CLASSES)
+        self.both = torchmetrics.MetricCollection(
+            [
+                torchmetrics.Recall("multiclass", num_classes=CLASSES),
+                torchmetrics.Precision("multiclass", num_classes=3),
+            ]
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        self.f1(logits, y)
+        self.log("f1", self.f1, on_step=True, on_epoch=True)
+        self.accuracy(logits, y)
+        self.log("accuracy", self.accuracy)
+        per_sample = F.cross_entropy(logits, y, reduction="none")
+        loss = per_sample.mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("given", loss, on_epoch=True, batch_size=len(y))
+        self.log("constant", loss, on_step=False, on_epoch=True, batch_size=1)
+        self.log("sum", per_sample.sum(), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log("highest", per_sample.max(), on_step=True, on_epoch=True, reduce_fx="max")
+        self.log("lowest", per_sample.min(), on_step=False, on_epoch=True, reduce_fx=torch.min, sync_dist=True)
+        self.log("lr", 0.25, on_epoch=True)
+        if batch_idx % 2:
+            self.log("odd", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("afterwards", outputs["loss"], on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("at_end", float(self.current_epoch))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.auroc.update(logits.softmax(1), y)
+        self.log("auroc", self.auroc)
+        self.both.update(logits, y)
+        self.log("val_loss", F.cross_entropy(logits, y), on_step=True, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.both.compute())
+        self.both.reset()
+
+
+@scenario
+def logs(strategy: str) -> Any:
+    return fit(strategy, LogsAll(), loader(29, 8, shuffle=True), loader(13, 5, 9), max_epochs=3)
+
+
+@scenario
+def logs_of_small_batches(strategy: str) -> Any:
+    return fit(strategy, LogsAll(), loader(11, 3, shuffle=True), loader(10, 3, 9))
+
+
+# --- optimization -----------------------------------------------------------------------------------------------------
+
+
+class GAN(Net):
+    """Two optimizers, by hand; the discriminator's gradients are accumulated over two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Linear(CLASSES, 1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        generator, judge = self.optimizers()
+        self.toggle_optimizer(generator)
+        loss = F.softplus(-self.judge(self(x))).mean()
+        generator.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(generator, 0.1, "norm")
+        generator.step()
+        self.untoggle_optimizer(generator)
+        self.toggle_optimizer(judge)
+        real = F.one_hot(y, CLASSES).double()
+        wrong = F.softplus(-self.judge(real)).mean() + F.softplus(self.judge(self(x).detach())).mean()
+        self.manual_backward(wrong / 2)
+        if batch_idx % 2:
+            judge.step()
+            judge.zero_grad()
+        self.untoggle_optimizer(judge)
+        self.log_dict({"generator": loss, "judge": wrong}, on_step=True, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.layers.parameters(), 0.02), torch.optim.SGD(self.judge.parameters(), 0.1)
+
+
+@scenario
+def gan(strategy: str) -> Any:
+    return fit(strategy, GAN(), loader(29, 8, shuffle=True))
+
+
+class Skips(Net):
+    """Some parameters are used in no batch, some in some, some on some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 3).double()
+        self.sometimes = nn.Linear(FEATURES, CLASSES).double()
+        self.for_some = nn.Parameter(torch.ones(CLASSES, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        logits = self(x) + (self.sometimes(x) if batch_idx % 2 else 0)
+        per_sample = F.cross_entropy(logits, y, reduction="none")
+        chosen = x[:, 0] > 1.2
+        if chosen.any():
+            per_sample = per_sample + torch.where(chosen, self.for_some.square().sum(), 0.0)
+        return per_sample.mean()
+
+
+@scenario
+def skipped_parameters(strategy: str) -> Any:
+    return [fit(strategy, Skips(), loader(29, 8)), fit(strategy, Skips(), loader(29, 8), accumulate_grad_batches=2)]
+
+
+@scenario
+def lbfgs(strategy: str) -> Any:
+    module = Net(optimizer=lambda net: torch.optim.LBFGS(net.parameters(), 0.5, max_iter=4))
+    return fit(strategy, module, loader(24, 12))
+
+
+@scenario
+def averaged_weights(strategy: str) -> Any:
+    return [
+        fit(strategy, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)], max_epochs=4),
+        fit(strategy, callbacks=[EMAWeightAveraging(decay=0.7)]),
+    ]
+
+
+class Silent(Net):
+    """torch 2.13 cannot trace Lightning 2.6's self.log."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+
+@scenario
+def compiled(strategy: str) -> Any:
+    made, module = trainer(strategy), Silent()
+    made.fit(torch.compile(module, backend="aot_eager"), loader(24, 8), loader(8, 8, 9))
+    return outcome(made, module)

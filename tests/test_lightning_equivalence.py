@@ -1,0 +1,54 @@
+"""N processes give the numbers of one Trainer without us: parameters, logged values, evaluations, predictions."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from distributed import run_distributed
+from lightning_scenarios import SCENARIOS, quiet
+from test_equivalence import assert_equal
+
+RELATIVE = 1e-10
+
+
+@pytest.fixture(autouse=True)
+def seed_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's seed_everything sets them."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+
+
+def run_all() -> dict[str, Any]:
+    """Every scenario on this rank, one after another in one process."""
+    import ddp_callbacks.lightning  # noqa: F401
+
+    with quiet():
+        return {name: SCENARIOS[name]("ddp_callbacks") for name in SCENARIOS}
+
+
+@functools.cache
+def on_ranks(world_size: int) -> list[dict[str, Any]]:
+    return run_distributed(run_all, world_size)
+
+
+@functools.cache
+def one_process(name: str) -> Any:
+    with quiet():
+        return SCENARIOS[name]("auto")
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_n_processes_equal_one(world_size: int, name: str) -> None:
+    for rank, results in enumerate(on_ranks(world_size)):
+        assert_equal(results[name], one_process(name), RELATIVE, f"rank {rank}")
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_world_of_one_is_bit_for_bit_the_trainer_without_us(name: str) -> None:
+    import ddp_callbacks.lightning  # noqa: F401
+
+    with quiet():
+        assert_equal(SCENARIOS[name]("ddp_callbacks"), one_process(name), relative=0.0)
