@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ddp_callbacks.agreement import require_agreement
 from ddp_callbacks.collectives import all_gather_tensors, pack, unpack
@@ -65,11 +66,18 @@ class Batches:
             require_agreement({"batches": _length(loader)}, f"the {name} dataloader", remedy)
         return sharded
 
-    def take(self, batch: Any, loaders: list[Any], training: bool) -> Any:
-        """Note the share of a batch that comes from ``loaders``; the batch to compute. A collective in training."""
-        shares = [loader.shares.popleft() for loader in loaders if isinstance(loader, ShardedLoader) and loader.shares]
-        if len({_fraction(share) for share in shares}) > 1:
-            batch, share = _on_rank_zero(batch)
+    def take(self, batch: Any, loaders: list[Any], spec: TreeSpec, training: bool) -> Any:
+        """Note the share of a batch that comes from ``loaders``; the batch to compute.
+
+        A collective in training, and where the batch is one of several divided loaders.
+
+        Args:
+            spec: How the batches of the loaders make one.
+        """
+        drawn = [_next_share(loader) for loader in loaders]
+        shares = [share for share in drawn if share is not None]
+        if len(shares) > 1 and self._are_unlike(shares):
+            batch, share = _on_rank_zero(batch, drawn, spec)
         elif shares:
             share = shares[0]
         else:
@@ -97,6 +105,11 @@ class Batches:
     def _set(self, share: Share, weight: float, total: float | None) -> None:
         self.share, self.weight, self.total = share, weight, total
 
+    def _are_unlike(self, shares: list[Share]) -> bool:
+        """Whether some rank has different proportions of the loaders' batches."""
+        mine = len({share.local / share.total if share.total else None for share in shares}) > 1
+        return any(row[0] for row in self._exchange.exchange([float(mine)], "the shares of several loaders"))
+
     def _weigh(self, batch: Any, share: Share) -> tuple[float, float]:
         weight = float(share.local if self._weight_of is None or not share.local else self._weight_of(batch))
         if self._weight_of is None and share.total is not None:
@@ -105,18 +118,21 @@ class Batches:
         return weight, sum(row[0] for row in rows)
 
 
-def _fraction(share: Share) -> float | None:
-    return share.local / share.total if share.total else None
+def _next_share(loader: Any) -> Share | None:
+    return loader.shares.popleft() if isinstance(loader, ShardedLoader) and loader.shares else None
 
 
-def _on_rank_zero(batch: Any) -> tuple[Any, Share]:
-    """The whole batch on rank 0, which computes it alone.
+def _on_rank_zero(batch: Any, drawn: list[Share | None], spec: TreeSpec) -> tuple[Any, Share]:
+    """The whole batch on rank 0, which computes it alone; the others keep their parts as stand-ins.
 
     For batches of several loaders that are divided in different proportions, where no one number weighs the loss.
     """
     tensors: list[torch.Tensor] = []
+    parts = spec.flatten_up_to(batch)
     try:
-        header = pack(batch, tensors)
+        header = [
+            pack(part, tensors) if share and share.local else None for part, share in zip(parts, drawn, strict=True)
+        ]
     except TypeError as error:
         raise ConfigurationError(
             f"a batch of several loaders has parts of unequal size, which cannot be divided alike, and {error}. Give "
@@ -124,7 +140,10 @@ def _on_rank_zero(batch: Any) -> tuple[Any, Share]:
         ) from error
     gathered = all_gather_tensors(header, tensors, "a batch of several loaders")
     if get_rank() == 0:
-        batch = join_batch([unpack(text, parts) for text, parts in gathered])
+        for index, share in enumerate(drawn):
+            found = [unpack(texts[index], sent) for texts, sent in gathered if texts[index] is not None]
+            parts[index] = join_batch(found) if share is not None else parts[index]
+        batch = tree_unflatten(parts, spec)
     return batch, Share(int(get_rank() == 0), 1)
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import LeafSpec
 
 from ddp_callbacks.agreement import module_settings, require_agreement
 from ddp_callbacks.broadcast import broadcast_parameters, merge_buffers
@@ -380,10 +381,11 @@ class _Run:
         if results is not None and results.is_in_batch:
             return batch  # it is not the loop that asks
         training = self._trainer.training
-        loaders = self._loaders()
-        if self._trainer._active_loop._combined_loader._mode == "sequential":
-            loaders = loaders[dataloader_idx : dataloader_idx + 1]
-        batch = self.batches.take(batch, loaders, training)
+        combined = self._trainer._active_loop._combined_loader
+        loaders, spec = list(combined.flattened), combined._spec
+        if combined._mode == "sequential":
+            loaders, spec = loaders[dataloader_idx : dataloader_idx + 1], LeafSpec()
+        batch = self.batches.take(batch, loaders, spec, training)
         if training:
             self._trained += self.batches.share.local
         if results is not None:
