@@ -14,6 +14,7 @@ from ddp_callbacks.collectives import all_gather_tensors
 from ddp_callbacks.rows import RowExchange
 
 _SMALL = 24  # numbers of a state that travel in a row
+_IN_A_ROW = (torch.float32, torch.float64, torch.int64, torch.int32, torch.bool)
 
 
 class SyncedMetrics:
@@ -59,22 +60,25 @@ class SyncedMetrics:
 
     def _gather(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         """torchmetrics' ``dist_sync_fn``: every rank's state, of those that count."""
-        header = [float(self._is_stand_in()), float(state.dim()), *map(float, state.shape)]
-        small = group is None and state.numel() <= _SMALL and not state.is_complex() and state.dim() < 6
-        numbers = [*header, *state.detach().reshape(-1).double().tolist()] if small else []
+        numbers: list[float] = []
+        if group is None and state.numel() <= _SMALL and state.dim() < 6 and state.dtype in _IN_A_ROW:
+            header = [self._is_stand_in(), _IN_A_ROW.index(state.dtype), state.dim(), *state.shape]
+            numbers = [*map(float, header), *state.detach().reshape(-1).double().tolist()]
         rows = self._exchange.exchange(numbers, "a metric's state")
         if all(rows):
-            gathered = [(bool(row[0]), _state(row, state)) for row in rows]
+            gathered = [(bool(row[0]), _state(row).to(state.device)) for row in rows]
         else:
             sent = all_gather_tensors(self._is_stand_in(), [state], "a metric's state", group)
             gathered = [(stand_in, tensor.to(state.device)) for stand_in, (tensor,) in sent]
-        return [tensor for stand_in, tensor in gathered if not stand_in] or [tensor for _, tensor in gathered]
+        counted = [tensor for stand_in, tensor in gathered if not stand_in]
+        # A rank without any sample sends an empty float, which would turn the others' class indices into floats.
+        return [tensor for tensor in counted if tensor.numel()] or [tensor for _, tensor in gathered]
 
 
-def _state(row: list[float], like: torch.Tensor) -> torch.Tensor:
-    dims = int(row[1])
-    shape = [int(size) for size in row[2 : 2 + dims]]
-    return torch.tensor(row[2 + dims :], dtype=torch.float64).to(like).reshape(shape)
+def _state(row: list[float]) -> torch.Tensor:
+    code, dims = int(row[1]), int(row[2])
+    shape = [int(size) for size in row[3 : 3 + dims]]
+    return torch.tensor(row[3 + dims :], dtype=torch.float64).to(_IN_A_ROW[code]).reshape(shape)
 
 
 @contextmanager

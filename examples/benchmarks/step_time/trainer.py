@@ -1,0 +1,139 @@
+"""Time a Lightning training step under several strategies, interleaved in one run.
+
+    ddprun --nproc-per-node 2 examples/benchmarks/step_time/trainer.py
+
+The models and the way of measuring are those of main.py; here a block is a ``Trainer.fit``, of which the steps are
+timed after the first few. Every process computes a batch of the same size under each strategy, and the module logs its
+loss, as modules do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import os
+import time
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from main import WORKLOADS, Workload, quartiles
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ddp_callbacks.lightning  # noqa: F401
+from ddp_callbacks import join_process_group, leave_process_group
+
+BASELINE = "ddp"
+STRATEGIES = ["ddp", "ddp_find_unused_parameters_true", "ddp_callbacks"]
+WARM_UP = 5  # steps that are not timed
+
+
+class Classifier(pl.LightningModule):
+    """What a user writes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, targets = batch
+        loss = nn.functional.cross_entropy(self.model(inputs), targets)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Clock(pl.Callback):
+    """Seconds per step, from the end of the warm-up to the last step."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == WARM_UP:
+            dist.barrier()
+            self._start = time.perf_counter()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        dist.barrier()
+        self.seconds = (time.perf_counter() - self._start) / (trainer.global_step - WARM_UP)
+
+
+def time_block(strategy: str, model: nn.Module, workload: Workload, steps: int) -> float:
+    """Seconds per step."""
+    world_size, steps = dist.get_world_size(), steps + WARM_UP
+    # ddp_callbacks divides a batch among the processes, ddp gives each its own.
+    batch = workload.batch * (world_size if strategy == "ddp_callbacks" else 1)
+    samples = workload.batch * world_size * 64
+    data = TensorDataset(torch.randn(samples, *workload.sample), torch.randint(0, 10, (samples,)))
+    clock = Clock()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=steps,
+        max_epochs=-1,
+        logger=False,
+        callbacks=[clock],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Classifier(copy.deepcopy(model)), DataLoader(data, batch, shuffle=True))
+    return clock.seconds
+
+
+def time_rounds(workload: Workload, rounds: int, block_seconds: float) -> dict[str, list[float]]:
+    """Seconds per step under each strategy, one entry per round."""
+    torch.manual_seed(0)
+    model = workload.build()
+    count = torch.tensor(max(10, int(block_seconds / time_block(BASELINE, model, workload, 20))))
+    dist.broadcast(count, 0)
+    times: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    for index in range(rounds):
+        turn = index % len(STRATEGIES)
+        for name in STRATEGIES[turn:] + STRATEGIES[:turn]:
+            times[name].append(time_block(name, model, workload, int(count)))
+    return times
+
+
+def table(model: str, times: dict[str, list[float]]) -> str:
+    lines = []
+    for name, values in times.items():
+        first, median, third = quartiles([own / base for own, base in zip(values, times[BASELINE], strict=True)])
+        step = quartiles(values)[1] * 1e3
+        lines.append(f"| {model} | {name} | {step:.2f} | **{median:.2f}** | {first:.2f} to {third:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20, help="blocks per strategy (default 20)")
+    parser.add_argument("--block-seconds", type=float, default=0.5, help="about how long a block takes (default 0.5)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    env = join_process_group()
+    if env.world_size == 1:
+        parser.error("start it with ddprun or torchrun, on at least two processes")
+    if env.rank == 0:
+        print(
+            "| model | strategy | median step, ms | ratio to ddp, median | quartiles |\n|---|---|---|---|---|",
+            flush=True,
+        )
+    for workload in WORKLOADS:
+        times = time_rounds(workload, arguments.rounds, arguments.block_seconds)
+        if env.rank == 0:
+            print(table(workload.name, times), flush=True)
+    leave_process_group()
+
+
+if __name__ == "__main__":
+    main()
