@@ -519,8 +519,8 @@ def _reduce(tensor: torch.Tensor, operation: str, group: Any) -> torch.Tensor:
     result = tensor.dtype if exact else (torch.get_default_dtype() if operation == "mean" else torch.int64)
     if operation in ("mean", "sum"):
         total = all_reduce(wide.clone(memory_format=torch.contiguous_format).view(-1), "a reduction", group)
-        total = total.view(tensor.shape) / (dist.get_world_size(group) if operation == "mean" else 1)
-        return total.to(result)
+        total = total / dist.get_world_size(group) if operation == "mean" else total
+        return total.view(tensor.shape).to(result)
     parts = torch.stack([part for _, (part,) in all_gather_tensors(None, [wide], "a reduction", group)])
     if operation == "product":
         return parts.prod(0).to(tensor.device, result)

@@ -1,0 +1,637 @@
+"""What the strategy promises beyond equality with one process; each case runs on ranks and says what it saw."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from distributed import run_distributed
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import FSDPPrecision
+from lightning_scenarios import FEATURES, LogsAll, Net, data, fit, loader, outcome, quiet, trainer
+from nursery import HOSTNAME, Nursery, Rank, noting_errors
+from test_equivalence import assert_equal
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.lightning import CallbackStrategy, DDPCallback
+
+Case = Callable[[], Any]
+CASES: dict[str, Case] = {}
+WORLD_SIZE = 2
+OURS = "ddp_callbacks"
+
+
+@pytest.fixture(autouse=True)
+def seed_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's seed_everything sets them."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def run_cases() -> dict[str, Any]:
+    with quiet():
+        return {name: function() for name, function in CASES.items()}
+
+
+@functools.cache
+def seen() -> list[dict[str, Any]]:
+    return run_distributed(run_cases, WORLD_SIZE)
+
+
+def by_rank(function: Case) -> list[Any]:
+    return [results[function.__name__] for results in seen()]
+
+
+def alone(function: Callable[[], Any]) -> Any:
+    with quiet():
+        return function()
+
+
+# --- what the strategy is asked ---------------------------------------------------------------------------------------
+
+
+class Asks(Net):
+    """Asks in the middle of a run."""
+
+    def __init__(self, ask: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.ask, self.answer = ask, None
+
+    def on_train_start(self) -> None:
+        self.answer = self.ask(self.trainer)
+
+
+def ask(question: Callable[[Any], Any]) -> Any:
+    module = Asks(question)
+    fit(OURS, module, max_steps=1)
+    return module.answer
+
+
+@case
+def reductions() -> Any:
+    def question(trainer: Any) -> Any:
+        rank, strategy = dist.get_rank(), trainer.strategy
+        return [
+            strategy.reduce(torch.tensor(3 + rank)),
+            strategy.reduce(torch.tensor([1, 2]) * (1 + rank), reduce_op="avg"),
+            strategy.reduce(torch.tensor([2**40 + rank]), reduce_op="sum"),
+            strategy.reduce(torch.tensor([0.5, 4.0]) * (1 + rank), reduce_op=dist.ReduceOp.MAX),
+            strategy.reduce(torch.tensor([3, 4]) * (1 + rank), reduce_op="min"),
+            strategy.reduce(torch.tensor(3 + rank), reduce_op="product"),
+            strategy.reduce(torch.tensor([300.0, 300.0], dtype=torch.float16)),
+            strategy.reduce(torch.tensor(rank == 1), reduce_op="sum"),
+        ]
+
+    return ask(question)
+
+
+def test_reductions_are_exact() -> None:
+    expected = [
+        torch.tensor(3.5),  # Lightning's own: 3
+        torch.tensor([1.5, 3.0]),
+        torch.tensor([2**41 + 1]),
+        torch.tensor([1.0, 8.0]),
+        torch.tensor([3, 4]),
+        torch.tensor(12),
+        torch.tensor([300.0, 300.0], dtype=torch.float16),
+        torch.tensor(1),
+    ]
+    for answers in by_rank(reductions):
+        for answer, right in zip(answers, expected, strict=True):
+            torch.testing.assert_close(answer, right, rtol=0, atol=0)
+
+
+@case
+def decisions() -> Any:
+    def question(trainer: Any) -> Any:
+        first, decide = trainer.is_global_zero, trainer.strategy.reduce_boolean_decision
+        return [decide(first), decide(True), decide(first, all=False), decide(False, all=False)]
+
+    return ask(question)
+
+
+def test_decisions_are_of_all_or_of_any() -> None:
+    assert by_rank(decisions) == [[False, True, True, False]] * WORLD_SIZE
+
+
+@case
+def objects() -> Any:
+    def question(trainer: Any) -> Any:
+        rank, broadcast = dist.get_rank(), trainer.strategy.broadcast
+        mine = {"path": f"a{rank}", "numbers": [rank, 1.5, None], "tensor": torch.arange(3) + rank}
+        return [broadcast(mine), broadcast(Path(f"p{rank}")), broadcast(f"r{rank}", src=1), broadcast({rank})]
+
+    return ask(question)
+
+
+def test_objects_are_rank_zero_s() -> None:
+    for plain, path, of_one, pickled in by_rank(objects):
+        assert plain["path"] == "a0" and plain["numbers"] == [0, 1.5, None]
+        assert plain["tensor"].tolist() == [0, 1, 2]
+        assert (path, of_one, pickled) == (Path("p0"), "r1", {0})
+
+
+@case
+def gathering() -> Any:
+    def question(trainer: Any) -> Any:
+        rank = dist.get_rank()
+        trainer.strategy.barrier("here")
+        same = trainer.strategy.all_gather(torch.full((2,), float(rank)))
+        try:
+            trainer.strategy.all_gather(torch.zeros(2 + rank))
+        except MismatchError as error:
+            return same, str(error)
+        return None
+
+    return ask(question)
+
+
+def test_tensors_of_several_shapes_cannot_be_stacked() -> None:
+    for same, message in by_rank(gathering):
+        assert same.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+        assert "all_gather needs tensors of one shape, got [[2], [3]] by rank" in message
+
+
+# --- nothing is wrapped, checkpoints are free -------------------------------------------------------------------------
+
+
+def halving(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def save_in_the_middle(strategy: str, folder: str) -> str:
+    """A checkpoint in the middle of the second of two epochs; its path."""
+    made, module = trainer(strategy, max_steps=6), Net(scheduler=halving)
+    made.fit(module, loader(), loader(13, 5, 9))
+    path = f"{folder}/{strategy}.ckpt"
+    made.save_checkpoint(path)
+    return path
+
+
+def resume(strategy: str, path: str) -> Any:
+    devices = int(os.environ["WORLD_SIZE"]) if strategy == "ddp" else 1
+    batch_size = {1: 8, 2: 4, 3: 3}[devices]  # ddp's is that of each process
+    made, module = trainer(strategy, max_epochs=3, devices=devices), Net(scheduler=halving)
+    made.fit(module, loader(29, batch_size), loader(13, 5, 9), ckpt_path=path)
+    return outcome(made, module)
+
+
+def save_and_resume(folder: str, saved_by_one: str) -> Any:
+    with quiet():
+        path = save_in_the_middle(OURS, folder)
+        return resume(OURS, saved_by_one), resume(OURS, path), resume("ddp", path)["global_step"]
+
+
+def test_checkpoints_move_between_one_process_ddp_and_ours(tmp_path: Path) -> None:
+    by_one = alone(lambda: save_in_the_middle("auto", str(tmp_path)))
+    expected = alone(lambda: resume("auto", by_one))
+    for world_size in (2, 3):
+        for of_one, of_ours, steps in run_distributed(save_and_resume, world_size, str(tmp_path), by_one):
+            assert_equal(of_one, expected, 1e-10, f"saved by one process, resumed on {world_size}")
+            assert_equal(of_ours, expected, 1e-10, f"saved and resumed on {world_size}")
+            assert steps == expected["global_step"]
+        assert_equal(alone(lambda: resume("auto", f"{tmp_path}/{OURS}.ckpt")), expected, 1e-10, "resumed on one")
+    one, ours = (torch.load(path, weights_only=False) for path in (by_one, f"{tmp_path}/{OURS}.ckpt"))
+    assert list(one) == list(ours)
+    assert list(one["state_dict"]) == list(ours["state_dict"]) == list(Net().state_dict())
+
+
+# --- rank 0 speaks ----------------------------------------------------------------------------------------------------
+
+
+def write_files(folder: str) -> Any:
+    with quiet():
+        options = {"logger": CSVLogger(folder), "enable_progress_bar": True, "enable_model_summary": True}
+        made = trainer(OURS, callbacks=[ModelCheckpoint(monitor="val_loss")], enable_checkpointing=True, **options)
+        made.fit(Net(), loader(), loader(13, 5, 9))
+        return made.is_global_zero, made.global_rank, made.world_size
+
+
+def test_files_and_bars_come_from_rank_zero_alone(tmp_path: Path) -> None:
+    ranks = run_distributed(write_files, 3, str(tmp_path))
+    assert ranks == [(True, 0, 3), (False, 1, 3), (False, 2, 3)]
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    checkpoints = [name for name in files if name.endswith(".ckpt")]
+    assert len(checkpoints) == 1
+    assert sorted(set(files) - set(checkpoints)) == [
+        "lightning_logs/version_0/metrics.csv",
+    ]
+
+
+# --- the callback alone -----------------------------------------------------------------------------------------------
+
+
+def train_with_the_callback(strategy: str, folder: str) -> str:
+    checkpoint = ModelCheckpoint(folder, save_last=True)
+    with quiet():
+        try:
+            devices = 2 if strategy == "ddp" else 1
+            fit(strategy, callbacks=[DDPCallback(), checkpoint], enable_checkpointing=True, devices=devices)
+        except ConfigurationError as error:
+            return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_the_callback_alone_refuses_and_names_the_remedy(strategy: str, tmp_path: Path) -> None:
+    kind = "SingleDeviceStrategy" if strategy == "auto" else "DDPStrategy"
+    for message in run_distributed(train_with_the_callback, 2, strategy, str(tmp_path)):
+        assert message == (
+            'DDPCallback needs strategy="ddp_callbacks" for these 2 processes: Trainer(strategy="ddp_callbacks"). '
+            f"This Trainer has {kind}. A callback comes too late to tell Lightning which process this is."
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_callback_is_welcome_in_one_process_and_beside_the_strategy(tmp_path: Path) -> None:
+    with quiet():
+        expected = fit("auto")
+        assert_equal(fit("auto", callbacks=[DDPCallback()]), expected, 0.0)
+    assert run_distributed(train_with_the_callback, 2, OURS, str(tmp_path)) == ["trained"] * 2
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+class Fails(Net):
+    """``how`` happens on rank 1 in the third step."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.trainer.global_rank == 1:
+            if self.how == "raises":
+                raise ZeroDivisionError("a bad sample")
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+def fail(how: str) -> None:
+    with quiet(), noting_errors():
+        fit(OURS, Fails(how))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "says"),
+    [
+        ("raises", "ZeroDivisionError", "a bad sample"),
+        ("returns None", "RuntimeError", "Skipping the `training_step` by returning None in distributed training"),
+    ],
+)
+def test_a_failure_reaches_the_other_ranks(nursery: Nursery, tmp_path: Path, how: str, kind: str, says: str) -> None:
+    ranks: list[Rank] = nursery.run(fail, 2, tmp_path, how)
+    assert [rank.code for rank in ranks] == [1, 1]
+    assert ranks[1].notes["error"][0] == kind and says in ranks[1].notes["error"][1]
+    name, message = ranks[0].notes["error"]
+    assert name == "PeerError"
+    assert f"rank 1 (host {HOSTNAME}, pid {ranks[1].pid}) failed with {kind}: " in message and says in message
+    assert ranks[0].noted_at["error"] - ranks[1].noted_at["error"] < 4
+
+
+def unlike() -> None:
+    with quiet(), noting_errors():
+        fit(OURS, None, loader(29 + 8 * int(os.environ["RANK"])))
+
+
+def test_ranks_with_other_data_are_told_apart(nursery: Nursery, tmp_path: Path) -> None:
+    for rank in nursery.run(unlike, 2, tmp_path):
+        name, message = rank.notes["error"]
+        assert name == "MismatchError"
+        assert "the ranks disagree about the train dataloader:\n  batches: 4 on rank 0; 5 on rank 1" in message
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+class Noise(Dataset[Any]):
+    """Each sample says what its process draws."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, float, float]:
+        return index, torch.rand(()).item(), random.random()
+
+
+class Collects(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.rows.append(torch.stack([part.double() for part in batch], 1))
+        self.rows.append(torch.full((1, 3), torch.rand(()).item()))
+        return self(torch.ones(1, FEATURES, dtype=torch.float64)).sum()
+
+
+@case
+def random_states() -> Any:
+    module = Collects()
+    made = trainer(OURS, max_epochs=1)
+    pl.seed_everything(5, workers=True, verbose=False)
+    made.fit(module, DataLoader(Noise(), 4, num_workers=1))
+    return torch.cat(module.rows)
+
+
+def test_ranks_draw_apart_in_the_step_and_in_the_workers() -> None:
+    first, second = by_rank(random_states)
+    drawn = torch.cat([first[:, 1:].flatten(), second[:, 1:].flatten()])
+    assert sorted(torch.cat([first[first[:, 0] % 1 == 0], second[second[:, 0] % 1 == 0]])[:, 0].tolist()) == list(
+        range(8)
+    )
+    # Each process fills one row with one number, so each appears twice there.
+    assert len(drawn.unique()) == len(drawn) - 2 * WORLD_SIZE
+
+
+@case
+def loaders_of_the_user() -> Any:
+    module = Collects()
+    sampler = DistributedSampler(Noise(), shuffle=False)
+    fit(OURS, module, DataLoader(Noise(), 2, sampler=sampler), max_epochs=1)
+    own = [int(row[0]) for row in torch.cat(module.rows) if row[0] % 1 == 0]
+    untouched = Collects()
+    fit(OURS, untouched, DataLoader(Noise(), 4), max_epochs=1, use_distributed_sampler=False)
+    return own, len(torch.cat(untouched.rows)) - 2
+
+
+def test_loaders_are_left_alone_where_the_user_says_so() -> None:
+    (first, all_first), (second, all_second) = by_rank(loaders_of_the_user)
+    assert (first, second) == ([0, 2, 4, 6], [1, 3, 5, 7])
+    assert all_first == all_second == 8
+
+
+@case
+def per_process() -> Any:
+    strategy = CallbackStrategy(batch_size="per_process")
+    return fit(strategy, None, loader(32, 4), loader(16, 4, 9))
+
+
+def test_per_process_batches_are_those_of_a_trainer_with_larger_ones() -> None:
+    expected = alone(lambda: fit("auto", None, loader(32, 8), loader(16, 8, 9)))
+    for result in by_rank(per_process):
+        assert_equal(result, expected, 1e-10)
+
+
+class Tokens(Net):
+    """The loss is the mean over the samples that count."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y, ignore_index=0)
+        self.log("loss", loss, on_epoch=True, batch_size=int((y != 0).sum()))
+        return loss
+
+
+@case
+def weighed() -> Any:
+    strategy = CallbackStrategy(weight=lambda batch: (batch[1] != 0).sum())
+    return fit(strategy, Tokens(), loader(29, 8), accumulate_grad_batches=2)
+
+
+def test_a_loss_is_weighed_by_what_it_is_the_mean_over() -> None:
+    expected = alone(lambda: fit("auto", Tokens(), loader(29, 8), accumulate_grad_batches=2))
+    for result in by_rank(weighed):
+        assert_equal(result, expected, 1e-10)
+
+
+@case
+def with_a_comm_hook() -> Any:
+    torch.manual_seed(0)
+    return fit(CallbackStrategy(comm_hook=bf16_compress_hook), None, loader(32, 8))["parameters"]
+
+
+def test_a_comm_hook_is_used() -> None:
+    exact = alone(lambda: fit("auto", None, loader(32, 8)))["parameters"]
+    for result in by_rank(with_a_comm_hook):
+        for name, value in result.items():
+            difference = (value - exact[name]).abs().max()
+            assert 0 < difference < 0.02, name
+
+
+class Normalized(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.BatchNorm1d(FEATURES, momentum=None), *self.layers).double()
+
+
+@case
+def running_statistics() -> Any:
+    parameters = fit(OURS, Normalized(), loader(32, 8), max_epochs=1)["parameters"]
+    return parameters["layers.0.running_mean"], parameters["layers.0.num_batches_tracked"]
+
+
+def test_running_statistics_are_those_of_the_whole_data() -> None:
+    for average, batches in by_rank(running_statistics):
+        torch.testing.assert_close(average, data(32).tensors[0].mean(0))
+        assert batches == 4
+
+
+@case
+def precisions() -> Any:
+    made = {name: fit(OURS, Net().float(), loader_of_floats(), precision=name) for name in ("bf16-mixed", "32-true")}
+    double = fit(OURS, Net().float(), loader_of_floats(), precision="64-true")
+    return {name: next(iter(result["parameters"].values())) for name, result in {**made, "64-true": double}.items()}
+
+
+def loader_of_floats() -> Any:
+    return DataLoader([(x.float(), y) for x, y in data(16)], 8)
+
+
+def test_precisions_are_lightning_s() -> None:
+    first, second = by_rank(precisions)
+    one = alone(lambda: fit("auto", Net().float(), loader_of_floats(), precision="64-true"))["parameters"]
+    torch.testing.assert_close(first["64-true"], next(iter(one.values())), rtol=1e-10, atol=0)
+    for name, rtol in (("bf16-mixed", 0.05), ("32-true", 1e-5)):
+        assert first[name].dtype == torch.float32
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name].double(), first["64-true"].double(), rtol=rtol, atol=0.01)
+
+
+class Uneven(LogsAll):
+    """Only rank 0 logs one of the values, and calls it first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.is_global_zero:
+            self.log("mine", float(batch_idx), on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+@case
+def uneven_logs() -> Any:
+    return fit(OURS, Uneven())["callback_metrics"]
+
+
+def test_a_value_that_one_rank_alone_logs_does_not_disturb_the_others() -> None:
+    expected = alone(lambda: fit("auto", LogsAll()))["callback_metrics"]
+    first, second = by_rank(uneven_logs)
+    assert set(first) - set(second) == {"mine", "mine_step", "mine_epoch"}
+    assert first["mine_epoch"] == pytest.approx((0 * 4 + 1 * 4 + 2 * 4 + 3 * 3) / 15)
+    assert_equal({name: first[name] for name in expected}, expected, 1e-10)
+    assert_equal(second, expected, 1e-10)
+
+
+@case
+def metrics_afterwards() -> Any:
+    module = LogsAll()
+    fit(OURS, module)
+    return [(m.dist_sync_fn, m.dist_sync_on_step) for m in module.modules() if isinstance(m, torchmetrics.Metric)]
+
+
+def test_metrics_are_left_as_they_were() -> None:
+    for found in by_rank(metrics_afterwards):
+        assert found == [(None, False)] * len(found) and found
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": "local"}, 'batch_size must be one of "global"'),
+        ({"weight": 3}, "weight must be a function of a training batch, got 3"),
+        (
+            {"find_unused_parameters": True},
+            "CallbackStrategy has no find_unused_parameters: unused parameters are found",
+        ),
+        ({"ddp_comm_hook": print}, "CallbackStrategy has no ddp_comm_hook: it is called comm_hook here"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        CallbackStrategy(**options)
+
+
+def test_plugins_of_other_strategies_are_refused_by_name() -> None:
+    with (
+        quiet(),
+        pytest.raises(ConfigurationError, match="does not work with FSDPPrecision: FSDP divides the parameters"),
+    ):
+        trainer(OURS, plugins=[FSDPPrecision("32-true")]).fit(Net(), loader())
+
+
+@case
+def synchronized_batchnorm() -> str:
+    try:
+        fit(OURS, Normalized(), sync_batchnorm=True)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_sync_batchnorm_says_what_it_does_on_cpus() -> None:
+    for message in by_rank(synchronized_batchnorm):
+        assert message.startswith(
+            "sync_batchnorm=True has no effect on CPUs, where torch's SyncBatchNorm refuses to run"
+        )
+
+
+# --- as scripts -------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import ddp_callbacks.lightning
+from lightning_scenarios import Net, fit, loader, quiet, trainer
+from ddp_callbacks.lightning import CallbackStrategy
+if __name__ == "__main__":
+    with quiet():
+        made, module = trainer({strategy}, devices=2, max_epochs=1), Net()
+        made.fit(module, loader())
+        total = sum(value.sum() for value in module.state_dict().values()).item()
+        print("rank", made.global_rank, "of", made.world_size, "sum", repr(total), flush=True)
+"""
+
+
+@pytest.mark.parametrize("strategy", ['"ddp_callbacks"', 'CallbackStrategy(start_method="fork")'])
+def test_the_trainer_starts_processes_of_its_own(strategy: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), strategy=strategy))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with quiet():
+        module = Net()
+        trainer("auto", max_epochs=1).fit(module, loader())
+    expected = sum(value.sum() for value in module.state_dict().values()).item()
+    lines = sorted(line.split(" sum ") for line in done.stdout.splitlines() if line.startswith("rank"))
+    # Processes that were forked have ended when fit returns, to rank 0 of one process.
+    assert [line[0] for line in lines] in (["rank 0 of 2", "rank 1 of 2"], ["rank 0 of 2"])
+    assert [float(line[1]) for line in lines] == [pytest.approx(expected, rel=1e-10)] * len(lines)
+
+
+OTHER_PACKAGE = """
+import sys
+import pytorch_lightning
+import ddp_callbacks.lightning as ours
+assert "lightning.pytorch" not in sys.modules
+from pytorch_lightning.demos.boring_classes import BoringModel
+trainer = pytorch_lightning.Trainer(strategy="ddp_callbacks", accelerator="cpu", fast_dev_run=True, logger=False)
+assert type(trainer.strategy) is ours.CallbackStrategy
+assert isinstance(trainer.strategy, pytorch_lightning.strategies.DDPStrategy)
+module = BoringModel()
+trainer.fit(module)
+print("trained on", trainer.world_size, trainer.model is module)
+"""
+BOTH = """
+import ddp_callbacks.lightning
+import lightning.pytorch, pytorch_lightning
+for package in (lightning.pytorch, pytorch_lightning):
+    strategy = package.Trainer(strategy="ddp_callbacks", accelerator="cpu", logger=False).strategy
+    assert isinstance(strategy, package.strategies.DDPStrategy), package
+registered = lightning.pytorch.strategies.StrategyRegistry.get("ddp_callbacks")
+assert type(registered) is ddp_callbacks.lightning.CallbackStrategy
+print("both")
+"""
+NEITHER = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if "lightning" in name.split(".")[0] else find(name, *rest)
+try:
+    import ddp_callbacks.lightning
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "says"),
+    [
+        (OTHER_PACKAGE, 2, "trained on 2 True"),
+        (BOTH, 1, "both"),
+        (NEITHER, 1, 'Lightning is not installed: pip install "ddp_callbacks[lightning]" (or pytorch-lightning, which'),
+    ],
+)
+def test_either_package_will_do(script: str, ranks: int, says: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(script)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-W", "ignore", *(torchrun if ranks > 1 else []), "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(says) == ranks, done.stdout + done.stderr
+
+
+def test_the_versions_that_were_compromised_are_excluded() -> None:
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert "lightning>=2.6,!=2.6.2,!=2.6.3" in text
