@@ -1,6 +1,7 @@
-"""Train a Torchbearer ``Trial`` on many processes by adding one callback.
+"""Train a Torchbearer ``Trial`` or a Lightning ``Trainer`` on many processes by adding one line.
 
-The callbacks are in :mod:`ddp_callbacks.torchbearer`. This package itself needs torch alone.
+The callbacks for a Trial are in :mod:`ddp_callbacks.torchbearer`, the strategy for a Trainer in
+:mod:`ddp_callbacks.lightning`. This package itself needs torch alone.
 """
 
 from importlib import import_module

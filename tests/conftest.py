@@ -49,8 +49,9 @@ def leaves_nothing_behind() -> Iterator[None]:
         gc.collect()  # the workers of a loader end with its iterator
     assert not dist.is_initialized(), "the test left its process group open"
     changed = {key for key in {**environment, **os.environ} if environment.get(key) != os.environ.get(key)}
-    # The last are set by torch and by scikit-learn when they are first used.
+    # These are set by pytest, and by torch, scikit-learn and Lightning when they are first used.
     changed -= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+    changed -= {"PYTORCH_NVML_BASED_CUDA_CHECK"}
     assert not changed, f"the test left environment variables changed: {sorted(changed)}"
     end = time.monotonic() + 5
     while (left := _abandoned(_shared_memory() - shared_memory)) and time.monotonic() < end:

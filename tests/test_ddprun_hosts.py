@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
@@ -119,6 +120,30 @@ def test_the_digits_train_across_hosts_as_on_one_process(
     assert len(one_process) == 4
     for ours, theirs in zip(history(tmp_path), one_process, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+LIGHTNING = [str(DIGITS.parent.parent / "digits_lightning" / "train.py"), "--epochs", "2", "--logs"]
+
+
+def logged(folder: Path) -> list[dict[str, float | None]]:
+    """What Lightning's CSVLogger has written; ``None`` where a line has no such value."""
+    (path,) = folder.rglob("metrics.csv")
+    with path.open() as file:
+        return [{name: float(text) if text else None for name, text in row.items()} for row in csv.DictReader(file)]
+
+
+def test_a_lightning_module_trains_across_hosts_as_on_one_process(bed: HostBed, tmp_path: Path) -> None:
+    one = bed.hosts[0].run(sys.executable, *LIGHTNING, str(tmp_path / "one"), "--strategy", "auto", cwd=tmp_path)
+    assert one.returncode == 0, one.stderr
+    done = ddprun(bed.hosts[0], "-H", "h1:1,h2:2", *LIGHTNING, str(tmp_path / "three"), cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "3 processes: accuracy " in done.stdout
+    expected = logged(tmp_path / "one")
+    assert len(expected) > 10
+    for ours, theirs in zip(logged(tmp_path / "three"), expected, strict=True):
+        assert ours == {name: pytest.approx(value, rel=1e-4) for name, value in theirs.items()}
+    checkpoints = {path.name for path in (tmp_path / "three").rglob("*.ckpt")}
+    assert checkpoints == {path.name for path in (tmp_path / "one").rglob("*.ckpt")}
 
 
 def assert_went_on(folder: Path, text: str, one_process: list[dict[str, float]]) -> None:

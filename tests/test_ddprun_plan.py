@@ -29,6 +29,19 @@ def test_without_hosts_it_is_this_machine() -> None:
     assert made.command == ("train.py", "--lr", "0.1", "-H", "theirs")
 
 
+def test_a_flag_of_the_script_may_look_like_the_beginning_of_ours() -> None:
+    """torchrun refuses it: --logs could be --logs-specs or --logs_specs."""
+    assert plan("--dry", "train.py", "--logs", "a", "--node", "b").command == (
+        "train.py",
+        "--logs",
+        "a",
+        "--node",
+        "b",
+    )
+    with pytest.raises(ConfigurationError, match="unrecognized arguments: --logs"):
+        plan("--logs", "train.py")
+
+
 def test_hosts_come_in_their_order_with_their_processes(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=4\nme@b:2 python=/b/python\nhere chdir=/there  # a comment\n")

@@ -85,6 +85,14 @@ class _OneLineParser(ArgumentParser):
 
 
 class _RunParser(_OneLineParser):
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """The flags that an abbreviation can stand for; none where that is not clear.
+
+        argparse refuses an unclear one wherever it stands, behind the script too, where it is the script's own.
+        """
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return found if len(found) == 1 else []
+
     def format_help(self) -> str:
         """The flags for the hosts first; torchrun's parser describes its own."""
         torchrun = get_args_parser()
