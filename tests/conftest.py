@@ -17,6 +17,15 @@ from distributed import set_nursery
 from nursery import Nursery
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The tests of a file stay on one of pytest's workers: many look at results that are computed once."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if item.get_closest_marker("xdist_group") is None:
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """More ranks than cores share the machine, and summation order must not depend on it."""
