@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,11 +18,11 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from distributed import run_distributed
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning_scenarios import FEATURES, LogsAll, Net, data, fit, loader, outcome, quiet, trainer
-from nursery import HOSTNAME, Nursery, Rank, noting_errors
+from nursery import HOSTNAME, Nursery, Rank, note, noting_errors
 from test_equivalence import assert_equal
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -323,6 +324,50 @@ def test_ranks_with_other_data_are_told_apart(nursery: Nursery, tmp_path: Path) 
         assert "the ranks disagree about the train dataloader:\n  batches: 4 on rank 0; 5 on rank 1" in message
 
 
+class StopsAlone(Net):
+    """Rank 1 wants to stop after the third step, when its time is over, say."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and self.trainer.global_rank == 1:
+            self.trainer.should_stop = True
+
+
+@case
+def stopping_alone() -> Any:
+    module = StopsAlone()
+    made = trainer(OURS)
+    made.fit(module, loader(), loader(13, 5, 9))
+    return made.global_step, len(made.logger.lines)
+
+
+def test_a_stop_on_one_rank_stops_all_after_the_same_step() -> None:
+    (steps, lines), second = by_rank(stopping_alone)
+    assert (steps, lines) == second
+    assert steps == 3
+
+
+class Signalled(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 1 and self.trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+def get_signal() -> None:
+    module = Signalled()
+    with quiet():
+        made = trainer(OURS)
+        try:
+            made.fit(module, loader())
+        except BaseException as error:
+            note("ended", [type(error).__name__, made.global_step])
+
+
+def test_a_sigterm_on_one_rank_ends_all_after_the_same_step(nursery: Nursery, tmp_path: Path) -> None:
+    for rank in nursery.run(get_signal, 2, tmp_path):
+        assert rank.notes["ended"] == ["SIGTERMException", 2], rank.stderr
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -547,11 +592,109 @@ def test_sync_batchnorm_says_what_it_does_on_cpus() -> None:
         )
 
 
+class Writer(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.batches: list[Any] = []
+        self.epochs: list[Any] = []
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *_: Any) -> None:
+        self.batches.append((prediction, list(indices)))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        self.epochs.append((predictions, indices))
+
+
+def write_predictions(strategy: str) -> Any:
+    writer = Writer()
+    trainer(strategy, callbacks=[writer]).predict(Net(), loader(13, 5, 3))
+    return writer.batches, writer.epochs
+
+
+@case
+def predictions_written() -> Any:
+    return write_predictions(OURS)
+
+
+def test_prediction_writers_get_whole_batches() -> None:
+    expected = alone(lambda: write_predictions("auto"))
+    for written in by_rank(predictions_written):
+        assert_equal(written, expected, 1e-10)
+
+
+@case
+def a_divided_optimizer() -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer as zero
+
+    module = Net(optimizer=lambda net: zero(net.parameters(), torch.optim.Adam, lr=0.05))
+    return fit(OURS, module)["parameters"]
+
+
+def test_an_optimizer_that_divides_its_state_works_as_under_ddp() -> None:
+    whole = Net(optimizer=lambda net: torch.optim.Adam(net.parameters(), lr=0.05))
+    expected = alone(lambda: fit("auto", whole)["parameters"])
+    for parameters in by_rank(a_divided_optimizer):
+        assert_equal(parameters, expected, 1e-10)
+
+
+class Accumulates(Net):
+    """By hand: two backwards without an exchange, a third with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        if batch_idx % 3 < 2:
+            with optimizer.toggle_model(sync_grad=False):
+                self.manual_backward(self.loss(batch) / 3)
+        else:
+            self.manual_backward(self.loss(batch) / 3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def accumulation_by_hand() -> Any:
+    return fit(OURS, Accumulates(), loader(29, 5))["parameters"]
+
+
+def test_gradients_are_accumulated_by_hand_without_an_exchange() -> None:
+    expected = alone(lambda: fit("auto", Accumulates(), loader(29, 5))["parameters"])
+    for parameters in by_rank(accumulation_by_hand):
+        assert_equal(parameters, expected, 1e-10)
+
+
+@case
+def again_and_again() -> Any:
+    made, module = trainer(OURS), Net()
+    results = []
+    for epochs in (1, 3):
+        made.fit_loop.max_epochs = epochs
+        made.fit(module, loader(), loader(13, 5, 9))
+        results.append(made.validate(module, loader(13, 5, 9), verbose=False))
+    return results, outcome(made, module)
+
+
+def test_a_trainer_runs_again() -> None:
+    with quiet():
+        made, module = trainer("auto"), Net()
+        results = []
+        for epochs in (1, 3):
+            made.fit_loop.max_epochs = epochs
+            made.fit(module, loader(), loader(13, 5, 9))
+            results.append(made.validate(module, loader(13, 5, 9), verbose=False))
+        expected = results, outcome(made, module)
+    for found in by_rank(again_and_again):
+        assert_equal(found, expected, 1e-10)
+
+
 # --- as scripts -------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys
-from pathlib import Path
+{first}
 sys.path.insert(0, {tests!r})
 import ddp_callbacks.lightning
 from lightning_scenarios import Net, fit, loader, quiet, trainer
@@ -561,14 +704,21 @@ if __name__ == "__main__":
         made, module = trainer({strategy}, devices=2, max_epochs=1), Net()
         made.fit(module, loader())
         total = sum(value.sum() for value in module.state_dict().values()).item()
-        print("rank", made.global_rank, "of", made.world_size, "sum", repr(total), flush=True)
+        # In one write: two processes share the pipe.
+        print(f"rank {{made.global_rank}} of {{made.world_size}} sum {{total!r}}" + chr(10), end="", flush=True)
 """
 
 
-@pytest.mark.parametrize("strategy", ['"ddp_callbacks"', 'CallbackStrategy(start_method="fork")'])
-def test_the_trainer_starts_processes_of_its_own(strategy: str, tmp_path: Path) -> None:
+NOTEBOOK = "sys.ps1 = '>>> '"  # what Python defines where someone types
+
+
+@pytest.mark.parametrize(
+    ("first", "strategy"),
+    [("", '"ddp_callbacks"'), ("", 'CallbackStrategy(start_method="fork")'), (NOTEBOOK, '"ddp_callbacks"')],
+)
+def test_the_trainer_starts_processes_of_its_own(first: str, strategy: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), strategy=strategy))
+    script.write_text(SCRIPT.format(first=first, tests=str(Path(__file__).parent), strategy=strategy))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     with quiet():

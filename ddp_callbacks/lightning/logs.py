@@ -18,6 +18,7 @@ weighted, a sum is the sum, a maximum the maximum.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ import torch
 from ddp_callbacks.collectives import all_gather_json, all_gather_tensors
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.rows import PendingRows, RowExchange
+
+Part = tuple[float, float, float]  # weight, size and value of what one rank has logged
 
 
 @dataclass
@@ -56,8 +59,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     Every method but those of Lightning's side is called by the strategy at its fixed moments.
 
     Attributes:
-        late: Whether the values that later hooks log in a batch are exchanged.
-        signalled: Whether some rank has raised its flag in a step's exchange.
+        late: Whether the values that later hooks log in a batch of an evaluation are exchanged.
     """
 
     def __init__(self, training: bool, batches: Batches, exchange: RowExchange) -> None:
@@ -69,7 +71,6 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._sent: tuple[list[str], PendingRows] | None = None
         self._epoch: dict[str, list[Record]] = {}
         self._metrics_on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
-        self.signalled = False
         self.late = True
         self._in_batch, self._position, self._samples = False, -1, 0
 
@@ -122,14 +123,20 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._samples += self._batches.share.local
         self._in_batch = True
 
-    def end_batch(self) -> None:
-        """All hooks of the batch have run. A collective where the ranks log in later hooks."""
+    def end_batch(self, flags: Sequence[bool] = ()) -> list[bool]:
+        """All hooks of the batch have run; which of ``flags`` some rank has raised.
+
+        A collective in training, where there are flags, and in an evaluation in which some rank logs the values of
+        its first step.
+        """
         self.await_step()
-        if self.late:
-            self.send_step()
-            logged = self.await_step()
+        raised: list[bool] = []
+        if flags or self.late:
+            self.send_step(flags)
+            logged, raised = self.await_step()
             self.late = logged if self._position == 0 else self.late
         self._in_batch = False
+        return raised
 
     def end_pass(self) -> None:
         """An epoch or an evaluation has ended, with all its hooks."""
@@ -145,28 +152,32 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """Whether the value that ``metric`` has in each step is logged, as far as is known: in the first step, yes."""
         return self._position <= 0 or id(metric) in self._metrics_on_step
 
-    def send_step(self, flag: bool = False) -> None:
+    def send_step(self, flags: Sequence[bool] = ()) -> None:
         """Send what was logged in this step. Every rank calls it, with or without values; does not block."""
         self.await_step()
         keys = [key for key, _ in self._step]
         numbers = [number for _, record in self._step for number in _numbers(record)]
-        self._sent = keys, self._exchange.launch([float(zlib.crc32("\n".join(keys).encode())), float(flag), *numbers])
+        header = [zlib.crc32("\n".join(keys).encode()), len(flags), *flags]
+        self._sent = keys, self._exchange.launch([*map(float, header), *numbers])
 
-    def await_step(self) -> bool:
-        """Take the joined values of what was sent; whether any rank had some. Blocks until every rank has sent."""
+    def await_step(self) -> tuple[bool, list[bool]]:
+        """Take the joined values of what was sent; whether any rank had some, and the flags that any has raised.
+
+        Blocks until every rank has sent.
+        """
         if self._sent is None:
-            return False
+            return False, []
         (keys, pending), self._sent = self._sent, None
-        rows = pending.wait("the logged values of a step")
-        self.signalled |= any(flag for _, flag, *_ in rows)
-        if len({row[0] for row in rows}) == 1:
-            parts = [[_part(row, index) for row in rows] for index in range(len(keys))]
+        sent = [_unpack(row) for row in pending.wait("the logged values of a step")]
+        checksums, flags, values = zip(*sent, strict=True)
+        if len(set(checksums)) == 1:
+            parts = [[own[index] for own in values] for index in range(len(keys))]
         else:
-            parts = self._parts_by_name(keys, rows)
+            parts = self._parts_by_name(keys, values)
         records, self._step = self._step[: len(keys)], self._step[len(keys) :]
         for (key, record), part in zip(records, parts, strict=True):
             self._take_step(key, record, part)
-        return any(len(row) > _HEADER for row in rows)
+        return any(values), [any(flag) for flag in zip(*flags, strict=True)]
 
     def join_epoch(self) -> None:
         """Give Lightning the joined records. A collective."""
@@ -179,16 +190,16 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             value, size = _join_epoch([tables[key] for tables in by_rank if key in tables], self._operation(key))
             self._accumulate(key, torch.tensor(value, dtype=records[0].value.dtype), size)
 
-    def _parts_by_name(self, keys: list[str], rows: list[list[float]]) -> list[list[list[float]]]:
+    def _parts_by_name(self, keys: list[str], values: Sequence[list[Part]]) -> list[list[Part]]:
         """Where the ranks have logged different keys: the parts that each of this rank's keys has."""
         named = all_gather_json(keys, "the names of the logged values")
-        found: dict[tuple[str, int], list[list[float]]] = {}
-        for names, row in zip(named, rows, strict=True):
-            for index, name in enumerate(names):
-                found.setdefault((name, names[:index].count(name)), []).append(_part(row, index))
+        found: dict[tuple[str, int], list[Part]] = {}
+        for names, own in zip(named, values, strict=True):
+            for index, (name, part) in enumerate(zip(names, own, strict=True)):
+                found.setdefault((name, names[:index].count(name)), []).append(part)
         return [found[key, keys[:index].count(key)] for index, key in enumerate(keys)]
 
-    def _take_step(self, key: str, record: Record, parts: list[list[float]]) -> None:
+    def _take_step(self, key: str, record: Record, parts: list[Part]) -> None:
         metric = self[key]
         varying = record.given and len({size for _, size, _ in parts}) > 1
         weighted = [(size if varying and weight else weight, value) for weight, size, value in parts]
@@ -208,16 +219,15 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         return "mean" if meta.is_mean_reduction else str(meta.reduce_fx.__name__)
 
 
-_HEADER = 2  # numbers of a row before the parts: a checksum of the keys, a flag
+def _numbers(record: Record) -> Part:
+    return record.weight, record.size, float(record.value)
 
 
-def _numbers(record: Record) -> list[float]:
-    return [record.weight, record.size, float(record.value)]
-
-
-def _part(row: list[float], index: int) -> list[float]:
-    begin = _HEADER + 3 * index
-    return row[begin : begin + 3]
+def _unpack(row: list[float]) -> tuple[float, list[float], list[Part]]:
+    """The checksum of the keys, the flags and the parts of a row."""
+    begin = 2 + int(row[1])
+    parts = [(row[index], row[index + 1], row[index + 2]) for index in range(begin, len(row), 3)]
+    return row[0], row[2:begin], parts
 
 
 def _columns(records: list[Record]) -> torch.Tensor:

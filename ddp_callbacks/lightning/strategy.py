@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -30,7 +31,7 @@ from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning.batches import Batches, Weight
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import SyncedMetrics, without_trace
-from ddp_callbacks.lightning.world import LauncherEnvironment, environment_of_job, join
+from ddp_callbacks.lightning.world import environment_of_job, join
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.random_state import make_distinct
 from ddp_callbacks.rows import RowExchange
@@ -127,9 +128,12 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:
-        """Processes are started only where the Trainer is to start some."""
+        """Processes are started only where the Trainer is to start some.
+
+        Lightning's own launcher would also compare ``devices`` and ``num_nodes`` with what another has started.
+        """
         alone = self.num_processes * self.num_nodes == 1
-        if not alone and not isinstance(self.cluster_environment, LauncherEnvironment):
+        if not alone and not self.cluster_environment.creates_processes_externally:
             super()._configure_launcher()
 
     def setup_distributed(self) -> None:
@@ -358,8 +362,9 @@ class _Run:
         epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
         for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             loop._results = results_class(loop._results.training, self.batches, self._exchange)
-        # Lightning asks rank 0 alone whether it got SIGTERM, in a collective that waits without a limit.
+        # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
         epoch_loop._broadcast_sigterm_tensor = lambda: None
+        trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm
         self._wrapped = {
             "on_batch_end": self._before_batch_end,
             "epoch_end_reached": self._at_end_of_data,
@@ -374,6 +379,7 @@ class _Run:
         for name in self._wrapped:
             delattr(self._trainer._logger_connector, name)
         del self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
+        del self._trainer._signal_connector._sigterm_notifier_fn
 
     def begin_batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Note what this rank has of a batch; the batch to compute."""
@@ -403,7 +409,7 @@ class _Run:
         with self.step():
             yield
         self.batches.settle()
-        results.send_step(flag=self._trainer.received_sigterm)
+        results.send_step()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -435,12 +441,22 @@ class _Run:
         self._trained = 0
 
     def _before_batch_end(self) -> None:
-        results = self._trainer._results
-        if not self._trainer.training and any(not isinstance(loader, ShardedLoader) for loader in self._loaders()):
-            results.late = False  # the ranks may have different numbers of batches
-        results.end_batch()
-        if results.signalled:
-            self._trainer._signal_connector.received_sigterm = True
+        trainer, results = self._trainer, self._trainer._results
+        if not trainer.training:
+            if any(not isinstance(loader, ShardedLoader) for loader in self._loaders()):
+                results.late = False  # the ranks may have different numbers of batches
+            results.end_batch()
+            return
+        # A hook may have set the first on one rank alone, and a signal the second.
+        stop, sigterm = results.end_batch((trainer.should_stop, trainer.received_sigterm))
+        trainer.should_stop |= stop
+        trainer._signal_connector.received_sigterm |= sigterm
+
+    def _note_sigterm(self, *_: Any) -> None:
+        """The handler of the signal: all ranks hear of it at the end of the batch."""
+        if not self._trainer.received_sigterm and self._trainer.strategy.launcher is not None:
+            self._trainer.strategy.launcher.kill(signal.SIGTERM)
+        self._trainer._signal_connector.received_sigterm = True
 
     def _at_end_of_data(self) -> None:
         self._trainer._results.join_epoch()

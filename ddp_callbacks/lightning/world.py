@@ -11,11 +11,7 @@ from ddp_callbacks.process_group import join_process_group
 
 
 class LauncherEnvironment:
-    """Lightning's cluster environment for processes that ddprun, torchrun, srun or mpirun has started.
-
-    The launcher says how many processes there are, so that ``devices`` and ``num_nodes`` of the Trainer need not
-    repeat it (Lightning's own environments raise unless they do).
-    """
+    """Lightning's cluster environment for processes whose launcher only this package knows."""
 
     def __init__(self, env: WorkerEnv) -> None:
         self._env = env
@@ -67,21 +63,23 @@ class LauncherEnvironment:
 def environment_of_job(chosen: Any) -> Any:
     """The cluster environment to use where Lightning has ``chosen`` one.
 
-    A launcher that Lightning does not know (mpirun without mpi4py, say) would leave each process alone in a world of
-    its own.
+    Under a launcher that Lightning does not know (mpirun without mpi4py, say) each process would take itself for rank 0
+    of a world of its own.
     """
-    if type(chosen).__module__.startswith(("lightning.", "lightning_fabric.", "pytorch_lightning.")):
-        started_by_lightning = "LOCAL_RANK" in os.environ and "RANK" not in os.environ and "WORLD_SIZE" in os.environ
-        if not started_by_lightning and (env := WorkerEnv.from_environ()).world_size > 1:
-            return LauncherEnvironment(env)
-    return chosen
+    by_lightning = "LOCAL_RANK" in os.environ and "RANK" not in os.environ and "WORLD_SIZE" in os.environ
+    if type(chosen).__name__ != "LightningEnvironment" or by_lightning:
+        return chosen
+    env = WorkerEnv.from_environ()
+    return LauncherEnvironment(env) if env.world_size > 1 else chosen
 
 
 def join(environment: Any, backend: str | None, timeout: timedelta) -> None:
     """Meet the other processes of ``environment``. Blocks until all are there."""
-    if isinstance(environment, LauncherEnvironment):
-        join_process_group(backend=backend, timeout=timeout)
-        return
-    size = environment.world_size()
+    rank, size = environment.global_rank(), environment.world_size()
+    if type(environment).__name__ != "LightningEnvironment":
+        env = WorkerEnv.from_environ()
+        if (env.rank, env.world_size) == (rank, size):
+            join_process_group(backend=backend, timeout=timeout)
+            return
     at = (environment.main_address, environment.main_port) if size > 1 else (None, None)
-    join_process_group(environment.global_rank(), size, *at, backend=backend, timeout=timeout)
+    join_process_group(rank, size, *at, backend=backend, timeout=timeout)
