@@ -134,6 +134,14 @@ def test_srun_starts_the_script_itself(slurm: Slurm, tmp_path: Path) -> None:
     assert "4 processes hold equal parameters" in done.stdout
 
 
+def test_srun_starts_a_lightning_script(slurm: Slurm, tmp_path: Path) -> None:
+    script = DIGITS.parent.parent / "digits_lightning" / "train.py"
+    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", "-K", sys.executable, str(script), *EPOCHS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes: accuracy 0." in done.stdout
+    assert len(list(tmp_path.rglob("metrics.csv"))) == 1
+
+
 def test_the_job_script_of_the_docs_trains_on_the_hosts_of_its_job(slurm: Slurm, tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "docs" / "jobs" / "ddp.slurm"
     done = slurm.run("sbatch", "--wait", str(script), str(DIGITS), *EPOCHS, cwd=tmp_path)
