@@ -560,6 +560,7 @@ def test_metrics_are_left_as_they_were() -> None:
             "CallbackStrategy has no find_unused_parameters: unused parameters are found",
         ),
         ({"ddp_comm_hook": print}, "CallbackStrategy has no ddp_comm_hook: it is called comm_hook here"),
+        ({"batchsize": 3}, "CallbackStrategy has no batchsize."),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb"),
     ],
 )

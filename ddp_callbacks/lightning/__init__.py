@@ -4,7 +4,7 @@ Importing this registers the strategy ``"ddp_callbacks"`` in ``lightning.pytorch
 whichever is installed. What happens in a training step, in Lightning's order::
 
     Trainer(strategy="ddp_callbacks")    the strategy finds its rank: world
-    setup                                processes compared, parameters broadcast, loaders divided: strategy, batches
+    setup                                processes compared, parameters broadcast: strategy; a run begins: run
       batch_to_device                    what this rank has of the batch: batches
       training_step                      self.log records: logs; torchmetrics: metrics
         its end                          the step's logged values are sent
@@ -13,7 +13,8 @@ whichever is installed. What happens in a training step, in Lightning's order::
       on_train_batch_end                 the logged values are those of the whole batch
     end of an epoch or an evaluation     epoch values and running statistics are merged, before any hook reads them
 
-``package`` makes the classes for both packages; ``callback`` is for a Trainer whose strategy is another.
+``package`` makes the classes for both packages; ``callback`` is for a Trainer whose strategy is another; ``reductions``
+are what users ask the strategy for.
 """
 
 from typing import Any

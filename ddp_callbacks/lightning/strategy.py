@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -11,14 +10,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import LeafSpec
 
 from ddp_callbacks.agreement import module_settings, require_agreement
-from ddp_callbacks.broadcast import broadcast_parameters, merge_buffers
+from ddp_callbacks.broadcast import broadcast_parameters
 from ddp_callbacks.buckets import check_bucket_cap_mb
 from ddp_callbacks.collectives import (
     all_gather_tensors,
-    all_reduce,
     any_rank,
     broadcast_tensors,
     pack,
@@ -28,14 +25,14 @@ from ddp_callbacks.comm_hooks import CommHook, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.failures import report_failure
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning.batches import Batches, Weight
+from ddp_callbacks.lightning.batches import Weight
 from ddp_callbacks.lightning.logs import JointResults
-from ddp_callbacks.lightning.metrics import SyncedMetrics, without_trace
+from ddp_callbacks.lightning.reductions import reduce
+from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.world import environment_of_job, join
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.random_state import make_distinct
-from ddp_callbacks.rows import RowExchange
-from ddp_callbacks.sharding import BatchSize, ShardedIterator, ShardedLoader, check_batch_size, join_batch
+from ddp_callbacks.sharding import BatchSize, check_batch_size
 from ddp_callbacks.version import __version__
 
 _ACCELERATORS = ("CPUAccelerator", "CUDAAccelerator")
@@ -44,6 +41,7 @@ _FOREIGN_PLUGINS = {
     "DeepSpeedPrecision": "DeepSpeed has an engine of its own for gradients and optimizer",
     "XLAPrecision": "TPUs need XLA's collectives",
 }
+_LIGHTNINGS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 _OF_DDP = {
     "find_unused_parameters": "unused parameters are found in each backward by themselves",
     "static_graph": "the graph may change from step to step",
@@ -95,7 +93,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self._trainer: Any = None
         self._divides = True  # use_distributed_sampler, as the user has it
         self._synchronizer: GradientSynchronizer | None = None
-        self._run: _Run | None = None
+        self._run: Run | None = None
 
     # --- the world ----------------------------------------------------------------------------------------------------
 
@@ -165,7 +163,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             _require_same_run(self._trainer, model, self._batch_size)
             broadcast_parameters(model)
             make_distinct()
-            self._run = _Run(self._trainer, model, self._batch_size, self._weight, self.results_class)
+            self._run = Run(self._trainer, model, self._batch_size, self._weight, self.results_class)
         return model
 
     def teardown(self) -> None:
@@ -249,7 +247,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         """
         if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
             return tensor
-        return _reduce(tensor, _operation(reduce_op), group)
+        return reduce(tensor, reduce_op, group)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether it is true on all ranks, or with ``all=False`` on any."""
@@ -342,154 +340,6 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             self._run = None
 
 
-class _Run:
-    """One run (fit, validate, test or predict) on several processes: batches, logged values and metrics."""
-
-    def __init__(
-        self,
-        trainer: Any,
-        model: torch.nn.Module,
-        batch_size: BatchSize,
-        weight: Weight | None,
-        results_class: Callable[..., JointResults],
-    ) -> None:
-        self._trainer = trainer
-        self._model = model
-        self._exchange = RowExchange()
-        self.batches = Batches(batch_size, weight, self._exchange)
-        self._metrics = SyncedMetrics(model, self._is_stand_in, self._exchange)
-        self._trained = 0  # samples of this rank since the buffers were merged
-        epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
-        for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            loop._results = results_class(loop._results.training, self.batches, self._exchange)
-        # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
-        epoch_loop._broadcast_sigterm_tensor = lambda: None
-        trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm
-        self._wrapped = {
-            "on_batch_end": self._before_batch_end,
-            "epoch_end_reached": self._at_end_of_data,
-            "on_epoch_end": self._before_epoch_end,
-        }
-        for name, before in self._wrapped.items():
-            setattr(connector, name, _after(before, getattr(connector, name)))
-
-    def close(self) -> None:
-        """Give Lightning's objects back."""
-        self._metrics.close()
-        for name in self._wrapped:
-            delattr(self._trainer._logger_connector, name)
-        del self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
-        del self._trainer._signal_connector._sigterm_notifier_fn
-
-    def begin_batch(self, batch: Any, dataloader_idx: int) -> Any:
-        """Note what this rank has of a batch; the batch to compute."""
-        results = self._trainer._results
-        if results is not None and results.is_in_batch:
-            return batch  # it is not the loop that asks
-        training = self._trainer.training
-        combined = self._trainer._active_loop._combined_loader
-        loaders, spec = list(combined.flattened), combined._spec
-        if combined._mode == "sequential":
-            loaders, spec = loaders[dataloader_idx : dataloader_idx + 1], LeafSpec()
-        batch = self.batches.take(batch, loaders, spec, training)
-        if training:
-            self._trained += self.batches.share.local
-        if results is not None:
-            results.begin_batch()
-            self._metrics.sync_each_step(lambda metric: training and results.logs_each_step_of(metric))
-        return batch
-
-    @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Around ``training_step``."""
-        results = self._trainer._results
-        if not results.is_in_batch:  # training_step(dataloader_iter)
-            self.batches.let_draw(self._loaders())
-            results.begin_batch()
-        with self.step():
-            yield
-        self.batches.settle()
-        results.send_step()
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around the step of a batch; a stand-in leaves no trace."""
-        with without_trace(self._model, self._metrics) if self.batches.is_stand_in else nullcontext():
-            yield
-
-    def gather_predictions(self, output: Any) -> Any:
-        """The rows of all ranks, where the batch was divided."""
-        if self.batches.share.total is None:
-            return output
-        tensors: list[torch.Tensor] = []
-        header = None if self.batches.is_stand_in else pack(output, tensors)
-        gathered = all_gather_tensors(header, tensors, "the predictions")
-        return join_batch([unpack(text, parts) for text, parts in gathered if text is not None])
-
-    def joint_loss(self, closure: Callable[[], Any]) -> Any:
-        """The loss of the whole batch."""
-        loss = closure()
-        if loss is None:
-            return None
-        rows = self._exchange.exchange([float(loss) * self.batches.scale], "the loss")
-        return torch.as_tensor(sum(row[0] for row in rows) / len(rows)).to(loss)
-
-    def merge_buffers(self) -> None:
-        """Running statistics averaged over the ranks, other buffers rank 0's."""
-        if next(self._model.buffers(), None) is not None:
-            merge_buffers(self._model, self._trained)
-        self._trained = 0
-
-    def _before_batch_end(self) -> None:
-        trainer, results = self._trainer, self._trainer._results
-        if not trainer.training:
-            if any(not isinstance(loader, ShardedLoader) for loader in self._loaders()):
-                results.late = False  # the ranks may have different numbers of batches
-            results.end_batch()
-            return
-        # A hook may have set the first on one rank alone, and a signal the second.
-        stop, sigterm = results.end_batch((trainer.should_stop, trainer.received_sigterm))
-        trainer.should_stop |= stop
-        trainer._signal_connector.received_sigterm |= sigterm
-
-    def _note_sigterm(self, *_: Any) -> None:
-        """The handler of the signal: all ranks hear of it at the end of the batch."""
-        if not self._trainer.received_sigterm and self._trainer.strategy.launcher is not None:
-            self._trainer.strategy.launcher.kill(signal.SIGTERM)
-        self._trainer._signal_connector.received_sigterm = True
-
-    def _at_end_of_data(self) -> None:
-        self._trainer._results.join_epoch()
-        if self._trainer.training:
-            self.merge_buffers()
-            for loader in self._loaders():
-                if isinstance(loader, ShardedLoader):
-                    loader.shares.clear()
-                    if isinstance(loader.iterator, ShardedIterator):
-                        loader.iterator.check_agreement()
-
-    def _before_epoch_end(self) -> None:
-        self._trainer._results.join_epoch()
-        self._trainer._results.end_pass()
-
-    def _loaders(self) -> list[Any]:
-        combined = self._trainer._active_loop._combined_loader
-        return [] if combined is None else list(combined.flattened)
-
-    def _is_stand_in(self) -> bool:
-        results = self._trainer._results
-        return results is not None and results.is_in_batch and self.batches.is_stand_in
-
-
-def _after(first: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def both(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return method(*args, **kwargs)
-
-    return both
-
-
 def _check_settings(
     batch_size: str, weight: Any, bucket_cap_mb: float, comm_hook: Any, lightnings: dict[str, Any]
 ) -> None:
@@ -499,9 +349,11 @@ def _check_settings(
         check_comm_hook(comm_hook)
     if weight is not None and not callable(weight):
         raise ConfigurationError(f"weight must be a function of a training batch, got {weight!r}.")
-    for name, reason in _OF_DDP.items():
-        if name in lightnings:
-            raise ConfigurationError(f"CallbackStrategy has no {name}: {reason}.")
+    for name in lightnings:
+        if name not in _LIGHTNINGS:
+            raise ConfigurationError(
+                f"CallbackStrategy has no {name}{': ' * (name in _OF_DDP)}{_OF_DDP.get(name, '')}."
+            )
 
 
 def _require_same_run(trainer: Any, model: torch.nn.Module, batch_size: str) -> None:
@@ -515,32 +367,6 @@ def _require_same_run(trainer: Any, model: torch.nn.Module, batch_size: str) -> 
         "max_steps": trainer.max_steps,
     }
     require_agreement(settings, "the run", "Run the same script with the same arguments and libraries everywhere.")
-
-
-def _operation(reduce_op: Any) -> str:
-    if reduce_op is None:
-        return "sum"
-    for name in ("AVG", "SUM", "MIN", "MAX", "PRODUCT"):
-        if reduce_op == getattr(dist.ReduceOp, name) or str(reduce_op).upper() == name:
-            return "mean" if name == "AVG" else name.lower()
-    if str(reduce_op).lower() == "mean":
-        return "mean"
-    raise ConfigurationError(f"reduce_op must be one of mean, sum, min, max and product, got {reduce_op!r}.")
-
-
-def _reduce(tensor: torch.Tensor, operation: str, group: Any) -> torch.Tensor:
-    exact = tensor.is_floating_point() or tensor.is_complex()
-    wide = tensor.detach() if exact and tensor.element_size() > 2 else tensor.detach().double()
-    wide = wide.to(torch.int64) if not exact and operation != "mean" else wide
-    result = tensor.dtype if exact else (torch.get_default_dtype() if operation == "mean" else torch.int64)
-    if operation in ("mean", "sum"):
-        total = all_reduce(wide.clone(memory_format=torch.contiguous_format).view(-1), "a reduction", group)
-        total = total / dist.get_world_size(group) if operation == "mean" else total
-        return total.view(tensor.shape).to(result)
-    parts = torch.stack([part for _, (part,) in all_gather_tensors(None, [wide], "a reduction", group)])
-    if operation == "product":
-        return parts.prod(0).to(tensor.device, result)
-    return (parts.amin(0) if operation == "min" else parts.amax(0)).to(tensor.device, result)
 
 
 def _is_plain(value: Any) -> bool:
