@@ -30,6 +30,8 @@ from ddp_callbacks.rows import PendingRows, RowExchange
 
 Part = tuple[float, float, float]  # weight, size and value of what one rank has logged
 
+_FOLDED = 256  # records that are kept one by one, before they become a table
+
 
 @dataclass
 class Record:
@@ -48,6 +50,45 @@ class Record:
     size: float
     given: bool
     value: torch.Tensor
+
+    def part(self) -> Part:
+        """What the other ranks need for the value of the step."""
+        return self.weight, self.size, float(self.value)
+
+
+class History:
+    """The records of one key in a pass, in little memory: an epoch may have a million batches.
+
+    Attributes:
+        dtype: Of the values.
+    """
+
+    def __init__(self) -> None:
+        self.dtype = torch.get_default_dtype()
+        self._records: list[Record] = []
+        self._rows: list[list[float]] = []
+        self._tables: list[torch.Tensor] = []
+        self._last = (-2, 0)  # position, and how often the key was logged there before
+
+    def add(self, record: Record) -> None:
+        self.dtype = record.value.dtype
+        position, count = self._last
+        self._last = record.position, count + 1 if record.position == position else 0
+        self._records.append(record)
+        self._rows.append([*map(float, self._last), record.weight, record.size, float(record.given)])
+        if len(self._records) == _FOLDED:
+            self._fold()
+
+    def table(self) -> torch.Tensor:
+        """One row for each record: position, occurrence, weight, size, given, value. Shape ``[records, 6]``."""
+        self._fold()
+        return torch.cat(self._tables)
+
+    def _fold(self) -> None:
+        if self._records:
+            values = torch.stack([record.value.double() for record in self._records]).cpu()
+            self._tables.append(torch.cat([torch.tensor(self._rows, dtype=torch.float64), values[:, None]], dim=1))
+            self._records, self._rows = [], []
 
 
 _Lightnings: Any = object  # of either package: the class comes after this one
@@ -69,7 +110,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._given = False
         self._step: list[tuple[str, Record]] = []  # logged in this step, and not yet sent
         self._sent: tuple[list[str], PendingRows] | None = None
-        self._epoch: dict[str, list[Record]] = {}
+        self._epoch: dict[str, History] = {}
         self._metrics_on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
         self.late = True
         self._in_batch, self._position, self._samples = False, -1, 0
@@ -101,7 +142,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             metric._forward_cache = value
             self._step.append((key, record))
         if metric.meta.on_epoch:
-            self._epoch.setdefault(key, []).append(record)
+            self._epoch.setdefault(key, History()).add(record)
 
     def metrics(self, on_step: bool) -> Any:
         """Await what was sent, on this rank alone, then as Lightning's."""
@@ -113,7 +154,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """As Lightning's; what was recorded for what is reset is forgotten."""
         super().reset(*args, **kwargs)
         reset = {key for key, metric in self.items() if metric.has_reset}
-        self._epoch = {key: records for key, records in self._epoch.items() if key not in reset}
+        self._epoch = {key: history for key, history in self._epoch.items() if key not in reset}
 
     # --- the strategy's moments ---------------------------------------------------------------------------------------
 
@@ -156,7 +197,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """Send what was logged in this step. Every rank calls it, with or without values; does not block."""
         self.await_step()
         keys = [key for key, _ in self._step]
-        numbers = [number for _, record in self._step for number in _numbers(record)]
+        numbers = [number for _, record in self._step for number in record.part()]
         header = [zlib.crc32("\n".join(keys).encode()), len(flags), *flags]
         self._sent = keys, self._exchange.launch([*map(float, header), *numbers])
 
@@ -181,14 +222,14 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def join_epoch(self) -> None:
         """Give Lightning the joined records. A collective."""
-        recorded = {key: records for key, records in self._epoch.items() if records}
-        self._epoch = {}
-        columns = [_columns(records) for records in recorded.values()]
-        gathered = all_gather_tensors(list(recorded), columns, "the logged values of the epoch")
+        recorded, self._epoch = self._epoch, {}
+        own = [history.table() for history in recorded.values()]
+        gathered = all_gather_tensors(list(recorded), own, "the logged values of the epoch")
         by_rank = [dict(zip(keys, tables, strict=True)) for keys, tables in gathered]
-        for key, records in recorded.items():
-            value, size = _join_epoch([tables[key] for tables in by_rank if key in tables], self._operation(key))
-            self._accumulate(key, torch.tensor(value, dtype=records[0].value.dtype), size)
+        for key, history in recorded.items():
+            rows = torch.cat([tables[key] for tables in by_rank if key in tables])
+            value, size = _join_epoch(rows, self._operation(key))
+            self._accumulate(key, torch.tensor(value, dtype=history.dtype), size)
 
     def _parts_by_name(self, keys: list[str], values: Sequence[list[Part]]) -> list[list[Part]]:
         """Where the ranks have logged different keys: the parts that each of this rank's keys has."""
@@ -219,10 +260,6 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         return "mean" if meta.is_mean_reduction else str(meta.reduce_fx.__name__)
 
 
-def _numbers(record: Record) -> Part:
-    return record.weight, record.size, float(record.value)
-
-
 def _unpack(row: list[float]) -> tuple[float, list[float], list[Part]]:
     """The checksum of the keys, the flags and the parts of a row."""
     begin = 2 + int(row[1])
@@ -230,36 +267,27 @@ def _unpack(row: list[float]) -> tuple[float, list[float], list[Part]]:
     return row[0], row[2:begin], parts
 
 
-def _columns(records: list[Record]) -> torch.Tensor:
-    """One row for each record: position, how often the key was logged at it before, weight, size, given, value."""
-    seen: dict[int, int] = {}
-    rows = []
-    for record in records:
-        seen[record.position] = seen.get(record.position, -1) + 1
-        rows.append([record.position, seen[record.position], record.weight, record.size, record.given])
-    values = torch.stack([record.value.double().cpu() for record in records])
-    return torch.cat([torch.tensor(rows, dtype=torch.float64), values[:, None]], dim=1)
+def _join_epoch(rows: torch.Tensor, operation: str) -> tuple[float, float]:
+    """The value of an epoch from every rank's records of one key (see :meth:`History.table`), and what it counts."""
+    position, _, weight, size, given, value = rows.unbind(1)
+    _, batch = torch.unique(rows[:, :2], dim=0, return_inverse=True)
 
+    def by_batch(numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.new_zeros(int(batch.max()) + 1).index_add_(0, batch, numbers)
 
-def _join_epoch(tables: list[torch.Tensor], operation: str) -> tuple[float, float]:
-    """The value of an epoch from every rank's records of one key, and what it counts."""
-    rows = [row for table in tables for row in table.tolist()]
-    given = any(row[4] for row in rows)
-    constant = given and len({row[3] for row in rows}) == 1  # a size that is the same for every part is the batch's
-    by_batch: dict[tuple[float, float], list[list[float]]] = {}
-    for row in rows:
-        by_batch.setdefault((row[0], row[1]), []).append(row)
-    values, sizes = [], []
-    for parts in by_batch.values():
-        weighted = [(size if given and not constant and weight else weight, v) for _, _, weight, size, _, v in parts]
-        values.append(_combine(weighted, operation))
-        counted = [part[3] for part in parts if part[2]] or [part[3] for part in parts]
-        outside = parts[0][0] < 0  # of a hook at the end of the epoch, where the value is one for all
-        sizes.append(counted[0] if constant or outside else sum(counted))
+    is_given = bool(given.any())
+    constant = is_given and bool((size == size[0]).all())  # a size that is the same for every part is the batch's
+    if is_given and not constant:
+        weight = torch.where(weight > 0, size, weight)
+    weight = torch.where(by_batch(weight)[batch] == 0, 1.0, weight)  # no rank counts: logged before the first batch
+    counted = weight > 0
     if operation != "mean":
-        return _combine([(1.0, value) for value in values], operation), 1.0
-    total = sum(sizes)
-    return sum(value * size for value, size in zip(values, sizes, strict=True)) / total if total else values[0], total
+        return float(getattr(value[counted], operation)()), 1.0
+    joined = by_batch(torch.where(counted, weight * value, 0.0)) / by_batch(weight)
+    one = constant | (position < 0)  # of a hook at the end of the epoch, where the value is one for all
+    sizes = by_batch(torch.where(one, size / by_batch(torch.ones_like(size))[batch], torch.where(counted, size, 0.0)))
+    total = float(sizes.sum())
+    return (float((joined * sizes).sum()) / total if total else float(joined[0])), total
 
 
 def _combine(parts: list[tuple[float, float]], operation: str) -> float:
