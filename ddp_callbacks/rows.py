@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.all_reduce import Pending, choose_all_reduce
+from ddp_callbacks.all_reduce import choose_all_reduce
 from ddp_callbacks.collectives import all_gather_tensors, message_device
+from ddp_callbacks.errors import MismatchError
+from ddp_callbacks.failures import describe_rank
 from ddp_callbacks.process_group import resolve_group
 
-_CAPACITY = 32  # numbers in a row, until a longer one was sent
+_CAPACITY = 96  # numbers in a row, until a longer one was sent
+_HEADER = 2  # numbers before the row: its length, and a checksum of what it is for
 
 
 class RowExchange:
@@ -25,54 +29,41 @@ class RowExchange:
         self._group = resolve_group(group)
         self._device = message_device(group)
         self._all_reduce = choose_all_reduce(self._group, [self._device])
-        self._capacity = _CAPACITY
-        self._spare: list[torch.Tensor] = []
-
-    def launch(self, row: Sequence[float]) -> PendingRows:
-        """Send this rank's row. Does not block; every rank must call it, in the same order among its collectives."""
-        memory = self._take_memory()
-        rows = memory.zero_().view(self._group.size(), 1 + self._capacity)
-        if len(row) <= self._capacity:
-            rows[self._group.rank(), : 1 + len(row)] = torch.tensor([len(row), *row], dtype=torch.float64)
-        else:
-            rows[self._group.rank(), 0] = len(row)
-        return PendingRows(self, list(row), rows, self._all_reduce.launch(memory))
+        self._allocate(_CAPACITY)
 
     def exchange(self, row: Sequence[float], doing: str) -> list[list[float]]:
-        """Send this rank's row; every rank's, by rank. Blocks until all have called it."""
-        return self.launch(row).wait(doing)
-
-    def finish(self, pending: PendingRows, doing: str) -> list[list[float]]:
-        """What :meth:`PendingRows.wait` returns."""
-        pending.sum.wait(doing)
-        rows = pending.rows.tolist()
-        if pending.rows.shape[1] == 1 + self._capacity:
-            self._spare.append(pending.rows.view(-1))
-        longest = int(max(row[0] for row in rows))
-        if longest < pending.rows.shape[1]:
-            return [row[1 : 1 + int(row[0])] for row in rows]
-        # Too long for the others to have left room: all have seen that, and send again.
-        self._capacity, self._spare = max(self._capacity, 2 * longest), []
-        whole = torch.tensor(pending.row, dtype=torch.float64)
-        return [tensor.tolist() for _, (tensor,) in all_gather_tensors(None, [whole], doing, self._group)]
-
-    def _take_memory(self) -> torch.Tensor:
-        if self._spare:
-            return self._spare.pop()
-        return self._all_reduce.allocate(self._group.size() * (1 + self._capacity), torch.float64, self._device)
-
-
-class PendingRows:
-    """Rows that are under way; :meth:`RowExchange.launch` makes it."""
-
-    def __init__(self, exchange: RowExchange, row: list[float], rows: torch.Tensor, sum: Pending) -> None:
-        self.row, self.rows, self.sum = row, rows, sum
-        self._exchange = exchange
-
-    def wait(self, doing: str) -> list[list[float]]:
-        """Every rank's row, by rank; lengths may differ. Blocks until all have sent theirs.
+        """Send this rank's row; every rank's, by rank. Lengths may differ. Blocks until all have called it.
 
         Raises:
+            MismatchError: Some rank exchanges something else.
             PeerError: As :func:`ddp_callbacks.failures.wait` does.
         """
-        return self._exchange.finish(self, doing)
+        tag = float(zlib.crc32(doing.encode()))
+        rows = self._memory.zero_().view(self._group.size(), _HEADER + self._capacity)
+        fits = row if len(row) <= self._capacity else ()
+        rows[self._group.rank(), : _HEADER + len(fits)] = torch.tensor([len(row), tag, *fits], dtype=torch.float64)
+        self._all_reduce.launch(self._memory).wait(doing)
+        received = rows.tolist()
+        self._require_tag(tag, [own[1] for own in received], doing)
+        longest = int(max(own[0] for own in received))
+        if longest <= self._capacity:
+            return [own[_HEADER : _HEADER + int(own[0])] for own in received]
+        # Too long for the others to have left room: all have seen that, and send again.
+        self._allocate(2 * longest)
+        whole = torch.tensor(row, dtype=torch.float64)
+        return [tensor.tolist() for _, (tensor,) in all_gather_tensors(None, [whole], doing, self._group)]
+
+    def _allocate(self, capacity: int) -> None:
+        self._capacity = capacity
+        numel = self._group.size() * (_HEADER + capacity)
+        self._memory = self._all_reduce.allocate(numel, torch.float64, self._device)
+
+    def _require_tag(self, tag: float, tags: list[float], doing: str) -> None:
+        others = [rank for rank, found in enumerate(tags) if found != tag]
+        if others:
+            names = ", ".join(describe_rank(self._group, rank) for rank in others)
+            me = describe_rank(self._group, self._group.rank())
+            raise MismatchError(
+                f"{me} exchanges {doing}, while {names} exchanges something else. Every rank must make the same calls "
+                "in the same order, also in hooks, wherever the others have to take part."
+            )

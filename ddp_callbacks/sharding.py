@@ -287,7 +287,7 @@ class _WholeIterator(ShardedIterator):
 
     def __init__(self, loader: Iterable[Any], group: dist.ProcessGroup | None, shares: deque[Share]) -> None:
         super().__init__(shares)
-        self._rank, self._world_size = get_rank(group), get_world_size(group)
+        self._group, self._rank, self._world_size = group, get_rank(group), get_world_size(group)
         self._name = type(getattr(loader, "dataset", loader)).__name__
         self._items_are_samples = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
         self._position = -1
@@ -300,7 +300,25 @@ class _WholeIterator(ShardedIterator):
         with self._shared.drawing():
             batch = next(self._batches)
         self._position += 1
+        if self._position == 0:
+            self._require_equal(batch)
         return batch
+
+    def _require_equal(self, batch: Any) -> None:
+        """Every rank divides the same batch; raise unless the first is equal on all."""
+        checksum = 0
+        for tensor in _tensors(batch):
+            if not tensor.is_sparse and tensor.numel():
+                raw = tensor.detach().cpu().contiguous().view(-1)
+                checksum = zlib.crc32(repr((tensor.shape, raw[:64].tolist())).encode(), checksum)
+        require_agreement(
+            {f"{self._name}: checksum of the first batch": checksum},
+            f"the batches that {self._name} yields",
+            f"Every process yields the batches of {self._name} under rank 0's random state (torch's, Python's and "
+            "NumPy's global ones), and takes its part of each. Yield the same on every process. (In Lightning, "
+            "Trainer(use_distributed_sampler=False) leaves loaders alone that yield each process's own.)",
+            self._group,
+        )
 
     def _size(self, batch: Any) -> int | None:
         return None if self._items_are_samples else common_size(batch)
@@ -351,24 +369,39 @@ def slice_batch(batch: Any, size: int, rank: int, world_size: int) -> tuple[Any,
     return part, Share(end - start, size)
 
 
-def join_batch(parts: Sequence[Any]) -> Any:
+def join_batch(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     """A whole batch, or what was computed of it, from its parts: tensors are joined along the first dimension.
 
-    Of what is one for the whole batch (a number, a name), the first part's is taken.
+    Lists and tuples with one entry for each sample are joined, too. A number of the whole part is averaged, weighted by
+    samples; of anything else that is one for the whole part, the first's is taken.
+
+    Args:
+        parts: One per rank that has samples.
+        sizes: Number of samples of each part.
     """
     first = parts[0]
     if len(parts) == 1:
         return first
     if isinstance(first, torch.Tensor):
-        return torch.cat(list(parts)) if first.dim() else torch.stack(list(parts))
+        if first.dim():
+            return torch.cat(list(parts))
+        mean = sum(part.double() * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
+        return mean.to(first.dtype) if isinstance(mean, torch.Tensor) and first.is_floating_point() else first
     if isinstance(first, dict):
-        return type(first)((key, join_batch([part[key] for part in parts])) for key in first)
-    if isinstance(first, list) and not any(True for _ in _tensors(first)):
-        return [entry for part in parts for entry in part]  # one entry per sample
+        return type(first)((key, join_batch([part[key] for part in parts], sizes)) for key in first)
     if isinstance(first, list | tuple):
-        values = [join_batch(entries) for entries in zip(*parts, strict=True)]
+        if all(_lists_samples(part, size) for part, size in zip(parts, sizes, strict=True)):
+            return type(first)(entry for part in parts for entry in part)
+        values = [join_batch(entries, sizes) for entries in zip(*parts, strict=True)]
         return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
     return first
+
+
+def _lists_samples(value: Sequence[Any], size: int) -> bool:
+    """Whether a list or tuple has one entry for each sample; not if its entries have a dimension for them."""
+    tensors = list(_tensors(value))
+    have_samples = bool(tensors) and all(tensor.dim() and tensor.shape[0] == size for tensor in tensors)
+    return len(value) == size and not have_samples and not hasattr(value, "_fields")
 
 
 def common_size(batch: Any) -> int | None:

@@ -245,6 +245,34 @@ class Stream(IterableDataset[Any]):
         yield from self.rows
 
 
+class Shuffled(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        for index in torch.randperm(len(self.rows)).tolist():
+            yield self.rows[index]
+
+
+@scenario
+def a_stream_that_its_workers_shuffle(strategy: str) -> Any:
+    made, module = trainer(strategy), Net()
+    pl.seed_everything(7, workers=True, verbose=False)
+    made.fit(module, DataLoader(Shuffled(18), 4, num_workers=1))
+    return outcome(made, module)
+
+
+class Named(Net):
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        x, _, names = batch
+        rows = self(x)
+        lengths = [float(len(name)) for name in names]
+        return {"rows": rows, "each": list(rows), "lengths": lengths, "mean": rows.mean(), "array": rows.numpy()}
+
+
+@scenario
+def predictions_of_all_kinds(strategy: str) -> Any:
+    rows = [(x, y, "n" * (index % 5)) for index, (x, y) in enumerate(data(11, 3))]
+    return trainer(strategy).predict(Named(), [DataLoader(rows, 4), DataLoader(rows, 3)])
+
+
 @scenario
 def odd_loaders(strategy: str) -> Any:
     weighted = WeightedRandomSampler([1.0, 3.0] * 11, 17)
@@ -387,6 +415,38 @@ def logs(strategy: str) -> Any:
 @scenario
 def logs_of_small_batches(strategy: str) -> Any:
     return fit(strategy, LogsAll(), loader(11, 3, shuffle=True), loader(10, 3, 9))
+
+
+class LogsStepsOfEvaluations(LogsAll):
+    """In some batches of some loaders only; one metric of a callback sees every sample once."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        x, y = batch
+        logits = self(x)
+        if dataloader_idx:
+            self.accuracy(logits, y)
+            self.log("val_accuracy", self.accuracy, on_step=True, on_epoch=True)
+        if batch_idx % 2:
+            self.log("val_odd", F.cross_entropy(logits, y), on_step=True, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+class Counts(pl.Callback):
+    def __init__(self) -> None:
+        self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.mean.update(batch[0][:, 0])
+
+
+@scenario
+def logs_of_steps_of_evaluations(strategy: str) -> Any:
+    counts = Counts()
+    validations = [loader(10, 4, 9), loader(7, 3, 8)]
+    results = fit(strategy, LogsStepsOfEvaluations(), loader(22, 4), validations, callbacks=[counts])
+    return results | {"counted": counts.mean.compute()}
 
 
 # --- optimization -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import random
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from distributed import run_distributed
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning_scenarios import FEATURES, LogsAll, Net, data, fit, loader, outcome, quiet, trainer
@@ -276,14 +277,14 @@ def test_the_callback_is_welcome_in_one_process_and_beside_the_strategy(tmp_path
 
 
 class Fails(Net):
-    """``how`` happens on rank 1 in the third step."""
+    """``how`` happens on one rank in the third step."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, rank: int = 1) -> None:
         super().__init__()
-        self.how = how
+        self.how, self.rank = how, rank
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 2 and self.trainer.global_rank == 1:
+        if batch_idx == 2 and self.trainer.global_rank == self.rank:
             if self.how == "raises":
                 raise ZeroDivisionError("a bad sample")
             return None
@@ -322,6 +323,74 @@ def test_ranks_with_other_data_are_told_apart(nursery: Nursery, tmp_path: Path) 
         name, message = rank.notes["error"]
         assert name == "MismatchError"
         assert "the ranks disagree about the train dataloader:\n  batches: 4 on rank 0; 5 on rank 1" in message
+
+
+def fail_and_save(rank: int) -> None:
+    module = Fails("raises", rank)
+    with quiet(), noting_errors():
+        callbacks = [ModelCheckpoint("saved", save_on_exception=True), OnExceptionCheckpoint("saved")]
+        fit(OURS, module, callbacks=callbacks, enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_checkpoint_that_is_saved_on_an_exception_does_not_wait_for_the_others(
+    nursery: Nursery, tmp_path: Path, failing: int
+) -> None:
+    ranks = nursery.run(fail_and_save, 2, tmp_path, failing)
+    names = [rank.notes["error"][0] for rank in ranks]
+    assert names[failing] == "ZeroDivisionError" and names[1 - failing] == "PeerError"
+    assert abs(ranks[0].noted_at["error"] - ranks[1].noted_at["error"]) < 4
+
+
+class OneSided(LogsAll):
+    """Rank 0 alone sees to one metric, and reads many logged values in the middle of the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        if self.trainer.is_global_zero:
+            self.accuracy(self(batch[0]), batch[1])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log_dict({f"loss{index}": loss * index for index in range(60)})
+        if self.trainer.is_global_zero:
+            self.log("mine", loss)
+        copy.deepcopy(self)
+        return loss
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        if self.trainer.is_global_zero:
+            assert "loss59" in self.trainer.callback_metrics
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+@case
+def one_sided() -> Any:
+    return fit(OURS, OneSided())["callback_metrics"]
+
+
+def test_what_rank_zero_alone_does_with_metrics_and_logs_disturbs_nobody() -> None:
+    expected = alone(lambda: fit("auto", OneSided()))["callback_metrics"]
+    for metrics in by_rank(one_sided):
+        for index in range(60):
+            torch.testing.assert_close(metrics[f"loss{index}"], expected[f"loss{index}"], rtol=1e-10, atol=0)
+
+
+class LogsEachValidation(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), on_step=True, on_epoch=True)
+
+
+@case
+def kept_records() -> Any:
+    rows = data(16, 9)
+    made = trainer(OURS, max_epochs=3)
+    made.fit(LogsEachValidation(), loader(), DataLoader(rows, 2, sampler=DistributedSampler(rows, shuffle=False)))
+    return len(made.fit_loop.epoch_loop.val_loop._results._step)
+
+
+def test_no_record_is_kept_of_steps_that_are_not_joined() -> None:
+    assert by_rank(kept_records) == [0] * WORLD_SIZE
 
 
 class StopsAlone(Net):

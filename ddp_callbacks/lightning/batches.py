@@ -43,10 +43,6 @@ class Batches:
         self._exchange = exchange
         self._drawn_by_step: list[ShardedLoader] = []
         self._set(Share(0, None), 0.0, None)
-        self.begin_pass()
-
-    def begin_pass(self) -> None:
-        """A pass over the data begins, or has ended."""
 
     @property
     def is_stand_in(self) -> bool:
@@ -131,7 +127,8 @@ def _on_rank_zero(batch: Any, drawn: list[Share | None], spec: TreeSpec) -> tupl
     parts = spec.flatten_up_to(batch)
     try:
         header = [
-            pack(part, tensors) if share and share.local else None for part, share in zip(parts, drawn, strict=True)
+            [pack(part, tensors), share.local] if share and share.local else None
+            for part, share in zip(parts, drawn, strict=True)
         ]
     except TypeError as error:
         raise ConfigurationError(
@@ -141,8 +138,9 @@ def _on_rank_zero(batch: Any, drawn: list[Share | None], spec: TreeSpec) -> tupl
     gathered = all_gather_tensors(header, tensors, "a batch of several loaders")
     if get_rank() == 0:
         for index, share in enumerate(drawn):
-            found = [unpack(texts[index], sent) for texts, sent in gathered if texts[index] is not None]
-            parts[index] = join_batch(found) if share is not None else parts[index]
+            found = [(unpack(texts[index][0], sent), texts[index][1]) for texts, sent in gathered if texts[index]]
+            if share is not None:
+                parts[index] = join_batch(*map(list, zip(*found, strict=True)))
         batch = tree_unflatten(parts, spec)
     return batch, Share(int(get_rank() == 0), 1)
 

@@ -5,14 +5,14 @@ logs where the ranks' parts differ in size. Here every value is recorded with th
 of, and joined to the value of the whole batch before Lightning averages over batches, so ``sync_dist`` makes no
 difference. When::
 
-    end of training_step        the step values of all ranks are sent, and await the end of backward
-    whoever reads them          waits for what was sent: local, so rank 0 alone may do it
-    end of a training batch     the same for what later hooks have logged
-    end of a pass               the epoch values, from the records of all batches
+    end of training_step        the values of the step
+    end of a batch              the same for what later hooks have logged, and for the steps of evaluations
+    end of a pass               the values of the epoch, from the records of all batches
     end of the epoch's hooks    the same for what they have logged
 
-These moments are the same on all ranks, whatever they log and read. ``reduce_fx`` says how parts combine: the mean is
-weighted, a sum is the sum, a maximum the maximum.
+These moments are the same on all ranks, whatever they log. Between them nothing is communicated: rank 0 alone may log,
+or read what was logged. ``reduce_fx`` says how parts combine: the mean is weighted, a sum is the sum, a maximum the
+maximum.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchmetrics import Metric
 
 from ddp_callbacks.collectives import all_gather_json, all_gather_tensors
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.rows import PendingRows, RowExchange
+from ddp_callbacks.lightning.metrics import SyncedMetrics, can_encode, decode_states, encode_states
+from ddp_callbacks.rows import RowExchange
 
 Part = tuple[float, float, float]  # weight, size and value of what one rank has logged
 
@@ -98,21 +100,19 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     """Mixed into Lightning's ``_ResultCollection``, which the loops of a Trainer own.
 
     Every method but those of Lightning's side is called by the strategy at its fixed moments.
-
-    Attributes:
-        late: Whether the values that later hooks log in a batch of an evaluation are exchanged.
     """
 
-    def __init__(self, training: bool, batches: Batches, exchange: RowExchange) -> None:
+    def __init__(self, training: bool, batches: Batches, metrics: SyncedMetrics, exchange: RowExchange) -> None:
         super().__init__(training)
         self._batches = batches
+        self._metrics = metrics
         self._exchange = exchange
         self._given = False
-        self._step: list[tuple[str, Record]] = []  # logged in this step, and not yet sent
-        self._sent: tuple[list[str], PendingRows] | None = None
+        self._step: list[tuple[str, Record]] = []  # logged in this step, and not yet joined
+        self._step_metrics: list[tuple[str, Metric]] = []  # the same for torchmetrics
         self._epoch: dict[str, History] = {}
-        self._metrics_on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
-        self.late = True
+        self._on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
+        self._joins_steps = True
         self._in_batch, self._position, self._samples = False, -1, 0
 
     # --- Lightning's side ---------------------------------------------------------------------------------------------
@@ -127,8 +127,9 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Record a number; Lightning's own accumulation gets it when it has been joined."""
         metric = self[key]
-        if not metric.is_tensor and metric.meta.on_step:
-            self._metrics_on_step.add(id(value))
+        if not metric.is_tensor and metric.meta.on_step and self._joins_steps:
+            self._on_step.add(id(value))
+            self._step_metrics.append((key, value))
         if not metric.is_tensor or metric.meta.sync.should or metric.meta.sync.rank_zero_only:
             super().update_metrics(key, value, batch_size)
             return
@@ -140,15 +141,10 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         record = Record(position, weight, float(batch_size), self._given, value)
         if metric.meta.on_step:
             metric._forward_cache = value
-            self._step.append((key, record))
+            if self._joins_steps:
+                self._step.append((key, record))
         if metric.meta.on_epoch:
             self._epoch.setdefault(key, History()).add(record)
-
-    def metrics(self, on_step: bool) -> Any:
-        """Await what was sent, on this rank alone, then as Lightning's."""
-        if on_step:
-            self.await_step()
-        return super().metrics(on_step)
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
         """As Lightning's; what was recorded for what is reset is forgotten."""
@@ -158,67 +154,51 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     # --- the strategy's moments ---------------------------------------------------------------------------------------
 
-    def begin_batch(self) -> None:
-        """A batch of which the share is known begins."""
+    def begin_batch(self, joins_steps: bool) -> None:
+        """A batch of which the share is known begins.
+
+        Args:
+            joins_steps: Whether all ranks have as many batches, so that they can meet in each.
+        """
         self._position += 1
         self._samples += self._batches.share.local
-        self._in_batch = True
+        self._in_batch, self._joins_steps = True, joins_steps
+        # In the first batch nobody knows yet what will be logged.
+        self._metrics.watch_steps(lambda metric: joins_steps and (self._position == 0 or id(metric) in self._on_step))
 
     def end_batch(self, flags: Sequence[bool] = ()) -> list[bool]:
-        """All hooks of the batch have run; which of ``flags`` some rank has raised.
-
-        A collective in training, where there are flags, and in an evaluation in which some rank logs the values of
-        its first step.
-        """
-        self.await_step()
-        raised: list[bool] = []
-        if flags or self.late:
-            self.send_step(flags)
-            logged, raised = self.await_step()
-            self.late = logged if self._position == 0 else self.late
+        """All hooks of the batch have run; which of ``flags`` any rank has raised. A collective if steps join."""
+        raised = self.join_step(flags) if self._joins_steps else list(flags)
         self._in_batch = False
         return raised
 
     def end_pass(self) -> None:
         """An epoch or an evaluation has ended, with all its hooks."""
-        self.late = True
         self._in_batch, self._position, self._samples = False, -1, 0
+        self._step, self._step_metrics = [], []
 
     @property
     def is_in_batch(self) -> bool:
         """Whether a batch is being computed."""
         return self._in_batch
 
-    def logs_each_step_of(self, metric: object) -> bool:
-        """Whether the value that ``metric`` has in each step is logged, as far as is known: in the first step, yes."""
-        return self._position <= 0 or id(metric) in self._metrics_on_step
-
-    def send_step(self, flags: Sequence[bool] = ()) -> None:
-        """Send what was logged in this step. Every rank calls it, with or without values; does not block."""
-        self.await_step()
-        keys = [key for key, _ in self._step]
-        numbers = [number for _, record in self._step for number in record.part()]
-        header = [zlib.crc32("\n".join(keys).encode()), len(flags), *flags]
-        self._sent = keys, self._exchange.launch([*map(float, header), *numbers])
-
-    def await_step(self) -> tuple[bool, list[bool]]:
-        """Take the joined values of what was sent; whether any rank had some, and the flags that any has raised.
-
-        Blocks until every rank has sent.
-        """
-        if self._sent is None:
-            return False, []
-        (keys, pending), self._sent = self._sent, None
-        sent = [_unpack(row) for row in pending.wait("the logged values of a step")]
-        checksums, flags, values = zip(*sent, strict=True)
+    def join_step(self, flags: Sequence[bool] = ()) -> list[bool]:
+        """Join what was logged in this step; the flags that any rank has raised. A collective."""
+        (numbers, self._step), (metrics, self._step_metrics) = (self._step, []), (self._step_metrics, [])
+        keys = [key for key, _ in (*numbers, *metrics)]
+        header = [zlib.crc32("\n".join(keys).encode()), len(metrics), len(flags), *flags]
+        parts = [number for _, record in numbers for number in record.part()]
+        rows = self._exchange.exchange([*map(float, header), *parts], "the logged values of a step")
+        checksums, counts, raised, values = zip(*map(_unpack, rows), strict=True)
         if len(set(checksums)) == 1:
-            parts = [[own[index] for own in values] for index in range(len(keys))]
+            found = [[own[index] for own in values] for index in range(len(numbers))]
         else:
-            parts = self._parts_by_name(keys, values)
-        records, self._step = self._step[: len(keys)], self._step[len(keys) :]
-        for (key, record), part in zip(records, parts, strict=True):
-            self._take_step(key, record, part)
-        return any(values), [any(flag) for flag in zip(*flags, strict=True)]
+            found = self._parts_by_name([key for key, _ in numbers], values)
+        for (key, record), joined in zip(numbers, found, strict=True):
+            self._take_step(key, record, joined)
+        if any(counts):
+            self._join_metrics(dict(metrics))
+        return [any(flag) for flag in zip(*raised, strict=True)]
 
     def join_epoch(self) -> None:
         """Give Lightning the joined records. A collective."""
@@ -240,6 +220,19 @@ class JointResults(_Lightnings):  # type: ignore[misc]
                 found.setdefault((name, names[:index].count(name)), []).append(part)
         return [found[key, keys[:index].count(key)] for index, key in enumerate(keys)]
 
+    def _join_metrics(self, metrics: dict[str, Metric]) -> None:
+        """The values that torchmetrics have of this batch. Every rank calls it if any has logged one."""
+        mine: list[float] = []
+        for key, metric in metrics.items():
+            states = [] if self._batches.is_stand_in else self._metrics.batch_states(metric)
+            mine += [float(zlib.crc32(key.encode())), *encode_states(states if can_encode(states) else [])]
+        states_by_rank = [_states_by_key(row) for row in self._exchange.exchange(mine, "the metrics of a step")]
+        for key, metric in metrics.items():
+            code = float(zlib.crc32(key.encode()))
+            found = [states[code] for states in states_by_rank if states.get(code)]
+            if found and len({len(states) for states in found}) == 1:
+                self[key]._forward_cache = self._metrics.value_of(metric, found)
+
     def _take_step(self, key: str, record: Record, parts: list[Part]) -> None:
         metric = self[key]
         varying = record.given and len({size for _, size, _ in parts}) > 1
@@ -260,11 +253,16 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         return "mean" if meta.is_mean_reduction else str(meta.reduce_fx.__name__)
 
 
-def _unpack(row: list[float]) -> tuple[float, list[float], list[Part]]:
-    """The checksum of the keys, the flags and the parts of a row."""
-    begin = 2 + int(row[1])
+def _unpack(row: list[float]) -> tuple[float, float, list[float], list[Part]]:
+    """The checksum of the keys, the number of metrics, the flags and the parts of a row."""
+    begin = 3 + int(row[2])
     parts = [(row[index], row[index + 1], row[index + 2]) for index in range(begin, len(row), 3)]
-    return row[0], row[2:begin], parts
+    return row[0], row[1], row[3:begin], parts
+
+
+def _states_by_key(row: list[float]) -> dict[float, list[torch.Tensor]]:
+    numbers = iter(row)
+    return {code: decode_states(numbers) for code in numbers}
 
 
 def _join_epoch(rows: torch.Tensor, operation: str) -> tuple[float, float]:

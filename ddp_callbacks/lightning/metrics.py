@@ -1,9 +1,14 @@
-"""torchmetrics: their own merging over the ranks, fed by this package's messages, and blind to stand-ins."""
+"""torchmetrics: their own merging over the ranks, fed by this package's messages, and blind to stand-ins.
+
+A metric that is logged in each step has to be that of the whole batch. Its ``forward`` communicates nothing: a module
+may call it on some ranks only. What it has computed the value of the batch from is kept, and merged when the logged
+values of the step are exchanged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,34 +16,52 @@ from torchmetrics import Metric
 
 from ddp_callbacks.broadcast import running_statistics
 from ddp_callbacks.collectives import all_gather_tensors
-from ddp_callbacks.rows import RowExchange
 
-_SMALL = 24  # numbers of a state that travel in a row
-_IN_A_ROW = (torch.float32, torch.float64, torch.int64, torch.int32, torch.bool)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = (*_FLOATS, torch.bool, torch.uint8, torch.int32, torch.int64)
 
 
 class SyncedMetrics:
-    """The torchmetrics of a module, while a Trainer runs it.
+    """The torchmetrics of a module and of the Trainer's callbacks, while a Trainer runs.
 
     Args:
-        module: Searched for metrics.
+        owners: Modules, and other objects whose attributes may be metrics.
         is_stand_in: Whether this rank computes a stand-in at the moment, whose states are not to be merged.
-        exchange: To the other ranks.
     """
 
-    def __init__(self, module: torch.nn.Module, is_stand_in: Callable[[], bool], exchange: RowExchange) -> None:
-        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    def __init__(self, owners: Iterable[Any], is_stand_in: Callable[[], bool]) -> None:
+        self._metrics = list({id(metric): metric for owner in owners for metric in _metrics_of(owner)}.values())
         self._before = [(metric, metric.dist_sync_fn, metric.dist_sync_on_step) for metric in self._metrics]
         self._is_stand_in = is_stand_in
-        self._exchange = exchange
-        for metric in self._metrics:
-            if metric.dist_sync_fn is None:
-                metric.dist_sync_fn = self._gather
+        self._syncs: dict[int, _Sync] = {}
+        for metric, function, on_step in self._before:
+            if function is None:
+                metric.dist_sync_fn = self._syncs[id(metric)] = _Sync(metric, self._gather, captures=not on_step)
 
-    def sync_each_step(self, wanted: Callable[[Metric], bool]) -> None:
-        """From now on ``forward`` returns the value of the whole batch for the metrics that are ``wanted``."""
+    def watch_steps(self, wanted: Callable[[Metric], bool]) -> None:
+        """A batch begins: keep what ``forward`` computes its value from, of the metrics that are ``wanted``."""
+        for sync in self._syncs.values():
+            sync.captured = []
         for metric, _, always in self._before:
-            metric.dist_sync_on_step = always or wanted(metric)
+            metric.dist_sync_on_step = always or (id(metric) in self._syncs and wanted(metric))
+
+    def batch_states(self, metric: Metric) -> list[torch.Tensor]:
+        """The states of the last ``forward``, as they travel; empty where they were not kept."""
+        sync = self._syncs.get(id(metric))
+        return sync.captured if sync is not None else []
+
+    def value_of(self, metric: Metric, states: list[list[torch.Tensor]]) -> torch.Tensor:
+        """The value of a batch from the states of all ranks that count, as :meth:`batch_states` gives them."""
+        before = metric._copy_state_dict()
+        merged = iter([list(parts) for parts in zip(*states, strict=True)])
+        try:
+            metric._sync_dist(lambda *_, **__: next(merged))
+            with torch.no_grad():
+                value: torch.Tensor = metric.compute.__wrapped__()  # type: ignore[attr-defined]
+        finally:
+            for name, state in before.items():
+                setattr(metric, name, state)
+        return value.squeeze() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
     def close(self) -> None:
         """Leave the metrics as they were found."""
@@ -59,38 +82,84 @@ class SyncedMetrics:
         return restore
 
     def _gather(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        """torchmetrics' ``dist_sync_fn``: every rank's state, of those that count."""
-        numbers: list[float] = []
-        if group is None and state.numel() <= _SMALL and state.dim() < 6 and state.dtype in _IN_A_ROW:
-            header = [self._is_stand_in(), _IN_A_ROW.index(state.dtype), state.dim(), *state.shape]
-            numbers = [*map(float, header), *state.detach().reshape(-1).double().tolist()]
-        rows = self._exchange.exchange(numbers, "a metric's state")
-        if all(rows):
-            gathered = [(bool(row[0]), _state(row).to(state.device)) for row in rows]
-        else:
-            sent = all_gather_tensors(self._is_stand_in(), [state], "a metric's state", group)
-            gathered = [(stand_in, tensor.to(state.device)) for stand_in, (tensor,) in sent]
-        counted = [tensor for stand_in, tensor in gathered if not stand_in]
+        """Every rank's state, of those that count."""
+        sent = all_gather_tensors(self._is_stand_in(), [state], "a metric's state", group)
+        counted = [tensor.to(state.device) for stand_in, (tensor,) in sent if not stand_in]
         # A rank without any sample sends an empty float, which would turn the others' class indices into floats.
-        return [tensor for tensor in counted if tensor.numel()] or [tensor for _, tensor in gathered]
+        return [tensor for tensor in counted if tensor.numel()] or counted or [state]
 
 
-def _state(row: list[float]) -> torch.Tensor:
-    code, dims = int(row[1]), int(row[2])
-    shape = [int(size) for size in row[3 : 3 + dims]]
-    return torch.tensor(row[3 + dims :], dtype=torch.float64).to(_IN_A_ROW[code]).reshape(shape)
+class _Sync:
+    """A metric's ``dist_sync_fn``. A copy of the metric has none."""
+
+    def __init__(self, metric: Metric, gather: Callable[..., list[torch.Tensor]], captures: bool) -> None:
+        self._metric = weakref.ref(metric)
+        self._gather = gather
+        self._captures = captures
+        self._of: Any = None  # the states that the last forward has put aside
+        self.captured: list[torch.Tensor] = []
+
+    def __call__(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        metric = self._metric()
+        if metric is None or metric._should_unsync or not self._captures:
+            return self._gather(state, group)
+        if metric._cache is not self._of:  # forward has begun to compute the value of a batch
+            self._of, self.captured = metric._cache, []
+        self.captured.append(state)
+        return [state]
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
-@contextmanager
-def without_trace(module: torch.nn.Module, metrics: SyncedMetrics | None) -> Iterator[None]:
-    """Metrics and running statistics are afterwards as before: for a stand-in."""
+def encode_states(states: list[torch.Tensor]) -> list[float]:
+    """Tensors as numbers of a row."""
+    numbers: list[float] = [len(states)]
+    for state in states:
+        numbers += [
+            _DTYPES.index(state.dtype),
+            state.dim(),
+            *state.shape,
+            *state.detach().reshape(-1).double().tolist(),
+        ]
+    return [float(number) for number in numbers]
+
+
+def decode_states(numbers: Iterator[float]) -> list[torch.Tensor]:
+    """The inverse of :func:`encode_states`; takes what it needs."""
+    states = []
+    for _ in range(int(next(numbers))):
+        dtype, dims = _DTYPES[int(next(numbers))], int(next(numbers))
+        shape = torch.Size(int(next(numbers)) for _ in range(dims))
+        values = [next(numbers) for _ in range(shape.numel())]
+        states.append(torch.tensor(values, dtype=torch.float64).to(dtype).reshape(shape))
+    return states
+
+
+def can_encode(states: list[torch.Tensor]) -> bool:
+    """Whether these states are of dtypes that a row can hold."""
+    return all(state.dtype in _DTYPES for state in states)
+
+
+def _metrics_of(owner: Any) -> Iterator[Metric]:
+    parts = [owner] if isinstance(owner, torch.nn.Module) else list(vars(owner).values())
+    for part in parts:
+        if isinstance(part, torch.nn.Module):
+            yield from (module for module in part.modules() if isinstance(module, Metric))
+
+
+def remember(module: torch.nn.Module, metrics: SyncedMetrics) -> Callable[[], None]:
+    """What makes metrics and running statistics forget what happens from now on."""
     buffers = [(buffer, buffer.clone()) for buffer in running_statistics(module)]
-    restore = metrics.copy_states() if metrics is not None else None
-    try:
-        yield
-    finally:
-        if restore is not None:
-            restore()
+    restore = metrics.copy_states()
+
+    def undo() -> None:
+        restore()
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+    return undo

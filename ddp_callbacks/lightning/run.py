@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from torch.utils._pytree import LeafSpec
 
 from ddp_callbacks.broadcast import merge_buffers
 from ddp_callbacks.collectives import all_gather_tensors, pack, unpack
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning.batches import Batches, Weight
+from ddp_callbacks.lightning.kinds import like, with_tensors
 from ddp_callbacks.lightning.logs import JointResults
-from ddp_callbacks.lightning.metrics import SyncedMetrics, without_trace
+from ddp_callbacks.lightning.metrics import SyncedMetrics, remember
 from ddp_callbacks.rows import RowExchange
 from ddp_callbacks.sharding import BatchSize, ShardedIterator, ShardedLoader, join_batch
 
@@ -35,11 +37,12 @@ class Run:
         self._model = model
         self._exchange = RowExchange()
         self.batches = Batches(batch_size, weight, self._exchange)
-        self._metrics = SyncedMetrics(model, self._is_stand_in, self._exchange)
+        self._metrics = SyncedMetrics([model, *trainer.callbacks], self._is_stand_in)
+        self._undo: Callable[[], None] | None = None  # what a stand-in has left behind
         self._trained = 0  # samples of this rank since the buffers were merged
         epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
         for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            loop._results = results_class(loop._results.training, self.batches, self._exchange)
+            loop._results = results_class(loop._results.training, self.batches, self._metrics, self._exchange)
         # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
         epoch_loop._broadcast_sigterm_tensor = lambda: None
         trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm
@@ -72,9 +75,7 @@ class Run:
         batch = self.batches.take(batch, loaders, spec, training)
         if training:
             self._trained += self.batches.share.local
-        if results is not None:
-            results.begin_batch()
-            self._metrics.sync_each_step(lambda metric: training and results.logs_each_step_of(metric))
+        self._begin_batch(training or all(isinstance(loader, ShardedLoader) for loader in combined.flattened))
         return batch
 
     @contextmanager
@@ -83,26 +84,38 @@ class Run:
         results = self._trainer._results
         if not results.is_in_batch:  # training_step(dataloader_iter)
             self.batches.let_draw(self._loaders())
-            results.begin_batch()
-        with self.step():
-            yield
+            self._begin_batch(joins_steps=True)
+        yield
         self.batches.settle()
-        results.send_step()
+        results.join_step()
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around the step of a batch; a stand-in leaves no trace."""
-        with without_trace(self._model, self._metrics) if self.batches.is_stand_in else nullcontext():
-            yield
+    def end_batch(self) -> None:
+        """A stand-in leaves no trace in metrics and running statistics."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
-    def gather_predictions(self, output: Any) -> Any:
+    def end_prediction(self, output: Any) -> Any:
         """The rows of all ranks, where the batch was divided."""
+        self.end_batch()
         if self.batches.share.total is None:
             return output
         tensors: list[torch.Tensor] = []
-        header = None if self.batches.is_stand_in else pack(output, tensors)
-        gathered = all_gather_tensors(header, tensors, "the predictions")
-        return join_batch([unpack(text, parts) for text, parts in gathered if text is not None])
+        try:
+            header = None if self.batches.is_stand_in else pack(with_tensors(output), tensors)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"predict_step must return tensors, arrays, numbers, strings, or collections of these: {error}"
+            ) from error
+        gathered = all_gather_tensors([header, self.batches.share.local], tensors, "the predictions")
+        counted = [(unpack(text, parts), size) for (text, size), parts in gathered if text is not None]
+        return like(output, join_batch(*map(list, zip(*counted, strict=True))))
+
+    def _begin_batch(self, joins_steps: bool) -> None:
+        if self._trainer._results is not None:
+            self._trainer._results.begin_batch(joins_steps)
+        if self.batches.is_stand_in:
+            self._undo = remember(self._model, self._metrics)
 
     def joint_loss(self, closure: Callable[[], Any]) -> Any:
         """The loss of the whole batch."""
@@ -119,16 +132,12 @@ class Run:
         self._trained = 0
 
     def _before_batch_end(self) -> None:
-        trainer, results = self._trainer, self._trainer._results
-        if not trainer.training:
-            if any(not isinstance(loader, ShardedLoader) for loader in self._loaders()):
-                results.late = False  # the ranks may have different numbers of batches
-            results.end_batch()
-            return
+        trainer = self._trainer
         # A hook may have set the first on one rank alone, and a signal the second.
-        stop, sigterm = results.end_batch((trainer.should_stop, trainer.received_sigterm))
+        stop, sigterm = trainer._results.end_batch((trainer.should_stop, trainer.received_sigterm))
         trainer.should_stop |= stop
         trainer._signal_connector.received_sigterm |= sigterm
+        self.end_batch()
 
     def _note_sigterm(self, *_: Any) -> None:
         """The handler of the signal: all ranks hear of it at the end of the batch."""
@@ -141,14 +150,15 @@ class Run:
         if self._trainer.training:
             self.merge_buffers()
             for loader in self._loaders():
-                if isinstance(loader, ShardedLoader):
-                    loader.shares.clear()
-                    if isinstance(loader.iterator, ShardedIterator):
-                        loader.iterator.check_agreement()
+                if isinstance(loader, ShardedLoader) and isinstance(loader.iterator, ShardedIterator):
+                    loader.iterator.check_agreement()
 
     def _before_epoch_end(self) -> None:
         self._trainer._results.join_epoch()
         self._trainer._results.end_pass()
+        for loader in self._loaders():
+            if isinstance(loader, ShardedLoader):
+                loader.shares.clear()  # of batches that were fetched ahead, where a limit has ended the pass
 
     def _loaders(self) -> list[Any]:
         combined = self._trainer._active_loop._combined_loader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
 
 from ddp_callbacks.agreement import module_settings, require_agreement
 from ddp_callbacks.broadcast import broadcast_parameters
@@ -180,7 +182,9 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         """This rank's part of a loader. A collective."""
         if self._run is None or not self._divides:
             return dataloader
-        type(self).add_worker_init_fn(dataloader, self.global_rank)
+        # Where all ranks load the same batches and divide them afterwards, their workers must draw alike.
+        loads_all = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
+        type(self).add_worker_init_fn(dataloader, 0 if loads_all else self.global_rank)
         return self._run.batches.shard(dataloader, self._trainer.state.stage.dataloader_prefix)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -190,29 +194,16 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; then send what was logged."""
+        """As Lightning's; then the logged values are joined. A collective."""
         if self._run is None:
             return super().training_step(*args, **kwargs)
         with self._run.training_step():
             return super().training_step(*args, **kwargs)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; a stand-in leaves no trace."""
-        with self._step():
-            return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; a stand-in leaves no trace."""
-        with self._step():
-            return super().test_step(*args, **kwargs)
-
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The predictions for the whole batch, on every rank. A collective."""
-        if self._run is None:
-            return super().predict_step(*args, **kwargs)
-        with self._step():
-            output = super().predict_step(*args, **kwargs)
-        return self._run.gather_predictions(output)
+        output = super().predict_step(*args, **kwargs)
+        return output if self._run is None else self._run.end_prediction(output)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As Lightning's, with the loss weighed by this rank's share of the batch; its value stays what it is."""
@@ -245,22 +236,25 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
 
         Shapes must be equal. Returns a new tensor; what is not a tensor is returned as it is.
         """
-        if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
+        if not isinstance(tensor, torch.Tensor) or self._is_alone():
             return tensor
         return reduce(tensor, reduce_op, group)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether it is true on all ranks, or with ``all=False`` on any."""
+        if self._is_alone():
+            return bool(decision)
         doing = "a decision"
         return not any_rank(not decision, doing) if all else any_rank(bool(decision), doing)
 
     def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
         """Block until every rank is here."""
-        any_rank(False, f"the barrier {name}" if name else "a barrier")
+        if not self._is_alone():
+            any_rank(False, f"the barrier {name}" if name else "a barrier")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """``obj`` of rank ``src``. Plain data and tensors travel as such; anything else is pickled, as in Lightning."""
-        if not dist.is_initialized():
+        if self._is_alone():
             return obj
         if src != 0:
             return super().broadcast(obj, src)
@@ -277,7 +271,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         Raises:
             MismatchError: Shapes differ, with all of them.
         """
-        if not dist.is_initialized():
+        if self._is_alone():
             return tensor
         shapes = [shape for shape, _ in all_gather_tensors(list(tensor.shape), [], "the shapes of a tensor", group)]
         if any(shape != shapes[0] for shape in shapes):
@@ -291,8 +285,15 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _step(self) -> Any:
-        return nullcontext() if self._run is None else self._run.step()
+    def _is_alone(self) -> bool:
+        """Whether a question is answered by this rank alone: in a world of one, and where it has failed.
+
+        Callbacks that save a checkpoint when an exception comes ask before :meth:`on_exception` is called.
+        """
+        if self._trainer is not None and self._trainer.state.status == "interrupted" and dist.is_initialized():
+            report_failure(sys.exc_info()[1] or RuntimeError("the run was interrupted"))
+            return True
+        return not dist.is_initialized()
 
     @contextmanager
     def _weighed(self, loss: torch.Tensor) -> Iterator[None]:

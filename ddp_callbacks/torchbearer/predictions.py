@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,10 +36,13 @@ class GatherPredictions(DistributedCallback):
         outputs = zip(aggregator.predictions_list, self._counts, strict=True)
         tensors: list[torch.Tensor] = []
         mine = pack([output if count else None for output, count in outputs], tensors)
-        gathered = all_gather_tensors(mine, tensors, "the predictions", self.process_group)
-        by_rank = [unpack(header, parts) for header, parts in gathered]
+        header = {"outputs": mine, "sizes": self._counts}
+        gathered = all_gather_tensors(header, tensors, "the predictions", self.process_group)
+        by_rank = [unpack(header["outputs"], parts) for header, parts in gathered]
+        sizes = [header["sizes"] for header, _ in gathered]
         aggregator.predictions_list = [
-            join_batch([output for output in step if output is not None]) for step in zip(*by_rank, strict=True)
+            join_batch(*_counted(outputs, counts))
+            for outputs, counts in zip(zip(*by_rank, strict=True), zip(*sizes, strict=True), strict=True)
         ]
         aggregator.on_end_validation(state)
 
@@ -50,3 +54,9 @@ def _aggregator(callbacks: Any) -> AggregatePredictions | None:
             return callbacks.callback
         callbacks = callbacks.callback_list
     return None
+
+
+def _counted(outputs: Sequence[Any], sizes: Sequence[int]) -> tuple[list[Any], list[int]]:
+    """Without those of ranks that had no sample."""
+    counted = [(output, size) for output, size in zip(outputs, sizes, strict=True) if size]
+    return [output for output, _ in counted], [size for _, size in counted]
