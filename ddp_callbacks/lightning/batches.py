@@ -88,6 +88,7 @@ class Batches:
     def let_draw(self, loaders: list[Any]) -> None:
         """The step draws from ``loaders`` itself (``training_step(dataloader_iter)``); :meth:`settle` notes what."""
         self._drawn_by_step = [loader for loader in loaders if isinstance(loader, ShardedLoader)]
+        self._set(Share(1, None), 1.0, None)
 
     def settle(self) -> None:
         """Note the share of what the step has drawn so far, if it draws itself."""

@@ -112,6 +112,7 @@ class Run:
         return like(output, join_batch(*map(list, zip(*counted, strict=True))))
 
     def _begin_batch(self, joins_steps: bool) -> None:
+        self.end_batch()  # of one that a hook has skipped
         if self._trainer._results is not None:
             self._trainer._results.begin_batch(joins_steps)
         if self.batches.is_stand_in:

@@ -290,10 +290,13 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
 
         Callbacks that save a checkpoint when an exception comes ask before :meth:`on_exception` is called.
         """
-        if self._trainer is not None and self._trainer.state.status == "interrupted" and dist.is_initialized():
-            report_failure(sys.exc_info()[1] or RuntimeError("the run was interrupted"))
+        if not dist.is_initialized():
             return True
-        return not dist.is_initialized()
+        failure = sys.exc_info()[1]
+        if failure is None or self._trainer is None or self._trainer.state.status != "interrupted":
+            return False
+        report_failure(failure)
+        return True
 
     @contextmanager
     def _weighed(self, loss: torch.Tensor) -> Iterator[None]:
