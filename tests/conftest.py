@@ -17,13 +17,30 @@ from distributed import set_nursery
 from nursery import Nursery
 
 
+# Their tests look at results that are computed once, for all of them or for each number of processes.
+COMPUTED_ONCE = {
+    "test_collectives",
+    "test_comm_hooks",
+    "test_equivalence",
+    "test_gradients",
+    "test_lightning",
+    "test_output",
+    "test_settings",
+    "test_torchbearer",
+}
+COMPUTED_FOR_EACH_SIZE = {"test_lightning_equivalence"}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The tests of a file stay on one of pytest's workers: many look at results that are computed once."""
+    """Keep tests that share results on one of pytest's workers."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            if item.get_closest_marker("xdist_group") is None:
-                item.add_marker(pytest.mark.xdist_group(item.path.stem))
+            file, size = item.path.stem, getattr(getattr(item, "callspec", None), "params", {}).get("world_size")
+            if file in COMPUTED_ONCE:
+                item.add_marker(pytest.mark.xdist_group(file))
+            elif file in COMPUTED_FOR_EACH_SIZE:
+                item.add_marker(pytest.mark.xdist_group(f"{file} {size}"))
 
 
 @pytest.fixture(scope="session", autouse=True)
