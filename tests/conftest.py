@@ -16,7 +16,6 @@ import torch.distributed as dist
 from distributed import set_nursery
 from nursery import Nursery
 
-
 # Their tests look at results that are computed once, for all of them or for each number of processes.
 COMPUTED_ONCE = {
     "test_collectives",
