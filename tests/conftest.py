@@ -24,6 +24,7 @@ COMPUTED_ONCE = {
     "test_gradients",
     "test_lightning",
     "test_output",
+    "test_rows",
     "test_settings",
     "test_torchbearer",
 }
