@@ -22,7 +22,7 @@ class RowExchange:
     """Gives every rank the row of every other; in a world of more than one. Making it is a collective.
 
     The rows are gathered as a sum, in which each rank writes its own row and leaves the others zero: a sum is what
-    goes through shared memory, 20 microseconds in place of gloo's 400. Numbers travel as float64.
+    goes through shared memory. Numbers travel as float64.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

@@ -6,18 +6,12 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils._pytree import tree_map
 
 
 def with_tensors(value: Any) -> Any:
     """``value`` with its arrays as tensors."""
-    if isinstance(value, numpy.ndarray):
-        return torch.from_numpy(value)
-    if isinstance(value, dict):
-        return {key: with_tensors(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [with_tensors(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+    return tree_map(lambda leaf: torch.from_numpy(leaf) if isinstance(leaf, numpy.ndarray) else leaf, value)
 
 
 def like(model: Any, value: Any) -> Any:
