@@ -6,9 +6,9 @@ the pipes to these processes close and the kernel takes the hosts apart.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-NEEDS = ("sshd", "ssh", "ssh-keygen", "ip", "nft", "unshare", "nsenter", "mount")
+NEEDS = ("sshd", "ssh", "ssh-keygen", "ip", "tc", "nft", "unshare", "nsenter", "mount")
 NAMESPACES = ("--net", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
 _LIMIT = 20.0  # seconds, for one command of the set-up
 
@@ -162,25 +162,25 @@ class HostBed:
 
     def set_link(self, host: Host, up: bool) -> None:
         """Plug or unplug the host's cable, at the switch."""
-        assert self._switch is not None
-        port = f"v{self.hosts.index(host) + 1}"
-        _check(
-            [
-                _find("nsenter") or "",
-                "-t",
-                str(self._switch.pid),
-                "-n",
-                "ip",
-                "link",
-                "set",
-                port,
-                "up" if up else "down",
-            ]
-        )
+        _check([*self._at_the_switch(), "ip", "link", "set", self._port(host), "up" if up else "down"])
+
+    def set_rate(self, host: Host, rate: str) -> None:
+        """Limit the host's link to ``rate`` each way, in tc's words: ``200mbit``."""
+        bucket = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+        inside = [_find("nsenter") or "", "-t", str(host.pid), "-n"]
+        for enter, device in ((self._at_the_switch(), self._port(host)), (inside, "eth0")):
+            _check([*enter, _find("tc") or "", "qdisc", "replace", "dev", device, *bucket])
 
     def power_off(self, host: Host) -> None:
         """The kernel ends everything that runs there."""
         os.kill(host.pid, 9)
+
+    def _at_the_switch(self) -> list[str]:
+        assert self._switch is not None
+        return [_find("nsenter") or "", "-t", str(self._switch.pid), "-n"]
+
+    def _port(self, host: Host) -> str:
+        return f"v{self.hosts.index(host) + 1}"
 
     def _make_files(self) -> None:
         key = self._folder / "key"
@@ -239,8 +239,22 @@ def _check(command: list[str]) -> None:
     assert done.returncode == 0, f"{command}: {done.stderr}"
 
 
-if __name__ == "__main__":  # for a look around: python tests/host_bed.py 2
-    with HostBed(int(sys.argv[1])) as bed:
-        for each in bed.hosts:
-            print(socket.gethostname(), "nsenter", *each.command("bash")[1:], f"  # HOME={each.home}", flush=True)
-        sys.stdin.read()
+def main() -> int:
+    """Make hosts, and run a command on the first: ``python tests/host_bed.py --rate 200mbit 2 ddprun -H h1,h2 ...``."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("count", type=int, help="number of hosts: h1, h2, ...")
+    parser.add_argument("--rate", help="of each host's link, in tc's words: 200mbit; unlimited by default")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run on h1 (default: a shell)")
+    arguments = parser.parse_args()
+    if reason := missing():
+        parser.error(reason)
+    with HostBed(arguments.count) as bed:
+        for host in bed.hosts if arguments.rate else ():
+            bed.set_rate(host, arguments.rate)
+        first = bed.hosts[0]
+        environ = {**os.environ, **first.environ()}
+        return subprocess.run(first.command(*arguments.command or ["bash"], cwd=Path.cwd()), env=environ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
