@@ -10,19 +10,32 @@ from typing import TYPE_CHECKING, Any
 from ddp_callbacks.version import __version__
 
 if TYPE_CHECKING:
+    from ddp_callbacks.compression import PowerSGD
+    from ddp_callbacks.ddp_hook import two_level_hook
     from ddp_callbacks.environment import WorkerEnv
     from ddp_callbacks.gradients import GradientSynchronizer
     from ddp_callbacks.process_group import join_process_group, leave_process_group
     from ddp_callbacks.processes import spawn
 
-__all__ = ["GradientSynchronizer", "WorkerEnv", "__version__", "join_process_group", "leave_process_group", "spawn"]
+__all__ = [
+    "GradientSynchronizer",
+    "PowerSGD",
+    "WorkerEnv",
+    "__version__",
+    "join_process_group",
+    "leave_process_group",
+    "spawn",
+    "two_level_hook",
+]
 
 _MODULES = {
     "GradientSynchronizer": "gradients",
+    "PowerSGD": "compression",
     "WorkerEnv": "environment",
     "join_process_group": "process_group",
     "leave_process_group": "process_group",
     "spawn": "processes",
+    "two_level_hook": "ddp_hook",
 }
 
 

@@ -14,8 +14,8 @@ Which parameters were used, and whether a bucket has to be sent again, is known 
 between ranks where control flow does. It travels behind the gradients of the last bucket, which is therefore never
 launched before the end: ``[weight, again (one per bucket), used (one per parameter)]``, each summed over the ranks. A
 parameter that no rank used keeps its gradient as it was, ``None`` included; one that some ranks used gets the sum,
-in which the others count as zero. Where the last bucket cannot carry them (low precision, or a communication hook that
-compresses), they travel alone, in float64.
+in which the others count as zero. Where the last bucket cannot carry them (low precision, compression, or a
+communication hook), they travel alone, in float64.
 
 [Note: a gradient that comes twice]
 Under reentrant checkpointing a parameter's hook can fire more than once in a backward, the second time when its bucket
@@ -35,13 +35,15 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from ddp_callbacks.all_reduce import GroupAllReduce, Pending, allocate, choose_all_reduce
+from ddp_callbacks.all_reduce import choose_all_reduce
 from ddp_callbacks.buckets import ParameterSpec, assign_buckets, check_bucket_cap_mb
 from ddp_callbacks.collectives import all_gather_tensors
 from ddp_callbacks.comm_hooks import CommHook, GradBucket, check_comm_hook
+from ddp_callbacks.compression import Compress, check_compress, dtype_of, hook_of
 from ddp_callbacks.failures import wait
 from ddp_callbacks.flat_memory import FlatMemory, MemoryPool, copy_in
 from ddp_callbacks.process_group import get_world_size, resolve_group
+from ddp_callbacks.summation import GroupAllReduce, Pending, allocate
 
 
 class Bucket:
@@ -108,6 +110,8 @@ class GradientSynchronizer:
         bucket_cap_mb: As in DDP, the size in MiB at which a bucket is launched.
         comm_hook, comm_state: A communication hook as for ``DistributedDataParallel.register_comm_hook`` and its
             state (see :mod:`ddp_callbacks.comm_hooks`). ``None`` is the exact all-reduce.
+        compress: What goes over the network between hosts is sent in half precision (``"bf16"``, ``"fp16"``) or as
+            matrices of low rank (:class:`ddp_callbacks.PowerSGD`). ``None`` keeps it exact; on one host it always is.
         process_group: ``None`` is the default group.
 
     Raises:
@@ -122,9 +126,11 @@ class GradientSynchronizer:
         bucket_cap_mb: float = 25.0,
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
+        compress: Compress = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         check_bucket_cap_mb(bucket_cap_mb)
+        check_compress(compress, comm_hook)
         if comm_hook is not None:
             check_comm_hook(comm_hook)
         self.rounds = 0  # completed synchronizations
@@ -134,7 +140,6 @@ class GradientSynchronizer:
         if self._world_size == 1:
             return
         self._group = resolve_group(process_group)
-        self._comm_hook, self._comm_state = comm_hook, comm_state
         self._weight, self._total = 1.0, float(self._world_size)
         self._total_known = True
         self._last_total = 0.0
@@ -144,10 +149,15 @@ class GradientSynchronizer:
         sparse = _sparse_parameters(module)
         self._dense = [parameter for parameter in parameters if id(parameter) not in sparse]
         self._sparse = [parameter for parameter in parameters if id(parameter) in sparse]
+        devices = [parameter.device for parameter in parameters]
+        if compress is not None:
+            comm_hook, comm_state = hook_of(compress, self._group, devices)
+        self._comm_hook, self._comm_state = comm_hook, comm_state
         if comm_hook is None:
-            self._all_reduce = choose_all_reduce(self._group, [parameter.device for parameter in parameters])
+            self._all_reduce = choose_all_reduce(self._group, devices, dtype_of(compress))
+            self._exact = choose_all_reduce(self._group, devices)  # of what must not be compressed
         else:
-            self._all_reduce = GroupAllReduce(self._group, getattr(comm_hook, "allocate", allocate))
+            self._all_reduce = self._exact = GroupAllReduce(self._group, getattr(comm_hook, "allocate", allocate))
         self._has_double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         self._used = [False] * len(parameters)  # since the last synchronization; the dense ones first
         self._buckets = self._make_buckets(bucket_cap_mb)
@@ -254,10 +264,12 @@ class GradientSynchronizer:
         self._active = [bucket for bucket in self._buckets if bucket.active]
         self._launched = 0
         self._scale, self._reference = self._scales()
-        self._carried = self._comm_hook is None and bool(self._active) and self._can_carry(self._active[-1])
+        self._carried = bool(self._active) and self._can_carry(self._active[-1])
 
     def _can_carry(self, bucket: Bucket) -> bool:
         """Whether the control numbers can be summed beside this bucket's gradients; flags can in any real dtype."""
+        if self._comm_hook is not None or not self._all_reduce.exact:
+            return False
         dtype = bucket.pool.parameters[0].dtype
         if self._total_known or not self._has_double:
             return dtype in (torch.float32, torch.float64)
@@ -272,7 +284,7 @@ class GradientSynchronizer:
             # not overflow. There is none before the first step, so that one asks.
             if not self._last_total:
                 weight = torch.tensor([self._weight], dtype=torch.float64, device=self._device())
-                self._all_reduce.launch(weight).wait("the first weight")
+                self._exact.launch(weight).wait("the first weight")
                 self._last_total = float(weight)
             reference = self._last_total
         average = self._world_size if self._comm_hook is not None else 1  # a hook divides by the world size
@@ -372,7 +384,7 @@ class GradientSynchronizer:
         else:
             # Only now: a hook may start further collectives from its futures, at another moment on each rank.
             control = self._control().to(self._device())
-            self._all_reduce.launch(control).wait("the control numbers of the gradients")
+            self._exact.launch(control).wait("the control numbers of the gradients")
             weight, *flags = control.tolist()
         count = len(self._buckets)
         return weight, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]]

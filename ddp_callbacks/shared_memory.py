@@ -1,33 +1,31 @@
 """Sums between the processes of one host through memory that they share: no socket, and no copy.
 
 gloo sends every byte over TCP, between two processes of one machine too. Here the buckets themselves lie in memory
-that all ranks of the host have mapped. Rank r adds up slice r of everybody's bucket, in the order of the ranks, and
-writes the sum into everybody's, so all get the same bits::
+that all ranks of the host have mapped (see :mod:`ddp_callbacks.segments`). Each carrier adds up its slice of
+everybody's bucket, in the order of the ranks, and writes the sum into everybody's, so all get the same bits::
 
-    launch    signal "mine is filled"                                          does not block
-    wait      for all that is launched: await that signal of every rank, sum the own slice, signal "done";
-              then await "done" of every rank
+    launch     signal "mine is filled"                                                    does not block
+    sum        await that signal of every rank, sum the own slice
+    deliver    write the sum into everybody's bucket, signal "done"                       does not block
+    collect    await "done" of every rank
 
-[Note: memory without a name]
-A segment is a memfd. It has no name, so nothing is left in /dev/shm however the processes end, and a container's small
-/dev/shm is no limit. The other ranks open it as /proc/PID/fd/FD, which works within one PID namespace for one user;
-where it does not work, the ranks agree on gloo. As with any memory that is shared, a child forked in the middle of
-training sees the gradients themselves, not a copy, and keeps their memory until it ends.
+On one host every rank is a carrier, and the last three are done when somebody waits. Between several hosts
+(:mod:`ddp_callbacks.two_level`) the slice is summed over the hosts in between.
 """
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
+import threading
 import weakref
 from collections import OrderedDict, deque
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from ddp_callbacks import segments
 from ddp_callbacks.collectives import all_gather_json, as_real
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.failures import ProcessEnded, diagnose, wait
@@ -37,57 +35,67 @@ SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
 """Environment variable: 0 on any rank turns shared memory off, on all."""
 
 _MAPPINGS = 4  # of each other rank, per segment: a bucket has several memories where gradients are kept between steps
-_ROWS = 4096  # of the board; a reduction takes two numbers, so half as many can be under way
+_ROWS = 2048  # of the board: how many reductions can be under way
 _GRAIN = 64  # elements; slices begin at a multiple, so that no two ranks write to the same cache line
 
-_log = logging.getLogger(__name__)
-_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = weakref.WeakKeyDictionary()
 
+@dataclass(frozen=True)
+class Neighbours:
+    """The ranks of one host.
 
-def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
-    """The shared memory of ``group``, opened at the first call; ``None`` where its ranks cannot share any.
-
-    A collective, the first time: every rank must call it, and either all get memory or none does.
+    Attributes:
+        ranks: Their numbers in the group.
+        pids: Their process ids.
+        here: Which of them this one is.
+        carriers: How many of them, the first ones, sum a slice each.
     """
-    if group not in _opened:
-        _opened[group] = _open(group)
-    return _opened[group]
+
+    ranks: list[int]
+    pids: list[int]
+    here: int
+    carriers: int
 
 
 class SharedMemory:
-    """The memory that all ranks of a group share. Every rank must launch the same sums in the same order.
+    """The memory that the ranks of a host share. Every rank must launch the same sums in the same order.
 
     Args:
-        group: Its ranks are all on this host.
-        pids: The ranks' process ids.
-        control: Descriptor of a segment that all ranks have opened, of :meth:`control_nbytes`.
+        group: To which the ranks belong.
+        neighbours: Those on this host.
+        control: Descriptor of a segment that all of them have opened, of :meth:`control_nbytes`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, pids: list[int], control: int) -> None:
+    exact = True
+
+    def __init__(self, group: dist.ProcessGroup, neighbours: Neighbours, control: int) -> None:
         self._group = weakref.ref(group)
-        self._pids = pids
-        self._rank, self._size = group.rank(), len(pids)
+        self.neighbours = neighbours
+        self._here, self._size = neighbours.here, len(neighbours.ranks)
         timeout = group._get_backend(torch.device("cpu")).options._timeout
-        self._signals = Signals(control, self._rank, self._size, timeout)
+        nbytes = Signals.nbytes(self._size)
+        ranks = neighbours.ranks
+        self._filled, self._done = (Signals(control, at, ranks, self._here, timeout) for at in (0, nbytes))
         # What each rank sums where: serial number and descriptor of the segment, and bytes; by number of the signal.
         board = memoryview(mmap.mmap(control, self.control_nbytes(self._size)))
-        self._board = board[Signals.nbytes(self._size) :].cast("q")
+        self._board = board[2 * nbytes :].cast("q")
         self._segments: dict[int, _Segment] = {}  # this rank's, by address
         self._serial = 0
+        self._collected = 0  # number of the last reduction that is done on all
         self._launched: deque[SharedReduction] = deque()
         # Kept until every rank is done: nobody may be waiting for it, but others still have to open its memory.
-        self._summed: deque[SharedReduction] = deque()
+        self._delivered: deque[SharedReduction] = deque()
         self._spare: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._lock = threading.RLock()  # a communication hook's future is completed by another thread
 
     @staticmethod
     def control_nbytes(size: int) -> int:
-        return Signals.nbytes(size) + size * _ROWS * LINE
+        return 2 * Signals.nbytes(size) + size * _ROWS * LINE
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """A flat tensor on the CPU that the other ranks can open. Local. Its segment goes with it."""
         size = max(numel, 1)
         try:
-            storage = _create_storage(size * dtype.itemsize)
+            storage = segments.create_storage(size * dtype.itemsize)
         except (OSError, RuntimeError) as error:
             raise ConfigurationError(
                 f"no shared memory of {size * dtype.itemsize} bytes for gradients: {error}. Raise that limit "
@@ -95,33 +103,76 @@ class SharedMemory:
             ) from error
         tensor = torch.empty(0, dtype=dtype).set_(storage)
         self._serial += 1
-        segment = _Segment(self._serial, storage._share_fd_cpu_()[0], [OrderedDict() for _ in range(self._size)])
+        segment = _Segment(self._serial, segments.descriptor_of(storage), [OrderedDict() for _ in range(self._size)])
         self._segments[_address(tensor)] = segment
         weakref.finalize(tensor, _forget, self._segments, _address(tensor), segment).atexit = False
         return tensor[:numel]
 
     def launch(self, tensor: torch.Tensor) -> SharedReduction:
-        """Start to sum ``tensor`` (flat, contiguous) over the ranks, in place. Does not block."""
-        if self._launched and self._signals.sent - self._launched[0].number >= _ROWS // 2:
-            raise ConfigurationError(f"more than {_ROWS // 2} sums are under way: raise bucket_cap_mb.")
-        result = as_real(tensor)
-        reduction = SharedReduction(self, result, self._home_of(result), self._signals.sent + 1)
-        self._announce(reduction)
-        self._signals.send()
+        """Start to sum ``tensor`` (flat, contiguous) over the ranks of this host, in place. Does not block."""
+        reduction = self.fill(tensor)
         self._launched.append(reduction)
         return reduction
 
     def finish(self, reduction: SharedReduction, doing: str) -> None:
         """Do this rank's part of all that is launched; return when ``reduction`` is done on every rank."""
-        while self._launched:
-            self._sum_own_slice(self._launched[0], doing)
-            self._summed.append(self._launched.popleft())
-        self._await(reduction.done, doing)
-        while self._summed and self._summed[0].done <= reduction.done:
-            self._summed.popleft()
+        with self._lock:
+            while self._launched:
+                self.sum(self._launched[0], doing)
+                self.deliver(self._launched.popleft())
+            self.collect(reduction, doing)
+
+    # --- the steps of a sum -------------------------------------------------------------------------------------------
+
+    def fill(self, tensor: torch.Tensor, carriers: int | None = None) -> SharedReduction:
+        """Tell the others that they can read ``tensor``. Does not block."""
+        if self._filled.sent - self._collected >= _ROWS:
+            raise ConfigurationError(f"more than {_ROWS} sums are under way: raise bucket_cap_mb.")
+        result = as_real(tensor)
+        reduction = SharedReduction(
+            self, result, self._home_of(result), self._filled.sent + 1, carriers or self.neighbours.carriers
+        )
+        self._announce(reduction)
+        self._filled.send()
+        return reduction
+
+    def sum(self, reduction: SharedReduction, doing: str) -> torch.Tensor:
+        """Sum this rank's slice, and return it. Blocks until every rank of the host has filled."""
+        self._await(self._filled, reduction.number, doing)
+        begin, end = self._bounds(reduction)
+        slices = [self._home_on(index, reduction, doing)[begin:end] for index in range(self._size)]
+        _sum_into_first(slices)
+        reduction.slices = slices
+        return slices[0]
+
+    def deliver(self, reduction: SharedReduction) -> None:
+        """Write this rank's slice into everybody's memory. Does not block."""
+        first, *others = reduction.slices
+        for other in others:
+            other.copy_(first)
+        reduction.slices = []
+        self._delivered.append(reduction)
+        self._done.send()
+
+    def collect(self, reduction: SharedReduction, doing: str) -> None:
+        """Block until every rank of the host has delivered its slice."""
+        with self._lock:
+            self._await(self._done, reduction.number, doing)
+            self._collected = reduction.number
+            while self._delivered and self._delivered[0].number <= reduction.number:
+                self._delivered.popleft()
         if reduction.home is not reduction.result:
             reduction.result.copy_(reduction.home)
             self._spare[reduction.home.numel(), reduction.home.dtype] = reduction.home
+
+    def _bounds(self, reduction: SharedReduction) -> tuple[int, int]:
+        """Where this rank's slice begins and ends."""
+        numel, carriers = reduction.home.numel(), reduction.carriers
+        grains = -(-numel // _GRAIN)
+        begin, end = (
+            min(grains * min(at, carriers) // carriers * _GRAIN, numel) for at in (self._here, self._here + 1)
+        )
+        return begin, end
 
     def _home_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` if it lies at the start of a segment, else a copy that does."""
@@ -132,77 +183,68 @@ class SharedMemory:
 
     def _announce(self, reduction: SharedReduction) -> None:
         segment = self._segments[_address(reduction.home)]
-        row = self._row(self._rank, reduction.number)
+        row = self._row(self._here, reduction.number)
         self._board[row], self._board[row + 1], self._board[row + 2] = segment.serial, segment.fd, reduction.home.nbytes
 
-    def _sum_own_slice(self, reduction: SharedReduction, doing: str) -> None:
-        self._await(reduction.number, doing)
-        numel = reduction.home.numel()
-        grains = -(-numel // _GRAIN)
-        begin, end = (grains * rank // self._size * _GRAIN for rank in (self._rank, self._rank + 1))
-        homes = [self._home_on(rank, reduction, doing) for rank in range(self._size)]
-        if begin < min(end, numel):
-            _sum_into_all([home[begin:end] for home in homes])
-        reduction.done = self._signals.send()
-
-    def _home_on(self, rank: int, reduction: SharedReduction, doing: str) -> torch.Tensor:
-        """What ``rank`` contributes to this reduction."""
+    def _home_on(self, index: int, reduction: SharedReduction, doing: str) -> torch.Tensor:
+        """What the rank at ``index`` contributes to this reduction."""
         own = reduction.home
-        if rank == self._rank:
+        if index == self._here:
             return own
-        row = self._row(rank, reduction.number)
+        row = self._row(index, reduction.number)
         serial, fd, nbytes = self._board[row : row + 3]
         if nbytes != own.nbytes:
+            there, here = self.neighbours.ranks[index], self.neighbours.ranks[self._here]
             raise ConfigurationError(
-                f"rank {rank} sums {nbytes} bytes of gradients where rank {self._rank} sums {own.nbytes}: every rank "
+                f"rank {there} sums {nbytes} bytes of gradients where rank {here} sums {own.nbytes}: every rank "
                 "must make the same calls in the same order, with the same model and bucket_cap_mb."
             )
-        mapped = self._segments[_address(own)].mapped[rank]
+        mapped = self._segments[_address(own)].mapped[index]
         if serial not in mapped:
-            mapped[serial] = self._map(rank, fd, doing)
+            mapped[serial] = self._map(index, fd, doing)
             if len(mapped) > _MAPPINGS:
                 mapped.popitem(last=False)
         mapped.move_to_end(serial)
         return mapped[serial][:nbytes].view(own.dtype)
 
-    def _map(self, rank: int, fd: int, doing: str) -> torch.Tensor:
+    def _map(self, index: int, fd: int, doing: str) -> torch.Tensor:
         """The segment of another rank, which may have died since it launched."""
-        path = _path(self._pids[rank], fd)
         try:
-            return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
+            return segments.map_bytes(self.neighbours.pids[index], fd)
         except (OSError, RuntimeError) as error:
-            group = self._group()
+            group, dead = self._group(), self._filled.dead()
             assert group is not None
-            dead = self._signals.dead()
-            cause = ProcessEnded(dead) if dead else RuntimeError(f"rank {rank}'s memory cannot be opened: {error}")
-            raise diagnose(group, doing, cause) from error
+            text = f"the memory of rank {self.neighbours.ranks[index]} cannot be opened: {error}"
+            raise diagnose(group, doing, ProcessEnded(dead) if dead else RuntimeError(text)) from error
 
-    def _await(self, number: int, doing: str) -> None:
+    def _await(self, signals: Signals, number: int, doing: str) -> None:
         group = self._group()
         assert group is not None
-        while (arrival := self._signals.missing(number)) is not None:
+        while (arrival := signals.missing(number)) is not None:
             wait(arrival, doing, group)
 
-    def _row(self, rank: int, number: int) -> int:
-        return (rank * _ROWS + number % _ROWS) * (LINE // 8)
+    def _row(self, index: int, number: int) -> int:
+        return (index * _ROWS + number % _ROWS) * (LINE // 8)
 
 
 @dataclass(eq=False)
 class SharedReduction:
-    """A sum over the ranks that is under way; :meth:`SharedMemory.launch` makes it.
+    """A sum over the ranks of a host that is under way; :meth:`SharedMemory.launch` makes it.
 
     Attributes:
         result: Where the sum is wanted.
         home: Where it is made, at the start of a segment; ``result`` itself if that lies there.
-        number: Of the signal that ``home`` is filled.
-        done: Number of the signal that this rank has summed its slice; 0 before.
+        number: Of the signal that ``home`` is filled, and of the one that this rank's slice is delivered.
+        carriers: How many ranks sum a slice each.
+        slices: This rank's slice of everybody's memory once it is summed; the sum is in the first.
     """
 
     memory: SharedMemory
     result: torch.Tensor
     home: torch.Tensor
     number: int
-    done: int = 0
+    carriers: int
+    slices: list[torch.Tensor] = field(default_factory=list)
 
     def wait(self, doing: str) -> None:
         """Block until the sum is there. Raises :class:`PeerError` as :func:`ddp_callbacks.failures.wait` does."""
@@ -218,19 +260,16 @@ class _Segment:
     mapped: list[OrderedDict[int, torch.Tensor]]
 
 
-def _sum_into_all(parts: list[torch.Tensor]) -> None:
-    """Write the sum of ``parts`` into each of them. Half precision is summed in float32."""
+def _sum_into_first(parts: list[torch.Tensor]) -> None:
+    """Write the sum of ``parts`` into the first of them. Half precision is summed in float32."""
     first, *others = parts
-    if first.dtype in (torch.float16, torch.bfloat16):
-        total = first.float()
-        for other in others:
-            total += other
-        first.copy_(total)
-    else:
-        for other in others:
-            first += other
+    if not first.numel():
+        return
+    total = first.float() if first.dtype in (torch.float16, torch.bfloat16) else first
     for other in others:
-        other.copy_(first)
+        total += other
+    if total is not first:
+        first.copy_(total)
 
 
 def _forget(segments: dict[int, _Segment], address: int, segment: _Segment) -> None:
@@ -242,75 +281,56 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()  # a tensor without elements has none of its own
 
 
-# --- opening ----------------------------------------------------------------------------------------------------------
-
-
-def _open(group: dist.ProcessGroup) -> SharedMemory | None:
-    doing = "the shared memory of the host"
-    control, refusal = _create_control(group.size()) if group.rank() == 0 else (-1, _refusal())
-    known = all_gather_json([_host(), os.getpid(), control, refusal], doing, group)
-    hosts, pids, controls, refusals = zip(*known, strict=True)
-    refusal = next(filter(None, refusals), "" if len(set(hosts)) == 1 else "the ranks are on several hosts")
-    memory = None
-    if not refusal:
-        try:
-            if group.rank() > 0:
-                control = os.open(_path(pids[0], controls[0]), os.O_RDWR)
-            memory = SharedMemory(group, list(pids), control)
-        except OSError as error:
-            refusal = f"rank {group.rank()} cannot open what rank 0 shares: {error}"
-    if control >= 0:
-        weakref.finalize(group, os.close, control).atexit = False
-    # Nobody signals before every rank has made its semaphores.
-    refusal = next(filter(None, all_gather_json(refusal, doing, group)), "")
-    if group.rank() == 0:
-        _log.info("gradients on the CPU are summed by %s", f"gloo: {refusal}" if refusal else "shared memory")
-    return None if refusal else memory
-
-
-def _refusal() -> str:
+def refusal() -> str:
     """Why this process cannot or should not share memory; empty if it can."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0 is set"
-    if not hasattr(os, "memfd_create"):
+    if not segments.can_create():
         return "this system has no memfd_create"
-    return "" if _host() else "this system does not say which host it is (/proc)"
+    return "" if segments.host_identity() else "this system does not say which host it is (/proc)"
 
 
-def _host() -> str:
-    """Equal for two processes that can name each other by their process ids."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    namespace = Path("/proc/self/ns/pid")
-    return f"{boot.read_text().strip()} {os.readlink(namespace)}" if boot.exists() and namespace.is_symlink() else ""
+def open_shared_memory(
+    group: dist.ProcessGroup, hosts: list[list[int]], pids: list[int]
+) -> tuple[SharedMemory | None, str]:
+    """The memory of this rank's host; or nothing, and why some rank of the group cannot open its own. A collective.
+
+    Args:
+        hosts: The ranks of the group, host by host.
+        pids: Their process ids.
+    """
+    doing = "the shared memory of the host"
+    neighbours = next(ranks for ranks in hosts if group.rank() in ranks)
+    here = neighbours.index(group.rank())
+    control, problem = _create_control(len(neighbours)) if here == 0 else (-1, "")
+    created, problems = zip(*all_gather_json([control, problem], doing, group), strict=True)
+    if problem := next(filter(None, problems), ""):
+        _close(control)
+        return None, problem
+    memory: SharedMemory | None = None
+    try:
+        if here > 0:
+            control = segments.open_control(pids[neighbours[0]], created[neighbours[0]])
+        carriers = min(map(len, hosts))
+        memory = SharedMemory(
+            group, Neighbours(neighbours, [pids[rank] for rank in neighbours], here, carriers), control
+        )
+        weakref.finalize(group, _close, control).atexit = False
+    except OSError as error:
+        problem = f"rank {group.rank()} cannot open what rank {neighbours[0]} shares: {error}"
+        _close(control if here == 0 else -1)
+    # Nobody signals before every rank has made its semaphores.
+    problem = next(filter(None, all_gather_json(problem, doing, group)), "")
+    return (None, problem) if problem else (memory, "")
 
 
 def _create_control(size: int) -> tuple[int, str]:
-    refusal = _refusal()
     try:
-        return (-1, refusal) if refusal else (_create_segment(SharedMemory.control_nbytes(size)), "")
+        return segments.create(SharedMemory.control_nbytes(size)), ""
     except OSError as error:
-        return -1, f"rank 0 cannot create shared memory: {error}"
+        return -1, f"shared memory cannot be created: {error}"
 
 
-def _create_segment(nbytes: int) -> int:
-    fd = os.memfd_create("ddp_callbacks")
-    try:
-        os.ftruncate(fd, nbytes)
-    except OSError:
+def _close(fd: int) -> None:
+    if fd >= 0:
         os.close(fd)
-        raise
-    return fd
-
-
-def _create_storage(nbytes: int) -> torch.UntypedStorage:
-    """Memory that has a descriptor, as torch makes it for tensors that it sends to other processes."""
-    fd = _create_segment(nbytes)
-    try:
-        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
-        return storage
-    finally:
-        os.close(fd)
-
-
-def _path(pid: int, fd: int) -> str:
-    return f"/proc/{pid}/fd/{fd}"

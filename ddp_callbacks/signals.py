@@ -1,11 +1,12 @@
 """Signals between the processes of one host: counted, with memory ordering, and noticing who has died.
 
 [Note: semaphores]
-Each ordered pair of ranks has a POSIX semaphore (``sem_init`` with ``pshared``) that counts the signals from one to the
-other. All ranks signal in the same order, so the n-th signal from a rank belongs to the n-th operation, and operations
-that were abandoned are passed over by counting on. POSIX lists ``sem_post`` and ``sem_wait`` among the functions that
-synchronize memory (IEEE Std 1003.1-2017, section 4.12): what a rank wrote before it signalled is seen by whoever has
-awaited the signal, on weakly ordered processors too. Whoever waits longer than a moment sleeps in the kernel.
+On a channel each ordered pair of ranks has a POSIX semaphore (``sem_init`` with ``pshared``) that counts the signals
+from one to the other. All ranks signal in the same order, so the n-th signal from a rank belongs to the n-th operation,
+and operations that were abandoned are passed over by counting on. POSIX lists ``sem_post`` and ``sem_wait`` among the
+functions that synchronize memory (IEEE Std 1003.1-2017, section 4.12): what a rank wrote before it signalled is seen by
+whoever has awaited the signal, on weakly ordered processors too. Whoever waits longer than a moment
+sleeps in the kernel.
 
 [Note: locks]
 Each rank holds a POSIX record lock on its own byte of the segment. The kernel takes it away when the process ends,
@@ -35,29 +36,33 @@ class _TimeSpec(ctypes.Structure):
 
 
 class Signals:
-    """The signals of one rank, to and from all ranks of its host.
+    """One channel of signals of one rank, to and from all ranks of its host. One thread sends and one receives.
 
     Attributes:
         sent: How many this rank has sent.
 
     Args:
-        fd: Of a segment of at least :meth:`nbytes` that all ranks have opened for writing. To the others this rank
-            lives as long as this process has not closed any descriptor of it.
-        rank, size: Within the host.
+        fd: Of a segment that all ranks have opened for writing. To the others this rank lives as long as this process
+            has not closed any descriptor of it.
+        offset: Where in the segment the channel has :meth:`nbytes`; a multiple of the page size.
+        ranks: Those of this host, by the numbers that messages are to name.
+        here: The position of this one among them.
         timeout: The longest wait for one signal.
 
     Raises:
         OSError: This system has no semaphores between processes.
     """
 
-    def __init__(self, fd: int, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, fd: int, offset: int, ranks: list[int], here: int, timeout: timedelta) -> None:
         self.timeout = timeout
+        self.ranks = ranks
+        size = len(ranks)
         self._fd = fd
-        self._memory = mmap.mmap(fd, self.nbytes(size))
+        self._memory = mmap.mmap(fd, self.nbytes(size), offset=offset)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._to = [ctypes.c_void_p(start + (rank * size + other) * LINE) for other in range(size)]
-        self._from = [ctypes.c_void_p(start + (other * size + rank) * LINE) for other in range(size)]
-        self._others = [other for other in range(size) if other != rank]
+        self._to = [ctypes.c_void_p(start + (here * size + other) * LINE) for other in range(size)]
+        self._from = [ctypes.c_void_p(start + (other * size + here) * LINE) for other in range(size)]
+        self._others = [other for other in range(size) if other != here]
         self.sent = 0
         self._received = [0] * size
         libc = ctypes.CDLL(None, use_errno=True)
@@ -67,12 +72,12 @@ class Signals:
         for other in range(size):
             if quick.sem_init(self._from[other], 1, 0):
                 raise OSError(ctypes.get_errno(), "sem_init between processes")
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, here)
 
     @staticmethod
     def nbytes(size: int) -> int:
-        """How large the segment has to be."""
-        return size * size * LINE
+        """What a channel takes of the segment: whole pages."""
+        return -(-size * size * LINE // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def send(self) -> int:
         """Signal to all others; the number of the signal, from 1. Does not block."""
@@ -102,7 +107,7 @@ class Signals:
 
     def dead(self) -> set[int]:
         """The ranks whose processes have ended."""
-        return {other for other in self._others if not self._lives(other)}
+        return {self.ranks[other] for other in self._others if not self._lives(other)}
 
     def _look(self, other: int) -> bool:
         semaphore = self._from[other]
@@ -146,5 +151,5 @@ class Arrival:
             if dead and not signals.sleep(self.other, 0):  # it may have come before its sender ended
                 raise ProcessEnded(dead)
         if time.monotonic() - self.since > signals.timeout.total_seconds():
-            raise RuntimeError(f"nothing came from rank {self.other} within {signals.timeout}")
+            raise RuntimeError(f"nothing came from rank {signals.ranks[self.other]} within {signals.timeout}")
         return False

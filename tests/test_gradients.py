@@ -28,9 +28,11 @@ from torch.nn.functional import embedding, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from ddp_callbacks.all_reduce import choose_all_reduce
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.shared_memory import SWITCH, shared_memory_of
+from ddp_callbacks.shared_memory import SWITCH
+from ddp_callbacks.summation import GroupAllReduce
 
 # Of the largest element of a tensor. Both sides round once per rank and once per addition, in their own dtype; the
 # float64 tensors show that the numbers are the same ones, and nothing hides behind the rounding of the others.
@@ -67,7 +69,7 @@ def case(function: Case) -> Case:
 def group_without_shared_memory() -> dist.ProcessGroup:
     group = dist.new_group()
     os.environ[SWITCH] = "0"
-    assert shared_memory_of(group) is None
+    assert isinstance(choose_all_reduce(group, [torch.device("cpu")]), GroupAllReduce)
     del os.environ[SWITCH]
     return group
 

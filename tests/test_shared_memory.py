@@ -19,18 +19,18 @@ from distributed import run_distributed
 from nursery import Nursery, note, noting_errors
 from torch import Tensor
 
-import ddp_callbacks.shared_memory
-from ddp_callbacks import GradientSynchronizer, join_process_group
+from ddp_callbacks import GradientSynchronizer, join_process_group, segments
+from ddp_callbacks.all_reduce import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
-from ddp_callbacks.shared_memory import SWITCH, SharedMemory, shared_memory_of
+from ddp_callbacks.shared_memory import SWITCH, SharedMemory
 
 SIZES = [0, 1, 63, 64, 65, 129, 1000, 100_003]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int64]
 
 
-def opened() -> SharedMemory:
-    memory = shared_memory_of(resolve_group())
-    assert memory is not None
+def opened(group: dist.ProcessGroup | None = None) -> SharedMemory:
+    memory = choose_all_reduce(resolve_group(group), [torch.device("cpu")])
+    assert isinstance(memory, SharedMemory)
     return memory
 
 
@@ -108,8 +108,7 @@ def use_groups_in_turn() -> tuple[int, int]:
     seen = []
     for _ in range(4):
         group = dist.new_group()
-        memory = shared_memory_of(group)
-        assert memory is not None
+        memory = opened(group)
         memory.launch(torch.ones(10)).wait("the test")  # by way of memory that is kept for the next time
         dist.barrier()
         dist.destroy_process_group(group)
@@ -217,12 +216,12 @@ def switch_off(rank: int) -> None:
 
 
 def live_on_two_hosts(rank: int) -> None:
-    ddp_callbacks.shared_memory._host = lambda: f"host of rank {rank}"
+    segments.host_identity = lambda: f"host of rank {rank}"
 
 
 def open_nothing(rank: int) -> None:
     if rank == 1:
-        ddp_callbacks.shared_memory._path = lambda pid, fd: f"/proc/{pid}/fd/nothing"
+        segments.path_of = lambda pid, fd: f"/proc/{pid}/fd/nothing"
 
 
 def have_no_memfd(rank: int) -> None:
@@ -232,7 +231,7 @@ def have_no_memfd(rank: int) -> None:
 
 REFUSALS: dict[str, tuple[Callable[[int], None], str]] = {
     "switch": (switch_off, f"gloo: {SWITCH}=0 is set"),
-    "hosts": (live_on_two_hosts, "gloo: the ranks are on several hosts"),
+    "hosts": (live_on_two_hosts, "gloo: every rank is on a host of its own"),
     "open": (open_nothing, "gloo: rank 1 cannot open what rank 0 shares: "),
     "memfd": (have_no_memfd, "gloo: this system has no memfd_create"),
 }
@@ -318,7 +317,7 @@ def end_before_others_have_opened_its_memory(how: str) -> None:
         if how == "raises":
             raise ValueError("boom")
         os.kill(os.getpid(), signal.SIGKILL)
-    while memory._signals.dead() != {1}:
+    while memory._filled.dead() != {1}:
         time.sleep(0.01)  # bounded by the deadline of the ranks
     with noting_errors():
         memory.launch(torch.ones(10)).wait("the first sum")
@@ -340,8 +339,7 @@ def end_in_a_sub_group(how: str) -> None:
     group = dist.new_group([1, 2])
     if env.rank == 0:
         return
-    memory = shared_memory_of(group)
-    assert memory is not None
+    memory = opened(group)
     memory.launch(torch.ones(10)).wait("the first sum")
     if env.rank == 2:
         if how == "raises":

@@ -1,0 +1,130 @@
+"""Fewer bytes between hosts: gradients in half precision, or as matrices of low rank.
+
+Only what goes over the network is compressed: within a host that shares memory sums stay exact, and a run on one host
+stays exact altogether.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from ddp_callbacks.all_reduce import levels_of
+from ddp_callbacks.comm_hooks import CommHook, GradBucket
+from ddp_callbacks.ddp_hook import future_of
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.failures import wait
+from ddp_callbacks.summation import Pending
+from ddp_callbacks.two_level import TwoLevelAllReduce
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Matrices of gradients travel as products of two thin ones (Vogels et al., 2019, arXiv:1905.13727).
+
+    torch's own ``powerSGD_hook``, between hosts. What it leaves out of a step is added to the next (error feedback).
+
+    Args:
+        rank: Columns of the thin matrices. An n x m gradient is sent as rank * (n + m) numbers, where that is less than
+            half of it; vectors are sent as they are.
+        start: The first so many steps are exact; at least 2.
+
+    Raises:
+        ConfigurationError: One of them is too small.
+    """
+
+    rank: int = 4
+    start: int = 10
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigurationError(f"rank of PowerSGD must be at least 1, got {self.rank}.")
+        if self.start < 2:
+            raise ConfigurationError(f"start of PowerSGD must be at least 2, got {self.start}.")
+
+
+Compress: TypeAlias = "Literal['bf16', 'fp16'] | PowerSGD | None"
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+
+
+def check_compress(compress: Compress, comm_hook: CommHook | None) -> None:
+    """Raise :class:`ConfigurationError` unless it is one of the words, or if there is a hook as well."""
+    if compress is not None and compress not in _DTYPES and not isinstance(compress, PowerSGD):
+        raise ConfigurationError(f'compress must be "bf16", "fp16", PowerSGD(...) or None, got {compress!r}.')
+    if compress is not None and comm_hook is not None:
+        raise ConfigurationError(
+            f"compress={compress!r} and comm_hook both say how gradients are sent. Leave one of them out."
+        )
+
+
+def dtype_of(compress: Compress) -> torch.dtype | None:
+    """What is sent in place of wider numbers; ``None`` where this is not how it is compressed."""
+    return _DTYPES[compress] if isinstance(compress, str) else None
+
+
+def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.device]) -> tuple[CommHook | None, Any]:
+    """The communication hook that compresses, and its state; none where another way does, or nothing. A collective."""
+    on_cpu = all(device.type == "cpu" for device in devices)
+    if compress is None or not devices:
+        return None, None
+    if not on_cpu:
+        return (_HOOKS[compress], group) if isinstance(compress, str) else (powerSGD_hook, _state(compress, group))
+    if isinstance(compress, str) or levels_of(group).on_one_host:
+        return None, None
+    return PowerSGDBetweenHosts(group, compress), None
+
+
+class PowerSGDBetweenHosts:
+    """A communication hook: the first rank of each host sends for all of them, what the host has summed."""
+
+    def __init__(self, group: dist.ProcessGroup, settings: PowerSGD) -> None:
+        self._memory, self._column, self._threads = levels_of(group).open()
+        self._state = None if self._column is None else _state(settings, self._column.group)
+        self._size = group.size()
+        self.allocate = self._memory.allocate
+
+    def __call__(self, _: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        wire = None if self._state is None else _PowerSGDWire(self._state, bucket, self._size)
+        # One carrier: matrices are not to be cut, and its state counts the steps by seeing every bucket.
+        sums = TwoLevelAllReduce(self._memory, wire, self._threads, exact=False, carriers=1)
+        return future_of(sums.launch(bucket.buffer()), bucket.buffer())
+
+
+class _PowerSGDWire:
+    def __init__(self, state: PowerSGDState, bucket: GradBucket, ranks: int) -> None:
+        self._state, self._bucket, self._ranks = state, bucket, ranks
+
+    def start(self, part: torch.Tensor) -> list[Pending]:
+        if not part.numel():
+            return []  # not the carrier
+        group = self._state.process_group
+        part.mul_(group.size() / self._ranks)  # the hook divides by the number of hosts
+        bucket = self._bucket
+        whole: Any = GradBucket(bucket.index(), part, bucket.parameters(), is_last=bucket.is_last())
+        return [_Value(powerSGD_hook(self._state, whole), part, group)]
+
+
+@dataclass(frozen=True)
+class _Value:
+    """Puts the value of a future where it is wanted."""
+
+    future: torch.futures.Future[torch.Tensor]
+    part: torch.Tensor
+    group: dist.ProcessGroup
+
+    def wait(self, doing: str) -> None:
+        wait(self.future, doing, self.group)
+        value = self.future.value()
+        if value.data_ptr() != self.part.data_ptr():
+            self.part.copy_(value)
+
+
+def _state(settings: PowerSGD, group: dist.ProcessGroup) -> PowerSGDState:
+    return PowerSGDState(group, matrix_approximation_rank=settings.rank, start_powerSGD_iter=settings.start)

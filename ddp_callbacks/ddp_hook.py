@@ -1,0 +1,55 @@
+"""The sum in two levels as a communication hook, for plain ``DistributedDataParallel`` as well."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.all_reduce import choose_all_reduce
+from ddp_callbacks.comm_hooks import GradBucket
+from ddp_callbacks.process_group import resolve_group
+from ddp_callbacks.summation import Pending
+from ddp_callbacks.two_level import Worker
+
+
+def two_level_hook(
+    state: dist.ProcessGroup | None, bucket: GradBucket | dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average gradients through the memory of each host, and between hosts over the network::
+
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(None, two_level_hook)
+
+    :class:`ddp_callbacks.GradientSynchronizer` does so by itself; here the buckets are DDP's, so they are copied into
+    memory that the ranks share, and out. For CPUs; GPUs are left to the process group. The first call is a collective
+    that blocks; the others do not.
+
+    Args:
+        state: The process group of the model; ``None`` is the default group.
+        bucket: The gradients, flat.
+    """
+    group, gradients = resolve_group(state), bucket.buffer()
+    gradients.div_(group.size())
+    return future_of(choose_all_reduce(group, [gradients.device]).launch(gradients), gradients)
+
+
+def future_of(pending: Pending, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """A future with the value ``tensor``, completed when ``pending`` is, in a thread."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+    def complete() -> None:
+        try:
+            pending.wait("the gradients of a communication hook")
+            future.set_result(tensor)
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+
+    _waiter().submit(complete)
+    return future
+
+
+@functools.cache
+def _waiter() -> Worker:
+    return Worker("ddp_callbacks futures")

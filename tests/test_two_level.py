@@ -1,0 +1,83 @@
+"""Sums in two levels: the memory of each host, and a wire between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from test_shared_memory import summand
+from torch import Tensor
+from two_hosts import live_on_hosts
+
+from ddp_callbacks.process_group import resolve_group
+from ddp_callbacks.two_level import TwoLevelAllReduce
+
+SIZES = [0, 1, 65, 1000, 500_001]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+HALF = (torch.bfloat16, torch.float16)
+LAYOUTS = [(2, 1), (1, 2), (2, 2), (3, 1), (2, 1, 1)]
+
+
+def all_sums(layout: tuple[int, ...], dtype: torch.dtype | None) -> list[list[Tensor]]:
+    """Each size and dtype, in a segment and elsewhere, several under way at a time; twice."""
+    levels, rank = live_on_hosts(layout, resolve_group()), dist.get_rank()
+    way = levels.all_reduce(dtype)
+    assert isinstance(way, TwoLevelAllReduce) and way.exact == (dtype is None)
+    results = []
+    for _ in range(2):
+        tensors = []
+        for kind in DTYPES:
+            for size in SIZES:
+                tensors.append(way.allocate(size, kind, torch.device("cpu")).copy_(summand(rank, size, kind)))
+                tensors.append(summand(rank, size, kind))
+        pending = [way.launch(tensor) for tensor in tensors]
+        for sum_ in pending:
+            sum_.wait("the test")
+        results.append([tensor.clone() for tensor in tensors])
+    return results
+
+
+def expected(layout: tuple[int, ...], size: int, kind: torch.dtype, wire: torch.dtype | None) -> Tensor:
+    """Sums of the hosts in the order of the ranks, then over the hosts; half precision in float32 each time."""
+    wide = torch.float32 if kind in HALF else kind
+    rank, hosts = 0, []
+    for count in layout:
+        total = summand(rank, size, kind).to(wide)
+        for other in range(rank + 1, rank + count):
+            total = total + summand(other, size, kind).to(wide)
+        hosts.append(total.to(kind))
+        rank += count
+    sent = [part.to(wide) if wire is None else part.to(wire).float() for part in hosts]
+    total = sent[0]
+    for part in sent[1:]:
+        total = total + part
+    return total
+
+
+def check(layout: tuple[int, ...], results: list[Any], wire: torch.dtype | None) -> None:
+    for first, second in results:
+        at = iter(zip(first, second, results[0][0], strict=True))
+        for kind in DTYPES:
+            half = [dtype for dtype in (wire, kind) if dtype in HALF]  # what the sum is rounded to at the end
+            relative = max(torch.finfo(dtype).eps for dtype in half or [kind])
+            for size in SIZES:
+                wanted = expected(layout, size, kind, wire)
+                absolute = 1e-4 if not half and kind == torch.float32 else 1e-12  # terms of some hundred cancel out
+                for _ in range(2):
+                    one, two, of_rank_0 = next(at)
+                    assert torch.equal(one, two) and torch.equal(one, of_rank_0), (kind, size)
+                    torch.testing.assert_close(one.to(wanted.dtype), wanted, rtol=relative, atol=absolute)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_gets_the_same_bits_and_they_are_the_sum(layout: tuple[int, ...]) -> None:
+    check(layout, run_distributed(all_sums, sum(layout), layout, None), None)
+
+
+@pytest.mark.parametrize("wire", HALF)
+@pytest.mark.parametrize("layout", [(2, 1), (2, 1, 1), (1, 1), (1, 1, 1)])
+def test_what_goes_over_the_wire_is_rounded_once_on_each_way(layout: tuple[int, ...], wire: torch.dtype) -> None:
+    check(layout, run_distributed(all_sums, sum(layout), layout, wire), wire)
