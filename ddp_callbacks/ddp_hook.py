@@ -1,22 +1,18 @@
 """The sum in two levels as a communication hook, for plain ``DistributedDataParallel`` as well."""
 
-from __future__ import annotations
-
 import functools
 
 import torch
 import torch.distributed as dist
 
 from ddp_callbacks.all_reduce import choose_all_reduce
-from ddp_callbacks.comm_hooks import GradBucket
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.summation import Pending
 from ddp_callbacks.two_level import Worker
 
 
-def two_level_hook(
-    state: dist.ProcessGroup | None, bucket: GradBucket | dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+# DDP compares the annotations, so they must not be strings.
+def two_level_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average gradients through the memory of each host, and between hosts over the network::
 
         model = DistributedDataParallel(model)

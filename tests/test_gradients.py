@@ -27,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import embedding, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from two_hosts import live_on_hosts
 
 from ddp_callbacks.all_reduce import choose_all_reduce
 from ddp_callbacks.errors import ConfigurationError
@@ -52,7 +53,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "total unknown": {"bucket_cap_mb": MANY_BUCKETS},
     "comm hook": {"bucket_cap_mb": MANY_BUCKETS, "comm_hook": default_hooks.allreduce_hook},
     "gloo": {"bucket_cap_mb": MANY_BUCKETS},
+    "two levels": {"bucket_cap_mb": MANY_BUCKETS},
 }
+
+ON_TWO_RANKS = [variant for variant in VARIANTS if variant != "two levels"]
 
 Snapshot = dict[str, Tensor | None]
 Case = Callable[["Run"], Any]
@@ -74,8 +78,18 @@ def group_without_shared_memory() -> dist.ProcessGroup:
     return group
 
 
+@functools.cache
+def group_on_two_hosts() -> dist.ProcessGroup:
+    group = dist.new_group()
+    live_on_hosts((2, 1), group)
+    return group
+
+
+GROUPS = {"gloo": group_without_shared_memory, "two levels": group_on_two_hosts}
+
+
 def synchronizer(model: nn.Module, variant: str) -> GradientSynchronizer:
-    group = group_without_shared_memory() if variant == "gloo" else None
+    group = GROUPS[variant]() if variant in GROUPS else None
     return GradientSynchronizer(model, process_group=group, **VARIANTS[variant])
 
 
@@ -854,9 +868,9 @@ def describe(model: nn.Module) -> Any:
 
 def selected(world_size: int, variant: str) -> list[str]:
     """The names of the cases; with three ranks only those and only where a third may matter, because ranks are slow."""
-    if world_size == 2:
+    if world_size == 2 and variant in ON_TWO_RANKS:
         return [name for name in CASES if name != "torch compile" or variant == "many buckets"]
-    if variant not in ("many buckets", "total unknown", "gloo"):
+    if world_size == 2 or variant not in ("many buckets", "total unknown", "gloo", "two levels"):
         return []
     elsewhere = ("torch compile", "copies of the model are plain")
     return [name for name in CASES if "checkpoint" not in name and name not in elsewhere]
@@ -869,7 +883,7 @@ def run_cases() -> dict[tuple[str, str], Any]:
         for name in selected(dist.get_world_size(), variant):
             results[name, variant] = or_traceback(run_case, name, variant, dist.get_world_size(), dist.get_rank())
     if dist.get_world_size() == 2:
-        for kind, variant in itertools.product(KINDS, VARIANTS):
+        for kind, variant in itertools.product(KINDS, ON_TWO_RANKS):
             results[f"DDP {kind}", variant] = or_traceback(compare_with_ddp, kind, variant)
         results["7 and 3 samples", ""] = seven_and_three()
     return results
@@ -969,7 +983,7 @@ def compare_with_ddp(kind: str, variant: str) -> tuple[Any, Any]:
     return seen
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ON_TWO_RANKS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_equal_batches_gradients_are_those_of_distributed_data_parallel(kind: str, variant: str) -> None:
     for rank, result in enumerate(results_of(2, f"DDP {kind}", variant)):

@@ -131,7 +131,9 @@ def time_block(step: Step, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def time_rounds(workload: Workload, rounds: int, block_seconds: float) -> dict[str, list[float]]:
+def time_rounds(
+    workload: Workload, rounds: int, block_seconds: float, ways: Callable[[nn.Module, Batch], dict[str, Step]] = ways
+) -> dict[str, list[float]]:
     """Seconds per step of each way, one entry per round."""
     torch.manual_seed(0)
     model = workload.build()
