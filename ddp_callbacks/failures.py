@@ -11,6 +11,7 @@ Keys in the store of the default group, all below ``ddp_callbacks/``; ranks are 
 ``failure``               JSON, the first failure: rank, exception type, message, traceback
 ``left/{rank}``           a rank that has left the run for good
 ``alive/{rank}``          a rank that saw a collective break, so it is not the one that died
+``gone``                  the names of the ranks that died, as the first that found out has them
 ========================  ============================================================================
 """
 
@@ -174,10 +175,10 @@ def diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> PeerE
             return _left_error(doing, absent)
         _store().set(f"alive/{dist.get_rank()}", "1")
         if isinstance(error, ProcessEnded):
-            silent = {dist.get_global_rank(group, rank) for rank in error.ranks}
+            silent = _not_alive({dist.get_global_rank(group, rank) for rank in error.ranks})
         else:
             silent = _silent(group)
-        names = ", ".join(_describe(rank) for rank in sorted(silent)) or "some rank"
+        names = _names_of_gone(silent)
     except PeerError as reported:
         return reported
     except RuntimeError:
@@ -199,9 +200,23 @@ def _silent(group: dist.ProcessGroup) -> set[int]:
     end = time.monotonic() + GRACE
     while silent and time.monotonic() < end:
         check_peers()
-        silent = {rank for rank in silent if not _store().check([f"alive/{rank}"])}
+        silent = _not_alive(silent)
         time.sleep(0.05)
     return silent
+
+
+def _not_alive(ranks: set[int]) -> set[int]:
+    return {rank for rank in ranks if not _store().check([f"alive/{rank}"])}
+
+
+def _names_of_gone(silent: set[int]) -> str:
+    """The names of ``silent``. Where all of a group's ranks live, it broke because one had seen another group break."""
+    store = _store()
+    if silent:
+        names = ", ".join(_describe(rank) for rank in sorted(silent))
+        store.compare_set("gone", "", names)
+        return names
+    return store.get("gone").decode() if store.check(["gone"]) else "some rank"
 
 
 def _left_error(doing: str, absent: set[int]) -> PeerError:

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from ddp_callbacks.agreement import require_agreement
 from ddp_callbacks.all_reduce import choose_all_reduce
 from ddp_callbacks.buckets import ParameterSpec, assign_buckets, check_bucket_cap_mb
 from ddp_callbacks.collectives import all_gather_tensors
@@ -116,6 +117,7 @@ class GradientSynchronizer:
 
     Raises:
         ConfigurationError: The hook needs DDP itself, or a setting is out of range.
+        MismatchError: The ranks' models or settings differ.
         PeerError: From backward, where another rank failed or died.
     """
 
@@ -146,6 +148,7 @@ class GradientSynchronizer:
         self._backward: Callable[[], _Backward | None] = _no_backward  # the one under way
         self._unfinished = False
         parameters = [parameter for parameter in module.parameters() if _differentiable(parameter)]
+        _require_same_way(parameters, bucket_cap_mb, comm_hook, compress, process_group)
         sparse = _sparse_parameters(module)
         self._dense = [parameter for parameter in parameters if id(parameter) not in sparse]
         self._sparse = [parameter for parameter in parameters if id(parameter) in sparse]
@@ -424,6 +427,26 @@ class _Backward:
 
 def _no_backward() -> None:
     return None
+
+
+def _require_same_way(
+    parameters: list[torch.nn.Parameter],
+    bucket_cap_mb: float,
+    comm_hook: CommHook | None,
+    compress: Compress,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Ranks that sum other buckets, or in another way, would wait for each other."""
+    hook = None if comm_hook is None else getattr(comm_hook, "__qualname__", type(comm_hook).__name__)
+    settings = {
+        "number of parameters": len(parameters),
+        "elements of all parameters": sum(parameter.numel() for parameter in parameters),
+        "bucket_cap_mb": bucket_cap_mb,
+        "comm_hook": str(hook),
+        "compress": str(compress),
+    }
+    remedy = "Give every process the same model and the same arguments."
+    require_agreement(settings, "how gradients are synchronized", remedy, group)
 
 
 def _differentiable(parameter: torch.nn.Parameter) -> bool:

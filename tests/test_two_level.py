@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
+from nursery import Nursery
 from test_shared_memory import summand
 from torch import Tensor
 from two_hosts import live_on_hosts
 
-from ddp_callbacks.process_group import resolve_group
+from ddp_callbacks.process_group import join_process_group, resolve_group
 from ddp_callbacks.two_level import TwoLevelAllReduce
 
 SIZES = [0, 1, 65, 1000, 500_001]
@@ -81,3 +85,41 @@ def test_every_rank_gets_the_same_bits_and_they_are_the_sum(layout: tuple[int, .
 @pytest.mark.parametrize("layout", [(2, 1), (2, 1, 1), (1, 1), (1, 1, 1)])
 def test_what_goes_over_the_wire_is_rounded_once_on_each_way(layout: tuple[int, ...], wire: torch.dtype) -> None:
     check(layout, run_distributed(all_sums, sum(layout), layout, wire), wire)
+
+
+def die_on_one_of_two_hosts(layout: tuple[int, ...], victim: int) -> None:
+    env = join_process_group()
+    way = live_on_hosts(layout, resolve_group()).all_reduce()
+    way.launch(torch.ones(10)).wait("the first sum")
+    if env.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    way.launch(torch.ones(1_000_000)).wait("the second sum")
+
+
+@pytest.mark.parametrize(("layout", "victim"), [((2, 2), 3), ((2, 2), 2), ((1, 2), 2), ((2, 1), 2)])
+def test_a_rank_killed_on_one_host_is_named_on_all_hosts(
+    nursery: Nursery, tmp_path: Path, layout: tuple[int, ...], victim: int
+) -> None:
+    ranks = nursery.run(die_on_one_of_two_hosts, sum(layout), tmp_path, layout, victim)
+    dead = ranks.pop(victim)
+    for rank in ranks:
+        assert f"PeerError: rank {victim} (host {os.uname().nodename}, pid {dead.pid}) died" in rank.stderr
+        assert rank.code == 1 and rank.ended - dead.ended < 8
+
+
+def raise_on_one_of_two_hosts() -> None:
+    env = join_process_group()
+    way = live_on_hosts((2, 1), resolve_group()).all_reduce()
+    way.launch(torch.ones(10)).wait("the first sum")
+    if env.rank == 2:
+        raise ValueError("boom")
+    way.launch(torch.ones(1_000_000)).wait("the second sum")
+
+
+def test_an_exception_on_one_host_ends_all_and_the_threads_end_in_peace(nursery: Nursery, tmp_path: Path) -> None:
+    ranks = nursery.run(raise_on_one_of_two_hosts, 3, tmp_path, finalize=True)
+    for rank in ranks[:2]:
+        assert "rank 2 (host" in rank.stderr and "failed with ValueError: boom" in rank.stderr
+    for rank in ranks:
+        assert rank.code == 1
+        assert "terminate called" not in rank.stderr and "Fatal" not in rank.stderr

@@ -24,6 +24,7 @@ from ddp_callbacks.collectives import (
     unpack,
 )
 from ddp_callbacks.comm_hooks import CommHook, check_comm_hook
+from ddp_callbacks.compression import Compress, check_compress
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.failures import report_failure
 from ddp_callbacks.gradients import GradientSynchronizer
@@ -74,12 +75,14 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         bucket_cap_mb: float = 25.0,
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
+        compress: Compress = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         start_method: str | None = None,
         **lightnings: Any,
     ) -> None:
         _check_settings(batch_size, weight, bucket_cap_mb, comm_hook, lightnings)
+        check_compress(compress, comm_hook)
         self._cluster_environment: Any = None
         method = start_method or ("fork" if self.interactive else "popen")
         super().__init__(
@@ -91,6 +94,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             "bucket_cap_mb": bucket_cap_mb,
             "comm_hook": comm_hook,
             "comm_state": comm_state,
+            "compress": compress,
         }
         self._trainer: Any = None
         self._divides = True  # use_distributed_sampler, as the user has it

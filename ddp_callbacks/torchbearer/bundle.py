@@ -10,6 +10,7 @@ from torchbearer import Callback
 from torchbearer.callbacks import CallbackList
 
 from ddp_callbacks.comm_hooks import CommHook
+from ddp_callbacks.compression import Compress
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group
 from ddp_callbacks.sharding import BatchSize
 from ddp_callbacks.torchbearer.data import ShardData
@@ -35,7 +36,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         batch_size: See :class:`ShardData`.
         weight, reduction: What the loss is the mean over. See :class:`ddp_callbacks.torchbearer.weights.LossWeight`;
             the default is right for torch's criteria.
-        bucket_cap_mb, comm_hook, comm_state: See :class:`ddp_callbacks.GradientSynchronizer`.
+        bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`.
         also_rank_zero: See ``also`` of :class:`RankZeroOutput`.
         process_group: ``None`` is the default group.
         timeout: How long to wait for the other processes to come, and for one that has gone silent.
@@ -54,6 +55,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         bucket_cap_mb: float = 25.0,
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
+        compress: Compress = None,
         also_rank_zero: tuple[type[Callback], ...] = (),
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -63,7 +65,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             BroadcastParameters(process_group),
             ShardData(batch_size, process_group),
             MergeBuffers(process_group),
-            AllReduceGradients(weight, reduction, bucket_cap_mb, comm_hook, comm_state, process_group),
+            AllReduceGradients(weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, process_group),
             ReduceMetrics(weight, reduction, process_group),
             GatherPredictions(process_group),
             RankZeroOutput(also_rank_zero, process_group),

@@ -9,6 +9,7 @@ import torchbearer
 
 from ddp_callbacks.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm_hooks import CommHook, check_comm_hook
+from ddp_callbacks.compression import Compress, check_compress
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
@@ -22,7 +23,7 @@ class AllReduceGradients(DistributedCallback):
 
     Args:
         weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`.
-        bucket_cap_mb, comm_hook, comm_state: See :class:`ddp_callbacks.GradientSynchronizer`.
+        bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`.
         process_group: ``None`` is the default group.
 
     Raises:
@@ -37,10 +38,12 @@ class AllReduceGradients(DistributedCallback):
         bucket_cap_mb: float = 25.0,
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
+        compress: Compress = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(process_group)
         check_bucket_cap_mb(bucket_cap_mb)
+        check_compress(compress, comm_hook)
         if comm_hook is not None:
             check_comm_hook(comm_hook)
         self._loss_weight = LossWeight(weight, reduction)
@@ -48,6 +51,7 @@ class AllReduceGradients(DistributedCallback):
             "bucket_cap_mb": bucket_cap_mb,
             "comm_hook": comm_hook,
             "comm_state": comm_state,
+            "compress": compress,
         }
         self._synchronizer: GradientSynchronizer | None = None
         self._rounds_before = 0
