@@ -129,28 +129,32 @@ class SharedMemory:
         if self._filled.sent - self._collected >= _ROWS:
             raise ConfigurationError(f"more than {_ROWS} sums are under way: raise bucket_cap_mb.")
         result = as_real(tensor)
-        reduction = SharedReduction(
-            self, result, self._home_of(result), self._filled.sent + 1, carriers or self.neighbours.carriers
-        )
-        self._announce(reduction)
+        home, segment = self._home_of(result)
+        number = self._filled.sent + 1
+        row, nbytes = self._row(self._here, number), home.nbytes
+        self._board[row], self._board[row + 1], self._board[row + 2] = segment.serial, segment.fd, nbytes
         self._filled.send()
-        return reduction
+        return SharedReduction(self, result, home, segment, number, nbytes, carriers or self.neighbours.carriers)
 
     def sum(self, reduction: SharedReduction, doing: str) -> torch.Tensor:
         """Sum this rank's slice, and return it. Blocks until every rank of the host has filled."""
         self._await(self._filled, reduction.number, doing)
-        begin, end = self._bounds(reduction)
-        slices = [self._home_on(index, reduction, doing)[begin:end] for index in range(self._size)]
-        _sum_into_first(slices)
-        reduction.slices = slices
-        return slices[0]
+        rows = [self._row(index, reduction.number) for index in range(self._size)]
+        # The usual step sums the same memory as the one before.
+        key = (reduction.home.dtype, reduction.carriers, *(self._board[at] for row in rows for at in (row, row + 2)))
+        segment = reduction.segment
+        if segment.key != key:
+            segment.slices = self._cut(reduction, rows, doing)
+            segment.key = key
+        reduction.slices = segment.slices
+        _sum_into_first(reduction.slices)
+        return reduction.slices[0]
 
     def deliver(self, reduction: SharedReduction) -> None:
         """Write this rank's slice into everybody's memory. Does not block."""
         first, *others = reduction.slices
         for other in others:
             other.copy_(first)
-        reduction.slices = []
         self._delivered.append(reduction)
         self._done.send()
 
@@ -165,47 +169,54 @@ class SharedMemory:
             reduction.result.copy_(reduction.home)
             self._spare[reduction.home.numel(), reduction.home.dtype] = reduction.home
 
+    def _home_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Segment]:
+        """``tensor`` if it lies at the start of a segment, else a copy that does."""
+        segment = self._segments.get(_address(tensor))
+        if segment is not None and not tensor.storage_offset():
+            return tensor, segment
+        home = self._spare.pop((tensor.numel(), tensor.dtype), None)
+        home = self.allocate(tensor.numel(), tensor.dtype) if home is None else home
+        return home.copy_(tensor), self._segments[_address(home)]
+
+    def _cut(self, reduction: SharedReduction, rows: list[int], doing: str) -> list[torch.Tensor]:
+        """This rank's slice of everybody's memory."""
+        begin, end = self._bounds(reduction)
+        slices = []
+        for index, row in enumerate(rows):
+            serial, fd, nbytes = self._board[row : row + 3]
+            self._require_size(index, nbytes, reduction.nbytes)
+            if index == self._here:
+                # Not a view of the tensor itself, which must be able to go before its segment.
+                home = torch.empty(0, dtype=reduction.home.dtype).set_(reduction.home.untyped_storage())
+            else:
+                home = self._open(index, serial, fd, reduction.segment, doing)[:nbytes].view(reduction.home.dtype)
+            slices.append(home[begin:end])
+        return slices
+
     def _bounds(self, reduction: SharedReduction) -> tuple[int, int]:
         """Where this rank's slice begins and ends."""
         numel, carriers = reduction.home.numel(), reduction.carriers
         grains = -(-numel // _GRAIN)
-        begin, end = (
-            min(grains * min(at, carriers) // carriers * _GRAIN, numel) for at in (self._here, self._here + 1)
-        )
-        return begin, end
+        first, last = (grains * min(at, carriers) // carriers * _GRAIN for at in (self._here, self._here + 1))
+        return min(first, numel), min(last, numel)
 
-    def _home_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` if it lies at the start of a segment, else a copy that does."""
-        if _address(tensor) in self._segments and not tensor.storage_offset():
-            return tensor
-        home = self._spare.pop((tensor.numel(), tensor.dtype), None)
-        return (self.allocate(tensor.numel(), tensor.dtype) if home is None else home).copy_(tensor)
-
-    def _announce(self, reduction: SharedReduction) -> None:
-        segment = self._segments[_address(reduction.home)]
-        row = self._row(self._here, reduction.number)
-        self._board[row], self._board[row + 1], self._board[row + 2] = segment.serial, segment.fd, reduction.home.nbytes
-
-    def _home_on(self, index: int, reduction: SharedReduction, doing: str) -> torch.Tensor:
-        """What the rank at ``index`` contributes to this reduction."""
-        own = reduction.home
-        if index == self._here:
-            return own
-        row = self._row(index, reduction.number)
-        serial, fd, nbytes = self._board[row : row + 3]
-        if nbytes != own.nbytes:
+    def _require_size(self, index: int, nbytes: int, own: int) -> None:
+        if nbytes != own:
             there, here = self.neighbours.ranks[index], self.neighbours.ranks[self._here]
             raise ConfigurationError(
-                f"rank {there} sums {nbytes} bytes of gradients where rank {here} sums {own.nbytes}: every rank "
-                "must make the same calls in the same order, with the same model and bucket_cap_mb."
+                f"rank {there} sums {nbytes} bytes of gradients where rank {here} sums {own}: every rank must make "
+                "the same calls in the same order, with the same model and bucket_cap_mb."
             )
-        mapped = self._segments[_address(own)].mapped[index]
+
+    def _open(self, index: int, serial: int, fd: int, segment: _Segment, doing: str) -> torch.Tensor:
+        """The memory of the rank at ``index``, as bytes."""
+        mapped = segment.mapped[index]
         if serial not in mapped:
             mapped[serial] = self._map(index, fd, doing)
             if len(mapped) > _MAPPINGS:
                 mapped.popitem(last=False)
         mapped.move_to_end(serial)
-        return mapped[serial][:nbytes].view(own.dtype)
+        return mapped[serial]
 
     def _map(self, index: int, fd: int, doing: str) -> torch.Tensor:
         """The segment of another rank, which may have died since it launched."""
@@ -233,8 +244,9 @@ class SharedReduction:
 
     Attributes:
         result: Where the sum is wanted.
-        home: Where it is made, at the start of a segment; ``result`` itself if that lies there.
+        home: Where it is made, at the start of ``segment``; ``result`` itself if that lies there.
         number: Of the signal that ``home`` is filled, and of the one that this rank's slice is delivered.
+        nbytes: Of ``home``.
         carriers: How many ranks sum a slice each.
         slices: This rank's slice of everybody's memory once it is summed; the sum is in the first.
     """
@@ -242,7 +254,9 @@ class SharedReduction:
     memory: SharedMemory
     result: torch.Tensor
     home: torch.Tensor
+    segment: _Segment
     number: int
+    nbytes: int
     carriers: int
     slices: list[torch.Tensor] = field(default_factory=list)
 
@@ -253,11 +267,19 @@ class SharedReduction:
 
 @dataclass(eq=False)
 class _Segment:
-    """A segment of this rank: its number, its descriptor, and of each other rank what was summed with it, by number."""
+    """A segment of this rank.
+
+    Attributes:
+        serial, fd: Its number and descriptor, as the others know it.
+        mapped: Of each other rank, what was summed with it, by number.
+        slices: What was summed the last time, and ``key``, by what that was.
+    """
 
     serial: int
     fd: int
     mapped: list[OrderedDict[int, torch.Tensor]]
+    key: tuple[object, ...] = ()
+    slices: list[torch.Tensor] = field(default_factory=list)
 
 
 def _sum_into_first(parts: list[torch.Tensor]) -> None:

@@ -14,7 +14,9 @@ from distributed import run_distributed
 from scenarios import SCENARIOS, data, outcome, trial
 from torch.utils.data import DataLoader
 from torchbearer import Trial
+from two_hosts import live_on_hosts
 
+from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.shared_memory import SWITCH
 from ddp_callbacks.torchbearer import DDPCallback
 
@@ -24,6 +26,8 @@ RELATIVE = 1e-10
 def run_all(checkpoint: bytes | None, way: str) -> dict[str, Any]:
     """Every scenario on this rank, one after another in one process; then save a Trial, or resume the one saved."""
     os.environ[SWITCH] = "0" if way == "gloo" else "1"
+    if way == "two levels":
+        live_on_hosts((2, 1), resolve_group())
     results = {name: SCENARIOS[name]([DDPCallback()]) for name in SCENARIOS}
     if checkpoint is None:
         return results | {"checkpoint": train_and_save([DDPCallback()])}
@@ -72,7 +76,7 @@ def test_a_world_of_one_is_bit_for_bit_the_trial_without_us(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize(
-    ("world_size", "way"), [(2, "shared memory"), (3, "shared memory"), (4, "shared memory"), (3, "gloo")]
+    ("world_size", "way"), [(2, "shared memory"), (3, "two levels"), (4, "shared memory"), (3, "gloo")]
 )
 def test_n_processes_equal_one(world_size: int, way: str, name: str) -> None:
     for rank, results in enumerate(on_ranks(world_size, way)):

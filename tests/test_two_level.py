@@ -19,10 +19,10 @@ from two_hosts import live_on_hosts
 from ddp_callbacks.process_group import join_process_group, resolve_group
 from ddp_callbacks.two_level import TwoLevelAllReduce
 
-SIZES = [0, 1, 65, 1000, 500_001]
+SIZES = [0, 1, 65, 1000, 200_001]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 HALF = (torch.bfloat16, torch.float16)
-LAYOUTS = [(2, 1), (1, 2), (2, 2), (3, 1), (2, 1, 1)]
+LAYOUTS = [(2, 1), (1, 2), (2, 2), (2, 1, 1)]
 
 
 def all_sums(layout: tuple[int, ...], dtype: torch.dtype | None) -> list[list[Tensor]]:
@@ -81,8 +81,9 @@ def test_every_rank_gets_the_same_bits_and_they_are_the_sum(layout: tuple[int, .
     check(layout, run_distributed(all_sums, sum(layout), layout, None), None)
 
 
-@pytest.mark.parametrize("wire", HALF)
-@pytest.mark.parametrize("layout", [(2, 1), (2, 1, 1), (1, 1), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("layout", "wire"), [((2, 1), torch.float16), ((1, 1), torch.bfloat16), ((1, 1, 1), torch.bfloat16)]
+)
 def test_what_goes_over_the_wire_is_rounded_once_on_each_way(layout: tuple[int, ...], wire: torch.dtype) -> None:
     check(layout, run_distributed(all_sums, sum(layout), layout, wire), wire)
 
