@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Sequence
 
@@ -17,7 +19,7 @@ from ddp_callbacks.summation import AllReduce, GroupAllReduce, allocate
 from ddp_callbacks.two_level import HostMemory, OwnMemory, Threads, TwoLevelAllReduce
 from ddp_callbacks.wire import Column, Wire, open_column
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("ddp_callbacks")
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, Levels] = weakref.WeakKeyDictionary()
 
 
@@ -67,7 +69,7 @@ class Levels:
         self._column: Column | None = None
         self._threads: Threads | None = None
         if group.rank() == 0:
-            _log.info("gradients on the CPU are summed by %s", self._describe(problem))
+            _say_once(f"gradients on the CPU are summed by {self._describe(problem)}")
 
     @property
     def on_one_host(self) -> bool:
@@ -101,3 +103,12 @@ class Levels:
             return "shared memory"
         sizes = ", ".join(str(len(ranks)) for ranks in self.hosts)
         return f"shared memory on each of {len(self.hosts)} hosts (with {sizes} ranks), and gloo between them"
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    """On standard error, unless the program has set up logging: then it decides."""
+    if _log.hasHandlers():
+        _log.info(text)
+    else:
+        print(f"ddp_callbacks: {text}", file=sys.stderr)

@@ -6,9 +6,13 @@ import functools
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from distributed import run_distributed
 from lightning_scenarios import SCENARIOS, quiet
 from test_equivalence import assert_equal
+from two_hosts import live_on_hosts
+
+from ddp_callbacks.process_group import resolve_group
 
 RELATIVE = 1e-10
 
@@ -21,9 +25,11 @@ def seed_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_all() -> dict[str, Any]:
-    """Every scenario on this rank, one after another in one process."""
+    """Every scenario on this rank, one after another in one process; three of them take themselves for two hosts."""
     import ddp_callbacks.lightning  # noqa: F401
 
+    if dist.get_world_size() == 3:
+        live_on_hosts((2, 1), resolve_group())
     with quiet():
         return {name: SCENARIOS[name]("ddp_callbacks") for name in SCENARIOS}
 

@@ -109,8 +109,8 @@ def table(results: dict[str, Times]) -> str:
             first, median, third = ratios(values, times[BASELINE])
             copies = ratios(values, times[COPY])[1]
             lines.append(
-                f"| {size} | {name} | {statistics.median(values) * 1e3:.3f} | **{median:.3f}** ({first:.3f} to {third:.3f}) "
-                f"| {copies:.1f} |"
+                f"| {size} | {name} | {statistics.median(values) * 1e3:.3f} "
+                f"| **{median:.3f}** ({first:.3f} to {third:.3f}) | {copies:.1f} |"
             )
     return "\n".join(lines)
 
