@@ -48,7 +48,7 @@ from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.failures import describe_rank
 from ddp_callbacks.process_group import get_world_size, resolve_group
 
-_FAR = 100.0  # standard deviations; the variance is then exact to 1e4 units of the last place of float64
+_FAR = 10.0  # standard deviations; the variance is then exact to 1e2 units of the last place of float64
 _HEADER = 2  # numbers before a message's sums: what it is for, and the number of values per channel
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
