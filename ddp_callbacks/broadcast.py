@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from ddp_callbacks.batch_norm import SynchronizedLayer
 from ddp_callbacks.collectives import all_reduce, broadcast, broadcast_tensors, pack, unpack
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -39,8 +40,13 @@ def merge_buffers(module: torch.nn.Module, samples: float, group: dist.ProcessGr
 
 
 def running_statistics(module: torch.nn.Module) -> Iterable[torch.Tensor]:
-    """The running means and variances of all normalization layers of ``module``."""
+    """The running means and variances of the normalization layers of ``module`` that differ between the ranks.
+
+    Not those of layers that normalize by the whole batch (:mod:`ddp_callbacks.batch_norm`), which are equal.
+    """
     for layer in module.modules():
+        if isinstance(layer, SynchronizedLayer):
+            continue
         for name in ("running_mean", "running_var"):
             if isinstance(buffer := layer._buffers.get(name), torch.Tensor):
                 yield buffer

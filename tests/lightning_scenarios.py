@@ -449,6 +449,34 @@ def logs_of_steps_of_evaluations(strategy: str) -> Any:
     return results | {"counted": counts.mean.compute()}
 
 
+class Normalized(Net):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        first, second = nn.BatchNorm1d(FEATURES, momentum=None, **options), nn.BatchNorm1d(8, **options)
+        self.layers = nn.Sequential(first, *self.layers[:2], second, self.layers[2]).double()
+
+
+class NormalizedDrawsItself(Normalized, DrawsItself):
+    pass
+
+
+@scenario
+def synchronized_batchnorm(strategy: str) -> Any:
+    """Ragged batches, some smaller than the world, in training and in evaluations."""
+    options: dict[str, Any] = {"sync_batchnorm": True}
+    ragged, small = (loader(29, 8, shuffle=True), loader(13, 5, 9)), (loader(11, 3, shuffle=True), loader(5, 2, 9))
+    made, module = trainer(strategy, **options), Normalized(track_running_stats=False)
+    made.fit(module, loader(11, 3))
+    return [
+        fit(strategy, Normalized(), *ragged, **options),
+        fit(strategy, Normalized(), *small, accumulate_grad_batches=2, gradient_clip_val=0.1, **options),
+        fit(strategy, NormalizedDrawsItself(), loader(26, 8, shuffle=True), **options),
+        fit(strategy, NormalizedDrawsItself(), loader(11, 3, shuffle=True), **options),
+        fit(strategy, Normalized(), *ragged, callbacks=[EMAWeightAveraging(decay=0.7)], **options),
+        outcome(made, module) | {"test": made.test(module, loader(11, 3, 4), verbose=False)},
+    ]
+
+
 # --- optimization -----------------------------------------------------------------------------------------------------
 
 

@@ -391,6 +391,58 @@ def evaluate_and_predict(extra: Extra) -> Any:
     return result
 
 
+def synchronized(extra: Extra, weight: Any = None, **options: Any) -> tuple[Extra, nn.Module]:
+    """``extra`` with ``sync_batchnorm=True``, and a model with two BatchNorm layers."""
+    layers = network()
+    first, second = nn.BatchNorm1d(FEATURES, **options), nn.BatchNorm1d(8, momentum=None, **options)
+    with_batch_norm = [type(item)(sync_batchnorm=True, weight=weight) for item in extra]
+    return with_batch_norm, nn.Sequential(first, *layers[:2], second, layers[2]).double()
+
+
+@scenario
+def synchronized_batch_norm(extra: Extra) -> Any:
+    """Ragged batches, some smaller than the world, in training and in evaluations."""
+    results = []
+    for samples, batch_size, options in ((29, 8, {}), (11, 4, {}), (11, 4, {"track_running_stats": False})):
+        callbacks, model = synchronized(extra, **options)
+        made = trial(callbacks, model=model, callbacks=[GradientNormClipping(0.5)])
+        validation = DataLoader(data(13, 9), 5)
+        results.append(run(made, DataLoader(data(samples), batch_size, shuffle=True), validation))
+        x, _ = data(11, 4).tensors
+        predictions = made.with_test_generator(DataLoader(TensorDataset(x), 3)).predict()
+        results.append({"predictions": predictions, "evaluation": made.evaluate()})
+    return results
+
+
+@scenario
+def synchronized_batch_norm_with_weighted_targets(extra: Extra) -> Any:
+    """Some ranks hold only targets that are ignored; the statistics, on which the others' loss depends, are theirs too.
+
+    The last criterion is a mean over nothing there: its gradient is 0 / 0.
+    """
+    x, y = data(30).tensors
+    y = y.clone()
+    y[::4] = -100
+    y[8:12] = -100
+
+    def own_mean(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        counts = target != -100
+        losses = nn.functional.cross_entropy(prediction, target, reduction="none")
+        return (losses * counts).sum() / counts.sum()
+
+    cases: list[tuple[Any, Any]] = [
+        (nn.CrossEntropyLoss(weight=torch.arange(1.0, CLASSES + 1, dtype=torch.float64)), None),
+        (nn.CrossEntropyLoss(reduction="sum"), None),
+        (own_mean, lambda state: (state[torchbearer.Y_TRUE] != -100).sum()),
+    ]
+    results = []
+    for criterion, weight in cases:
+        callbacks, model = synchronized(extra, weight)
+        made = trial(callbacks, model=model, criterion=criterion, optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
+        results.append(run(made, DataLoader(TensorDataset(x, y), 8)))
+    return results
+
+
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -22,7 +24,7 @@ from distributed import run_distributed
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import FSDPPrecision
-from lightning_scenarios import FEATURES, LogsAll, Net, data, fit, loader, outcome, quiet, trainer
+from lightning_scenarios import FEATURES, LogsAll, Net, Normalized, data, fit, loader, outcome, quiet, trainer
 from nursery import HOSTNAME, Nursery, Rank, note, noting_errors
 from test_equivalence import assert_equal
 from torch import nn
@@ -30,7 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.errors import ConfigurationError, MismatchError, PeerError
 from ddp_callbacks.lightning import CallbackStrategy, DDPCallback
 
 Case = Callable[[], Any]
@@ -545,12 +547,6 @@ def test_a_comm_hook_is_used() -> None:
             assert 0 < difference < 0.02, name
 
 
-class Normalized(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.BatchNorm1d(FEATURES, momentum=None), *self.layers).double()
-
-
 @case
 def running_statistics() -> Any:
     parameters = fit(OURS, Normalized(), loader(32, 8), max_epochs=1)["parameters"]
@@ -646,20 +642,34 @@ def test_plugins_of_other_strategies_are_refused_by_name() -> None:
         trainer(OURS, plugins=[FSDPPrecision("32-true")]).fit(Net(), loader())
 
 
-@case
-def synchronized_batchnorm() -> str:
-    try:
-        fit(OURS, Normalized(), sync_batchnorm=True)
-    except ConfigurationError as error:
-        return str(error)
-    return ""
+def layers_of_a_fit() -> Any:
+    """During a fit, in a pickle made during it, after it, and after one that raised."""
+    during: list[Any] = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            layer = module.layers[0]
+            during.append((type(layer).__name__, type(pickle.loads(pickle.dumps(layer))), list(module.state_dict())))
+
+    class Raises(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise KeyError("enough")
+
+    module = Normalized()
+    layer, found = module.layers[0], {"keys": list(module.state_dict())}
+    with quiet():
+        fit(OURS, module, sync_batchnorm=True, callbacks=[Looks()])
+        found["after"] = type(layer), module.layers[0] is layer
+        with contextlib.suppress(KeyError, PeerError):
+            fit(OURS, module, sync_batchnorm=True, callbacks=[Raises()])
+    return found | {"during": during[0], "after an exception": type(layer)}
 
 
-def test_sync_batchnorm_says_what_it_does_on_cpus() -> None:
-    for message in by_rank(synchronized_batchnorm):
-        assert message.startswith(
-            "sync_batchnorm=True has no effect on CPUs, where torch's SyncBatchNorm refuses to run"
-        )
+def test_layers_that_sync_batchnorm_has_synchronized_are_given_back() -> None:
+    for found in run_distributed(layers_of_a_fit, WORLD_SIZE):
+        assert found["during"] == ("SynchronizedBatchNorm1d", nn.BatchNorm1d, found["keys"])
+        assert found["after"] == (nn.BatchNorm1d, True)
+        assert found["after an exception"] is nn.BatchNorm1d
 
 
 class Writer(BasePredictionWriter):

@@ -50,6 +50,12 @@ class Batches:
         return self.share.local == 0
 
     @property
+    def has_samples(self) -> bool:
+        """Whether this rank has a sample of the batch, also while a step draws it itself."""
+        drawn = [share for loader in self._drawn_by_step for share in loader.shares]
+        return any(share.local for share in drawn) if drawn else not self.is_stand_in
+
+    @property
     def scale(self) -> float:
         """What the loss of this rank is multiplied with, so that the mean over the ranks is that of the whole batch."""
         return self.weight * get_world_size() / self.total if self.total else 1.0

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import LeafSpec
 
+from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.broadcast import merge_buffers
 from ddp_callbacks.collectives import all_gather_tensors, pack, unpack
 from ddp_callbacks.errors import ConfigurationError
@@ -40,6 +41,7 @@ class Run:
         self._metrics = SyncedMetrics([model, *trainer.callbacks], self._is_stand_in)
         self._undo: Callable[[], None] | None = None  # what a stand-in has left behind
         self._trained = 0  # samples of this rank since the buffers were merged
+        self._batch_norm: BatchNormSynchronizer | None = None
         epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
         for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             loop._results = results_class(loop._results.training, self.batches, self._metrics, self._exchange)
@@ -55,12 +57,18 @@ class Run:
             setattr(connector, name, _after(before, getattr(connector, name)))
 
     def close(self) -> None:
-        """Give Lightning's objects back."""
+        """Give Lightning's objects and the module's layers back."""
+        if self._batch_norm is not None:
+            self._batch_norm.close()
         self._metrics.close()
         for name in self._wrapped:
             delattr(self._trainer._logger_connector, name)
         del self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
         del self._trainer._signal_connector._sigterm_notifier_fn
+
+    def synchronize_batch_norm(self) -> None:
+        """The module's BatchNorm layers normalize by the whole batch from now on. A collective."""
+        self._batch_norm = BatchNormSynchronizer(self._model, counts=lambda: self.batches.has_samples)
 
     def begin_batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Note what this rank has of a batch; the batch to compute."""

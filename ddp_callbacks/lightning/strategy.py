@@ -113,6 +113,16 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self._cluster_environment = None if chosen is None else environment_of_job(chosen)
 
     @property
+    def _layer_sync(self) -> Any:
+        """A ``LayerSync`` of the user's own, which Lightning calls; ``sync_batchnorm=True`` is done here."""
+        return self._foreign_layer_sync
+
+    @_layer_sync.setter
+    def _layer_sync(self, chosen: Any) -> None:
+        self._syncs_batch_norm = type(chosen).__name__ == "TorchSyncBatchNorm"
+        self._foreign_layer_sync = None if self._syncs_batch_norm else chosen
+
+    @property
     def root_device(self) -> torch.device:
         """The device of this process."""
         devices: list[torch.device] = self.parallel_devices
@@ -170,10 +180,12 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             broadcast_parameters(model)
             make_distinct()
             self._run = Run(self._trainer, model, self._batch_size, self._weight, self.results_class)
+            if self._syncs_batch_norm:
+                self._run.synchronize_batch_norm()
         return model
 
     def teardown(self) -> None:
-        """End a run: hooks are removed, metrics are as they were."""
+        """End a run: hooks are removed, metrics and BatchNorm layers are as they were."""
         self._close()
         super().teardown()
 
@@ -331,12 +343,6 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             raise ConfigurationError(
                 f'strategy="ddp_callbacks" does not work with {plugin}: {_FOREIGN_PLUGINS[plugin]}. Leave the plugin '
                 "out, or use its own strategy."
-            )
-        if self._layer_sync and self.root_device.type == "cpu" and self.world_size > 1:
-            raise ConfigurationError(
-                "sync_batchnorm=True has no effect on CPUs, where torch's SyncBatchNorm refuses to run: each process "
-                "would normalize by its own part of the batch. Leave it out to accept that (running statistics are "
-                "merged before each evaluation), or normalize by something else, GroupNorm say."
             )
 
     def _close(self) -> None:

@@ -3,7 +3,7 @@
 What happens in a step, Torchbearer's events in their order and what listens to them here::
 
     on_init                    RankZeroOutput and ReportFailures wrap, AgreeToStop goes last
-    on_start                   BroadcastParameters, ShardData
+    on_start                   BroadcastParameters, SynchronizeBatchNorm, ShardData
       on_start_training        AllReduceGradients and ReduceMetrics begin
         on_sample              ShardData says what this rank has of the batch; Flatten
         optimizer.step(closure)
@@ -15,7 +15,7 @@ What happens in a step, Torchbearer's events in their order and what listens to 
       on_end_training          ReduceMetrics has merged before; MergeBuffers
       ... validation likewise; GatherPredictions in predict()
       on_end_epoch, on_checkpoint   with the merged metrics; AgreeToStop
-    on_end                     hooks are removed, generators given back
+    on_end                     hooks are removed, generators given back; BatchNorm layers when run() returns or raises
 """
 
 try:
@@ -24,6 +24,7 @@ except ImportError as error:
     raise ImportError('Torchbearer is not installed: pip install "ddp_callbacks[torchbearer]"') from error
 
 from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback
+from ddp_callbacks.torchbearer.batch_norm import SynchronizeBatchNorm
 from ddp_callbacks.torchbearer.bundle import DDPCallback
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.decisions import AgreeToStop
@@ -49,4 +50,5 @@ __all__ = [
     "ReduceMetrics",
     "ReportFailures",
     "ShardData",
+    "SynchronizeBatchNorm",
 ]

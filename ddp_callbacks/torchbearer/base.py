@@ -20,6 +20,9 @@ State: TypeAlias = Any  # torchbearer.State, a dict whose keys are torchbearer.S
 SHARE = torchbearer.state_key("ddp_callbacks_share")
 """State key of the :class:`ddp_callbacks.sharding.Share` that this rank has of the current batch."""
 
+WEIGHS_LOSS = torchbearer.state_key("ddp_callbacks_weighs_loss")
+"""State key, there where the loss has to be weighed before backward, since layers exchange gradients in it."""
+
 
 class DistributedCallback(Callback):  # type: ignore[misc]
     """A callback that takes part in a process group; joins the default one where none is given.

@@ -13,6 +13,7 @@ from ddp_callbacks.comm_hooks import CommHook
 from ddp_callbacks.compression import Compress
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group
 from ddp_callbacks.sharding import BatchSize
+from ddp_callbacks.torchbearer.batch_norm import SynchronizeBatchNorm
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.decisions import AgreeToStop
 from ddp_callbacks.torchbearer.gradients import AllReduceGradients
@@ -37,6 +38,8 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         weight, reduction: What the loss is the mean over. See :class:`ddp_callbacks.torchbearer.weights.LossWeight`;
             the default is right for torch's criteria.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`.
+        sync_batchnorm: BatchNorm layers normalize by the statistics of the whole batch, over all processes; see
+            :class:`SynchronizeBatchNorm`. Otherwise each process normalizes by its part.
         also_rank_zero: See ``also`` of :class:`RankZeroOutput`.
         process_group: ``None`` is the default group.
         timeout: How long to wait for the other processes to come, and for one that has gone silent.
@@ -56,6 +59,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
         compress: Compress = None,
+        sync_batchnorm: bool = False,
         also_rank_zero: tuple[type[Callback], ...] = (),
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -63,6 +67,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         callbacks = [
             ReportFailures(process_group),
             BroadcastParameters(process_group),
+            *([SynchronizeBatchNorm(process_group)] if sync_batchnorm else []),
             ShardData(batch_size, process_group),
             MergeBuffers(process_group),
             AllReduceGradients(weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, process_group),

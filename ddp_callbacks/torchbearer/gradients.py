@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torchbearer
+from torch.utils._pytree import tree_leaves
 
 from ddp_callbacks.buckets import check_bucket_cap_mb
+from ddp_callbacks.collectives import all_reduce, message_device
 from ddp_callbacks.comm_hooks import CommHook, check_comm_hook
 from ddp_callbacks.compression import Compress, check_compress
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
+from ddp_callbacks.torchbearer.base import WEIGHS_LOSS, DistributedCallback, State, share_of
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 
 
@@ -73,8 +76,13 @@ class AllReduceGradients(DistributedCallback):
 
     def on_criterion(self, state: State) -> None:
         assert self._synchronizer is not None
-        if self.world_size > 1:
-            self._synchronizer.weigh(*self._loss_weight.of(state))
+        if self.world_size == 1:
+            return
+        weight, total = self._loss_weight.of(state)
+        if WEIGHS_LOSS in state:
+            self._weigh_loss(state, weight, total)
+        else:
+            self._synchronizer.weigh(weight, total)
 
     def on_backward(self, state: State) -> None:
         assert self._synchronizer is not None
@@ -95,6 +103,21 @@ class AllReduceGradients(DistributedCallback):
 
     def on_end(self, state: State) -> None:
         self._close()
+
+    def _weigh_loss(self, state: State, weight: float, total: float | None) -> None:
+        """Weigh the backward of this loss from its root; the ranks' gradients are then averaged. A collective."""
+        assert self._synchronizer is not None
+        if total is None:
+            own = torch.tensor([weight], dtype=torch.float64, device=message_device(self.process_group))
+            total = float(all_reduce(own, "the weight of the loss", self.process_group))
+        scale = weight * self.world_size / total if total else 0.0
+        if state[torchbearer.LOSS].requires_grad:
+            state[torchbearer.LOSS].register_hook(lambda grad: grad * scale)
+        if scale == 0:  # the gradient of a mean over nothing can be NaN; zero is what it counts
+            for output in tree_leaves(state[torchbearer.Y_PRED]):
+                if isinstance(output, torch.Tensor) and output.requires_grad:
+                    output.register_hook(torch.zeros_like)
+        self._synchronizer.weigh(float(share_of(state).local > 0), float(self.world_size))
 
     def _close(self) -> None:
         if self._synchronizer is not None:
