@@ -3,15 +3,21 @@
 MPI_Finalize waits for all processes, so a job of which one has failed would hang in it. Here a process that ends looks
 after the others first::
 
-    it fails      tells the others; once they have ended, or after LINGER seconds, MPI_Abort, which ends the job
-    it ends       waits until all have come to their end, asleep; then MPI_Finalize
-                  but if another fails meanwhile, it ends with its own exit code, without MPI_Finalize
+    it fails      tells the others; once they have said what they have to, or after LINGER seconds, MPI_Abort with its
+                  exit code, which ends the job
+    it ends       waits, asleep, until all have come to their end, then MPI_Finalize; if another fails meanwhile,
+                  this one had left too early, and it fails, too
 
-Who fails only because another has failed or left (:class:`PeerError`) lets that one decide the job's exit code, and
-aborts a second later. A process that is killed is the launcher's business: mpiexec ends the job.
+Who fails only because another has failed or left (:class:`PeerError`) lets that one decide the job's exit code. A
+process that is killed is the launcher's business: mpiexec ends the job.
 
 Keys in the store of the default group: ``mpi/aborts``, some rank fails; ``mpi/ended/{rank}``, a rank that has nothing
 more to say.
+
+[Note: exit codes]
+Python tells nobody the exit code before it is too late for MPI_Abort. But it reads ``SystemExit.code`` when it is about
+to exit, and as no Python code is running then, that is told from any other reading. So ``sys.exit`` raises a
+SystemExit that notes this. With ``raise SystemExit(3)`` the job ends, too, once the others miss this rank, but with 1.
 """
 
 from __future__ import annotations
@@ -20,7 +26,9 @@ import atexit
 import os
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -30,7 +38,6 @@ from ddp_callbacks.mpi.progress import Progress
 from ddp_callbacks.mpi.runtime import MPI, finalizes_itself
 
 _LOOK = 0.2  # seconds between two looks into the store
-_FIRST = 1.0  # seconds for which whoever has the cause ends before the others
 _INTERRUPTED = 130  # the exit code of a shell's child that Ctrl-C has ended
 
 
@@ -41,34 +48,36 @@ class Ending:
         self.progress = progress
         self._store: dist.Store | None = None
         self._pid = os.getpid()
-        self._failure: BaseException | None = None
-        atexit.register(self._end)
+        self._code = 0
+        self._follows = False  # fails because of another
         self._previous_hook = sys.excepthook
-        sys.excepthook = self._note_failure
+        sys.excepthook = self._note_exception
+        sys.exit = _exit_that_tells(self._note_exit)
+        atexit.register(self._end)
 
     def watch(self, store: dist.Store) -> None:
         """``store`` is the world's; it lives as long as this process."""
         self._store = dist.PrefixStore("mpi", store)
 
-    def _note_failure(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._failure = error
+    def _note_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        self._follows = isinstance(error, PeerError)
         if dist.is_initialized():
             report_failure(error)
         self._previous_hook(kind, error, trace)
+
+    def _note_exit(self, code: object) -> None:
+        self._code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
 
     def _end(self) -> None:
         if os.getpid() != self._pid or MPI.Is_finalized():
             return
         if dist.is_initialized():
             _try(announce_leave)
-        if self._failure is None and self._all_end():
+        if self._code == 0 and self._all_end():
             self._finalize()
-        elif self._failure is None:
-            self._await_ends()
-            if finalizes_itself():
-                MPI._set_abort_status(1)
         else:
-            self._abort(self._failure)
+            self._abort(self._code or 1)
 
     def _all_end(self) -> bool:
         """Wait until all processes have come to their end; false if one fails."""
@@ -106,15 +115,15 @@ class Ending:
         except RuntimeError:
             pass  # the store has gone with rank 0
 
-    def _abort(self, failure: BaseException) -> None:
+    def _abort(self, code: int) -> None:
         store = self._store
         if store is not None:
             _try(lambda: store.set("aborts", "1"))
             self._await_ends()
-        if isinstance(failure, PeerError):
-            time.sleep(_FIRST)
+        if self._follows:
+            time.sleep(LINGER)
         self.progress.stop()
-        MPI.COMM_WORLD.Abort(_INTERRUPTED if isinstance(failure, KeyboardInterrupt) else 1)
+        MPI.COMM_WORLD.Abort(code)
 
     def _finalize(self) -> None:
         self.progress.stop()
@@ -126,6 +135,31 @@ class Ending:
             MPI.Finalize()
 
 
+def _exit_that_tells(note: Callable[[object], None]) -> Callable[..., NoReturn]:
+    """``sys.exit``, that calls ``note`` with the code when the interpreter is about to exit with it (Note: exit codes)."""
+    plain: Any = SystemExit.code
+
+    class Exit(SystemExit):
+        @property
+        def code(self) -> Any:
+            code = plain.__get__(self)
+            try:
+                sys._getframe(1)
+            except ValueError:
+                note(code)
+            return code
+
+        @code.setter
+        def code(self, code: Any) -> None:
+            plain.__set__(self, code)
+
+    def exit(status: Any = None, /) -> NoReturn:
+        raise Exit(status)
+
+    Exit.__name__ = Exit.__qualname__ = "SystemExit"
+    return exit
+
+
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -134,8 +168,8 @@ def _flush() -> None:
             pass
 
 
-def _try(call: object) -> None:
+def _try(call: Callable[[], None]) -> None:
     try:
-        call()  # type: ignore[operator]
+        call()
     except RuntimeError:
         pass  # the store has gone with the process that hosted it

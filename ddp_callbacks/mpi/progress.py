@@ -113,15 +113,15 @@ class Work(dist.Work):
         if future is not None:
             self._resolve(future)
 
-    def fail(self, error: BaseException) -> None:
-        """Give it up; its buffers are kept, for MPI may still use them."""
-        with self._progress.lock:
-            requests, self._requests = self._requests, None
-            if requests is None:
-                return
-            self._progress.abandoned.append((self, requests))
-            self._error = error
-        self.complete()
+    def cancel(self) -> bool:
+        """Take a receive back; false for all else. The caller holds the lock of MPI."""
+        if self._requests is None or not self._operation.receives:
+            return False
+        for request in self._requests:
+            request.Cancel()
+            request.Free()
+        self._requests = None
+        return True
 
     def wait_slice(self, seconds: float) -> bool:
         """Whether it was complete within ``seconds``. Raises RuntimeError if it failed."""
@@ -212,8 +212,11 @@ class Progress:
         self._asleep = False
         self._thread: threading.Thread | None = None
 
-    def idle(self) -> bool:
-        """Whether MPI works on nothing, so that it can be finalized."""
+    def drop_receives(self) -> bool:
+        """Cancel receives that nothing answers; whether MPI then works on nothing, so that it can be finalized."""
+        with self.lock:
+            for work in [work for work in self._pending if work.cancel()]:
+                del self._pending[work]
         return not self._pending and not self.abandoned
 
     def works_for(self, group: dist.ProcessGroup) -> bool:
@@ -239,7 +242,7 @@ class Progress:
         with self.lock:
             arrived = work.claim()
         if arrived:
-            del self._pending[work]
+            self._pending.pop(work, None)
             work.complete()
 
     def hurry(self) -> None:
