@@ -11,6 +11,7 @@ import uuid
 from datetime import timedelta
 from importlib import import_module
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,7 +81,7 @@ def join_process_group(
         return env
     chosen = _choose_backend(backend)
     if chosen == MPI4PY and (rank, world_size, host, port) == (None,) * 4 and init_method in (None, "env://"):
-        env: WorkerEnv = import_module("ddp_callbacks.mpi").place(timeout)
+        env = _mpi().place(timeout)
     else:
         env = _place(rank, world_size, host, port, init_method)
     if env.world_size == 1:
@@ -154,10 +155,15 @@ def _choose_backend(backend: str | None) -> str:
             "mpirun, too."
         )
     if backend == MPI4PY:
-        import_module("ddp_callbacks.mpi")  # registers it; raises where mpi4py is missing
+        _mpi()
     if backend is not None:
         return backend
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def _mpi() -> Any:
+    """Registers the backend with torch. Raises ConfigurationError where mpi4py is missing."""
+    return import_module("ddp_callbacks.mpi")
 
 
 def _meet(env: WorkerEnv, timeout: timedelta) -> dist.Store:

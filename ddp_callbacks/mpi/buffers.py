@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -34,7 +35,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 # Only moved, so that any type of that size will do.
 _WORDS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
-_Ops = dist.ReduceOp.RedOpType
+_Ops: Any = dist.ReduceOp.RedOpType
 _OPS = {
     _Ops.SUM: MPI.SUM,
     _Ops.AVG: MPI.SUM,
@@ -64,17 +65,20 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         ConfigurationError: It is not on the CPU, or not dense.
     """
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    if not tensor.is_cpu or tensor.layout != torch.strided:
         raise ConfigurationError(
             f"backend mpi4py takes dense tensors on the CPU, got one on {tensor.device} of layout {tensor.layout}. Use "
             "gloo or NCCL for these, or copy it."
         )
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements in one dimension, in order: the same memory where they lie so, else a copy."""
-    return plain(tensor).resolve_conj().resolve_neg().reshape(-1)
+    tensor = plain(tensor)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
 
 
 def shares(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -109,9 +113,9 @@ class Reduction:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, op: Any, dtype: torch.dtype) -> Reduction:
-        """Raises ConfigurationError if there is none."""
-        kind = op.op if isinstance(op, dist.ReduceOp) else op
+    @cache
+    def of(cls, kind: Any, dtype: torch.dtype) -> Reduction:
+        """Raises ConfigurationError if there is none. ``kind`` is a ``ReduceOp.RedOpType``."""
         average = kind == _Ops.AVG
         if dtype == torch.bool and kind in _BOOLEAN:
             return cls(_BOOLEAN[kind], False, torch.uint8)
@@ -132,7 +136,9 @@ class Reduction:
         elements = flat(tensor)
         if elements.is_complex():
             return torch.view_as_real(elements).view(-1)
-        return elements.view(torch.uint8) if elements.dtype == torch.bool else elements.to(self.dtype)
+        if elements.dtype == torch.bool:
+            return elements.view(torch.uint8)
+        return elements if elements.dtype == self.dtype else elements.to(self.dtype)
 
     def spec(self, staged: torch.Tensor, parts: int = 1) -> Spec:
         """A staged tensor, or a chunk of one, in that many equal parts."""

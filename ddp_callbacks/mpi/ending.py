@@ -128,7 +128,9 @@ class Ending:
     def _finalize(self) -> None:
         self.progress.stop()
         if not self.progress.drop_receives():
-            print("MPI still works on an operation that not all ranks have started: the job is aborted.", file=sys.stderr)
+            print(
+                "MPI still works on an operation that not all ranks have started: the job is aborted.", file=sys.stderr
+            )
             _flush()
             MPI.COMM_WORLD.Abort(1)
         if not finalizes_itself():
@@ -136,7 +138,7 @@ class Ending:
 
 
 def _exit_that_tells(note: Callable[[object], None]) -> Callable[..., NoReturn]:
-    """``sys.exit``, that calls ``note`` with the code when the interpreter is about to exit with it (Note: exit codes)."""
+    """A ``sys.exit`` that calls ``note`` with the code when the interpreter is about to exit with it."""
     plain: Any = SystemExit.code
 
     class Exit(SystemExit):

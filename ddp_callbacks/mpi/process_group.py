@@ -18,10 +18,16 @@ from ddp_callbacks.mpi.runtime import MPI
 Tensors: TypeAlias = list[torch.Tensor]
 Finish: TypeAlias = Callable[[list[MPI.Status]], Any]
 
+_SUM: Any = dist.ReduceOp.RedOpType.SUM  # type: ignore[attr-defined]
 _UNSET = timedelta(0)  # a timeout that is not positive says nothing
 
 
-class MPIProcessGroup(dist.ProcessGroup):
+_ProcessGroup: Any = (
+    dist.ProcessGroup
+)  # its methods are overloaded; torch.distributed's functions need one form of each
+
+
+class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group over MPI, for tensors on the CPU of any strides. No call blocks: each returns a :class:`Work`.
 
     As with every process group, all ranks must make the same collective calls in the same order. Sums are computed in
@@ -40,6 +46,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def __init__(self, comm: MPI.Intracomm, progress: Progress, store: dist.Store, timeout: timedelta) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.options = _Backend.Options("mpi4py", timeout)
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._comm: MPI.Intracomm = comm
         self._progress = progress
         self._store = store
@@ -87,7 +94,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     # --- reductions ---------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        parts = [_Reduced(tensor, tensor, opts) for tensor in _listed(tensors)]
+        parts = [_Reduced(tensor, tensor, opts) for tensor in tensors]
 
         def post() -> list[MPI.Request]:
             return [
@@ -96,14 +103,18 @@ class MPIProcessGroup(dist.ProcessGroup):
                 for chunk in chunks(part.input)
             ]
 
-        return self._start("all-reduce", post, tensors, lambda _: [part.finish(self.size()) for part in parts], opts)
+        def finish(_: Any) -> None:
+            for part in parts:
+                part.finish(self._size)
+
+        return self._start("all-reduce", post, tensors, finish, opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         (tensor,) = tensors
         part, root = _Reduced(tensor, tensor, opts), opts.rootRank
-        here = root == self.rank()
+        here = root == self._rank
 
         def post() -> list[MPI.Request]:
             specs = [part.reduction.spec(chunk) for chunk in chunks(part.input)]
@@ -112,15 +123,19 @@ class MPIProcessGroup(dist.ProcessGroup):
                 return [self._comm.Ireduce(MPI.IN_PLACE, spec, op, root) for spec in specs]
             return [self._comm.Ireduce(spec, None, op, root) for spec in specs]
 
-        return self._start("reduce", post, tensors, lambda _: part.finish(self.size()) if here else None, opts)
+        def finish(_: Any) -> None:
+            if here:
+                part.finish(self._size)
+
+        return self._start("reduce", post, tensors, finish, opts)
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any = None) -> Work:
         (output,), (inputs,) = output_tensors, input_tensors
         counts = [tensor.numel() for tensor in inputs]
-        if counts[self.rank()] != output.numel():
+        if counts[self._rank] != output.numel():
             raise ConfigurationError(
-                f"reduce_scatter needs as many elements in the output as in the input number {self.rank()}, got "
-                f"{output.numel()} and {counts[self.rank()]}."
+                f"reduce_scatter needs as many elements in the output as in the input number {self._rank}, got "
+                f"{output.numel()} and {counts[self._rank]}."
             )
         part = _Reduced(torch.cat([flat(tensor) for tensor in inputs]), output, opts)
         return self._reduce_scatter([part], [[count * part.width for count in counts]], output_tensors, opts)
@@ -130,16 +145,16 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for output, input in zip(outputs, inputs, strict=True):
-            _require_multiple("reduce_scatter", input, output, self.size())
+            _require_multiple("reduce_scatter", input, output, self._size)
         parts = [_Reduced(input, output, opts) for output, input in zip(outputs, inputs, strict=True)]
-        counts = [[output.numel() * part.width] * self.size() for output, part in zip(outputs, parts, strict=True)]
+        counts = [[output.numel() * part.width] * self._size for output, part in zip(outputs, parts, strict=True)]
         return self._reduce_scatter(parts, counts, outputs, opts)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter(self, parts: list[_Reduced], counts: list[list[int]], outputs: Tensors, opts: Any) -> Work:
-        results = [part.input.new_empty(count[self.rank()]) for part, count in zip(parts, counts, strict=True)]
+        results = [part.input.new_empty(count[self._rank]) for part, count in zip(parts, counts, strict=True)]
 
         def post() -> list[MPI.Request]:
             return [
@@ -151,33 +166,33 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         def finish(_: Any) -> None:
             for part, result in zip(parts, results, strict=True):
-                part.reduction.unstage(result, part.output, self.size())
+                part.reduction.unstage(result, part.output, self._size)
 
         return self._start("reduce-scatter", post, outputs, finish, opts)
 
     # --- the same for all ---------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        staged = [flat(tensor) for tensor in _listed(tensors)]
+        staged = [flat(tensor) for tensor in tensors]
 
         def post() -> list[MPI.Request]:
-            return [
-                self._comm.Ibcast(moved(chunk), opts.rootRank) for tensor in staged for chunk in chunks(tensor)
-            ]
+            return [self._comm.Ibcast(moved(chunk), opts.rootRank) for tensor in staged for chunk in chunks(tensor)]
 
         return self._start("broadcast", post, tensors, lambda _: _copy_all(staged, tensors), opts)
 
     def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None) -> Work:
         for outputs, input in zip(output_tensors, input_tensors, strict=True):
-            _require_equal("all_gather", outputs, input, self.size())
+            _require_equal("all_gather", outputs, input, self._size)
         inputs = [flat(tensor) for tensor in input_tensors]
-        results = [tensor.new_empty(self.size() * tensor.numel()) for tensor in inputs]
+        results = [tensor.new_empty(self._size * tensor.numel()) for tensor in inputs]
 
         def finish(_: Any) -> None:
             for outputs, result in zip(output_tensors, results, strict=True):
-                _copy_all(result.chunk(self.size()) if result.numel() else [result] * self.size(), outputs)
+                _copy_all(result.chunk(self._size) if result.numel() else [result] * self._size, outputs)
 
-        return self._all_gather(inputs, results, [output for outputs in output_tensors for output in outputs], finish, opts)
+        return self._all_gather(
+            inputs, results, [output for outputs in output_tensors for output in outputs], finish, opts
+        )
 
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> Work:
         """``output_lists`` has a list for each rank, and that one for each input."""
@@ -188,7 +203,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for output, input in zip(outputs, inputs, strict=True):
-            _require_multiple("all_gather", output, input, self.size())
+            _require_multiple("all_gather", output, input, self._size)
         results = [flat(output) for output in outputs]
         sent = [
             flat(input).clone() if shares(input, output) else flat(input)
@@ -202,7 +217,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _all_gather(self, inputs: Tensors, results: Tensors, outputs: Tensors, finish: Finish, opts: Any) -> Work:
         def post() -> list[MPI.Request]:
             return [
-                self._comm.Iallgather(moved(input), moved(result, self.size()))
+                self._comm.Iallgather(moved(input), moved(result, self._size))
                 for input, result in zip(inputs, results, strict=True)
             ]
 
@@ -215,13 +230,13 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def gather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> Work:
         (input,), root = [flat(tensor) for tensor in input_tensors], opts.rootRank
-        outputs = output_tensors[0] if root == self.rank() else []
-        if root == self.rank():
-            _require_equal("gather", outputs, input, self.size())
+        outputs = output_tensors[0] if root == self._rank else []
+        if root == self._rank:
+            _require_equal("gather", outputs, input, self._size)
         result = input.new_empty(len(outputs) * input.numel())
 
         def post() -> list[MPI.Request]:
-            received = moved(result, self.size()) if outputs else None
+            received = moved(result, self._size) if outputs else None
             return [self._comm.Igather(moved(input), received, root)]
 
         return self._start("gather", post, outputs, lambda _: _copy_all(_split(result, outputs), outputs), opts)
@@ -229,12 +244,12 @@ class MPIProcessGroup(dist.ProcessGroup):
     def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> Work:
         (output,), root = output_tensors, opts.rootRank
         result, sent = flat(output), None
-        if root == self.rank():
-            _require_equal("scatter", input_tensors[0], output, self.size())
+        if root == self._rank:
+            _require_equal("scatter", input_tensors[0], output, self._size)
             sent = torch.cat([flat(tensor) for tensor in input_tensors[0]])
 
         def post() -> list[MPI.Request]:
-            return [self._comm.Iscatter(None if sent is None else moved(sent, self.size()), moved(result), root)]
+            return [self._comm.Iscatter(None if sent is None else moved(sent, self._size), moved(result), root)]
 
         return self._start("scatter", post, output_tensors, lambda _: copy_back(result, output), opts)
 
@@ -257,7 +272,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         received, sent = flat(output), flat(input)
-        counts = _rows(output, output_split_sizes, self.size()), _rows(input, input_split_sizes, self.size())
+        counts = _rows(output, output_split_sizes, self._size), _rows(input, input_split_sizes, self._size)
         sent = sent.clone() if shares(sent, received) else sent
         return self._all_to_all(received, sent, counts, [output], lambda _: copy_back(received, output), opts)
 
@@ -345,17 +360,13 @@ class _Reduced:
     """
 
     def __init__(self, tensor: torch.Tensor, output: torch.Tensor, opts: Any) -> None:
-        self.reduction = Reduction.of(getattr(opts, "reduceOp", dist.ReduceOp.SUM), tensor.dtype)
+        self.reduction = Reduction.of(_SUM if opts is None else opts.reduceOp.op, tensor.dtype)
         self.input = self.reduction.stage(tensor)
         self.output = output
         self.width = 2 if tensor.is_complex() else 1
 
     def finish(self, size: int) -> None:
         self.reduction.unstage(self.input, self.output, size)
-
-
-def _listed(tensors: Tensors) -> Tensors:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
 def _copy_all(staged: Sequence[torch.Tensor], tensors: Tensors) -> None:

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.failures import wait
+from ddp_callbacks.failures import SLICE, wait
 from ddp_callbacks.mpi.runtime import MPI
 
-_SPIN = 0.0005  # seconds of testing without sleep: most waits are shorter
+_SPIN, _YIELD = 0.00005, 0.0005  # seconds of testing at once, and then without sleep: most waits are shorter
 _SHORTEST, _LONGEST = 0.00005, 0.001  # seconds of sleep between two tests
 _LINGER = 0.02  # seconds for which the thread stays awake with nothing under way: a training loop soon starts more
 
@@ -73,6 +73,7 @@ class Work(dist.Work):
         self._done = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._guarded = False
         self._source = -1
 
     def post(self) -> None:
@@ -123,15 +124,28 @@ class Work(dist.Work):
         self._requests = None
         return True
 
+    def guard(self) -> None:
+        """Wait for it in the place of C++ code, which does not look whether the other ranks are still there."""
+        try:
+            self.wait()
+        except RuntimeError as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._progress.lock:
+            requests, self._requests = self._requests, None
+            if requests is None:
+                return
+            self._error = error
+            self._progress.abandoned.append((self, requests))
+        self.complete()
+
     def wait_slice(self, seconds: float) -> bool:
         """Whether it was complete within ``seconds``. Raises RuntimeError if it failed."""
-        begin = time.monotonic()
         self.watched = True
         try:
-            while not self._done:
-                self._progress.advance(self)
-                if self._done:
-                    break
+            begin = time.monotonic()
+            while not self.is_completed():
                 waited = time.monotonic() - begin
                 if waited > seconds:
                     return False
@@ -174,9 +188,12 @@ class Work(dist.Work):
 
     _source_rank = source_rank
 
-    @property
-    def has_future(self) -> bool:
-        return self._future is not None
+    def needs_guard(self) -> bool:
+        """Whether it takes long, and somebody has its future; true once."""
+        if self._guarded or self._future is None or time.monotonic() - self.since < SLICE.total_seconds():
+            return False
+        self._guarded = True
+        return True
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Its value is the list of output tensors. For what waits in C++, as DistributedDataParallel does."""
@@ -263,6 +280,8 @@ class Progress:
             for work in pending:
                 if not work.watched:
                     self.advance(work)
+                if work.needs_guard():
+                    threading.Thread(target=work.guard, name="ddp_callbacks.mpi.guard", daemon=True).start()
             now = time.monotonic()
             if pending:
                 busy = now
@@ -283,9 +302,9 @@ class Progress:
 
 def pause(waited: float) -> None:
     """Between two tests of something for which this thread has ``waited`` that many seconds."""
-    if waited < _SPIN:
-        os.sched_yield()
-    else:
+    if _SPIN <= waited < _YIELD:
+        os.sched_yield()  # the rank that is waited for may need this core
+    elif waited >= _YIELD:
         time.sleep(_interval(waited))
 
 
@@ -294,6 +313,8 @@ def _interval(waited: float) -> float:
 
 
 def _value_of(future: torch.futures.Future[Any]) -> list[torch.Tensor]:
+    error: BaseException | None
+    outputs: list[torch.Tensor]
     error, outputs = future.value()
     if error is not None:
         raise error

@@ -88,8 +88,9 @@ def _await(requests: dict[int, MPI.Request], timeout: timedelta) -> None:
         requests = {rank: request for rank, request in requests.items() if not request.Test()}
         waited = time.monotonic() - begin
         if waited > timeout.total_seconds():
+            missing = ", ".join(map(str, requests))
             raise RendezvousError(
-                f"rank {', '.join(map(str, requests))} of MPI's world of {MPI.COMM_WORLD.Get_size()} did not come within "
+                f"rank {missing} of the {MPI.COMM_WORLD.Get_size()} in MPI's world did not come within "
                 f"{timeout.total_seconds():g} s; rank {MPI.COMM_WORLD.Get_rank()} on host {socket.gethostname()} "
                 "waited. Every process must join."
             )

@@ -13,7 +13,7 @@ try:
 
     if not hasattr(mpi4py, "MPI"):  # by itself the import would initialize MPI, and finalize it when the process ends
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
-    from mpi4py import MPI
+    from mpi4py import MPI as MPI
 except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
     raise ConfigurationError(
         f'backend="mpi4py" needs mpi4py and an MPI library: pip install "ddp_callbacks[mpi]". On a cluster that has an '
