@@ -78,7 +78,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     tensor = plain(tensor)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
+    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1)
 
 
 def shares(first: torch.Tensor, second: torch.Tensor) -> bool:
