@@ -344,14 +344,17 @@ def loss(model: nn.Module, batch: slice, dtype: torch.dtype = torch.float64) -> 
 # --- hosts ------------------------------------------------------------------------------------------------------------
 
 
-def torchbearer_scenarios(folder: str, switch: str) -> None:
+TRIALS = ("shuffled_ragged_adam", "batches_of_one", "workers", "clipping_and_decay", "early_stopping", "regression")
+
+
+def torchbearer_scenarios(folder: str, switch: int) -> None:
     from scenarios import SCENARIOS
 
     from ddp_callbacks.torchbearer import DDPCallback
 
-    os.environ["DDP_CALLBACKS_SHARED_MEMORY"] = switch
+    os.environ["DDP_CALLBACKS_SHARED_MEMORY"] = str(switch)
     env = join_process_group(backend="mpi4py", timeout=timedelta(seconds=60))
-    results = {name: made([DDPCallback()]) for name, made in SCENARIOS.items()}
+    results = {name: SCENARIOS[name]([DDPCallback()]) for name in TRIALS}
     assert dist.get_backend() == "mpi4py"
     Path(folder, f"rank-{env.rank}").write_bytes(pickle.dumps(results))
 
@@ -375,14 +378,13 @@ def lightning(folder: str) -> None:
     import pytorch_lightning as pl
     from lightning_scenarios import Net, loader, quiet, trainer
 
-    import ddp_callbacks.lightning
-    from ddp_callbacks.lightning import DDPStrategy
+    from ddp_callbacks.lightning import CallbackStrategy
 
     with quiet():
         module = Net()
-        trained = trainer(DDPStrategy(process_group_backend="mpi4py"))  # type: ignore[arg-type]
+        trained = trainer(CallbackStrategy(process_group_backend="mpi4py"))  # type: ignore[arg-type]
         trained.fit(module, loader())
-    assert isinstance(trained, pl.Trainer) and ddp_callbacks.lightning
+    assert isinstance(trained, pl.Trainer)
     assert dist.get_backend() == "mpi4py"
     if dist.get_rank() == 0:
         Path(folder, "lightning").write_bytes(pickle.dumps([p.detach() for p in module.parameters()]))

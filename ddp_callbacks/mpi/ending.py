@@ -24,9 +24,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -123,6 +125,7 @@ class Ending:
         if self._follows:
             time.sleep(LINGER)
         self.progress.stop()
+        _unlink_segments()
         MPI.COMM_WORLD.Abort(code)
 
     def _finalize(self) -> None:
@@ -160,6 +163,16 @@ def _exit_that_tells(note: Callable[[object], None]) -> Callable[..., NoReturn]:
 
     Exit.__name__ = Exit.__qualname__ = "SystemExit"
     return exit
+
+
+def _unlink_segments() -> None:
+    """Remove the names of MPICH's shared memory that this process has mapped: its MPI_Abort leaves them."""
+    try:
+        mapped = set(re.findall(r"/dev/shm/mpich_shm_\w+$", Path("/proc/self/maps").read_text(), re.MULTILINE))
+        for path in mapped:
+            Path(path).unlink(missing_ok=True)
+    except OSError:
+        pass
 
 
 def _flush() -> None:
