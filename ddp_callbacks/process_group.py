@@ -9,7 +9,9 @@ import sys
 import time
 import uuid
 from datetime import timedelta
+from importlib import import_module
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from ddp_callbacks.errors import ConfigurationError, PeerError, RendezvousError
 from ddp_callbacks.failures import announce_join, announce_leave, outlive_readers, report_failure
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for gloo
+MPI4PY = "mpi4py"  # the backend of ddp_callbacks.mpi, which is imported when it is asked for
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -76,8 +79,11 @@ def join_process_group(
         env = WorkerEnv(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0)), file="")
         announce_join()
         return env
-    env = _place(rank, world_size, host, port, init_method)
     chosen = _choose_backend(backend)
+    if chosen == MPI4PY and (rank, world_size, host, port) == (None,) * 4 and init_method in (None, "env://"):
+        env = _mpi().place(timeout)
+    else:
+        env = _place(rank, world_size, host, port, init_method)
     if env.world_size == 1:
         return env
     _select_device(env)
@@ -144,12 +150,20 @@ def _choose_interface(env: WorkerEnv) -> None:
 def _choose_backend(backend: str | None) -> str:
     if backend == "mpi" and not dist.is_mpi_available():
         raise ConfigurationError(
-            'backend="mpi" needs a torch that was built with MPI, which an installed wheel never is. Leave backend '
-            "out: gloo and NCCL work under mpirun, too."
+            'backend="mpi" needs a torch that was built with MPI, which an installed wheel never is. Take '
+            'backend="mpi4py" (pip install "ddp_callbacks[mpi]"), or leave backend out: gloo and NCCL work under '
+            "mpirun, too."
         )
+    if backend == MPI4PY:
+        _mpi()
     if backend is not None:
         return backend
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def _mpi() -> Any:
+    """Registers the backend with torch. Raises ConfigurationError where mpi4py is missing."""
+    return import_module("ddp_callbacks.mpi")
 
 
 def _meet(env: WorkerEnv, timeout: timedelta) -> dist.Store:

@@ -87,10 +87,10 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 
 def _shared_memory() -> set[str]:
-    """What lies in /dev/shm; MPICH's own, which the tests of MPI look at, come and go beside other tests."""
+    """Without that of MPI libraries, whose jobs tests run side by side, and which a killed rank leaves there."""
     folder = Path("/dev/shm")
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return {name for name in names if not name.startswith("mpich_shm_")}
+    return {name for name in names if not name.startswith(("mpich_shm_", "vader_segment."))}
 
 
 def _abandoned(names: set[str]) -> set[str]:

@@ -205,7 +205,9 @@ def test_broken_arguments_are_named_before_anything_is_opened(arguments: dict[st
 def test_a_torch_without_mpi_says_what_works_instead() -> None:
     with pytest.raises(ConfigurationError) as caught:
         join_process_group(backend="mpi")
-    assert_says(caught.value, ['backend="mpi" needs a torch that was built with MPI', "Leave backend out", "mpirun"])
+    assert_says(
+        caught.value, ['backend="mpi" needs a torch that was built with MPI', "mpi4py", "leave backend out", "mpirun"]
+    )
 
 
 def test_a_worker_env_cannot_be_changed() -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from ddp_callbacks.environment import WorkerEnv
-from ddp_callbacks.process_group import join_process_group
+from ddp_callbacks.process_group import MPI4PY, join_process_group
 
 
 class LauncherEnvironment:
@@ -76,6 +76,9 @@ def environment_of_job(chosen: Any) -> Any:
 def join(environment: Any, backend: str | None, timeout: timedelta) -> None:
     """Meet the other processes of ``environment``. Blocks until all are there."""
     rank, size = environment.global_rank(), environment.world_size()
+    if backend == MPI4PY:  # which knows the place, and where to meet
+        join_process_group(backend=backend, timeout=timeout)
+        return
     if type(environment).__name__ != "LightningEnvironment":
         env = WorkerEnv.from_environ()
         if (env.rank, env.world_size) == (rank, size):
