@@ -12,13 +12,27 @@ from ddp_callbacks.version import __version__
 if TYPE_CHECKING:
     from ddp_callbacks.environment import WorkerEnv
     from ddp_callbacks.gradients import GradientSynchronizer
+    from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager
     from ddp_callbacks.process_group import join_process_group, leave_process_group
     from ddp_callbacks.processes import spawn
 
-__all__ = ["GradientSynchronizer", "WorkerEnv", "__version__", "join_process_group", "leave_process_group", "spawn"]
+__all__ = [
+    "DiLoCo",
+    "GradientSynchronizer",
+    "LocalSGD",
+    "ParameterAverager",
+    "WorkerEnv",
+    "__version__",
+    "join_process_group",
+    "leave_process_group",
+    "spawn",
+]
 
 _MODULES = {
+    "DiLoCo": "local_sgd",
     "GradientSynchronizer": "gradients",
+    "LocalSGD": "local_sgd",
+    "ParameterAverager": "local_sgd",
     "WorkerEnv": "environment",
     "join_process_group": "process_group",
     "leave_process_group": "process_group",

@@ -23,6 +23,8 @@ COMPUTED_ONCE = {
     "test_equivalence",
     "test_gradients",
     "test_lightning",
+    "test_local_sgd",
+    "test_local_sgd_torchbearer",
     "test_output",
     "test_rows",
     "test_settings",
