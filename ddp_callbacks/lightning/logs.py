@@ -182,6 +182,11 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """Whether a batch is being computed."""
         return self._in_batch
 
+    @property
+    def joins_steps(self) -> bool:
+        """Whether the ranks meet in this batch."""
+        return self._joins_steps
+
     def join_step(self, flags: Sequence[bool] = ()) -> list[bool]:
         """Join what was logged in this step; the flags that any rank has raised. A collective."""
         (numbers, self._step), (metrics, self._step_metrics) = (self._step, []), (self._step_metrics, [])
