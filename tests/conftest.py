@@ -24,6 +24,7 @@ COMPUTED_ONCE = {
     "test_gradients",
     "test_lightning",
     "test_local_sgd",
+    "test_local_sgd_lightning",
     "test_local_sgd_torchbearer",
     "test_output",
     "test_rows",

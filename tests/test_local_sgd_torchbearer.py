@@ -25,7 +25,7 @@ from torchbearer.callbacks import MostRecent
 
 from ddp_callbacks import DiLoCo, LocalSGD
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.torchbearer import AllReduceGradients, AverageParameters, DDPCallback
+from ddp_callbacks.torchbearer import SHARE, AllReduceGradients, AverageParameters, DDPCallback
 
 Case = Callable[[], Any]
 CASES: dict[str, Case] = {}
@@ -99,7 +99,8 @@ class Watch(Callback):  # type: ignore[misc]
         self.evaluated: list[torch.Tensor] = []
 
     def on_forward(self, state: Any) -> None:
-        self.batches.append((state[torchbearer.X].clone(), state[torchbearer.Y_TRUE].clone()))
+        count = state[SHARE].local  # a rank without a sample computes a stand-in
+        self.batches.append((state[torchbearer.X][:count].clone(), state[torchbearer.Y_TRUE][:count].clone()))
 
     def on_end_training(self, state: Any) -> None:
         self.trained.append(vector(state[torchbearer.MODEL]))
@@ -114,7 +115,7 @@ def vector(model: nn.Module) -> torch.Tensor:
 
 @case
 def diloco() -> Any:
-    """Five steps in an epoch, windows of three: one of two steps at the end of each. Rank 0 has no last batch."""
+    """Five steps in an epoch, windows of three: one of two steps at the end of each. One rank has no last batch."""
     watch = Watch()
     made = trial([DDPCallback(sync=DiLoCo(3))], optimizer=lambda p: torch.optim.AdamW(p, lr=0.05), callbacks=[watch])
     start = vector(made.state[torchbearer.MODEL])
