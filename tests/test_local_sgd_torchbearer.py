@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,20 @@ import torch
 import torch.distributed as dist
 import torchbearer
 from distributed import run_distributed
+from nursery import Nursery, noting_errors
 from scenarios import CLASSES, FEATURES, SCENARIOS, data, outcome, run, trial
 from test_equivalence import assert_equal
+from test_failures import (
+    BATCH,
+    STEP,
+    Rows,
+    assert_all_fail,
+    assert_cause_is_known,
+    kill_myself,
+    my_rank,
+    peer_errors,
+    raise_the_cause,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -243,6 +256,29 @@ def test_running_statistics_are_merged_before_evaluations() -> None:
     for other in others:
         assert_equal(other["parameters"], first["parameters"], 0.0)
         assert_equal(other["history"], first["history"], 0.0)
+
+
+def train(action: str, rank: int) -> None:
+    """``action`` happens on ``rank`` in the middle of a window."""
+    model = nn.Linear(4, 1)
+    rows = Rows({"kill": kill_myself, "raise": raise_the_cause}[action] if my_rank() == rank else None, STEP * BATCH)
+    made = trial([DDPCallback(sync=LocalSGD(6))], model=model, criterion=nn.MSELoss(), metrics=["loss"])
+    made.to("cpu", torch.float32).with_train_generator(DataLoader(rows, BATCH))
+    with noting_errors():
+        made.run(3)
+
+
+def test_a_rank_that_dies_in_a_window_is_named_where_it_closes(nursery: Nursery, tmp_path: Path) -> None:
+    ranks = nursery.run(train, 3, tmp_path, "kill", 1)
+    assert_all_fail(ranks, 1, code=-signal.SIGKILL)
+    for error in peer_errors(ranks, 1, within=5):
+        assert "died" in error and f"pid {ranks[1].pid}" in error, error
+
+
+def test_an_exception_in_a_window_reaches_every_other_rank(nursery: Nursery, tmp_path: Path) -> None:
+    ranks = nursery.run(train, 2, tmp_path, "raise", 0)
+    assert_all_fail(ranks, 0)
+    assert_cause_is_known(ranks, 0, within=5)
 
 
 def test_the_bundle_takes_the_word() -> None:
