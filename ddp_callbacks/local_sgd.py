@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.agreement import require_agreement
+from ddp_callbacks.agreement import module_settings, require_agreement
 from ddp_callbacks.all_reduce import Pending, choose_all_reduce
 from ddp_callbacks.buckets import ParameterSpec, assign_buckets, check_bucket_cap_mb
 from ddp_callbacks.errors import ConfigurationError, MismatchError
@@ -122,8 +122,8 @@ class ParameterAverager:
     """Close a window every so many optimizer steps, on all ranks at once; see the module's docstring.
 
     The parameters must be equal on all ranks when it is made (:func:`ddp_callbacks.broadcast.broadcast_parameters`);
-    they are equal, bit for bit, after each :meth:`close_window`. Parameters that no rank has changed in a window,
-    frozen ones say, are not sent. Buffers are left alone, and so is the optimizer's own state (momentum, moments of
+    they are equal, bit for bit, after each :meth:`close_window`. Pieces that no rank has changed in a window, of frozen
+    parameters say, are not sent. Buffers are left alone, and so is the optimizer's own state (momentum, moments of
     Adam), which stays each rank's as in the paper.
 
     Memory: a copy of the parameters, with DiLoCo two, and two pieces of ``bucket_cap_mb`` that are sent. Half precision
@@ -143,7 +143,7 @@ class ParameterAverager:
         process_group: ``None`` is the default group.
 
     Raises:
-        MismatchError: The ranks have different settings.
+        MismatchError: The ranks have different settings or models.
     """
 
     def __init__(
@@ -163,8 +163,9 @@ class ParameterAverager:
         self._world: _World | None = None
         self._pieces: list[_Piece] = []
         if get_world_size(process_group) > 1:
-            remedy = "Give sync= and bucket_cap_mb= alike in every process."
-            require_agreement({"sync": repr(sync), "bucket_cap_mb": bucket_cap_mb}, "the averaging", remedy)
+            settings = {"sync": repr(sync), "bucket_cap_mb": bucket_cap_mb} | module_settings(module)
+            remedy = "Give every process the same model and the same settings."
+            require_agreement(settings, _DOING, remedy, process_group)
         elif isinstance(sync, LocalSGD):
             return
         self._pieces = _make_pieces(module, sync, bucket_cap_mb)
@@ -241,6 +242,7 @@ class ParameterAverager:
                 piece.load_momentum(loaded)
 
     def _keep_momentum(self) -> None:
+        self._momentum.clear()
         for piece in self._pieces:
             self._momentum.update(piece.momentum())
         if self._momentum:

@@ -297,6 +297,24 @@ def test_a_frozen_parameter_stays_whatever_its_momentum() -> None:
         assert second[1] == pytest.approx(0.7 * 1.9)
 
 
+@case
+def part_of_the_world() -> Any:
+    """Ranks 0 and 2 average; rank 1 is not asked."""
+    group = dist.new_group([0, 2])
+    module = nn.ParameterList([torch.zeros(1)])
+    if dist.get_rank() != 1:
+        averager = ParameterAverager(module, LocalSGD(1), process_group=group)
+        with torch.no_grad():
+            module[0] += 4.0 * dist.get_rank()
+        averager.step([1.0, 0.0, 3.0][dist.get_rank()])
+    return module[0].item()
+
+
+@both_ways
+def test_a_process_group_averages_for_itself(way: str) -> None:
+    assert by_rank(part_of_the_world, way) == [6.0, 0.0, 6.0]
+
+
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
