@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from ddp_callbacks.ddp_hook import two_level_hook
     from ddp_callbacks.environment import WorkerEnv
     from ddp_callbacks.gradients import GradientSynchronizer
+    from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager
     from ddp_callbacks.process_group import join_process_group, leave_process_group
     from ddp_callbacks.processes import spawn
 
 __all__ = [
+    "DiLoCo",
     "GradientSynchronizer",
+    "LocalSGD",
+    "ParameterAverager",
     "PowerSGD",
     "WorkerEnv",
     "__version__",
@@ -29,7 +33,10 @@ __all__ = [
 ]
 
 _MODULES = {
+    "DiLoCo": "local_sgd",
     "GradientSynchronizer": "gradients",
+    "LocalSGD": "local_sgd",
+    "ParameterAverager": "local_sgd",
     "PowerSGD": "compression",
     "WorkerEnv": "environment",
     "join_process_group": "process_group",

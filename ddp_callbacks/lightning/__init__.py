@@ -13,6 +13,9 @@ whichever is installed. What happens in a training step, in Lightning's order::
       on_train_batch_end                 the logged values are those of the whole batch
     end of an epoch or an evaluation     epoch values and running statistics are merged, before any hook reads them
 
+With ``sync=LocalSGD(...)`` or ``DiLoCo(...)`` the gradients stay the rank's own, the parameters are averaged every so
+many steps and at the moments in ``local_steps``, and the ranks meet in those steps only.
+
 ``package`` makes the classes for both packages; ``callback`` is for a Trainer whose strategy is another; ``reductions``
 are what users ask the strategy for.
 """

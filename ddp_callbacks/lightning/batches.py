@@ -30,17 +30,21 @@ class Batches:
         weight: A function of a training batch, this rank's part: the number that the loss of that part is a mean over
             (tokens that count, say). ``None``: the number of samples.
         exchange: To the other ranks.
+        sums_weights: Whether the total weight of a training batch is needed.
 
     Attributes:
         share: Of the batch that is being computed.
         weight: What this rank's loss of that batch counts; 0 where the batch is a stand-in.
-        total: The sum of the weights over the ranks; during training it is known.
+        total: The sum of the weights over the ranks; during training it is known where it is needed.
     """
 
-    def __init__(self, batch_size: BatchSize, weight: Weight | None, exchange: RowExchange) -> None:
+    def __init__(
+        self, batch_size: BatchSize, weight: Weight | None, exchange: RowExchange, sums_weights: bool = True
+    ) -> None:
         self._batch_size: BatchSize = batch_size
         self._weight_of = weight
         self._exchange = exchange
+        self._sums_weights = sums_weights
         self._drawn_by_step: list[ShardedLoader] = []
         self._set(Share(0, None), 0.0, None)
 
@@ -113,10 +117,12 @@ class Batches:
         mine = len({share.local / share.total if share.total else None for share in shares}) > 1
         return any(row[0] for row in self._exchange.exchange([float(mine)], "the shares of several loaders"))
 
-    def _weigh(self, batch: Any, share: Share) -> tuple[float, float]:
+    def _weigh(self, batch: Any, share: Share) -> tuple[float, float | None]:
         weight = float(share.local if self._weight_of is None or not share.local else self._weight_of(batch))
         if self._weight_of is None and share.total is not None:
             return weight, float(share.total)
+        if not self._sums_weights:
+            return weight, None
         rows = self._exchange.exchange([weight], "the weight of the batch")
         return weight, sum(row[0] for row in rows)
 

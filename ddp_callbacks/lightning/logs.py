@@ -10,6 +10,8 @@ difference. When::
     end of a pass               the values of the epoch, from the records of all batches
     end of the epoch's hooks    the same for what they have logged
 
+With local steps the values of a step are joined only where a window closes; in the other steps they are the rank's own.
+
 These moments are the same on all ranks, whatever they log. Between them nothing is communicated: rank 0 alone may log,
 or read what was logged. ``reduce_fx`` says how parts combine: the mean is weighted, a sum is the sum, a maximum the
 maximum.
@@ -181,6 +183,11 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def is_in_batch(self) -> bool:
         """Whether a batch is being computed."""
         return self._in_batch
+
+    @property
+    def joins_steps(self) -> bool:
+        """Whether the ranks meet in this batch."""
+        return self._joins_steps
 
     def join_step(self, flags: Sequence[bool] = ()) -> list[bool]:
         """Join what was logged in this step; the flags that any rank has raised. A collective."""

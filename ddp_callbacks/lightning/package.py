@@ -29,6 +29,9 @@ STRATEGY_DOC = """Train on many processes without wrapping the module; the strat
             processes give the numbers of one. ``"per_process"``: each takes whole batches in turn.
         weight: A function of a training batch (this process's part) that returns the number that the loss is the mean
             over, tokens that count, say. ``None``: the number of samples.
+        sync: ``"every_step"``: the gradients of every backward are summed over the processes, which is exact.
+            :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`: each process takes its own steps, and
+            parameters are averaged now and then, for slow networks; see :class:`ddp_callbacks.ParameterAverager`.
         bucket_cap_mb, comm_hook, comm_state: See :class:`ddp_callbacks.GradientSynchronizer`.
         process_group_backend: As in :func:`torch.distributed.init_process_group`; ``None``: gloo, and NCCL for CUDA.
         timeout: How long to wait for the other processes to come, and for one that has gone silent.

@@ -17,6 +17,7 @@ from ddp_callbacks.collectives import all_gather_tensors, pack, unpack
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning.batches import Batches, Weight
 from ddp_callbacks.lightning.kinds import like, with_tensors
+from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember
 from ddp_callbacks.rows import RowExchange
@@ -33,13 +34,16 @@ class Run:
         batch_size: BatchSize,
         weight: Weight | None,
         results_class: Callable[..., JointResults],
+        local: LocalSteps | None = None,
     ) -> None:
         self._trainer = trainer
         self._model = model
         self._exchange = RowExchange()
-        self.batches = Batches(batch_size, weight, self._exchange)
+        self._local = local
+        self.batches = Batches(batch_size, weight, self._exchange, sums_weights=local is None)
         self._metrics = SyncedMetrics([model, *trainer.callbacks], self._is_stand_in)
         self._undo: Callable[[], None] | None = None  # what a stand-in has left behind
+        self._held = [False, False]  # flags that the other ranks have not heard of yet
         self._trained = 0  # samples of this rank since the buffers were merged
         self._batch_norm: BatchNormSynchronizer | None = None
         epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
@@ -83,7 +87,8 @@ class Run:
         batch = self.batches.take(batch, loaders, spec, training)
         if training:
             self._trained += self.batches.share.local
-        self._begin_batch(training or all(isinstance(loader, ShardedLoader) for loader in combined.flattened))
+        meets = self._meets() if training else all(isinstance(loader, ShardedLoader) for loader in combined.flattened)
+        self._begin_batch(meets)
         return batch
 
     @contextmanager
@@ -92,10 +97,11 @@ class Run:
         results = self._trainer._results
         if not results.is_in_batch:  # training_step(dataloader_iter)
             self.batches.let_draw(self._loaders())
-            self._begin_batch(joins_steps=True)
+            self._begin_batch(self._meets())
         yield
         self.batches.settle()
-        results.join_step()
+        if results.joins_steps:
+            results.join_step()
 
     def end_batch(self) -> None:
         """A stand-in leaves no trace in metrics and running statistics."""
@@ -141,12 +147,30 @@ class Run:
         self._trained = 0
 
     def _before_batch_end(self) -> None:
-        trainer = self._trainer
-        # A hook may have set the first on one rank alone, and a signal the second.
-        stop, sigterm = trainer._results.end_batch((trainer.should_stop, trainer.received_sigterm))
-        trainer.should_stop |= stop
-        trainer._signal_connector.received_sigterm |= sigterm
+        flags = self._trainer._results.end_batch(self._flags())
+        if self._local is None or self._trainer._results.joins_steps:
+            self._raise_flags(flags)
+        else:
+            self._hold(flags)
         self.end_batch()
+
+    def _meets(self) -> bool:
+        """Whether the ranks join what they log in this training batch; with local steps only where a window closes."""
+        return self._local is None or self._local.is_last_step
+
+    def _flags(self) -> list[bool]:
+        """To stop, which a hook may have set on one rank alone, and SIGTERM."""
+        own = (self._trainer.should_stop, self._trainer.received_sigterm)
+        return [flag or held for flag, held in zip(own, self._held, strict=True)]
+
+    def _hold(self, flags: list[bool]) -> None:
+        """Act on them when the ranks meet: one that stopped by itself would leave the others waiting."""
+        self._held = flags
+        self._trainer.should_stop = self._trainer._signal_connector.received_sigterm = False
+
+    def _raise_flags(self, flags: list[bool]) -> None:
+        self._held = [False, False]
+        self._trainer.should_stop, self._trainer._signal_connector.received_sigterm = flags
 
     def _note_sigterm(self, *_: Any) -> None:
         """The handler of the signal: all ranks hear of it at the end of the batch."""
@@ -158,6 +182,9 @@ class Run:
         self._trainer._results.join_epoch()
         if self._trainer.training:
             self.merge_buffers()
+            if self._local is not None:
+                rows = self._exchange.exchange([*map(float, self._flags())], "the decision to stop")
+                self._raise_flags([any(flags) for flags in zip(*rows, strict=True)])
             for loader in self._loaders():
                 if isinstance(loader, ShardedLoader) and isinstance(loader.iterator, ShardedIterator):
                     loader.iterator.check_agreement()

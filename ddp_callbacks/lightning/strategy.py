@@ -29,10 +29,12 @@ from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.failures import report_failure
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning.batches import Weight
+from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.world import environment_of_job, join
+from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.random_state import make_distinct
 from ddp_callbacks.sharding import BatchSize, check_batch_size
@@ -72,6 +74,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         batch_size: BatchSize = "global",
         *,
         weight: Weight | None = None,
+        sync: Sync = "every_step",
         bucket_cap_mb: float = 25.0,
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
@@ -83,6 +86,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     ) -> None:
         _check_settings(batch_size, weight, bucket_cap_mb, comm_hook, lightnings)
         check_compress(compress, comm_hook)
+        check_sync(sync, comm_hook=comm_hook, compress=compress)
         self._cluster_environment: Any = None
         method = start_method or ("fork" if self.interactive else "popen")
         super().__init__(
@@ -90,6 +94,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         )
         self._batch_size: BatchSize = batch_size
         self._weight = weight
+        self._sync: Sync = sync
         self._synchronizer_options = {
             "bucket_cap_mb": bucket_cap_mb,
             "comm_hook": comm_hook,
@@ -99,6 +104,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self._trainer: Any = None
         self._divides = True  # use_distributed_sampler, as the user has it
         self._synchronizer: GradientSynchronizer | None = None
+        self._local: LocalSteps | None = None  # in its place, if the gradients are not synchronized
         self._run: Run | None = None
 
     # --- the world ----------------------------------------------------------------------------------------------------
@@ -166,6 +172,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     def setup(self, trainer: Any) -> None:
         """Begin a run: compare the processes, give all rank 0's parameters, listen to the gradients. A collective."""
         self._refuse_plugins()
+        check_sync(self._sync, sync_batchnorm=self._syncs_batch_norm)
         self._take_trainer(trainer)
         if trainer.state.fn == "fit" and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
@@ -173,13 +180,18 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         self._close()
-        if self._trainer.state.fn == "fit":
-            self._synchronizer = GradientSynchronizer(model, **self._synchronizer_options)
         if self.world_size > 1:
             _require_same_run(self._trainer, model, self._batch_size)
+        if self._trainer.state.fn == "fit":
+            if self._sync == "every_step":
+                self._synchronizer = GradientSynchronizer(model, **self._synchronizer_options)
+            else:
+                bucket_cap_mb = self._synchronizer_options["bucket_cap_mb"]
+                self._local = LocalSteps(self._trainer, model, self._sync, bucket_cap_mb)
+        if self.world_size > 1:
             broadcast_parameters(model)
             make_distinct()
-            self._run = Run(self._trainer, model, self._batch_size, self._weight, self.results_class)
+            self._run = Run(self._trainer, model, self._batch_size, self._weight, self.results_class, self._local)
             if self._syncs_batch_norm:
                 self._run.synchronize_batch_norm()
         return model
@@ -211,10 +223,11 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's; then the logged values are joined. A collective."""
-        if self._run is None:
-            return super().training_step(*args, **kwargs)
-        with self._run.training_step():
-            return super().training_step(*args, **kwargs)
+        with nullcontext() if self._run is None else self._run.training_step():
+            output = super().training_step(*args, **kwargs)
+        if self._local is not None:
+            self._local.end_training_step(None if self._run is None else self._run.batches)
+        return output
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The predictions for the whole batch, on every rank. A collective."""
@@ -236,14 +249,44 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """As Lightning's; LBFGS, which decides by the loss, gets that of the whole batch."""
         inner = getattr(optimizer, "_optimizer", optimizer)
-        if self._run is not None and isinstance(inner, torch.optim.LBFGS):
+        if self._run is not None and self._local is None and isinstance(inner, torch.optim.LBFGS):
             closure = functools.partial(self._run.joint_loss, closure)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._local is not None:
+            self._local.note_step()
+        return output
+
+    def on_train_start(self) -> None:
+        """Parameters are those to train from."""
+        super().on_train_start()
+        if self._local is not None:
+            self._local.begin()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Parameters that hooks have exchanged at the start of the epoch are those to train from."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._local is not None and batch_idx == 0:
+            self._local.close_window()
 
     def on_validation_start(self) -> None:
-        """Running statistics of the training so far are merged."""
+        """Running statistics of the training so far are merged, and parameters averaged if they differ."""
         if self._run is not None:
             self._run.merge_buffers()
+        if self._local is not None:
+            self._local.close_window()
+
+    def on_validation_end(self) -> None:
+        """Parameters that hooks have exchanged for the validation are back."""
+        super().on_validation_end()
+        if self._local is not None:
+            self._local.close_window()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: of the averaged parameters. A collective where local steps are taken."""
+        if self._local is not None and (self.world_size == 1 or not self._is_alone()):
+            self._local.close_window()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
 
     # --- what Lightning and its users ask -----------------------------------------------------------------------------
 
@@ -317,6 +360,10 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     @contextmanager
     def _weighed(self, loss: torch.Tensor) -> Iterator[None]:
         synchronizer, run = self._synchronizer, self._run
+        if self._local is not None:
+            with self._local.backward(None if run is None else run.batches):
+                yield
+            return
         if run is None or synchronizer is None:
             yield
             return
@@ -352,6 +399,9 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         if self._run is not None:
             self._run.close()
             self._run = None
+        if self._local is not None:
+            self._local.close()
+            self._local = None
 
 
 def _check_settings(

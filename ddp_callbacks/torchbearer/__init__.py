@@ -16,6 +16,9 @@ What happens in a step, Torchbearer's events in their order and what listens to 
       ... validation likewise; GatherPredictions in predict()
       on_end_epoch, on_checkpoint   with the merged metrics; AgreeToStop
     on_end                     hooks are removed, generators given back; BatchNorm layers when run() returns or raises
+
+With ``sync=LocalSGD(...)`` or ``DiLoCo(...)`` AverageParameters stands in the place of AllReduceGradients: gradients
+stay the rank's own, and windows close in on_step_training and on_end_training.
 """
 
 try:
@@ -30,6 +33,7 @@ from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.decisions import AgreeToStop
 from ddp_callbacks.torchbearer.flatten import Flatten
 from ddp_callbacks.torchbearer.gradients import AllReduceGradients
+from ddp_callbacks.torchbearer.local_sgd import AverageParameters
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.predictions import GatherPredictions
@@ -40,6 +44,7 @@ __all__ = [
     "SHARE",
     "AgreeToStop",
     "AllReduceGradients",
+    "AverageParameters",
     "BroadcastParameters",
     "DDPCallback",
     "DistributedCallback",

@@ -11,12 +11,14 @@ from torchbearer.callbacks import CallbackList
 
 from ddp_callbacks.comm_hooks import CommHook
 from ddp_callbacks.compression import Compress
+from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group
 from ddp_callbacks.sharding import BatchSize
 from ddp_callbacks.torchbearer.batch_norm import SynchronizeBatchNorm
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.decisions import AgreeToStop
 from ddp_callbacks.torchbearer.gradients import AllReduceGradients
+from ddp_callbacks.torchbearer.local_sgd import AverageParameters
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.predictions import GatherPredictions
@@ -37,6 +39,9 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         batch_size: See :class:`ShardData`.
         weight, reduction: What the loss is the mean over. See :class:`ddp_callbacks.torchbearer.weights.LossWeight`;
             the default is right for torch's criteria.
+        sync: ``"every_step"``: the gradients of every backward are summed over the processes, which is exact.
+            :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`: each process takes its own steps, and
+            parameters are averaged now and then, for slow networks; see :class:`AverageParameters`.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`.
         sync_batchnorm: BatchNorm layers normalize by the statistics of the whole batch, over all processes; see
             :class:`SynchronizeBatchNorm`. Otherwise each process normalizes by its part.
@@ -55,6 +60,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         *,
         weight: Weight | None = None,
         reduction: str | None = None,
+        sync: Sync = "every_step",
         bucket_cap_mb: float = 25.0,
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
@@ -64,13 +70,20 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
+        check_sync(sync, comm_hook=comm_hook, compress=compress, sync_batchnorm=sync_batchnorm)
+        if sync == "every_step":
+            synchronize: Callback = AllReduceGradients(
+                weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, process_group
+            )
+        else:
+            synchronize = AverageParameters(sync, weight, reduction, bucket_cap_mb, process_group)
         callbacks = [
             ReportFailures(process_group),
             BroadcastParameters(process_group),
             *([SynchronizeBatchNorm(process_group)] if sync_batchnorm else []),
             ShardData(batch_size, process_group),
             MergeBuffers(process_group),
-            AllReduceGradients(weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, process_group),
+            synchronize,
             ReduceMetrics(weight, reduction, process_group),
             GatherPredictions(process_group),
             RankZeroOutput(also_rank_zero, process_group),

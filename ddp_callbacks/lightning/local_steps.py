@@ -1,0 +1,95 @@
+"""Local steps in a Trainer: where Lightning's optimizers step, and the moments at which a window closes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ddp_callbacks.lightning.batches import Batches
+from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
+
+
+class LocalSteps:
+    """The windows of one fit; see :class:`ddp_callbacks.ParameterAverager`.
+
+    A step is a batch in which an optimizer stepped: with gradients that are accumulated over batches, or by hand with
+    several optimizers, the window closes behind the batch that fills it. Windows close early for a validation, a
+    checkpoint and the end of an epoch.
+    """
+
+    def __init__(self, trainer: Any, module: torch.nn.Module, sync: LocalSGD | DiLoCo, bucket_cap_mb: float) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._sync = sync
+        self._bucket_cap_mb = bucket_cap_mb
+        self._averager: ParameterAverager | None = None
+        self._weight = 0.0  # since the last step
+        self._has_stepped = False  # in this batch
+        # Before any hook at the end of an epoch; the strategy is not told of that moment.
+        connector = trainer._logger_connector
+        connector.epoch_end_reached = self._closing(connector.epoch_end_reached)
+
+    def close(self) -> None:
+        """Give Lightning's object back."""
+        vars(self._trainer._logger_connector).pop("epoch_end_reached", None)
+
+    def begin(self) -> None:
+        """The parameters are those to train from. A collective."""
+        optimizers = self._trainer.strategy.optimizers
+        self._averager = ParameterAverager(
+            self._module, self._sync, optimizers[0] if optimizers else None, bucket_cap_mb=self._bucket_cap_mb
+        )
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the next step closes the window; the same on all ranks."""
+        return self._averager is None or self._averager.is_last_step
+
+    def close_window(self) -> None:
+        """Make the parameters one again, if training has begun. A collective."""
+        if self._averager is not None:
+            self._averager.close_window()
+
+    @contextmanager
+    def backward(self, batches: Batches | None) -> Iterator[None]:
+        """Around a backward: one of a stand-in leaves no gradients."""
+        if batches is not None:
+            batches.settle()
+        if batches is None or batches.weight:
+            yield
+            return
+        put_back = set_gradients_aside(self._module)
+        try:
+            yield
+        finally:
+            put_back()
+
+    def note_step(self) -> None:
+        """An optimizer has stepped."""
+        self._has_stepped = True
+        if self._trainer.lightning_module.automatic_optimization:
+            self._count()
+
+    def end_training_step(self, batches: Batches | None) -> None:
+        """``training_step`` has returned; with automatic optimization its backward and step come behind it."""
+        self._weight += 1.0 if batches is None else batches.weight
+        if self._has_stepped:
+            self._count()
+
+    def _count(self) -> None:
+        assert self._averager is not None
+        weight, self._weight, self._has_stepped = self._weight, 0.0, False
+        self._averager.step(weight)
+
+    def _closing(self, method: Any) -> Any:
+        @functools.wraps(method)
+        def closing(*args: Any, **kwargs: Any) -> Any:
+            if self._trainer.training:
+                self.close_window()
+            return method(*args, **kwargs)
+
+        return closing

@@ -1,0 +1,424 @@
+"""Fewer rounds: each rank trains by itself for a window of steps, then the ranks' parameters become one again.
+
+One window, on each rank::
+
+    the window opens     the parameters, equal on all ranks, are copied: the anchor
+    every - 1 steps      of this rank's own optimizer, on this rank's gradients; nothing is sent
+    the window closes    outer gradient = anchor - parameters, averaged over the ranks;
+                         the outer optimizer takes one step from the anchor; that is the new model, on all ranks
+
+With an outer optimizer that just subtracts the outer gradient this is local SGD, the plain mean of the parameters
+(https://arxiv.org/abs/1805.09767); with Nesterov momentum it is DiLoCo (https://arxiv.org/abs/2311.08105, algorithm 1).
+
+The mean is weighted by the samples that each rank has used in the window. So with ``LocalSGD(every=1)``, SGD without
+momentum and a loss that is a mean, the model is that of one process, however unevenly a batch is divided.
+
+[Note: torch's averagers]
+``torch.distributed.algorithms.model_averaging`` is not used. Its averagers give every rank the same weight; leave out
+the parameters that have no gradient, which may be others on each rank, so that the ranks wait for each other's; wait
+without a limit; average in the parameters' own precision; and put all parameters into one buffer. The outer
+optimizer is torch's SGD.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.agreement import module_settings, require_agreement
+from ddp_callbacks.all_reduce import choose_all_reduce
+from ddp_callbacks.buckets import ParameterSpec, assign_buckets, check_bucket_cap_mb
+from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.failures import describe_rank
+from ddp_callbacks.process_group import get_world_size, resolve_group
+from ddp_callbacks.rows import RowExchange
+from ddp_callbacks.summation import Pending
+
+OUTER_MOMENTUM = "ddp_callbacks_outer_momentum"
+"""Key in ``optimizer.state`` of DiLoCo's momentum: a dict of tensors by the parameters' names.
+
+State of an optimizer that belongs to no parameter is saved and loaded by ``Optimizer.state_dict`` as it is, so a
+checkpoint of the optimizer holds it, and loads as well where nobody knows it.
+"""
+
+_DOING = "the averaging of the parameters"
+
+
+@dataclass(frozen=True)
+class LocalSGD:
+    """Average the parameters over the ranks, in place of the gradients of each step.
+
+    Args:
+        every: Number of optimizer steps in a window.
+
+    Raises:
+        ConfigurationError: ``every`` is not a positive whole number.
+    """
+
+    every: int
+
+    def __post_init__(self) -> None:
+        _check_every(self.every)
+
+    def outer_optimizer(self, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
+        """Makes the anchors the mean of the parameters."""
+        return torch.optim.SGD(anchors, lr=1.0)
+
+
+@dataclass(frozen=True)
+class DiLoCo:
+    """Take a step of an outer optimizer, SGD with Nesterov momentum, along the ranks' mean change of the parameters.
+
+    The defaults of the outer optimizer are the paper's (https://arxiv.org/abs/2311.08105, section 3), which finds
+    AdamW as the inner one, and windows of up to 500 steps, to work well.
+
+    Args:
+        every: Number of optimizer steps in a window.
+        outer_lr: Learning rate of the outer optimizer; 1 without momentum is :class:`LocalSGD`.
+        outer_momentum: Its Nesterov momentum; 0 for none.
+
+    Raises:
+        ConfigurationError: ``every`` is not a positive whole number, ``outer_lr`` is not positive, or
+            ``outer_momentum`` is not in [0, 1).
+    """
+
+    every: int
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        _check_every(self.every)
+        if not _is_number(self.outer_lr) or not 0 < self.outer_lr < float("inf"):
+            raise ConfigurationError(f"outer_lr must be positive, got {self.outer_lr!r}; the paper's is 0.7.")
+        if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
+            raise ConfigurationError(
+                f"outer_momentum must be at least 0 and below 1, got {self.outer_momentum!r}; the paper's is 0.9."
+            )
+
+    def outer_optimizer(self, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
+        """SGD with Nesterov momentum on the anchors."""
+        momentum = self.outer_momentum
+        return torch.optim.SGD(anchors, lr=self.outer_lr, momentum=momentum, nesterov=momentum > 0)
+
+
+Sync = Literal["every_step"] | LocalSGD | DiLoCo
+
+
+def check_sync(sync: Any, *, comm_hook: Any = None, compress: Any = None, sync_batchnorm: bool = False) -> None:
+    """Raise :class:`ConfigurationError` unless it is a :data:`Sync`, and goes with the other settings."""
+    if sync != "every_step" and not isinstance(sync, LocalSGD | DiLoCo):
+        raise ConfigurationError(f'sync must be "every_step", LocalSGD(...) or DiLoCo(...), got {sync!r}.')
+    if sync == "every_step":
+        return
+    for name, setting, does in (
+        ("comm_hook", comm_hook, "sums gradients"),
+        ("compress", compress, "is for gradients"),
+        ("sync_batchnorm=True", sync_batchnorm or None, "exchanges statistics in every step"),
+    ):
+        if setting is not None:
+            raise ConfigurationError(f"{name} {does}, and with sync={sync!r} none are sent. Leave one of them out.")
+
+
+class ParameterAverager:
+    """Close a window every so many optimizer steps, on all ranks at once; see the module's docstring.
+
+    The parameters must be equal on all ranks when it is made (:func:`ddp_callbacks.broadcast.broadcast_parameters`);
+    they are equal, bit for bit, after each :meth:`close_window`. Pieces that no rank has changed in a window, of frozen
+    parameters say, are not sent. Buffers are left alone, and so is the optimizer's own state (momentum, moments of
+    Adam), which stays each rank's as in the paper.
+
+    Memory: a copy of the parameters, with DiLoCo two, and two pieces of ``bucket_cap_mb`` that are sent. Half precision
+    is averaged in float32.
+
+    In a world of one local SGD does nothing, as the mean of one model is that model. DiLoCo is the same algorithm with
+    one worker, for which it is defined too: N ranks are then the larger batch, not another method.
+
+    Making it is a collective and blocks until every rank does it.
+
+    Args:
+        module: Its parameters are averaged.
+        sync: :class:`LocalSGD` or :class:`DiLoCo`.
+        optimizer: The one that trains ``module``; DiLoCo's momentum is kept in its state, so that it is saved and
+            loaded with it. ``None``: it is lost with this object.
+        bucket_cap_mb: The size in MiB of the pieces in which parameters are sent; a larger parameter is a piece.
+        process_group: ``None`` is the default group.
+
+    Raises:
+        MismatchError: The ranks have different settings or models.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        sync: LocalSGD | DiLoCo,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        bucket_cap_mb: float = 25.0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_bucket_cap_mb(bucket_cap_mb)
+        self._sync = sync
+        self._optimizer = optimizer
+        self._momentum: dict[str, torch.Tensor] = {}  # of all pieces
+        self._steps, self._weight = 0, 0.0
+        self._world: _World | None = None
+        self._pieces: list[_Piece] = []
+        if get_world_size(process_group) > 1:
+            settings = {"sync": repr(sync), "bucket_cap_mb": bucket_cap_mb} | module_settings(module)
+            remedy = "Give every process the same model and the same settings."
+            require_agreement(settings, _DOING, remedy, process_group)
+        elif isinstance(sync, LocalSGD):
+            return
+        self._pieces = _make_pieces(module, sync, bucket_cap_mb)
+        if get_world_size(process_group) > 1:
+            self._world = _World(resolve_group(process_group), self._pieces)
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the next :meth:`step` closes the window."""
+        return self._steps + 1 >= self._sync.every
+
+    def step(self, weight: float = 1.0) -> None:
+        """Count a step of the optimizer; every so many close the window. All ranks must take as many steps.
+
+        Args:
+            weight: What this rank's loss was the mean over: the number of samples, or of tokens that count. 0 where it
+                had none; it has to count the step all the same.
+
+        Raises:
+            ConfigurationError: The weight is negative or not a number.
+            MismatchError, PeerError: As :meth:`close_window`.
+        """
+        if not weight >= 0:
+            raise ConfigurationError(f"the weight of a step must be 0 or more, got {weight!r}.")
+        self._steps += 1
+        self._weight += weight
+        if self._steps >= self._sync.every:
+            self.close_window()
+
+    @torch.no_grad()
+    def close_window(self) -> None:
+        """Make the parameters one again, also before the window is full; every rank must call it.
+
+        Call it before an evaluation, a checkpoint and the end of training. Where no step was taken since the last
+        call, nothing is sent, and the parameters as they are now, which something else may have exchanged, are what the
+        next window starts from. Blocks until all ranks are here.
+
+        Raises:
+            MismatchError: The ranks have taken different numbers of steps.
+            ConfigurationError: The optimizer's state holds a momentum of other parameters.
+            PeerError: As :func:`ddp_callbacks.failures.wait` does.
+        """
+        if self._steps:
+            pieces, share = self._agree()
+            self._take_loaded_momentum()
+            for piece, outer_gradient in self._outer_gradients(pieces, share):
+                piece.take_outer_step(outer_gradient)
+            self._keep_momentum()
+        for piece in self._pieces:
+            piece.take_anchor()
+        self._steps, self._weight = 0, 0.0
+
+    def _agree(self) -> tuple[list[_Piece], float]:
+        """The pieces that some rank has changed, and what this rank counts of all."""
+        changed = [piece.has_changed() for piece in self._pieces]
+        if self._world is None:
+            share = 1.0
+        else:
+            changed, share = self._world.agree(self._steps, self._weight, changed)
+        return [piece for piece, is_changed in zip(self._pieces, changed, strict=True) if is_changed], share
+
+    def _outer_gradients(self, pieces: list[_Piece], share: float) -> Iterator[tuple[_Piece, torch.Tensor]]:
+        if self._world is not None:
+            yield from self._world.outer_gradients(pieces, share)
+            return
+        for piece in pieces:
+            yield piece, piece.write_outer_gradient(torch.empty_like(piece.anchor), share)
+
+    def _take_loaded_momentum(self) -> None:
+        """That of a checkpoint which the optimizer has loaded since the last window."""
+        loaded = self._state().get(OUTER_MOMENTUM)
+        if loaded is not None and loaded is not self._momentum:
+            for piece in self._pieces:
+                piece.load_momentum(loaded)
+
+    def _keep_momentum(self) -> None:
+        self._momentum.clear()
+        for piece in self._pieces:
+            self._momentum.update(piece.momentum())
+        if self._momentum:
+            self._state()[OUTER_MOMENTUM] = self._momentum
+
+    def _state(self) -> dict[Any, Any]:
+        """The optimizer's; loading exchanges it."""
+        return {} if self._optimizer is None else self._optimizer.state
+
+
+class _Piece:
+    """Parameters of one kind that travel together, where they were when the window opened, and the outer optimizer.
+
+    Attributes:
+        anchor: Flat, in float32 or float64; complex numbers as pairs of real ones.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], sync: LocalSGD | DiLoCo) -> None:
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        first = _real(self._parameters[0])
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        numel = sum(_real(parameter).numel() for parameter in self._parameters)
+        self.anchor = torch.empty(numel, dtype=dtype, device=first.device)
+        self._anchors = self._views(self.anchor)
+        self._outer = sync.outer_optimizer(self._anchors)
+        self.take_anchor()
+
+    def take_anchor(self) -> None:
+        """Remember the parameters as they are."""
+        torch._foreach_copy_(self._anchors, self._reals())
+
+    def has_changed(self) -> bool:
+        """Whether a parameter is no more what it was when the window opened."""
+        pairs = zip(self._anchors, self._reals(), strict=True)
+        return any(not torch.equal(anchor, real.to(anchor.dtype)) for anchor, real in pairs)
+
+    def write_outer_gradient(self, memory: torch.Tensor, share: float) -> torch.Tensor:
+        """``share * (anchor - parameters)`` into ``memory``, which has the anchor's shape; returns it."""
+        if share == 0:
+            return memory.zero_()  # a rank that counts nowhere may hold NaN
+        for target, anchor, real in zip(self._views(memory), self._anchors, self._reals(), strict=True):
+            torch.sub(anchor, real, out=target)
+        return memory.mul_(share)
+
+    def take_outer_step(self, outer_gradient: torch.Tensor) -> None:
+        """Move the parameters to where the outer optimizer goes from the anchor.
+
+        What no rank has changed stays where it is, whatever its momentum: it may have been frozen.
+        """
+        for anchor, gradient in zip(self._anchors, self._views(outer_gradient), strict=True):
+            anchor.grad = gradient if gradient.any() else None
+        self._outer.step()
+        self._outer.zero_grad()
+        torch._foreach_copy_(self._reals(), self._anchors)
+
+    def momentum(self) -> dict[str, torch.Tensor]:
+        """That of the outer optimizer, by the parameters' names; without those that have none."""
+        buffers = {
+            name: self._outer.state[anchor].get("momentum_buffer")
+            for name, anchor in zip(self._names, self._anchors, strict=True)
+        }
+        return {name: buffer for name, buffer in buffers.items() if buffer is not None}
+
+    def load_momentum(self, loaded: dict[str, torch.Tensor]) -> None:
+        """Take what :meth:`momentum` gave elsewhere; a parameter that it lacks starts without."""
+        for name, anchor in zip(self._names, self._anchors, strict=True):
+            self._outer.state[anchor].pop("momentum_buffer", None)
+            if (found := loaded.get(name)) is None:
+                continue
+            if found.shape != anchor.shape:
+                raise ConfigurationError(
+                    f"the optimizer's state has an outer momentum of shape {list(found.shape)} for {name}, which has "
+                    f"{list(anchor.shape)}: it was saved with another model. Delete its entry {OUTER_MOMENTUM!r}."
+                )
+            self._outer.state[anchor]["momentum_buffer"] = found.to(anchor, copy=True)
+
+    def _reals(self) -> list[torch.Tensor]:
+        return [_real(parameter) for parameter in self._parameters]
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        reals = self._reals()
+        parts = flat.split([real.numel() for real in reals])
+        return [part.view(real.shape) for part, real in zip(parts, reals, strict=True)]
+
+
+class _World:
+    """The other ranks, where there are any. Making it is a collective."""
+
+    def __init__(self, group: dist.ProcessGroup, pieces: Sequence[_Piece]) -> None:
+        self._group = group
+        self._rows = RowExchange(group)
+        self._all_reduce = choose_all_reduce(group, [piece.anchor.device for piece in pieces])
+        self._numel: dict[tuple[torch.dtype, torch.device], int] = {}  # of the largest piece of each kind
+        for piece in pieces:
+            kind = piece.anchor.dtype, piece.anchor.device
+            self._numel[kind] = max(self._numel.get(kind, 0), piece.anchor.numel())
+        self._memories: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def agree(self, steps: int, weight: float, changed: list[bool]) -> tuple[list[bool], float]:
+        """For each piece whether any rank has changed it, and the share of this rank."""
+        rows = self._rows.exchange([float(steps), weight, *map(float, changed)], _DOING)
+        self._require_steps([int(row[0]) for row in rows])
+        total = sum(row[1] for row in rows)
+        share = weight / total if total else 1 / len(rows)
+        return [any(flags) for flags in zip(*(row[2:] for row in rows), strict=True)], share
+
+    def outer_gradients(self, pieces: list[_Piece], share: float) -> Iterator[tuple[_Piece, torch.Tensor]]:
+        """Each piece with the sum over the ranks, good until the next is asked for; one more is under way."""
+        under_way: deque[tuple[_Piece, torch.Tensor, Pending]] = deque()
+        for index, piece in enumerate(pieces):
+            memory = piece.write_outer_gradient(self._memory(index % 2, piece.anchor), share)
+            under_way.append((piece, memory, self._all_reduce.launch(memory)))
+            if len(under_way) == 2:
+                yield self._await(*under_way.popleft())
+        while under_way:
+            yield self._await(*under_way.popleft())
+
+    def _await(self, piece: _Piece, memory: torch.Tensor, pending: Pending) -> tuple[_Piece, torch.Tensor]:
+        pending.wait(_DOING)
+        return piece, memory
+
+    def _memory(self, slot: int, like: torch.Tensor) -> torch.Tensor:
+        kind = like.dtype, like.device
+        if (slot, *kind) not in self._memories:
+            self._memories[slot, *kind] = self._all_reduce.allocate(self._numel[kind], *kind)
+        return self._memories[slot, *kind][: like.numel()]
+
+    def _require_steps(self, steps: list[int]) -> None:
+        if len(set(steps)) == 1:
+            return
+        taken = ", ".join(f"{count} on {describe_rank(self._group, rank)}" for rank, count in enumerate(steps))
+        raise MismatchError(
+            f"the ranks have taken different numbers of steps since their parameters were averaged: {taken}. Every "
+            "rank must count each step, also one for which it has no sample (weight 0)."
+        )
+
+
+def set_gradients_aside(module: torch.nn.Module) -> Callable[[], None]:
+    """Take the gradients out of the parameters; the function returned puts them back, over any that came meanwhile.
+
+    For the backward of a batch of which this rank has no sample: its loss, a mean over nothing, is not a number.
+    """
+    aside = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in aside:
+        parameter.grad = None
+
+    def put_back() -> None:
+        for parameter, gradient in aside:
+            parameter.grad = gradient
+
+    return put_back
+
+
+def _make_pieces(module: torch.nn.Module, sync: LocalSGD | DiLoCo, bucket_cap_mb: float) -> list[_Piece]:
+    named = [(name, p) for name, p in module.named_parameters() if p.is_floating_point() or p.is_complex()]
+    specs = [ParameterSpec(p.numel(), p.dtype, p.device, p.requires_grad) for _, p in named]
+    return [_Piece([named[index] for index in indices], sync) for indices in assign_buckets(specs, bucket_cap_mb)]
+
+
+def _real(parameter: torch.Tensor) -> torch.Tensor:
+    """The same memory as real numbers."""
+    data = parameter.detach()
+    return torch.view_as_real(data) if data.is_complex() else data
+
+
+def _check_every(every: Any) -> None:
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ConfigurationError(f"every must be a positive number of steps, got {every!r}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,108 @@
+"""Train by local steps, and average the parameters now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torchbearer
+
+from ddp_callbacks.buckets import check_bucket_cap_mb
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
+from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
+from ddp_callbacks.torchbearer.weights import LossWeight, Weight
+
+
+class AverageParameters(DistributedCallback):
+    """Let each rank take its own optimizer steps, and close a window every so many; in place of AllReduceGradients.
+
+    See :class:`ddp_callbacks.ParameterAverager`. The last window of a training pass, which may be shorter, closes at
+    its end, so that evaluations and checkpoints have the averaged model, equal on all ranks; callbacks behind this one
+    see it in ``on_end_training`` already. In the middle of a pass the model is each rank's own. The outer momentum of
+    DiLoCo is in the optimizer's state, so a Trial's ``state_dict`` has it.
+
+    A loss that is a mean gives each rank the gradient of its part of the batch; one that is a sum is multiplied with
+    the number of ranks, so that a rank's steps are as long as those of one process. Where a rank has no sample of a
+    batch, its gradients stay what they were before that batch's backward, ``None`` as a rule, for which optimizers
+    take no step.
+
+    Args:
+        sync: :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`.
+        weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`.
+        bucket_cap_mb: See :class:`ddp_callbacks.ParameterAverager`.
+        process_group: ``None`` is the default group.
+
+    Raises:
+        ConfigurationError: A setting that cannot be.
+    """
+
+    def __init__(
+        self,
+        sync: LocalSGD | DiLoCo,
+        weight: Weight | None = None,
+        reduction: str | None = None,
+        bucket_cap_mb: float = 25.0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(process_group)
+        check_bucket_cap_mb(bucket_cap_mb)
+        if not isinstance(sync, LocalSGD | DiLoCo):
+            raise ConfigurationError(f"sync must be LocalSGD(...) or DiLoCo(...), got {sync!r}.")
+        self._sync = sync
+        self._loss_weight = LossWeight(weight, reduction)
+        self._bucket_cap_mb = bucket_cap_mb
+        self._averager: ParameterAverager | None = None
+        self._weight = 1.0  # of the current step
+        self._put_back: Callable[[], None] | None = None
+
+    def on_start(self, state: State) -> None:
+        self._averager = None  # a run that raised has not come to its end
+
+    def on_start_training(self, state: State) -> None:
+        if self._averager is None:
+            self._averager = ParameterAverager(
+                state[torchbearer.MODEL],
+                self._sync,
+                state[torchbearer.OPTIMIZER],
+                bucket_cap_mb=self._bucket_cap_mb,
+                process_group=self.process_group,
+            )
+        else:
+            self._averager.close_window()  # it is empty; callbacks may have exchanged the parameters since the last
+
+    def on_sample(self, state: State) -> None:
+        self._weight = float(share_of(state).local)
+
+    def on_criterion(self, state: State) -> None:
+        if self.world_size == 1:
+            return
+        self._weight, _ = self._loss_weight.of(state)
+        if not self._weight:
+            self._put_back = set_gradients_aside(state[torchbearer.MODEL])
+        if self._loss_weight.reduction(state) == "sum":
+            self._weight = 1.0
+            _multiply_gradient(state[torchbearer.LOSS], self.world_size)
+
+    def on_backward(self, state: State) -> None:
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
+
+    def on_step_training(self, state: State) -> None:
+        assert self._averager is not None
+        self._averager.step(self._weight)
+
+    def on_end_training(self, state: State) -> None:
+        assert self._averager is not None
+        self._averager.close_window()
+
+    def on_end(self, state: State) -> None:
+        self._averager = None
+
+
+def _multiply_gradient(loss: torch.Tensor, factor: float) -> None:
+    """In the backward that follows; the loss itself stays what it is, for metrics."""
+    if loss.requires_grad:
+        loss.register_hook(lambda gradient: gradient * factor)

@@ -1,0 +1,517 @@
+"""Local steps and averaging, against simulations of all ranks in one process, in float64."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from test_equivalence import assert_equal
+from torch import nn
+from torch.nn import functional as F
+
+from ddp_callbacks import DiLoCo, LocalSGD, ParameterAverager
+from ddp_callbacks.broadcast import broadcast_optimizer_state
+from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.local_sgd import OUTER_MOMENTUM, check_sync, set_gradients_aside
+from ddp_callbacks.shared_memory import SWITCH
+
+Case = Callable[[], Any]
+CASES: dict[str, Case] = {}
+WORLD_SIZE = 3
+FEATURES, CLASSES, SAMPLES = 5, 4, 40
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def run_cases(way: str) -> dict[str, Any]:
+    import os
+
+    os.environ[SWITCH] = "0" if way == "gloo" else "1"
+    return {name: function() for name, function in CASES.items()}
+
+
+@functools.cache
+def seen(way: str) -> list[dict[str, Any]]:
+    return run_distributed(run_cases, WORLD_SIZE, way)
+
+
+def by_rank(function: Case, way: str = "shared memory") -> list[Any]:
+    return [results[function.__name__] for results in seen(way)]
+
+
+both_ways = pytest.mark.parametrize("way", ["shared memory", "gloo"])
+
+
+# --- what is trained --------------------------------------------------------------------------------------------------
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, FEATURES, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+def share_of(step: int, rank: int, size: int) -> slice:
+    """Samples of a rank in a step: ragged, and in every fourth step fewer than ranks."""
+    begin, count = (step * 5) % (SAMPLES - 7), (7, 5, 4, 2)[step % 4]
+    bounds = [begin + count * index // size for index in range(size + 1)]
+    return slice(bounds[rank], bounds[rank + 1])
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, part: slice) -> float:
+    """A step on a part of the data; the number of its samples. Nothing happens where there are none."""
+    x, y = data()
+    optimizer.zero_grad()
+    if part.stop > part.start:
+        F.cross_entropy(model(x[part]), y[part]).backward()
+        optimizer.step()
+    return float(part.stop - part.start)
+
+
+def vector(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def train(sync: Any, steps: int, make: Optimizer = sgd, close_after: tuple[int, ...] = ()) -> list[torch.Tensor]:
+    """On this rank: the parameters after each step."""
+    model = network()
+    optimizer = make(model.parameters())
+    averager = ParameterAverager(model, sync, optimizer)
+    path = []
+    for step in range(steps):
+        averager.step(train_step(model, optimizer, share_of(step, dist.get_rank(), dist.get_world_size())))
+        if step in close_after:
+            averager.close_window()
+        path.append(vector(model))
+    averager.close_window()
+    return [*path, vector(model)]
+
+
+def simulate(
+    closes: set[int], steps: int, make: Optimizer, outer_lr: float, outer_momentum: float, size: int = WORLD_SIZE
+) -> list[torch.Tensor]:
+    """The same by the paper's algorithm, with all replicas in this process: the model after each window."""
+    replicas = [network() for _ in range(size)]
+    optimizers = [make(replica.parameters()) for replica in replicas]
+    anchor, velocity, weights = vector(replicas[0]), 0.0, [0.0] * size
+    models = []
+    for step in range(steps):
+        for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            weights[rank] += train_step(replica, optimizer, share_of(step, rank, size))
+        if step in closes:
+            mean = sum(w * vector(replica) for w, replica in zip(weights, replicas, strict=True)) / sum(weights)
+            outer = anchor - mean
+            velocity = outer_momentum * velocity + outer
+            anchor = anchor - outer_lr * (outer + outer_momentum * velocity)
+            for replica in replicas:
+                nn.utils.vector_to_parameters(anchor.clone(), replica.parameters())
+            weights = [0.0] * size
+            models.append(anchor)
+    return models
+
+
+# --- equal to one process ---------------------------------------------------------------------------------------------
+
+
+@case
+def every_step() -> Any:
+    return train(LocalSGD(1), 12)
+
+
+@both_ways
+def test_a_window_of_one_step_of_sgd_is_the_step_of_one_process(way: str) -> None:
+    model = network()
+    optimizer = sgd(model.parameters())
+    expected = []
+    for step in range(12):
+        train_step(model, optimizer, share_of(step, 0, 1))
+        expected.append(vector(model))
+    for path in by_rank(every_step, way):
+        assert_equal(path[:-1], expected, 1e-10)
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+@case
+def windows() -> Any:
+    return {
+        "local sgd": train(LocalSGD(4), 10),
+        "local adamw": train(LocalSGD(4), 10, adamw),
+        "diloco": train(DiLoCo(3), 11, adamw),
+        "diloco of other settings": train(DiLoCo(3, outer_lr=0.4, outer_momentum=0.5), 11, adamw),
+        "diloco without momentum": train(DiLoCo(3, outer_lr=0.4, outer_momentum=0.0), 11),
+        "closed early": train(DiLoCo(4), 11, adamw, close_after=(1, 7)),
+    }
+
+
+EXPECTED: dict[str, Any] = {
+    "local sgd": ({3, 7, 9}, 10, sgd, 1.0, 0.0),
+    "local adamw": ({3, 7, 9}, 10, adamw, 1.0, 0.0),
+    "diloco": ({2, 5, 8, 10}, 11, adamw, 0.7, 0.9),
+    "diloco of other settings": ({2, 5, 8, 10}, 11, adamw, 0.4, 0.5),
+    "diloco without momentum": ({2, 5, 8, 10}, 11, sgd, 0.4, 0.0),
+    "closed early": ({1, 5, 7, 10}, 11, adamw, 0.7, 0.9),
+}
+
+
+@both_ways
+@pytest.mark.parametrize("name", EXPECTED)
+def test_windows_are_those_of_a_simulation_of_all_ranks(way: str, name: str) -> None:
+    closes, *rest = EXPECTED[name]
+    expected = simulate(closes, *rest)
+    for results in by_rank(windows, way):
+        path = results[name]
+        # An uneven last window is closed after the last step: the entry behind it.
+        at = [close if close + 1 < len(path) - 1 else len(path) - 1 for close in sorted(closes)]
+        assert_equal([path[index] for index in at], expected, 1e-10, name)
+
+
+@both_ways
+def test_ranks_differ_inside_a_window_and_are_bit_identical_at_its_end(way: str) -> None:
+    first, *others = (results["local adamw"] for results in by_rank(windows, way))
+    for other in others:
+        assert not torch.equal(first[0], other[0])
+        assert torch.equal(first[3], other[3])
+        assert torch.equal(first[-1], other[-1])
+
+
+# --- kinds of parameters ----------------------------------------------------------------------------------------------
+
+
+class Kinds(nn.Module):
+    """Half precision, double, complex, channels last, shared, frozen and integer parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank, torch_zeros = dist.get_rank(), torch.zeros
+        self.of_double = nn.Parameter(torch_zeros(3, dtype=torch.float64))
+        self.of_half = nn.Parameter(torch_zeros(4, dtype=torch.bfloat16))
+        self.complex = nn.Parameter(torch_zeros(2, 2, dtype=torch.complex128))
+        self.last = nn.Parameter(torch_zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        self.shared = self.of_double
+        self.frozen = nn.Parameter(torch.full((3,), 0.1), requires_grad=False)
+        self.count = nn.Parameter(torch.tensor([7 + rank]), requires_grad=False)
+        self.embedding = nn.Embedding(5, 2, sparse=True)
+        nn.init.zeros_(self.embedding.weight)
+        self.empty = nn.Parameter(torch_zeros(0))
+        self.register_buffer("steps", torch.tensor(rank))
+
+
+@case
+def kinds() -> Any:
+    module, rank = Kinds(), dist.get_rank()
+    averager = ParameterAverager(module, LocalSGD(1), bucket_cap_mb=1e-4)
+    with torch.no_grad():
+        module.of_double += rank
+        module.of_half += 1 + rank
+        module.complex += complex(rank, -rank)
+        module.last += torch.arange(120.0).view(2, 3, 4, 5) * rank
+        module.embedding.weight[rank] = 3.0
+    averager.step(1.0)
+    values = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return values | {"strides": module.last.stride(), "is shared": module.shared is module.of_double}
+
+
+@both_ways
+def test_every_kind_of_parameter_is_averaged_in_place(way: str) -> None:
+    for rank, values in enumerate(by_rank(kinds, way)):
+        assert_equal(values["of_double"], [1.0] * 3, 1e-12)
+        assert_equal(values["of_half"], [2.0] * 4, 0.0)
+        torch.testing.assert_close(values["complex"], torch.full((2, 2), 1 - 1j, dtype=torch.complex128))
+        torch.testing.assert_close(values["last"], torch.arange(120.0).view(2, 3, 4, 5))
+        torch.testing.assert_close(values["embedding.weight"], torch.tensor([[1.0] * 2] * 3 + [[0.0] * 2] * 2))
+        assert values["strides"] == (60, 1, 15, 3) and values["is shared"]
+        assert torch.equal(values["frozen"], torch.full((3,), 0.1))  # not so much as rounded
+        assert values["count"].tolist() == [7 + rank] and values["steps"].item() == rank
+
+
+def halves(rank: int) -> torch.Tensor:
+    return torch.randn(1000, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+
+@case
+def half_precision() -> Any:
+    module = nn.ParameterList([halves(WORLD_SIZE)])
+    averager = ParameterAverager(module, LocalSGD(1))
+    with torch.no_grad():
+        module[0].copy_(halves(dist.get_rank()))
+    averager.step()
+    return module[0].detach().clone()
+
+
+@both_ways
+def test_half_precision_is_averaged_in_float32(way: str) -> None:
+    mean = sum(halves(rank).double() for rank in range(WORLD_SIZE)) / WORLD_SIZE
+    for result in by_rank(half_precision, way):
+        half_a_unit = 2 ** (mean.abs().log2().floor() - 8)
+        assert ((result.double() - mean).abs() <= half_a_unit * 1.001 + 1e-7).all()
+
+
+@case
+def frozen_and_unfrozen() -> Any:
+    """A parameter that is frozen once it has momentum stays; one that is unfrozen is averaged."""
+    module = nn.ParameterList([torch.zeros(2), torch.zeros(2)])
+    module[1].requires_grad_(False)
+    averager = ParameterAverager(module, DiLoCo(1))
+    seen = []
+    for window in range(3):
+        trained, frozen = module[window > 0], module[window == 0]
+        trained.requires_grad_(True)
+        frozen.requires_grad_(False)
+        with torch.no_grad():
+            trained += 1.0
+        averager.step()
+        seen.append([module[0][0].item(), module[1][0].item()])
+    return seen
+
+
+def test_a_frozen_parameter_stays_whatever_its_momentum() -> None:
+    for first, second, third in by_rank(frozen_and_unfrozen):
+        assert first[1] == 0.0 and first[0] == pytest.approx(0.7 * 1.9)
+        assert second[0] == third[0] == first[0]
+        assert second[1] == pytest.approx(0.7 * 1.9)
+
+
+@case
+def part_of_the_world() -> Any:
+    """Ranks 0 and 2 average; rank 1 is not asked."""
+    group = dist.new_group([0, 2])
+    module = nn.ParameterList([torch.zeros(1)])
+    if dist.get_rank() != 1:
+        averager = ParameterAverager(module, LocalSGD(1), process_group=group)
+        with torch.no_grad():
+            module[0] += 4.0 * dist.get_rank()
+        averager.step([1.0, 0.0, 3.0][dist.get_rank()])
+    return module[0].item()
+
+
+@both_ways
+def test_a_process_group_averages_for_itself(way: str) -> None:
+    assert by_rank(part_of_the_world, way) == [6.0, 0.0, 6.0]
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@case
+def weights() -> Any:
+    """Rank 2 counts nowhere, and holds no number; then nobody counts."""
+    module, rank = nn.ParameterList([torch.zeros(1)]), dist.get_rank()
+    averager = ParameterAverager(module, LocalSGD(2))
+    with torch.no_grad():
+        module[0] += [1.0, 5.0, float("nan")][rank]
+    averager.step([3.0, 0.5, 0.0][rank])
+    averager.step([0.0, 0.5, 0.0][rank])
+    first = module[0].item()
+    with torch.no_grad():
+        module[0] += rank
+    averager.step(0.0)
+    averager.step(0.0)
+    return first, module[0].item()
+
+
+def test_ranks_count_by_the_weights_of_the_window() -> None:
+    assert by_rank(weights) == [(2.0, 3.0)] * WORLD_SIZE
+
+
+def test_gradients_set_aside_come_back_untouched() -> None:
+    model = network()
+    x, y = data()
+    F.cross_entropy(model(x), y).backward()
+    model[0].bias.grad = None
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    put_back = set_gradients_aside(model)
+    F.cross_entropy(model(x[:0]), y[:0]).backward()
+    put_back()
+    assert_equal([p.grad for p in model.parameters()], before, 0.0)
+
+
+# --- the outer optimizer's state --------------------------------------------------------------------------------------
+
+
+def saved_and_resumed(averager_of: Callable[[nn.Module, Any], Any], size: int, rank: int) -> Any:
+    """Six windows of one step in one go, and with a checkpoint in the middle that rank 0 alone loads."""
+    whole = network()
+    optimizer = sgd(whole.parameters())
+    averager = averager_of(whole, optimizer)
+    file = io.BytesIO()
+    for step in range(6):
+        averager.step(train_step(whole, optimizer, share_of(step, rank, size)))
+        if step == 2:
+            torch.save([whole.state_dict(), optimizer.state_dict()], file)
+    return file.getvalue(), vector(whole)
+
+
+def go_on(checkpoint: bytes, rank: int, size: int) -> torch.Tensor:
+    resumed = network()
+    optimizer = sgd(resumed.parameters())
+    model_state, optimizer_state = torch.load(io.BytesIO(checkpoint), weights_only=True)
+    resumed.load_state_dict(model_state)
+    if rank == 0:
+        optimizer.load_state_dict(optimizer_state)
+    if size > 1:
+        broadcast_optimizer_state(optimizer)
+    averager = ParameterAverager(resumed, DiLoCo(1), optimizer)
+    for step in range(3, 6):
+        averager.step(train_step(resumed, optimizer, share_of(step, rank, size)))
+    return vector(resumed)
+
+
+@case
+def outer_state() -> Any:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    checkpoint, whole = saved_and_resumed(lambda m, o: ParameterAverager(m, DiLoCo(1), o), size, rank)
+    return {"checkpoint": checkpoint, "whole": whole, "resumed": go_on(checkpoint, rank, size)}
+
+
+def test_the_outer_momentum_is_resumed() -> None:
+    for results in by_rank(outer_state):
+        assert_equal(results["resumed"], results["whole"], 0.0)
+
+
+def test_the_outer_momentum_is_resumed_at_another_number_of_processes() -> None:
+    results = by_rank(outer_state)[0]
+    # Windows of one step of SGD do not depend on the number of ranks, the outer momentum included.
+    assert_equal(go_on(results["checkpoint"], 0, 1), results["whole"], 1e-10)
+    _, alone = saved_and_resumed(lambda m, o: ParameterAverager(m, DiLoCo(1), o), 1, 0)
+    assert_equal(alone, results["whole"], 1e-10)
+
+
+def test_a_checkpoint_with_outer_momentum_loads_where_nobody_knows_it() -> None:
+    results = by_rank(outer_state)[0]
+    model_state, optimizer_state = torch.load(io.BytesIO(results["checkpoint"]), weights_only=True)
+    assert set(optimizer_state["state"][OUTER_MOMENTUM]) == set(model_state)
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop):
+        model = network()
+        optimizer = kind(model.parameters(), lr=0.01)
+        train_step(model, optimizer, slice(0, 8))
+        optimizer.state[OUTER_MOMENTUM] = optimizer_state["state"][OUTER_MOMENTUM]
+        twin = copy.deepcopy(model)
+        other = kind(twin.parameters(), lr=0.01)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train_step(model, optimizer, slice(8, 16))
+        train_step(twin, other, slice(8, 16))
+        assert_equal(vector(twin), vector(model), 0.0, kind.__name__)
+
+
+def test_the_outer_momentum_of_another_model_is_refused() -> None:
+    model = network()
+    optimizer = sgd(model.parameters())
+    optimizer.state[OUTER_MOMENTUM] = {"0.weight": torch.zeros(2, 2)}
+    averager = ParameterAverager(model, DiLoCo(1), optimizer)
+    train_step(model, optimizer, slice(0, 8))
+    with pytest.raises(ConfigurationError, match=r"shape \[2, 2\] for 0.weight, which has \[7, 5\]"):
+        averager.step()
+
+
+# --- a world of one ---------------------------------------------------------------------------------------------------
+
+
+def test_in_a_world_of_one_local_sgd_changes_nothing() -> None:
+    model, plain = network(), network()
+    optimizer, other = adamw(model.parameters()), adamw(plain.parameters())
+    averager = ParameterAverager(model, LocalSGD(2), optimizer)
+    for step in range(5):
+        averager.step(train_step(model, optimizer, share_of(step, 0, 1)))
+        train_step(plain, other, share_of(step, 0, 1))
+    averager.close_window()
+    assert torch.equal(vector(model), vector(plain))
+
+
+def test_in_a_world_of_one_diloco_is_the_algorithm_with_one_worker() -> None:
+    model = network()
+    optimizer = adamw(model.parameters())
+    averager = ParameterAverager(model, DiLoCo(3), optimizer)
+    for step in range(7):
+        averager.step(train_step(model, optimizer, share_of(step, 0, 1)))
+    averager.close_window()
+    expected = simulate({2, 5, 6}, 7, adamw, 0.7, 0.9, size=1)
+    assert_equal(vector(model), expected[-1], 1e-10)
+
+
+def test_parameters_that_something_else_exchanges_are_the_next_anchor() -> None:
+    model = nn.ParameterList([torch.zeros(1)])
+    averager = ParameterAverager(model, DiLoCo(1, outer_lr=0.5, outer_momentum=0.0))
+    with torch.no_grad():
+        model[0].fill_(10.0)
+        averager.close_window()
+        model[0] += 2.0
+        averager.step()
+    assert model[0].item() == 11.0
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LocalSGD(0), "every must be a positive number of steps, got 0"),
+        (lambda: LocalSGD(2.5), "every must be a positive number of steps, got 2.5"),
+        (lambda: LocalSGD(True), "every must be a positive number of steps, got True"),
+        (lambda: DiLoCo(-1), "every must be a positive number of steps, got -1"),
+        (lambda: DiLoCo(5, outer_lr=0), "outer_lr must be positive, got 0"),
+        (lambda: DiLoCo(5, outer_lr=float("nan")), "outer_lr must be positive, got nan"),
+        (lambda: DiLoCo(5, outer_momentum=1), "outer_momentum must be at least 0 and below 1, got 1"),
+        (lambda: DiLoCo(5, outer_momentum="0.9"), "outer_momentum must be at least 0 and below 1, got '0.9'"),
+        (lambda: check_sync("sometimes"), 'sync must be "every_step", LocalSGD'),
+        (lambda: check_sync(LocalSGD), 'sync must be "every_step", LocalSGD'),
+        (lambda: check_sync(LocalSGD(8), compress="bf16"), "compress is for gradients, and with sync=LocalSGD"),
+        (lambda: check_sync(DiLoCo(8), sync_batchnorm=True), "sync_batchnorm=True exchanges statistics in every step"),
+        (lambda: check_sync(LocalSGD(8), comm_hook=print), "sums gradients, and with sync=LocalSGD.every=8. none are"),
+        (lambda: ParameterAverager(network(), DiLoCo(5)).step(-1), "weight of a step must be 0 or more, got -1"),
+        (lambda: ParameterAverager(network(), DiLoCo(5)).step(float("nan")), "must be 0 or more, got nan"),
+        (lambda: ParameterAverager(network(), DiLoCo(5), bucket_cap_mb=0), "bucket_cap_mb must be positive"),
+    ],
+)
+def test_wrong_settings_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+@case
+def disagreements() -> Any:
+    rank, messages = dist.get_rank(), []
+    try:
+        ParameterAverager(network(), LocalSGD(8 + (rank == 1)))
+    except MismatchError as error:
+        messages.append(str(error))
+    averager = ParameterAverager(network(), LocalSGD(8))
+    for _ in range(2 + rank):
+        averager.step()
+    try:
+        averager.close_window()
+    except MismatchError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_ranks_that_disagree_hear_of_it() -> None:
+    for settings, steps in by_rank(disagreements):
+        assert "sync: LocalSGD(every=8) on ranks 0, 2; LocalSGD(every=9) on rank 1" in settings
+        assert "2 on rank 0" in steps and "4 on rank 2" in steps and "weight 0" in steps
