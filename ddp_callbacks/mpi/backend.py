@@ -48,12 +48,12 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
     check_world(WorkerEnv(members[options.group_rank], world_size, file=""))
     _await_members(options)
     ending = _ending()
+    if default is None:
+        ending.watch(options.store)
     with ending.progress.lock:
         group = MPI.COMM_WORLD.Get_group().Incl(members)
         comm = MPI.COMM_WORLD.Create_group(group, zlib.crc32(options.group_id.encode()) % 32768)
         group.Free()
-    if default is None:
-        ending.watch(options.store)
     return MPIProcessGroup(comm, ending.progress, options.store, options.timeout)
 
 

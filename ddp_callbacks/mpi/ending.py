@@ -11,8 +11,8 @@ after the others first::
 Who fails only because another has failed or left (:class:`PeerError`) lets that one decide the job's exit code. A
 process that is killed is the launcher's business: mpiexec ends the job.
 
-Keys in the store of the default group: ``mpi/aborts``, some rank fails; ``mpi/ended/{rank}``, a rank that has nothing
-more to say.
+Keys in the store of the default group: ``mpi/aborts``, the first rank that fails; ``mpi/ended/{rank}``, a rank that
+has nothing more to say.
 
 [Note: exit codes]
 Python tells nobody the exit code before it is too late for MPI_Abort. But it reads ``SystemExit.code`` when it is about
@@ -104,6 +104,14 @@ class Ending:
         except RuntimeError:
             return True  # rank 0, which hosts the store, has gone without a word
 
+    def _first_to_abort(self) -> bool:
+        assert self._store is not None
+        me = str(MPI.COMM_WORLD.Get_rank())
+        try:
+            return self._store.compare_set("aborts", "", me).decode() == me
+        except RuntimeError:
+            return False  # the store has gone with rank 0
+
     def _await_ends(self) -> None:
         """Let the others print what they have to say."""
         assert self._store is not None
@@ -118,11 +126,9 @@ class Ending:
             pass  # the store has gone with rank 0
 
     def _abort(self, code: int) -> None:
-        store = self._store
-        if store is not None:
-            _try(lambda: store.set("aborts", "1"))
-            self._await_ends()
-        if self._follows:
+        first = self._first_to_abort()
+        self._await_ends()
+        if self._follows or not first:
             time.sleep(LINGER)
         self.progress.stop()
         _unlink_segments()
