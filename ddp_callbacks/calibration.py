@@ -20,20 +20,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ddp_callbacks.all_reduce import levels_of
 from ddp_callbacks.collectives import all_gather_json, all_reduce
 from ddp_callbacks.comm_hooks import GradBucket
 from ddp_callbacks.compression import Compress
-from ddp_callbacks.cost import FilledBucket, Job, Layout, Machine, Sample, fit
+from ddp_callbacks.cost import MARK, Calibration, FilledBucket, Job, Layout, Machine, Sample, fit
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.failures import wait
 from ddp_callbacks.gradients import GradientSynchronizer
@@ -42,7 +41,6 @@ from ddp_callbacks.two_level import HostMemory
 from ddp_callbacks.wire import Column, Wire
 
 DOING = "the calibration"
-MARK = "ddprun bench: "  # before each line of JSON that is for ddprun
 SIZES = (1 << 20, 1 << 22, 1 << 24)  # bytes
 _RING = 4096  # bytes that cost nothing but latency
 _LONG = 0.4  # seconds; no sum four times as large is measured
@@ -61,42 +59,6 @@ class Training:
     module: nn.Module
     loss: Loss
     optimizer: torch.optim.Optimizer
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What was found.
-
-    Attributes:
-        layout: The hosts and ranks on which it was measured. Ranks that share no memory are hosts of their own.
-        machine, job: As fitted to the parts of a step. Where there is one host, nothing is known of the wire: latency 0
-            and bandwidth infinite.
-        steps: Seconds of whole steps by the name of the :class:`Sync`, to check the model.
-        samples: The sums that the machine was fitted to.
-    """
-
-    layout: Layout
-    machine: Machine
-    job: Job
-    steps: dict[str, float]
-    samples: tuple[Sample, ...]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Calibration:
-        """The inverse of :meth:`to_json`."""
-        values: dict[str, Any] = json.loads(text)
-        job = values["job"]
-        buckets = tuple(FilledBucket(**bucket) for bucket in job.pop("buckets"))
-        return Calibration(
-            Layout(**values["layout"]),
-            Machine(**values["machine"]),
-            Job(buckets=buckets, **job),
-            values["steps"],
-            tuple(Sample(**sample) for sample in values["samples"]),
-        )
 
 
 def calibrate(training: Training, seconds: float, report: Callable[[float, str], None]) -> Calibration:

@@ -27,9 +27,11 @@ the number of hosts; that of a tree would with its logarithm.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -37,6 +39,7 @@ from ddp_callbacks.collectives import GATHERED_BYTES
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.wire import PART_BYTES, PIECE_BYTES
 
+MARK = "ddprun bench: "  # before each line of JSON by which a calibration speaks to ddprun
 _AT_A_TIME = 2  # pieces of an exact sum: gloo works with two threads
 _ADD, _COPY = 3, 2  # how often memory is touched per byte
 _NOISE = 0.02  # what a fit takes for noise, relative
@@ -309,7 +312,7 @@ def _solve(matrix: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
     """By least squares whose weights become those of least absolute errors."""
     scale = matrix.abs().amax(0).clamp(min=1e-300)
     matrix = matrix / scale
-    weights = torch.ones_like(goal)
+    weights, solution = torch.ones_like(goal), torch.zeros_like(scale)
     for _ in range(10):
         root = weights.sqrt()
         solution = torch.linalg.lstsq(matrix * root[:, None], (goal * root)[:, None], driver="gelsd").solution[:, 0]
@@ -319,3 +322,42 @@ def _solve(matrix: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
 
 def _inverse(value: float) -> float:
     return 1 / value if value else math.inf
+
+
+# --- what a calibration has found -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found.
+
+    Attributes:
+        layout: The hosts and ranks on which it was measured. Ranks that share no memory are hosts of their own.
+        machine, job: As fitted to the parts of a step. Where there is one host, nothing is known of the wire: latency 0
+            and bandwidth infinite.
+        steps: Seconds of whole steps by the name of the :class:`Sync`, to check the model.
+        samples: The sums that the machine was fitted to.
+    """
+
+    layout: Layout
+    machine: Machine
+    job: Job
+    steps: dict[str, float]
+    samples: tuple[Sample, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Calibration:
+        """The inverse of :meth:`to_json`."""
+        values: dict[str, Any] = json.loads(text)
+        job = values["job"]
+        buckets = tuple(FilledBucket(**bucket) for bucket in job.pop("buckets"))
+        return Calibration(
+            Layout(**values["layout"]),
+            Machine(**values["machine"]),
+            Job(buckets=buckets, **job),
+            values["steps"],
+            tuple(Sample(**sample) for sample in values["samples"]),
+        )
