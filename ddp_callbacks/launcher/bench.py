@@ -51,14 +51,14 @@ _NO_MATPLOTLIB = "matplotlib is not installed here: python -m pip install matplo
 
 
 class Bench:
-    """One run of ``ddprun bench``; the bar is shown while the ``with`` block runs.
+    """One run of ``ddprun bench`` on so many nodes; the bar is shown while the ``with`` block runs.
 
     Raises:
         ConfigurationError: A plot is asked for that cannot be drawn.
     """
 
-    def __init__(self, options: BenchOptions) -> None:
-        self._options = options
+    def __init__(self, options: BenchOptions, nodes: int) -> None:
+        self._options, self._nodes = options, nodes
         self._can_plot = importlib.util.find_spec("matplotlib") is not None
         folder = Path(options.plot or USUAL_PLOT).absolute().parent
         if options.plot is not None and not self._can_plot:
@@ -87,6 +87,8 @@ class Bench:
         if found is None:
             raise ConfigurationError("the calibration ended without a result.")
         machine, remarks = with_network(found, self._options)
+        if found.layout.hosts > self._nodes:
+            remarks.append("The processes of a node share no memory here, so each of them counts as a host.")
         syncs = (EXACT, BF16, diloco(self._options.every))
         if self._options.json:
             hosts = [{"hosts": count, **_row(machine, found, count, syncs)} for count in HOSTS]

@@ -52,9 +52,7 @@ def _main(argv: list[str]) -> int:
     if options.dry_run:
         print(describe(plan, lambda host: ssh_command(host, options.heartbeat_timeout)), end="")
         return 0
-    return _launch(
-        plan, options, lambda launch: Output(_folder(options), options.shown, options.prefix, _terminal(launch))
-    )
+    return _launch(plan, options, lambda folder, terminal: Output(folder, options.shown, options.prefix, terminal))
 
 
 def _doctor(argv: list[str]) -> int:
@@ -75,9 +73,9 @@ def _bench(argv: list[str]) -> int:
     options = parse_bench_options(argv, os.environ)
     _refuse_to_multiply()
     plan = replace(make_plan(options.run, _here()), script=options.script)
-    bench = Bench(options)
+    bench = Bench(options, len(plan.nodes))
     with bench:
-        code = _launch(plan, options.run, lambda launch: bench.output(_folder(options.run), _terminal(launch)))
+        code = _launch(plan, options.run, bench.output)
     if code == 0:
         bench.show(Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH))
     return code
@@ -87,13 +85,13 @@ def _here() -> Here:
     return Here(sys.executable, working_directory(os.environ), is_this_machine)
 
 
-def _launch(plan: Plan, options: Options, make_output: Callable[[Launch], Output]) -> int:
+def _launch(plan: Plan, options: Options, make_output: Callable[[Path, Terminal], Output]) -> int:
     launch = Launch(plan, options.heartbeat_timeout)
     with launch.ends_with_signals(), launch:
         try:
             launch.connect(_say)
             meeting = launch.meet()
-            output = _make(make_output, launch)
+            output = _output(options, launch, make_output)
             launch.start(*meeting)
         except CannotStart as error:
             for problem in error.problems:
@@ -119,22 +117,14 @@ def _say(text: str) -> None:
     print(f"ddprun: {text}", file=sys.stderr)
 
 
-def _folder(options: Options) -> Path:
+def _output(options: Options, launch: Launch, make_output: Callable[[Path, Terminal], Output]) -> Output:
+    terminal = Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
     base = Path(options.torchrun["log_dir"] or "ddprun-logs").absolute()
-    return base / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-
-
-def _terminal(launch: Launch) -> Terminal:
-    return Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
-
-
-def _make(make_output: Callable[[Launch], Output], launch: Launch) -> Output:
+    folder = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     try:
-        return make_output(launch)
+        return make_output(folder, terminal)
     except OSError as error:
-        raise ConfigurationError(
-            f"cannot make {error.filename}: {error.strerror}. Name another place by --log-dir."
-        ) from None
+        raise ConfigurationError(f"cannot make {folder}: {error.strerror}. Name another place by --log-dir.") from None
 
 
 def _refuse_to_multiply() -> None:

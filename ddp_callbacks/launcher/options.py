@@ -250,6 +250,7 @@ def parse_bench_options(argv: Sequence[str], environ: Mapping[str, str]) -> Benc
     parser.add_argument("--latency", type=_positive, metavar="MICROSECONDS", help="of a message, in place of measured")
     parser.add_argument("--bandwidth", type=_positive, metavar="GBIT", help="per second and host, in place of measured")
     parser.add_argument("--plot", metavar="FILE", help="where to draw the plot (default: ddprun-bench.png)")
+    parser.add_argument("--log-dir", metavar="DIR", help="where the output of the processes goes (ddprun-logs)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     args = parser.parse_args(argv)
     if args.every < 2:
@@ -260,7 +261,9 @@ def parse_bench_options(argv: Sequence[str], environ: Mapping[str, str]) -> Benc
         _check_equal_slots(nodes.hosts or [])
     module = ["--module", "ddp_callbacks.calibration", "--seconds", str(args.seconds)]
     model = [] if args.model is None else ["--model", args.model]
-    run = parse_options([*(["--nproc-per-node", processes] if processes else []), *module, *model], environ)
+    flags = [] if args.log_dir is None else ["--log-dir", args.log_dir]
+    flags += ["--nproc-per-node", processes] if processes else []
+    run = parse_options([*flags, *module, *model], environ)
     return BenchOptions(
         run=replace(run, nodes=nodes, environ=_variables(args.variables, environ)),
         script=_script_of(args.model),
