@@ -290,7 +290,7 @@ def load_training(name: str | None) -> Training:
         ConfigurationError: It cannot be imported, or returns something else.
     """
     made = (default_training if name is None else _find(name))()
-    module, loss, *rest = made if isinstance(made, tuple) else (made,)
+    module, loss, *rest = made if isinstance(made, tuple) and len(made) > 1 else (None, None)
     if not isinstance(module, nn.Module) or not callable(loss) or len(rest) > 1:
         raise ConfigurationError(
             f"--model {name}: the function must return (module, loss) or (module, loss, optimizer), where loss() is "

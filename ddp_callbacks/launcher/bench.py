@@ -216,11 +216,12 @@ def sentences(machine: Machine, job: Job, here: Layout, syncs: Sequence[Sync]) -
 
 def _reason(machine: Machine, job: Job, here: Layout, chosen: Sync, syncs: Sequence[Sync]) -> str:
     times = {sync: step_time(machine, job, here, sync) for sync in syncs}
-    milder = syncs[: syncs.index(chosen)]
-    if milder:
-        return f"its steps take {times[chosen] / times[milder[-1]]:.2f} of those of {milder[-1].name}"
-    gain = 1 - min(times.values()) / times[chosen]
-    return f"nothing that changes the numbers would make a step more than {max(gain, 0.0):.0%} shorter"
+    mildest, fastest = syncs[0], min(times.values())
+    if chosen != mildest:
+        return f"its steps take {times[chosen] / times[mildest]:.2f} of those of {mildest.name}"
+    if fastest >= 0.995 * times[chosen]:
+        return "no other way is faster"
+    return f"no other way makes a step shorter by more than {1 - fastest / times[chosen]:.0%}"
 
 
 def plot(machine: Machine, found: Calibration, syncs: Sequence[Sync], path: Path) -> None:

@@ -259,6 +259,8 @@ def parse_bench_options(argv: Sequence[str], environ: Mapping[str, str]) -> Benc
     processes = args.nproc_per_node or ("2" if nodes.hosts is None else "")
     if not processes:
         _check_equal_slots(nodes.hosts or [])
+    if len(nodes.hosts or [None]) == 1 and (processes or str((nodes.hosts or [Host("")])[0].slots)) == "1":
+        raise ConfigurationError("one process has nothing to synchronize; name more hosts, or more processes.")
     module = ["--module", "ddp_callbacks.calibration", "--seconds", str(args.seconds)]
     model = [] if args.model is None else ["--model", args.model]
     flags = [] if args.log_dir is None else ["--log-dir", args.log_dir]
