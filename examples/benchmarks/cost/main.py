@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_callbacks.cost import BF16, EXACT, Calibration, Layout, step_time
+from ddp_callbacks.cost import BF16, EXACT, Calibration, Layout, diloco, efficiency, step_time
+from ddp_callbacks.launcher.bench import HOSTS, plot
 
 ROOT = Path(__file__).parents[3]
 DDPRUN = [sys.executable, "-m", "ddp_callbacks.launcher"]
@@ -93,11 +94,23 @@ def table(found: dict[Case, list[Calibration]]) -> str:
     return "\n".join(lines)
 
 
+def growth(found: Calibration) -> str:
+    """Efficiency by the number of hosts."""
+    syncs = (EXACT, BF16, diloco(50))
+    lines = [f"| hosts | {' | '.join(sync.name for sync in syncs)} |", "|---|" + "---|" * len(syncs)]
+    for count in HOSTS:
+        layout = replace(found.layout, hosts=count)
+        shares = [efficiency(found.machine, found.job, layout, sync) for sync in syncs]
+        lines.append(f"| {count:,} | {' | '.join(f'{share:.0%}' for share in shares)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=3, help="calibrations of each layout (default 3)")
     parser.add_argument("--seconds", type=float, default=30.0, help="about how long each takes (default 30)")
     parser.add_argument("--rates", nargs="*", default=["200mbit", "1gbit"], help="of the links; none: one host only")
+    parser.add_argument("--plot", type=Path, default=Path(__file__).with_name("cost.png"))
     arguments = parser.parse_args()
     found: dict[Case, list[Calibration]] = {case: [] for case in cases(arguments.rates)}
     for turn in range(arguments.turns):
@@ -105,6 +118,10 @@ def main() -> None:
             turns.append(run(case, arguments.seconds))
             print(f"turn {turn + 1}, {case}: {turns[-1].to_json()}", file=sys.stderr, flush=True)
     print(table(found))
+    last = found[cases(arguments.rates)[-3]][-1]  # on the smallest layout of the last rate
+    if last.layout.hosts > 1:
+        plot(last.machine, last, (EXACT, BF16, diloco(50)), arguments.plot)
+        print(f"\n{growth(last)}\n\nplot: {arguments.plot}")
 
 
 if __name__ == "__main__":
