@@ -17,8 +17,8 @@ from ddp_callbacks.failures import wait
 from ddp_callbacks.summation import Pending
 
 HALF = (torch.float16, torch.bfloat16)
-_PIECE = 4 << 20  # bytes that an exact sum sends at a time; less leaves gloo's ring short of work
-_PART = 1 << 18  # bytes that each host sends to each other at a time, in a sum in half precision
+PIECE_BYTES = 4 << 20  # bytes that an exact sum sends at a time; less leaves gloo's ring short of work
+PART_BYTES = 1 << 18  # bytes that each host sends to each other at a time, in a sum in half precision
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Wire:
         if not part.numel():
             return []
         if dtype not in HALF:
-            return [Reduction(piece, self._column.group) for piece in part.split(_PIECE // part.itemsize)]
+            return [Reduction(piece, self._column.group) for piece in part.split(PIECE_BYTES // part.itemsize)]
         hosts = self._column.group.size()
         if part.numel() * dtype.itemsize * hosts <= GATHERED_BYTES:
             return [_GatheredSum(part, dtype, self._column)]
-        return [_ScatteredSum(piece, dtype, self._column) for piece in part.split(_PART // dtype.itemsize * hosts)]
+        return [_ScatteredSum(piece, dtype, self._column) for piece in part.split(PART_BYTES // dtype.itemsize * hosts)]
 
 
 class _GatheredSum:

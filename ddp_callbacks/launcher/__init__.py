@@ -14,6 +14,7 @@
         output       files and the terminal, line by line
         failures     which of several failures was the first cause
         doctor       looks at the nodes; diagnosis: what the findings mean
+        bench        measures a training step on the nodes, and says how its cost grows
     on each node
         remote       how the job gets there unchanged, over ssh or any other pipe
         node         started first, by an interpreter that knows nothing of this package; ends all with the connection

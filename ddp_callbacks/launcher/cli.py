@@ -6,16 +6,25 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.launcher.bench import Bench
 from ddp_callbacks.launcher.connection import ssh_command
 from ddp_callbacks.launcher.doctor import Doctor, show, show_json
 from ddp_callbacks.launcher.launch import CannotStart, Interrupted, Launch
-from ddp_callbacks.launcher.options import Options, parse_doctor_options, parse_options, working_directory
+from ddp_callbacks.launcher.options import (
+    Options,
+    parse_bench_options,
+    parse_doctor_options,
+    parse_options,
+    working_directory,
+)
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, make_plan, plan_nodes
 from ddp_callbacks.launcher.watch import Watch
@@ -35,13 +44,15 @@ def main() -> None:
 def _main(argv: list[str]) -> int:
     if argv[:1] == ["doctor"]:
         return _doctor(argv[1:])
+    if argv[:1] == ["bench"]:
+        return _bench(argv[1:])
     options = parse_options(argv, os.environ)
     _refuse_to_multiply()
     plan = make_plan(options, _here())
     if options.dry_run:
         print(describe(plan, lambda host: ssh_command(host, options.heartbeat_timeout)), end="")
         return 0
-    return _launch(plan, options)
+    return _launch(plan, options, lambda folder, terminal: Output(folder, options.shown, options.prefix, terminal))
 
 
 def _doctor(argv: list[str]) -> int:
@@ -58,17 +69,29 @@ def _doctor(argv: list[str]) -> int:
     return 0 if works else 1
 
 
+def _bench(argv: list[str]) -> int:
+    options = parse_bench_options(argv, os.environ)
+    _refuse_to_multiply()
+    plan = replace(make_plan(options.run, _here()), script=options.script)
+    bench = Bench(options, len(plan.nodes))
+    with bench:
+        code = _launch(plan, options.run, bench.output)
+    if code == 0:
+        bench.show(Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH))
+    return code
+
+
 def _here() -> Here:
     return Here(sys.executable, working_directory(os.environ), is_this_machine)
 
 
-def _launch(plan: Plan, options: Options) -> int:
+def _launch(plan: Plan, options: Options, make_output: Callable[[Path, Terminal], Output]) -> int:
     launch = Launch(plan, options.heartbeat_timeout)
     with launch.ends_with_signals(), launch:
         try:
             launch.connect(_say)
             meeting = launch.meet()
-            output = _output(options, launch)
+            output = _output(options, launch, make_output)
             launch.start(*meeting)
         except CannotStart as error:
             for problem in error.problems:
@@ -94,12 +117,12 @@ def _say(text: str) -> None:
     print(f"ddprun: {text}", file=sys.stderr)
 
 
-def _output(options: Options, launch: Launch) -> Output:
+def _output(options: Options, launch: Launch, make_output: Callable[[Path, Terminal], Output]) -> Output:
     terminal = Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
     base = Path(options.torchrun["log_dir"] or "ddprun-logs").absolute()
     folder = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     try:
-        return Output(folder, options.shown, options.prefix, terminal)
+        return make_output(folder, terminal)
     except OSError as error:
         raise ConfigurationError(f"cannot make {folder}: {error.strerror}. Name another place by --log-dir.") from None
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import os
 import re
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter, _ActionsContainer
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +28,7 @@ Start a script on every process of every node: one torchrun agent a node, over s
   ddprun --hostfile hosts train.py                the nodes of a file: HOST slots=N, or HOST:N, a line each
   ddprun train.py                                 inside a PBS, Slurm or LSF job: the nodes of the job
   ddprun doctor -H node1,node2                    is everything there that a run needs?
+  ddprun bench -H node1:4,node2:4                 what would a step take, on how many hosts?
 """
 _USAGE = "ddprun [flags] [torchrun's flags] SCRIPT [the script's arguments]"
 
@@ -52,6 +55,29 @@ class DoctorOptions:
     nodes: NodeOptions
     json: bool
     script: str | None
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What the user asked of ``ddprun bench``.
+
+    Attributes:
+        run: The job that measures.
+        script: The file of the model, which must be on each node; ``None`` if there is none to look for.
+        every: Steps between two synchronizations of DiLoCo.
+        latency: Seconds, in place of what is measured; ``None`` measures.
+        bandwidth: Bytes per second, likewise.
+        plot: Where the plot goes; ``None`` for the usual place, if a plot can be drawn at all.
+        json: Print JSON instead of tables.
+    """
+
+    run: Options
+    script: str | None
+    every: int
+    latency: float | None
+    bandwidth: float | None
+    plot: str | None
+    json: bool
 
 
 @dataclass(frozen=True)
@@ -112,14 +138,7 @@ def _without_usage(parser: ArgumentParser) -> str:
 def _add_flags(parser: ArgumentParser) -> None:
     _add_host_flags(parser)
     start = parser.add_argument_group("start")
-    start.add_argument(
-        "-x",
-        metavar="NAME[=VALUE]",
-        action="append",
-        default=[],
-        dest="variables",
-        help="give this variable to every process, with its value here if none is said; may be repeated",
-    )
+    _add_variables(start)
     start.add_argument("--dry-run", action="store_true", help="print what would run where, and start nothing")
     start.add_argument(
         "--heartbeat-timeout",
@@ -138,6 +157,17 @@ def _add_flags(parser: ArgumentParser) -> None:
         "made here, in ddprun-logs if not given",
     )
     output.add_argument("--no-prefix", action="store_true", help="lines without [node:rank] before them")
+
+
+def _add_variables(parser: _ActionsContainer) -> None:
+    parser.add_argument(
+        "-x",
+        metavar="NAME[=VALUE]",
+        action="append",
+        default=[],
+        dest="variables",
+        help="give this variable to every process, with its value here if none is said; may be repeated",
+    )
 
 
 def _add_host_flags(parser: ArgumentParser) -> None:
@@ -195,6 +225,82 @@ def parse_doctor_options(argv: Sequence[str], environ: Mapping[str, str]) -> Doc
     return DoctorOptions(_nodes(args, environ), args.json, args.script)
 
 
+_ABOUT_BENCH = """\
+Measure the parts of a training step on these nodes, and say what a step would take on 1 to 1,024 of them: a table, a
+plot, and the way to synchronize that it would choose.
+
+  ddprun bench                                        two processes of this machine, and a network that is assumed
+  ddprun bench -H node1:4,node2:4                     these nodes and their network
+  ddprun bench -H node1:4,node2:4 --model net.py:make your model: make() returns (module, loss) or (module, loss,
+                                                      optimizer), where loss() computes a loss on a batch
+"""
+
+
+def parse_bench_options(argv: Sequence[str], environ: Mapping[str, str]) -> BenchOptions:
+    """Read the command line after ``ddprun bench``; errors as in :func:`parse_options`."""
+    parser = _OneLineParser(
+        prog="ddprun bench", description=_ABOUT_BENCH, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    _add_host_flags(parser)
+    parser.add_argument("--nproc-per-node", default="", metavar="N", help="processes on each node, as for ddprun")
+    _add_variables(parser)
+    parser.add_argument("--model", metavar="FILE.py:FUNCTION", help="or MODULE:FUNCTION (default: a perceptron, 5.8 M)")
+    parser.add_argument("--seconds", type=_positive, default=40.0, help="about how long to measure (default: 40)")
+    parser.add_argument("--every", type=int, default=50, help="steps between two synchronizations of DiLoCo")
+    parser.add_argument("--latency", type=_positive, metavar="MICROSECONDS", help="of a message, in place of measured")
+    parser.add_argument("--bandwidth", type=_positive, metavar="GBIT", help="per second and host, in place of measured")
+    parser.add_argument("--plot", metavar="FILE", help="where to draw the plot (default: ddprun-bench.png)")
+    parser.add_argument("--log-dir", metavar="DIR", help="where the output of the processes goes (ddprun-logs)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    args = parser.parse_args(argv)
+    if args.every < 2:
+        raise ConfigurationError(f"--every must be at least 2, got {args.every}.")
+    nodes = _nodes(args, environ)
+    processes = args.nproc_per_node or ("2" if nodes.hosts is None else "")
+    if not processes:
+        _check_equal_slots(nodes.hosts or [])
+    if len(nodes.hosts or [None]) == 1 and (processes or str((nodes.hosts or [Host("")])[0].slots)) == "1":
+        raise ConfigurationError("one process has nothing to synchronize; name more hosts, or more processes.")
+    module = ["--module", "ddp_callbacks.calibration", "--seconds", str(args.seconds)]
+    model = [] if args.model is None else ["--model", args.model]
+    flags = [] if args.log_dir is None else ["--log-dir", args.log_dir]
+    flags += ["--nproc-per-node", processes] if processes else []
+    run = parse_options([*flags, *module, *model], environ)
+    return BenchOptions(
+        run=replace(run, nodes=nodes, environ=_variables(args.variables, environ)),
+        script=_script_of(args.model),
+        every=args.every,
+        latency=None if args.latency is None else args.latency * 1e-6,
+        bandwidth=None if args.bandwidth is None else args.bandwidth * 1e9 / 8,
+        plot=args.plot,
+        json=args.json,
+    )
+
+
+def _check_equal_slots(hosts: Sequence[Host]) -> None:
+    if len({host.slots for host in hosts}) > 1:
+        counts = ", ".join(f"{host.name}:{'?' if host.slots is None else host.slots}" for host in hosts)
+        raise ConfigurationError(f"ddprun bench wants as many processes on each node, got {counts}. Make them equal.")
+
+
+def _script_of(model: str | None) -> str | None:
+    """The file that ``--model`` names, if it names one; it must hold the function."""
+    if model is None:
+        return None
+    place, _, function = model.rpartition(":")
+    if not place or not function.isidentifier():
+        raise ConfigurationError(f"--model takes FILE.py:FUNCTION or MODULE:FUNCTION, got {model!r}.")
+    if not place.endswith(".py"):
+        return None
+    try:
+        names = {getattr(node, "name", None) for node in ast.parse(Path(place).read_text()).body}
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigurationError(f"--model {model}: {place} cannot be read: {error}.") from error
+    if function not in names:
+        raise ConfigurationError(f"--model {model}: {place} defines no function {function}.")
+    return place
+
+
 def _nodes(args: Namespace, environ: Mapping[str, str]) -> NodeOptions:
     return NodeOptions(_hosts(args, environ), args.python, args.chdir)
 
@@ -249,6 +355,16 @@ def _ranks(text: str) -> frozenset[int] | None:
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise ConfigurationError(f"--show-ranks takes numbers with commas between them, or all, got {text!r}.")
     return frozenset(int(rank) for rank in text.split(","))
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"takes a positive number, got {text!r}")
+    return value
 
 
 def _patience(text: str) -> float:
