@@ -34,7 +34,7 @@ from ddp_callbacks import (
     leave_process_group,
 )
 
-ALONE, EXACT = "no synchronization", 'sync="every_step"'
+ALONE, EXACT = "no synchronization", "every_step"
 EVERY = 50  # steps in a window of DiLoCo
 TEST = 500  # samples
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -95,7 +95,7 @@ def ways(seed: int) -> dict[str, Way]:
     made = {ALONE: Way(copy.deepcopy(model)), EXACT: Way(copy.deepcopy(model))}
     made[EXACT].weigh = GradientSynchronizer(made[EXACT].model).weigh
     for sync in (LocalSGD(every=8), DiLoCo(every=EVERY)):
-        way = made[f"sync={sync}"] = Way(copy.deepcopy(model))
+        way = made[f"{type(sync).__name__}(every={sync.every})"] = Way(copy.deepcopy(model))
         averager = ParameterAverager(way.model, sync, way.optimizer)
         way.after_step, way.end_block = averager.step, averager.close_window
     return made
@@ -198,16 +198,16 @@ def plot(results: dict[str, Result], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 3, figsize=(12, 2.8), sharey=True)
+    figure, panels = pyplot.subplots(1, 3, figsize=(12, 2.8), sharey=True, layout="constrained")
     rows = range(len(results))
     for row, (first, median, third) in enumerate(speeds(results).values()):
         panels[0].barh(row, median, color="tab:blue", alpha=0.85)
         panels[0].plot([first, third], [row, row], color="black", linewidth=2)
     panels[0].axvline(0.95, color="gray", linestyle="--", linewidth=1)
-    panels[0].set_xlabel("steps per second / those without synchronization\n(black: quartiles, dashed: 0.95)")
+    panels[0].set_xlabel("steps per second / those alone\n(black: quartiles, dashed: 0.95)")
     for row, result in enumerate(results.values()):
         panels[1].plot(result.accuracies, [row] * len(result.accuracies), "o", color="tab:orange", alpha=0.7)
-    panels[1].set_xlabel("accuracy on the test set, %, one point per seed")
+    panels[1].set_xlabel("accuracy on the test set, %\n(one point per seed)")
     panels[2].barh(rows, [max(statistics.mean(r.sent) / 1e3, 0.1) for r in results.values()], color="tab:green")
     panels[2].set_xscale("log")
     panels[2].set_xlabel("KB that a host sends per step")
