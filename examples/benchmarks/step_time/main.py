@@ -181,7 +181,8 @@ def plot(results: dict[str, dict[str, list[float]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(results), figsize=(3.4 * len(results), 3.2), sharey=True)
+    size = (3.4 * len(results), 3.2)
+    figure, (panels,) = pyplot.subplots(1, len(results), figsize=size, sharey=True, squeeze=False)
     for panel, (model, times) in zip(panels, results.items(), strict=True):
         for row, (name, (first, median, third)) in enumerate(ratios(times).items()):
             color = "tab:orange" if name == "ours" else "tab:blue"
