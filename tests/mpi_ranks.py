@@ -438,6 +438,11 @@ def misfortune(how: str, whose: int, waits_in: str) -> None:
     else:
         join_process_group(backend="mpi4py", timeout=timedelta(seconds=2 if how == "is stuck" else 60))
     dist.barrier()
+    if how == "is killed":
+        from ddp_callbacks.mpi.ending import _unlink_segments
+
+        _unlink_segments()  # nobody else would
+    dist.barrier()
     if dist.get_rank() == whose:
         print(f"happens at {time.time()}", flush=True)
         HAPPENS[how]()
