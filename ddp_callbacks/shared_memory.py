@@ -34,7 +34,7 @@ from ddp_callbacks.signals import LINE, Signals
 SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
 """Environment variable: 0 on any rank turns shared memory off, on all."""
 
-_MAPPINGS = 4  # of each other rank, per segment: a bucket has several memories where gradients are kept between steps
+_MAPPINGS = 4  # of each rank, per segment: a bucket has several memories where gradients are kept between steps
 _ROWS = 2048  # of the board: how many reductions can be under way
 _GRAIN = 64  # elements; slices begin at a multiple, so that no two ranks write to the same cache line
 
@@ -185,11 +185,8 @@ class SharedMemory:
         for index, row in enumerate(rows):
             serial, fd, nbytes = self._board[row : row + 3]
             self._require_size(index, nbytes, reduction.nbytes)
-            if index == self._here:
-                # Not a view of the tensor itself, which must be able to go before its segment.
-                home = torch.empty(0, dtype=reduction.home.dtype).set_(reduction.home.untyped_storage())
-            else:
-                home = self._open(index, serial, fd, reduction.segment, doing)[:nbytes].view(reduction.home.dtype)
+            # The own memory is mapped once more, too: a view of the tensor itself would look like a user who keeps it.
+            home = self._open(index, serial, fd, reduction.segment, doing)[:nbytes].view(reduction.home.dtype)
             slices.append(home[begin:end])
         return slices
 
@@ -271,7 +268,7 @@ class _Segment:
 
     Attributes:
         serial, fd: Its number and descriptor, as the others know it.
-        mapped: Of each other rank, what was summed with it, by number.
+        mapped: Of each rank, what was summed with it, by number.
         slices: What was summed the last time, and ``key``, by what that was.
     """
 

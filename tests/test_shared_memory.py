@@ -100,6 +100,24 @@ def test_memory_that_is_dropped_takes_its_descriptors_and_mappings_with_it() -> 
         assert extra_bytes < 4 << 20  # 40 segments of 1 MiB were used, on each of two ranks
 
 
+def train_some_steps() -> tuple[int, int]:
+    model = torch.nn.Linear(300, 300)
+    synchronizer = GradientSynchronizer(model)
+    seen, before = set(), descriptors()
+    for step in range(6):
+        model.zero_grad()
+        model(torch.ones(1, 300)).sum().backward()
+        assert model.weight.grad is not None
+        seen.add(model.weight.grad.data_ptr())
+        before = descriptors() if step == 1 else before
+    synchronizer.close()
+    return len(seen), descriptors() - before
+
+
+def test_every_step_sums_in_the_same_memory() -> None:
+    assert run_distributed(train_some_steps, 2) == [(1, 0)] * 2
+
+
 def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:")
 
