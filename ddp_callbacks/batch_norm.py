@@ -30,6 +30,7 @@ made last.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -171,73 +172,90 @@ class _Layer:
 
     def __init__(self, index: int, name: str, channel: _Channel, counts: Callable[[], bool]) -> None:
         self._index, self._name, self._channel, self._counts = index, name, channel, counts
-        self._last_mean = torch.zeros(0)
+        self._shift: torch.Tensor | None = None  # the mean of the last batch
 
     @torch.no_grad()
     def join(self, input: torch.Tensor, eps: float) -> _Batch:
         """Exchange the statistics. A collective."""
         counts = input.numel() > 0 and self._counts()
-        own = _statistics(input, counts)
-        shift = self._last_mean
-        if shift.shape != own[1].shape:
-            shift = torch.zeros_like(own[1])
-        size, mean, var = self._sum_statistics(*own, shift)
-        if bool(((mean - shift).square() > _FAR**2 * (var + eps)).any()):
-            size, mean, var = self._sum_statistics(*own, mean)
-        self._last_mean = mean.nan_to_num(0.0, 0.0, 0.0)
-        return _Batch(self, eps, counts, size, mean, var)
+        shift = self._shift
+        if shift is None or len(shift) != input.shape[1]:
+            shift = torch.zeros(input.shape[1], dtype=torch.float64, device=input.device)
+        size, own = 0, (shift, shift)
+        if counts:
+            size = input.numel() // input.shape[1]
+            mean, var = torch.batch_norm_update_stats(_at_least_float32(input), None, None, 0.0)
+            own = mean.double(), var.double()
+        batch, farthest = self._sum_statistics(counts, size, *own, shift, eps)
+        if farthest > _FAR**2 * eps:
+            batch, farthest = self._sum_statistics(counts, size, *own, batch.mean, eps)
+        self._shift = batch.mean if math.isfinite(farthest) else None
+        return batch
 
     def sum_gradients(self, sum_dy: torch.Tensor, sum_dy_xhat: torch.Tensor) -> torch.Tensor:
         """Both over all ranks, float64, shape ``[2, channels]``, until the next exchange. A collective."""
-        doing = f"the gradients of {self._name}"
-        return self._channel.sum(2 * self._index + 2, 0, sum_dy, sum_dy_xhat, doing)[1]
+        message = self._channel.message(len(sum_dy))
+        message.first.copy_(sum_dy)
+        message.second.copy_(sum_dy_xhat)
+        self._channel.sum(message, 2 * self._index + 2, 0, "gradients", self._name)
+        return message.sums
 
     def _sum_statistics(
-        self, size: int, mean: torch.Tensor, var: torch.Tensor, shift: torch.Tensor
-    ) -> tuple[int, torch.Tensor, torch.Tensor]:
-        doing, distance = f"the statistics of {self._name}", mean - shift
-        sums = (distance * size, (var + distance.square()) * size) if size else (torch.zeros_like(mean),) * 2
-        size, total = self._channel.sum(2 * self._index + 1, size, *sums, doing)
+        self, counts: bool, size: int, mean: torch.Tensor, var: torch.Tensor, shift: torch.Tensor, eps: float
+    ) -> tuple[_Batch, float]:
+        """The batch, and the largest ``distance² - _FAR² · var``, where distance is that of its mean from ``shift``."""
+        message, distance = self._channel.message(len(shift)), mean - shift
+        message.first.copy_(distance).mul_(size)
+        message.second.copy_(torch.addcmul(var, distance, distance)).mul_(size)
+        size = self._channel.sum(message, 2 * self._index + 1, size, "statistics", self._name)
         if size == 1:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got 1 on all ranks together in {self._name}"
             )
         if size == 0:  # an empty batch changes nothing, as in torch
-            return 0, shift, torch.ones_like(shift)
-        first, second = (total / size).to(shift.device)
-        return size, shift + first, (second - first.square()).clamp_(min=0)
+            return _Batch(self, eps, counts, 0, shift, torch.ones_like(shift)), 0.0
+        first, second = (message.sums / size).to(shift.device).unbind()
+        square = first.square()
+        var = (second - square).clamp_(min=0)
+        farthest = torch.sub(square, var, alpha=_FAR**2).max()
+        return _Batch(self, eps, counts, size, shift + first, var), float(farthest)
+
+
+class _Message:
+    """Memory of one exchange: the header, and two sums over this rank's values for each channel."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory, self.header, self.sums = memory, memory[:_HEADER], memory[_HEADER:].view(2, -1)
+        self.first, self.second = self.sums.unbind()
 
 
 class _Channel:
-    """Sums small messages over the ranks, one at a time, and notices if they are not for the same."""
+    """Sums messages over the ranks, one at a time, and notices if they are not for the same."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._group, self._device, self._world_size = group, device, group.size()
         self._all_reduce = choose_all_reduce(group, [device])
-        self._memories: dict[int, torch.Tensor] = {}
+        self._messages: dict[int, _Message] = {}
 
-    def sum(
-        self, tag: int, size: int, first: torch.Tensor, second: torch.Tensor, doing: str
-    ) -> tuple[int, torch.Tensor]:
-        """``size``, ``first`` and ``second`` over all ranks, the latter stacked, until the next sum. A collective."""
-        memory = self._memory(_HEADER + 2 * len(first))
-        memory[:_HEADER] = torch.tensor([tag, size], dtype=torch.float64)
-        stacked = memory[_HEADER:].view(2, -1)
-        stacked[0], stacked[1] = first, second
-        self._all_reduce.launch(memory).wait(doing)
-        tags, total = memory[:_HEADER].tolist()
-        if tags != tag * self._group.size():
+    def message(self, channels: int) -> _Message:
+        """The one for so many channels; its sums hold until it is wanted again."""
+        if channels not in self._messages:
+            memory = self._all_reduce.allocate(_HEADER + 2 * channels, torch.float64, self._device)
+            self._messages[channels] = _Message(memory)
+        return self._messages[channels]
+
+    def sum(self, message: _Message, tag: int, size: int, what: str, name: str) -> int:
+        """Sum ``message`` over the ranks, in place; the sum of ``size``. A collective."""
+        message.header.copy_(torch.tensor((tag, size), dtype=torch.float64))
+        self._all_reduce.launch(message.memory).wait(f"the {what} of {name}")
+        tags, total = message.header.tolist()
+        if tags != tag * self._world_size:
             raise MismatchError(
-                f"{describe_rank(self._group, self._group.rank())} exchanges {doing}, and some rank those of another "
-                "layer: every rank must run the same BatchNorm layers in the same order, forward and backward. Leave "
-                "sync_batchnorm out where control flow differs between the ranks."
+                f"{describe_rank(self._group, self._group.rank())} exchanges the {what} of {name}, and some rank those "
+                "of another layer: every rank must run the same BatchNorm layers in the same order, forward and "
+                "backward. Leave sync_batchnorm out where control flow differs between the ranks."
             )
-        return int(total), stacked
-
-    def _memory(self, numel: int) -> torch.Tensor:
-        if numel not in self._memories:
-            self._memories[numel] = self._all_reduce.allocate(numel, torch.float64, self._device)
-        return self._memories[numel]
+        return int(total)
 
 
 class _Normalize(torch.autograd.Function):
@@ -271,8 +289,8 @@ class _Normalize(torch.autograd.Function):
         if needs_input:
             total = batch.layer.sum_gradients(sum_dy, sum_dy_xhat)
             if batch.counts:
-                slope = -(var + batch.eps).rsqrt() / batch.size
-                slope = slope if weight is None else slope * weight
+                slope = (var + batch.eps).rsqrt_().mul_(-1 / batch.size)
+                slope = slope if weight is None else slope.mul_(weight)
                 of_dy, of_dy_xhat = total.to(x) * slope
                 dx += _normalize(x, of_dy_xhat, of_dy, mean, var, batch.eps)
         return dx if needs_input else None, sum_dy_xhat if needs_weight else None, sum_dy if needs_bias else None, None
@@ -290,15 +308,6 @@ def _normalize(
     weight = None if weight is None else weight.to(x.dtype)
     bias = None if bias is None else bias.to(x.dtype)
     return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
-
-
-def _statistics(input: torch.Tensor, counts: bool) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Values per channel, their mean and biased variance, float64; zeros where they do not count."""
-    if not counts:
-        zeros = torch.zeros(input.shape[1], dtype=torch.float64, device=input.device)
-        return 0, zeros, zeros
-    mean, var = torch.batch_norm_update_stats(_at_least_float32(input), None, None, 0.0)
-    return input.numel() // input.shape[1], mean.double(), var.double()
 
 
 @torch.no_grad()
