@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import time
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchbearer import Callback, Metric, Trial
 
 from ddp_callbacks import __version__
+from ddp_callbacks.errors import PeerError
 from ddp_callbacks.torchbearer import SHARE, AllReduceGradients, DDPCallback, Flatten, ReduceMetrics, ShardData
 
 Case = Callable[[], Any]
@@ -127,6 +129,33 @@ def images() -> torch.Tensor:
 def test_a_rank_without_a_sample_counts_nowhere_in_the_running_statistics() -> None:
     for mean in by_rank(batch_norm_without_samples):
         torch.testing.assert_close(mean, images().mean().view(1), rtol=1e-12, atol=0)
+
+
+class Raises(Callback):  # type: ignore[misc]
+    def __init__(self, found: list[Any]) -> None:
+        super().__init__()
+        self.found = found
+
+    def on_step_training(self, state: Any) -> None:
+        self.found.append(type(state[torchbearer.MODEL].norm))
+        raise KeyError("enough")
+
+
+def layers_of_runs() -> Any:
+    """In a run, after it, and after one that raised."""
+    model, during = Normalized(), list[Any]()
+    made = trial([DDPCallback(sync_batchnorm=True)], model=model)
+    made.with_generators(DataLoader(data(20), 10)).run(1)
+    after = type(model.norm)
+    failing = trial([DDPCallback(sync_batchnorm=True)], model=model, callbacks=[Raises(during)])
+    with contextlib.suppress(KeyError, PeerError):
+        failing.with_generators(DataLoader(data(20), 10)).run(1)
+    return [after, *[kind.__name__ for kind in during], type(model.norm)]
+
+
+def test_synchronized_layers_are_given_back() -> None:
+    for found in run_distributed(layers_of_runs, 2):
+        assert found == [nn.BatchNorm1d, "SynchronizedBatchNorm1d", nn.BatchNorm1d]
 
 
 # --- random state ----------------------------------------------------------------------------------------

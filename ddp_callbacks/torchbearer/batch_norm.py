@@ -20,6 +20,10 @@ class SynchronizeBatchNorm(DistributedCallback):
     the loss before backward, in place of the gradients after it, which makes the gradients exact through these layers.
     A custom closure (``with_closure``) has to call ``on_criterion`` before the backward of each loss for that.
 
+    With a ``comm_hook`` all ranks must use the same parameters in each backward: the engine waits for one bucket's hook
+    before it calls the next, and a bucket that some rank does not fill comes at the end of its backward, after these
+    layers.
+
     Raises:
         ConfigurationError: At the start, where a layer has a forward of its own or no parameters yet.
     """
