@@ -116,7 +116,7 @@ def check_sync(sync: Any, *, comm_hook: Any = None, compress: Any = None, sync_b
     if sync == "every_step":
         return
     for name, setting, does in (
-        ("comm_hook", comm_hook, "sums gradients"),
+        ("a comm_hook", comm_hook, "sums gradients"),
         ("compress", compress, "is for gradients"),
         ("sync_batchnorm=True", sync_batchnorm or None, "exchanges statistics in every step"),
     ):

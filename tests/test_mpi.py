@@ -66,7 +66,8 @@ def run(
 
 
 def assert_ended_well(done: subprocess.CompletedProcess[str]) -> None:
-    assert (done.returncode, done.stderr) == (0, "")
+    said = [line for line in done.stderr.splitlines() if not line.startswith("ddp_callbacks: gradients on the CPU are")]
+    assert (done.returncode, said) == (0, [])
 
 
 @pytest.mark.parametrize("processes", [2, 3])
