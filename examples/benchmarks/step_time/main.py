@@ -193,7 +193,7 @@ def plot(results: dict[str, dict[str, list[float]]], path: Path) -> None:
         panel.invert_yaxis()
         panel.set_title(model)
         panel.set_xlabel("step time / DDP")
-    figure.suptitle(f"{dist.get_world_size()} processes on one machine; black: quartiles over the rounds", y=1.02)
+    figure.suptitle(f"{dist.get_world_size()} processes; black: quartiles over the rounds", y=1.02)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
