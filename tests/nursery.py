@@ -220,6 +220,8 @@ def _run_and_vanish(body: Callable[[], None]) -> None:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
     atexit._run_exitfuncs()
+    if (mpi := sys.modules.get("mpi4py.MPI")) and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()  # Lightning has asked MPI whether it started the job; what that left in /dev/shm goes
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
