@@ -197,7 +197,7 @@ def test_the_pbs_script_of_the_docs_trains_on_the_hosts_of_its_job(bed: HostBed,
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         SCRIPT=f"{DIGITS} --epochs 1",
     )
-    script = Path(__file__).parents[1] / "docs" / "jobs" / "ddp.pbs"
+    script = Path(__file__).parents[1] / "examples" / "jobs" / "ddp.pbs"
     done = host.run("bash", str(script), environ=environ, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "ddprun: h2: ranks 2-3, 1 thread each, eth0" in done.stderr

@@ -143,7 +143,7 @@ def test_srun_starts_a_lightning_script(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_the_job_script_of_the_docs_trains_on_the_hosts_of_its_job(slurm: Slurm, tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "docs" / "jobs" / "ddp.slurm"
+    script = Path(__file__).parents[1] / "examples" / "jobs" / "ddp.slurm"
     done = slurm.run("sbatch", "--wait", str(script), str(DIGITS), *EPOCHS, cwd=tmp_path)
     (log,) = tmp_path.glob("train-*.log")
     said = log.read_text()
