@@ -17,7 +17,7 @@ from ddp_callbacks.collectives import all_gather_json
 from ddp_callbacks.shared_memory import SharedMemory, open_shared_memory, refusal
 from ddp_callbacks.summation import AllReduce, GroupAllReduce, allocate
 from ddp_callbacks.two_level import HostMemory, OwnMemory, Threads, TwoLevelAllReduce
-from ddp_callbacks.wire import Column, Wire, open_column
+from ddp_callbacks.wire import SLICE_NBYTES, Column, Wire, open_column
 
 _log = logging.getLogger("ddp_callbacks")
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, Levels] = weakref.WeakKeyDictionary()
@@ -86,7 +86,8 @@ class Levels:
             return GroupAllReduce(group, allocate)
         memory, column, threads = self.open()
         wire = None if column is None else Wire(column, dtype)
-        return TwoLevelAllReduce(memory, wire, threads, exact=dtype is None)
+        piece_nbytes = SLICE_NBYTES * min(map(len, self.hosts))
+        return TwoLevelAllReduce(memory, wire, threads, exact=dtype is None, piece_nbytes=piece_nbytes)
 
     def open(self) -> tuple[HostMemory, Column | None, Threads]:
         """What sums in two levels are made of. A collective, the first time."""

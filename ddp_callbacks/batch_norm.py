@@ -44,7 +44,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_callbacks.all_reduce import choose_all_reduce
-from ddp_callbacks.collectives import any_rank, message_device
+from ddp_callbacks.collectives import any_rank, further_group, message_device
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.failures import describe_rank
 from ddp_callbacks.process_group import get_world_size, resolve_group
@@ -370,14 +370,6 @@ def _has_group(layer: _BatchNorm) -> bool:
 def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks for batch normalization alone. A collective, the first time."""
     if group not in _groups:
-        # torch's own wait would not notice a rank that has failed.
         any_rank(False, "the process group of batch normalization", group)
-        backend = group._get_backend(message_device(group))
-        _groups[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=backend.options._timeout,
-            backend=dist.get_backend_config(group),
-            use_local_synchronization=group is not dist.group.WORLD,
-            sort_ranks=False,
-        )
+        _groups[group] = further_group(range(group.size()), group)
     return _groups[group]

@@ -38,7 +38,7 @@ from ddp_callbacks.failures import wait
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.process_group import join_process_group, leave_process_group, resolve_group
 from ddp_callbacks.two_level import HostMemory
-from ddp_callbacks.wire import Column, Wire
+from ddp_callbacks.wire import SLICE_NBYTES, Column, Wire
 
 DOING = "the calibration"
 SIZES = (1 << 20, 1 << 22, 1 << 24)  # bytes
@@ -253,10 +253,10 @@ def _sum_in_memory(memory: HostMemory, nbytes: int) -> Callable[[], None]:
 def _sum_on_the_wire(column: Column | None, nbytes: int, dtype: torch.dtype | None) -> Callable[[], None]:
     tensor = torch.zeros(nbytes // 4)
     assert column is not None  # all carry where the hosts have equally many ranks
-    wire = Wire(column, dtype)
+    wire, pieces = Wire(column, dtype), tensor.split(SLICE_NBYTES // 4)
 
     def run() -> None:
-        for pending in wire.start(tensor):
+        for pending in [sum_ for piece in pieces for sum_ in wire.start(piece)]:
             pending.wait(DOING)
 
     return run

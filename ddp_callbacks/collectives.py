@@ -123,6 +123,22 @@ def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu") if torch.device("cpu") in devices else torch.device("cuda", torch.cuda.current_device())
 
 
+def further_group(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group of ``ranks`` of ``group``, in this order, with its backends and its limit on time.
+
+    Only these call it. They should have heard of each other just before: torch's own wait in it does not notice a rank
+    that has failed.
+    """
+    made: dist.ProcessGroup = dist.new_group(
+        [dist.get_global_rank(group, rank) for rank in ranks],
+        timeout=group._get_backend(message_device(group)).options._timeout,
+        backend=dist.get_backend_config(group),
+        use_local_synchronization=True,
+        sort_ranks=False,
+    )
+    return made
+
+
 def encode(header: Json, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One flat uint8 tensor on the CPU: an 8-byte length, the JSON header, the tensors' raw bytes."""
     specs = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]

@@ -37,7 +37,7 @@ import torch
 
 from ddp_callbacks.collectives import GATHERED_BYTES
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.wire import PART_BYTES, PIECE_BYTES
+from ddp_callbacks.wire import PART_BYTES, SLICE_NBYTES
 
 MARK = "ddprun bench: "  # before each line of JSON by which a calibration speaks to ddprun
 _AT_A_TIME = 2  # pieces of an exact sum: gloo works with two threads
@@ -230,7 +230,7 @@ def wire_traffic(layout: Layout, nbytes: float, half: bool = False, itemsize: in
 def ring_traffic(layout: Layout, nbytes: float) -> tuple[int, float]:
     """The same for gloo's ring."""
     others = layout.hosts - 1
-    turns = math.ceil(nbytes / layout.ranks_per_host / (PIECE_BYTES * _AT_A_TIME))
+    turns = math.ceil(nbytes / layout.ranks_per_host / (SLICE_NBYTES * _AT_A_TIME))
     return 2 * others * turns, 2 * others / layout.hosts * nbytes
 
 

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from ddp_callbacks.agreement import module_settings, require_agreement
 from ddp_callbacks.all_reduce import choose_all_reduce
 from ddp_callbacks.buckets import ParameterSpec, assign_buckets, check_bucket_cap_mb
+from ddp_callbacks.compression import Compress, PowerSGD, check_compress, dtype_of
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.failures import describe_rank
 from ddp_callbacks.process_group import get_world_size, resolve_group
@@ -117,7 +118,7 @@ def check_sync(sync: Any, *, comm_hook: Any = None, compress: Any = None, sync_b
         return
     for name, setting, does in (
         ("a comm_hook", comm_hook, "sums gradients"),
-        ("compress", compress, "is for gradients"),
+        (f"compress={compress}", compress if isinstance(compress, PowerSGD) else None, "is for gradients"),
         ("sync_batchnorm=True", sync_batchnorm or None, "exchanges statistics in every step"),
     ):
         if setting is not None:
@@ -146,9 +147,12 @@ class ParameterAverager:
         optimizer: The one that trains ``module``; DiLoCo's momentum is kept in its state, so that it is saved and
             loaded with it. ``None``: it is lost with this object.
         bucket_cap_mb: The size in MiB of the pieces in which parameters are sent; a larger parameter is a piece.
+        compress: ``"bf16"`` or ``"fp16"``: the outer gradients are rounded to it before they are sent to another host,
+            and summed in float32. All ranks still get the same bits.
         process_group: ``None`` is the default group.
 
     Raises:
+        ConfigurationError: ``bucket_cap_mb`` or ``compress`` is none of these.
         MismatchError: The ranks have different settings or models.
     """
 
@@ -159,9 +163,12 @@ class ParameterAverager:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         bucket_cap_mb: float = 25.0,
+        compress: Compress = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         check_bucket_cap_mb(bucket_cap_mb)
+        check_compress(compress, None)
+        check_sync(sync, compress=compress)
         self._sync = sync
         self._optimizer = optimizer
         self._momentum: dict[str, torch.Tensor] = {}  # of all pieces
@@ -169,14 +176,15 @@ class ParameterAverager:
         self._world: _World | None = None
         self._pieces: list[_Piece] = []
         if get_world_size(process_group) > 1:
-            settings = {"sync": repr(sync), "bucket_cap_mb": bucket_cap_mb} | module_settings(module)
+            settings = {"sync": repr(sync), "bucket_cap_mb": bucket_cap_mb, "compress": compress}
+            settings |= module_settings(module)
             remedy = "Give every process the same model and the same settings."
             require_agreement(settings, _DOING, remedy, process_group)
         elif isinstance(sync, LocalSGD):
             return
         self._pieces = _make_pieces(module, sync, bucket_cap_mb)
         if get_world_size(process_group) > 1:
-            self._world = _World(resolve_group(process_group), self._pieces)
+            self._world = _World(resolve_group(process_group), self._pieces, dtype_of(compress))
 
     @property
     def is_last_step(self) -> bool:
@@ -336,12 +344,16 @@ class _Piece:
 
 
 class _World:
-    """The other ranks, where there are any. Making it is a collective."""
+    """The other ranks, where there are any. Making it is a collective.
 
-    def __init__(self, group: dist.ProcessGroup, pieces: Sequence[_Piece]) -> None:
+    Args:
+        dtype: What is sent in place of wider numbers; ``None`` sends them as they are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, pieces: Sequence[_Piece], dtype: torch.dtype | None) -> None:
         self._group = group
         self._rows = RowExchange(group)
-        self._all_reduce = choose_all_reduce(group, [piece.anchor.device for piece in pieces])
+        self._all_reduce = choose_all_reduce(group, [piece.anchor.device for piece in pieces], dtype)
         self._numel: dict[tuple[torch.dtype, torch.device], int] = {}  # of the largest piece of each kind
         for piece in pieces:
             kind = piece.anchor.dtype, piece.anchor.device

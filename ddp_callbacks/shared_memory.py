@@ -20,6 +20,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -35,8 +36,9 @@ SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
 """Environment variable: 0 on any rank turns shared memory off, on all."""
 
 _MAPPINGS = 4  # of each rank, per segment: a bucket has several memories where gradients are kept between steps
-_ROWS = 2048  # of the board: how many reductions can be under way
-_GRAIN = 64  # elements; slices begin at a multiple, so that no two ranks write to the same cache line
+_ROWS = 8192  # of the board: how many reductions can be under way
+GRAIN = 64
+"""Elements. Slices begin at a multiple, so that no two ranks write to the same cache line."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class SharedMemory:
         nbytes = Signals.nbytes(self._size)
         ranks = neighbours.ranks
         self._filled, self._done = (Signals(control, at, ranks, self._here, timeout) for at in (0, nbytes))
-        # What each rank sums where: serial number and descriptor of the segment, and bytes; by number of the signal.
+        # What each rank sums where, by number of the signal: serial number and descriptor of the segment, where in it,
+        # and how many bytes.
         board = memoryview(mmap.mmap(control, self.control_nbytes(self._size)))
         self._board = board[2 * nbytes :].cast("q")
         self._segments: dict[int, _Segment] = {}  # this rank's, by address
@@ -131,22 +134,24 @@ class SharedMemory:
         result = as_real(tensor)
         home, segment = self._home_of(result)
         number = self._filled.sent + 1
-        row, nbytes = self._row(self._here, number), home.nbytes
-        self._board[row], self._board[row + 1], self._board[row + 2] = segment.serial, segment.fd, nbytes
+        row, at = self._row(self._here, number), int(home.storage_offset()) * home.itemsize
+        for column, entry in enumerate((segment.serial, segment.fd, at, home.nbytes)):
+            self._board[row + column] = entry
         self._filled.send()
-        return SharedReduction(self, result, home, segment, number, nbytes, carriers or self.neighbours.carriers)
+        return SharedReduction(self, result, home, segment, number, carriers or self.neighbours.carriers)
 
     def sum(self, reduction: SharedReduction, doing: str) -> torch.Tensor:
         """Sum this rank's slice, and return it. Blocks until every rank of the host has filled."""
         self._await(self._filled, reduction.number, doing)
         rows = [self._row(index, reduction.number) for index in range(self._size)]
         # The usual step sums the same memory as the one before.
-        key = (reduction.home.dtype, reduction.carriers, *(self._board[at] for row in rows for at in (row, row + 2)))
-        segment = reduction.segment
-        if segment.key != key:
-            segment.slices = self._cut(reduction, rows, doing)
-            segment.key = key
-        reduction.slices = segment.slices
+        places = tuple(self._board[row + column] for row in rows for column in (0, 2, 3))
+        key = (reduction.home.dtype, reduction.carriers, places)
+        known = reduction.segment.slices
+        at = int(reduction.home.storage_offset())
+        if at not in known or known[at][0] != key:
+            known[at] = key, self._cut(reduction, rows, doing)
+        _, reduction.slices = known[at]
         _sum_into_first(reduction.slices)
         return reduction.slices[0]
 
@@ -170,9 +175,9 @@ class SharedMemory:
             self._spare[reduction.home.numel(), reduction.home.dtype] = reduction.home
 
     def _home_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Segment]:
-        """``tensor`` if it lies at the start of a segment, else a copy that does."""
+        """``tensor`` if it lies in a segment, else a copy that does."""
         segment = self._segments.get(_address(tensor))
-        if segment is not None and not tensor.storage_offset():
+        if segment is not None:
             return tensor, segment
         home = self._spare.pop((tensor.numel(), tensor.dtype), None)
         home = self.allocate(tensor.numel(), tensor.dtype) if home is None else home
@@ -183,18 +188,18 @@ class SharedMemory:
         begin, end = self._bounds(reduction)
         slices = []
         for index, row in enumerate(rows):
-            serial, fd, nbytes = self._board[row : row + 3]
-            self._require_size(index, nbytes, reduction.nbytes)
+            serial, fd, at, nbytes = self._board[row : row + 4]
+            self._require_size(index, nbytes, reduction.home.nbytes)
             # The own memory is mapped once more, too: a view of the tensor itself would look like a user who keeps it.
-            home = self._open(index, serial, fd, reduction.segment, doing)[:nbytes].view(reduction.home.dtype)
-            slices.append(home[begin:end])
+            home = self._open(index, serial, fd, reduction.segment, doing)[at : at + nbytes]
+            slices.append(home.view(reduction.home.dtype)[begin:end])
         return slices
 
     def _bounds(self, reduction: SharedReduction) -> tuple[int, int]:
         """Where this rank's slice begins and ends."""
         numel, carriers = reduction.home.numel(), reduction.carriers
-        grains = -(-numel // _GRAIN)
-        first, last = (grains * min(at, carriers) // carriers * _GRAIN for at in (self._here, self._here + 1))
+        grains = -(-numel // GRAIN)
+        first, last = (grains * min(at, carriers) // carriers * GRAIN for at in (self._here, self._here + 1))
         return min(first, numel), min(last, numel)
 
     def _require_size(self, index: int, nbytes: int, own: int) -> None:
@@ -241,9 +246,8 @@ class SharedReduction:
 
     Attributes:
         result: Where the sum is wanted.
-        home: Where it is made, at the start of ``segment``; ``result`` itself if that lies there.
+        home: Where it is made, in ``segment``; ``result`` itself if that lies there.
         number: Of the signal that ``home`` is filled, and of the one that this rank's slice is delivered.
-        nbytes: Of ``home``.
         carriers: How many ranks sum a slice each.
         slices: This rank's slice of everybody's memory once it is summed; the sum is in the first.
     """
@@ -253,7 +257,6 @@ class SharedReduction:
     home: torch.Tensor
     segment: _Segment
     number: int
-    nbytes: int
     carriers: int
     slices: list[torch.Tensor] = field(default_factory=list)
 
@@ -269,14 +272,13 @@ class _Segment:
     Attributes:
         serial, fd: Its number and descriptor, as the others know it.
         mapped: Of each rank, what was summed with it, by number.
-        slices: What was summed the last time, and ``key``, by what that was.
+        slices: By where in the segment: what was summed there the last time, after a key that says what that was.
     """
 
     serial: int
     fd: int
     mapped: list[OrderedDict[int, torch.Tensor]]
-    key: tuple[object, ...] = ()
-    slices: list[torch.Tensor] = field(default_factory=list)
+    slices: dict[int, tuple[Hashable, list[torch.Tensor]]] = field(default_factory=dict)
 
 
 def _sum_into_first(parts: list[torch.Tensor]) -> None:

@@ -11,6 +11,8 @@ which is the same on all ranks; two, so that the next bucket is summed and sent 
     main thread    fill ──────────────────── ... backward ... ────────────────── collect
     first thread        sum the slice, start it on the wire
     second thread                                            await it, deliver
+
+A long sum is made in pieces, so that one is summed or delivered while another is on the wire.
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ from typing import Any, Protocol
 import torch
 
 from ddp_callbacks.collectives import as_real
+from ddp_callbacks.shared_memory import GRAIN
 from ddp_callbacks.summation import Pending, allocate
 
 DOING = "gradients that are summed beside backward"
+MOST_PIECES = 8
+"""Of a sum: memory between processes has room for a number of sums that are under way, and each piece is one."""
 
 
 class HostMemory(Protocol):
@@ -60,6 +65,8 @@ class TwoLevelAllReduce:
         threads: That do the work; all two-level sums of a group have the same.
         exact: Whether the wire rounds nothing.
         carriers: How many ranks of each host sum a slice; ``None`` is as many as every host has.
+        piece_nbytes: What is summed at a time, all slices together, if that makes at most :data:`MOST_PIECES`; ``None``
+            is everything.
     """
 
     def __init__(
@@ -70,14 +77,22 @@ class TwoLevelAllReduce:
         *,
         exact: bool = True,
         carriers: int | None = None,
+        piece_nbytes: int | None = None,
     ) -> None:
         self._memory, self._wire, self._threads, self._carriers = memory, wire, threads, carriers
+        self._piece_nbytes = piece_nbytes
         self.exact = exact
         self.allocate = memory.allocate
 
-    def launch(self, tensor: torch.Tensor) -> TwoLevelReduction:
+    def launch(self, tensor: torch.Tensor) -> Pieces:
         """Start to sum ``tensor`` (flat, contiguous) over all ranks, in place. Does not block."""
-        reduction = TwoLevelReduction(self._memory, self._memory.fill(tensor, self._carriers), self._wire)
+        numel = tensor.numel()
+        if self._piece_nbytes is not None:
+            numel = max(self._piece_nbytes // tensor.itemsize, -(-numel // (MOST_PIECES * GRAIN)) * GRAIN)
+        return Pieces([self._launch(piece) for piece in tensor.split(max(numel, 1))])
+
+    def _launch(self, piece: torch.Tensor) -> TwoLevelReduction:
+        reduction = TwoLevelReduction(self._memory, self._memory.fill(piece, self._carriers), self._wire)
         self._threads.sums.submit(partial(self._sum, reduction))
         return reduction
 
@@ -86,8 +101,20 @@ class TwoLevelAllReduce:
         self._threads.deliveries.submit(reduction.deliver)
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """A sum over all ranks that is under way, piece by piece."""
+
+    pieces: Sequence[Pending]
+
+    def wait(self, doing: str) -> None:
+        """Block until the sum is there. Raises :class:`PeerError` as :func:`ddp_callbacks.failures.wait` does."""
+        for piece in self.pieces:
+            piece.wait(doing)
+
+
 class TwoLevelReduction:
-    """A sum over all ranks that is under way."""
+    """A piece of such a sum."""
 
     def __init__(self, memory: HostMemory, reduction: Any, wire: Starts | None) -> None:
         self._memory, self._reduction, self._wire = memory, reduction, wire
@@ -116,7 +143,7 @@ class TwoLevelReduction:
         self._delivered.set()
 
     def wait(self, doing: str) -> None:
-        """Block until the sum is there. Raises :class:`PeerError` as :func:`ddp_callbacks.failures.wait` does."""
+        """See :class:`ddp_callbacks.summation.Pending`."""
         self._delivered.wait()  # whatever the threads wait for has a limit
         if self._error is not None:
             raise self._error

@@ -1,7 +1,6 @@
 """Sums between hosts: what goes over the network, exactly or in half precision.
 
-Each carrier sums its slice with the carriers of the same slice on the other hosts. Long slices travel in pieces, so
-that one is summed while the next is under way.
+Each carrier sums its slice with the carriers of the same slice on the other hosts.
 """
 
 from __future__ import annotations
@@ -12,12 +11,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.collectives import GATHERED_BYTES, Reduction
+from ddp_callbacks.collectives import GATHERED_BYTES, Reduction, further_group
 from ddp_callbacks.failures import wait
 from ddp_callbacks.summation import Pending
 
 HALF = (torch.float16, torch.bfloat16)
-PIECE_BYTES = 4 << 20  # bytes that an exact sum sends at a time; less leaves gloo's ring short of work
+SLICE_NBYTES = 4 << 20
+"""Of a slice that is worth a sum of its own; less leaves gloo's ring short of work."""
+
 PART_BYTES = 1 << 18  # bytes that each host sends to each other at a time, in a sum in half precision
 
 
@@ -55,7 +56,7 @@ class Wire:
         if not part.numel():
             return []
         if dtype not in HALF:
-            return [Reduction(piece, self._column.group) for piece in part.split(PIECE_BYTES // part.itemsize)]
+            return [Reduction(part, self._column.group)]
         hosts = self._column.group.size()
         if part.numel() * dtype.itemsize * hosts <= GATHERED_BYTES:
             return [_GatheredSum(part, dtype, self._column)]
@@ -113,7 +114,5 @@ def open_column(group: dist.ProcessGroup, hosts: list[list[int]]) -> Column | No
     place = here.index(group.rank())
     if place >= carriers:
         return None
-    ranks = [dist.get_global_rank(group, ranks[place]) for ranks in hosts]
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
-    first, second = (dist.new_group(ranks, timeout=timeout, use_local_synchronization=True) for _ in range(2))
-    return Column(first, second)
+    ranks = [host[place] for host in hosts]
+    return Column(further_group(ranks, group), further_group(ranks, group))

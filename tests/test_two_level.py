@@ -16,6 +16,7 @@ from test_shared_memory import summand
 from torch import Tensor
 from two_hosts import live_on_hosts
 
+from ddp_callbacks import all_reduce
 from ddp_callbacks.process_group import join_process_group, resolve_group
 from ddp_callbacks.two_level import TwoLevelAllReduce
 
@@ -25,8 +26,10 @@ HALF = (torch.bfloat16, torch.float16)
 LAYOUTS = [(2, 1), (1, 2), (2, 2), (2, 1, 1)]
 
 
-def all_sums(layout: tuple[int, ...], dtype: torch.dtype | None) -> list[list[Tensor]]:
+def all_sums(layout: tuple[int, ...], dtype: torch.dtype | None, slice_nbytes: int | None = None) -> list[list[Tensor]]:
     """Each size and dtype, in a segment and elsewhere, several under way at a time; twice."""
+    if slice_nbytes is not None:
+        all_reduce.SLICE_NBYTES = slice_nbytes
     levels, rank = live_on_hosts(layout, resolve_group()), dist.get_rank()
     way = levels.all_reduce(dtype)
     assert isinstance(way, TwoLevelAllReduce) and way.exact == (dtype is None)
@@ -79,6 +82,25 @@ def check(layout: tuple[int, ...], results: list[Any], wire: torch.dtype | None)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_gets_the_same_bits_and_they_are_the_sum(layout: tuple[int, ...]) -> None:
     check(layout, run_distributed(all_sums, sum(layout), layout, None), None)
+
+
+@pytest.mark.parametrize(("layout", "wire"), [((2, 2), None), ((2, 1, 1), None), ((2, 1), torch.bfloat16)])
+def test_long_sums_are_the_same_in_pieces(layout: tuple[int, ...], wire: torch.dtype | None) -> None:
+    check(layout, run_distributed(all_sums, sum(layout), layout, wire, 1), wire)
+
+
+def number_of_pieces(sizes: list[int]) -> list[int]:
+    way = live_on_hosts((1, 1), resolve_group()).all_reduce(torch.float16)
+    launched = [way.launch(torch.zeros(size, dtype=torch.float64)) for size in sizes]
+    for sum_ in launched:
+        sum_.wait("the test")
+    return [len(sum_.pieces) for sum_ in launched]
+
+
+def test_a_sum_has_pieces_of_4_mib_and_at_most_8() -> None:
+    full = (4 << 20) // 8
+    for counted in run_distributed(number_of_pieces, 2, [0, full, full + 1, 8 * full, 9 * full]):
+        assert counted == [1, 1, 2, 8, 8]
 
 
 @pytest.mark.parametrize(

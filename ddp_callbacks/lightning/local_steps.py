@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
+from ddp_callbacks.local_sgd import ParameterAverager, set_gradients_aside
+
+MakeAverager = Callable[..., ParameterAverager]
 
 
 class LocalSteps:
@@ -19,13 +21,15 @@ class LocalSteps:
     A step is a batch in which an optimizer stepped: with gradients that are accumulated over batches, or by hand with
     several optimizers, the window closes behind the batch that fills it. Windows close early for a validation, a
     checkpoint and the end of an epoch.
+
+    Args:
+        make: :class:`ddp_callbacks.ParameterAverager` with its settings; takes the module and the optimizer.
     """
 
-    def __init__(self, trainer: Any, module: torch.nn.Module, sync: LocalSGD | DiLoCo, bucket_cap_mb: float) -> None:
+    def __init__(self, trainer: Any, module: torch.nn.Module, make: MakeAverager) -> None:
         self._trainer = trainer
         self._module = module
-        self._sync = sync
-        self._bucket_cap_mb = bucket_cap_mb
+        self._make = make
         self._averager: ParameterAverager | None = None
         self._weight = 0.0  # since the last step
         self._has_stepped = False  # in this batch
@@ -40,9 +44,7 @@ class LocalSteps:
     def begin(self) -> None:
         """The parameters are those to train from. A collective."""
         optimizers = self._trainer.strategy.optimizers
-        self._averager = ParameterAverager(
-            self._module, self._sync, optimizers[0] if optimizers else None, bucket_cap_mb=self._bucket_cap_mb
-        )
+        self._averager = self._make(self._module, optimizer=optimizers[0] if optimizers else None)
 
     @property
     def is_last_step(self) -> bool:

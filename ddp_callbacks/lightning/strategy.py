@@ -34,7 +34,7 @@ from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.world import environment_of_job, join
-from ddp_callbacks.local_sgd import Sync, check_sync
+from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.random_state import make_distinct
 from ddp_callbacks.sharding import BatchSize, check_batch_size
@@ -186,8 +186,9 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             if self._sync == "every_step":
                 self._synchronizer = GradientSynchronizer(model, **self._synchronizer_options)
             else:
-                bucket_cap_mb = self._synchronizer_options["bucket_cap_mb"]
-                self._local = LocalSteps(self._trainer, model, self._sync, bucket_cap_mb)
+                options = {name: self._synchronizer_options[name] for name in ("bucket_cap_mb", "compress")}
+                make = functools.partial(ParameterAverager, sync=self._sync, **options)
+                self._local = LocalSteps(self._trainer, model, make)
         if self.world_size > 1:
             broadcast_parameters(model)
             make_distinct()

@@ -42,7 +42,8 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         sync: ``"every_step"``: the gradients of every backward are summed over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`: each process takes its own steps, and
             parameters are averaged now and then, for slow networks; see :class:`AverageParameters`.
-        bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`.
+        bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`; beside another
+            ``sync``, :class:`ddp_callbacks.ParameterAverager`.
         sync_batchnorm: BatchNorm layers normalize by the statistics of the whole batch, over all processes; see
             :class:`SynchronizeBatchNorm`. Otherwise each process normalizes by its part.
         also_rank_zero: See ``also`` of :class:`RankZeroOutput`.
@@ -76,7 +77,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
                 weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, process_group
             )
         else:
-            synchronize = AverageParameters(sync, weight, reduction, bucket_cap_mb, process_group)
+            synchronize = AverageParameters(sync, weight, reduction, bucket_cap_mb, compress, process_group)
         callbacks = [
             ReportFailures(process_group),
             BroadcastParameters(process_group),

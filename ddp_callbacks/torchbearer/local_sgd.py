@@ -9,8 +9,9 @@ import torch.distributed as dist
 import torchbearer
 
 from ddp_callbacks.buckets import check_bucket_cap_mb
+from ddp_callbacks.compression import Compress, check_compress
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
+from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, check_sync, set_gradients_aside
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 
@@ -31,7 +32,7 @@ class AverageParameters(DistributedCallback):
     Args:
         sync: :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`.
         weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`.
-        bucket_cap_mb: See :class:`ddp_callbacks.ParameterAverager`.
+        bucket_cap_mb, compress: See :class:`ddp_callbacks.ParameterAverager`.
         process_group: ``None`` is the default group.
 
     Raises:
@@ -44,15 +45,18 @@ class AverageParameters(DistributedCallback):
         weight: Weight | None = None,
         reduction: str | None = None,
         bucket_cap_mb: float = 25.0,
+        compress: Compress = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(process_group)
         check_bucket_cap_mb(bucket_cap_mb)
+        check_compress(compress, None)
         if not isinstance(sync, LocalSGD | DiLoCo):
             raise ConfigurationError(f"sync must be LocalSGD(...) or DiLoCo(...), got {sync!r}.")
+        check_sync(sync, compress=compress)
         self._sync = sync
         self._loss_weight = LossWeight(weight, reduction)
-        self._bucket_cap_mb = bucket_cap_mb
+        self._bucket_cap_mb, self._compress = bucket_cap_mb, compress
         self._averager: ParameterAverager | None = None
         self._weight = 1.0  # of the current step
         self._put_back: Callable[[], None] | None = None
@@ -67,6 +71,7 @@ class AverageParameters(DistributedCallback):
                 self._sync,
                 state[torchbearer.OPTIMIZER],
                 bucket_cap_mb=self._bucket_cap_mb,
+                compress=self._compress,
                 process_group=self.process_group,
             )
         else:

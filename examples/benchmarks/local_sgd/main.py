@@ -1,10 +1,10 @@
-"""Train on a slow network in four ways, interleaved in one run: speed, accuracy and bytes sent.
+"""Train on a slow network in several ways, interleaved in one run: speed, accuracy and bytes sent.
 
     ddprun -H h1,h2 examples/benchmarks/local_sgd/main.py
 
 A convolutional network learns scikit-learn's bundled digits, with AdamW in every process: by exact synchronization of
-the gradients, by local SGD, by DiLoCo, and without any synchronization. Every way has its own copy of the model and
-sees the same batches. A round times one block of steps of each way, one after another, in an order that rotates from
+the gradients, by local SGD, by DiLoCo, also with bf16 on the wire, and without any synchronization. Every way has its
+own copy of the model and sees the same batches. A round times one block of steps of each way, one after another, in an order that rotates from
 round to round, so that whatever else the machines do meets all of them alike. A ratio divides the time of the block
 without synchronization by that of another way's block in the same round; a block ends with a closed window.
 """
@@ -94,9 +94,10 @@ def ways(seed: int) -> dict[str, Way]:
     model = network()
     made = {ALONE: Way(copy.deepcopy(model)), EXACT: Way(copy.deepcopy(model))}
     made[EXACT].weigh = GradientSynchronizer(made[EXACT].model).weigh
-    for sync in (LocalSGD(every=8), DiLoCo(every=EVERY)):
-        way = made[f"{type(sync).__name__}(every={sync.every})"] = Way(copy.deepcopy(model))
-        averager = ParameterAverager(way.model, sync, way.optimizer)
+    for sync, compress in ((LocalSGD(every=8), None), (DiLoCo(every=EVERY), None), (DiLoCo(every=EVERY), "bf16")):
+        name = f"{type(sync).__name__}(every={sync.every})" + (f", {compress}" if compress else "")
+        way = made[name] = Way(copy.deepcopy(model))
+        averager = ParameterAverager(way.model, sync, way.optimizer, compress=compress)
         way.after_step, way.end_block = averager.step, averager.close_window
     return made
 
