@@ -4,9 +4,10 @@
 
 A convolutional network learns scikit-learn's bundled digits, with AdamW in every process: by exact synchronization of
 the gradients, by local SGD, by DiLoCo, also with bf16 on the wire, and without any synchronization. Every way has its
-own copy of the model and sees the same batches. A round times one block of steps of each way, one after another, in an order that rotates from
-round to round, so that whatever else the machines do meets all of them alike. A ratio divides the time of the block
-without synchronization by that of another way's block in the same round; a block ends with a closed window.
+own copy of the model and sees the same batches. A round times one block of steps of each way, one after another, in an
+order that rotates from round to round, so that whatever else the machines do meets all of them alike. A ratio divides
+the time of the block without synchronization by that of another way's block in the same round; a block ends with a
+closed window.
 """
 
 from __future__ import annotations
