@@ -44,7 +44,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_callbacks.all_reduce import choose_all_reduce
-from ddp_callbacks.collectives import any_rank, further_group, message_device
+from ddp_callbacks.collectives import divide_group, message_device
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.failures import describe_rank
 from ddp_callbacks.process_group import get_world_size, resolve_group
@@ -370,6 +370,7 @@ def _has_group(layer: _BatchNorm) -> bool:
 def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks for batch normalization alone. A collective, the first time."""
     if group not in _groups:
-        any_rank(False, "the process group of batch normalization", group)
-        _groups[group] = further_group(range(group.size()), group)
+        own = divide_group([range(group.size())], group)
+        assert own is not None
+        _groups[group] = own
     return _groups[group]

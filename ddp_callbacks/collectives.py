@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.failures import wait
 from ddp_callbacks.process_group import get_world_size, resolve_group
 
@@ -123,20 +124,38 @@ def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu") if torch.device("cpu") in devices else torch.device("cuda", torch.cuda.current_device())
 
 
-def further_group(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group of ``ranks`` of ``group``, in this order, with its backends and its limit on time.
+def divide_group(parts: Sequence[Sequence[int]], group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Further process groups with the backends and the limit of ``group``; the one of this rank, if it is in any.
 
-    Only these call it. They should have heard of each other just before: torch's own wait in it does not notice a rank
-    that has failed.
+    Args:
+        parts: Disjoint; the ranks of each by their numbers in ``group``, in the order that they get.
+
+    Raises:
+        ConfigurationError: The ranks have made different numbers of groups.
     """
-    made: dist.ProcessGroup = dist.new_group(
-        [dist.get_global_rank(group, rank) for rank in ranks],
-        timeout=group._get_backend(message_device(group)).options._timeout,
-        backend=dist.get_backend_config(group),
-        use_local_synchronization=True,
-        sort_ranks=False,
-    )
-    return made
+    everywhere = group is dist.group.WORLD
+    world = dist.distributed_c10d._world
+    # torch names a new group after this number, and would wait for the ranks that take another name.
+    made = world.group_count if everywhere else len(world.pg_names)
+    counts = all_gather_json(made, "further process groups", group)
+    if len(set(counts)) > 1:
+        raise ConfigurationError(
+            f"the ranks of the process group have made different numbers of groups: {counts}. Let all of them call "
+            "new_group for the same groups in the same order."
+        )
+    ranks = [[dist.get_global_rank(group, rank) for rank in part] for part in parts]
+    groups = [
+        dist.new_group(
+            part,
+            timeout=group._get_backend(message_device(group)).options._timeout,
+            backend=dist.get_backend_config(group),
+            use_local_synchronization=not everywhere,
+            sort_ranks=False,
+        )
+        for part in ranks
+        if everywhere or dist.get_rank() in part
+    ]
+    return next((made for made in groups if isinstance(made, dist.ProcessGroup)), None)
 
 
 def encode(header: Json, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.collectives import GATHERED_BYTES, Reduction, further_group
+from ddp_callbacks.collectives import GATHERED_BYTES, Reduction, divide_group
 from ddp_callbacks.failures import wait
 from ddp_callbacks.summation import Pending
 
@@ -104,15 +104,11 @@ def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def open_column(group: dist.ProcessGroup, hosts: list[list[int]]) -> Column | None:
-    """The carriers of this rank's slice, ``None`` if it carries none. Blocks until all of them have called it.
+    """The carriers of this rank's slice, ``None`` if it carries none. A collective.
 
     Args:
         hosts: The ranks of ``group``, host by host.
     """
-    carriers = min(map(len, hosts))
-    here = next(ranks for ranks in hosts if group.rank() in ranks)
-    place = here.index(group.rank())
-    if place >= carriers:
-        return None
-    ranks = [host[place] for host in hosts]
-    return Column(further_group(ranks, group), further_group(ranks, group))
+    columns = list(zip(*hosts, strict=False))  # as many as the smallest host has ranks
+    first, second = divide_group(columns, group), divide_group(columns, group)
+    return None if first is None or second is None else Column(first, second)

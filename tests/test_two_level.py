@@ -17,6 +17,7 @@ from torch import Tensor
 from two_hosts import live_on_hosts
 
 from ddp_callbacks import all_reduce
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import join_process_group, resolve_group
 from ddp_callbacks.two_level import TwoLevelAllReduce
 
@@ -108,6 +109,28 @@ def test_a_sum_has_pieces_of_4_mib_and_at_most_8() -> None:
 )
 def test_what_goes_over_the_wire_is_rounded_once_on_each_way(layout: tuple[int, ...], wire: torch.dtype) -> None:
     check(layout, run_distributed(all_sums, sum(layout), layout, wire), wire)
+
+
+def sum_beside_groups_of_some_ranks() -> tuple[float, str]:
+    """Of the world; and of a group whose ranks have made different numbers of others."""
+    dist.new_group([0, 2])
+    part = dist.new_group([0, 1])
+    tensor = torch.ones(1000)
+    live_on_hosts((2, 1), resolve_group()).all_reduce().launch(tensor).wait("the test")
+    message = ""
+    if dist.get_rank() < 2:
+        with pytest.raises(ConfigurationError) as refused:
+            live_on_hosts((1, 1), part).all_reduce(torch.float16)
+        message = str(refused.value)
+    return float(tensor.sum()), message
+
+
+def test_groups_that_only_some_ranks_have_made_do_not_let_the_others_wait() -> None:
+    """torch names a group by the number of those before it: the ranks would wait for different names."""
+    (total, first), (_, second), (_, third) = run_distributed(sum_beside_groups_of_some_ranks, 3)
+    assert total == 3000 and third == ""
+    assert first == second
+    assert "have made different numbers of groups: [" in first and "call new_group for the same groups" in first
 
 
 def die_on_one_of_two_hosts(layout: tuple[int, ...], victim: int) -> None:
