@@ -38,7 +38,7 @@ class Reduction:
         self._tensor = tensor = as_real(tensor)
         self._group = group
         self._gathered: torch.Tensor | None = None
-        if tensor.device.type == "cpu" and tensor.nbytes * group.size() <= GATHERED_BYTES:
+        if tensor.device.type == "cpu" and group.size() > 1 and tensor.nbytes * group.size() <= GATHERED_BYTES:
             self._gathered = tensor.new_empty(group.size(), tensor.numel())
             self._work = group._allgather_base(self._gathered.view(-1), tensor)
         else:
