@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from typing import Any
+from unittest import mock
 
+from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
 
 import ddp_callbacks
+from ddp_callbacks.launcher.options import parse_bench_options, parse_doctor_options, parse_options
 
 project = "ddp_callbacks"
 release = version = ddp_callbacks.__version__
@@ -25,9 +33,17 @@ myst_links_external_new_tab = False
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+autodoc_inherit_docstrings = False  # torch's and Torchbearer's methods are described there
 napoleon_use_ivar = True
 python_maximum_signature_line_length = 90
 nitpicky = True
+nitpick_ignore_regex = [  # what is not described here: other libraries, and names for types
+    ("py:.*", r"(torch|c10d|torchbearer|lightning|mpi4py|collections|datetime|typing|dist)\b.*"),
+    (
+        "py:.*",
+        "ddp_callbacks.mpi.progress.Progress|Callback|Trial|Work|timedelta|Process(Raised|Exited)Exception|BatchSize|CommHook|Compress|Sync|Weight",
+    ),
+]
 
 
 def add_toctrees(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -48,7 +64,27 @@ def download_outside_pages(app: Sphinx, docname: str, source: list[str]) -> None
     source[0] = re.sub(rf"\]\((?={re.escape(up)}[^)#]+\.md\))", "](path:", source[0])
 
 
+class Help(SphinxDirective):
+    """What a program prints with ``--help``: ``{help} ddprun doctor``."""
+
+    has_content = False
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        printed = io.StringIO()
+        with redirect_stdout(printed), suppress(SystemExit), mock.patch.dict(os.environ, COLUMNS="100"):
+            _parser(self.arguments[0])(["--help"], {})
+        return [nodes.literal_block("", printed.getvalue(), language="text")]
+
+
+def _parser(program: str) -> Callable[[list[str], dict[str, str]], object]:
+    parsers = {"ddprun": parse_options, "ddprun doctor": parse_doctor_options, "ddprun bench": parse_bench_options}
+    return parsers[program]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
+    app.add_directive("help", Help)
     app.connect("source-read", add_toctrees)
     app.connect("source-read", download_outside_pages)
     return {"parallel_read_safe": True}

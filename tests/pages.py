@@ -25,7 +25,7 @@ LANGUAGES = {"python", "diff", "console", "sh", "text", "toml", "json", "yaml"}
 # Programs that need a cluster, another machine or the network: the files that they are given must be there.
 ELSEWHERE = {"ssh", "scp", "rsync", "srun", "sbatch", "qsub", "salloc", "git", "source", "apt-get"}
 _FENCE = re.compile(r"(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<info>.*)")
-_COMMENT = re.compile(r"<!-- *(?P<kind>setup|file|not run|when tested)\b:?(?P<rest>.*)", re.DOTALL)
+_COMMENT = re.compile(r"<!-- *(?P<kind>setup|file|patch|not run|when tested)\b:?(?P<rest>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Block:
         text: Its content.
         not_run: The reason, or ``None``.
         file: The name under which it is written to the page's folder, in place of being run.
+        patch: The file in which the commands that follow find this diff applied.
         arguments: Added to its commands when they are tested.
     """
 
@@ -48,6 +49,7 @@ class Block:
     text: str
     not_run: str | None = None
     file: str | None = None
+    patch: str | None = None
     arguments: str = ""
 
     def __str__(self) -> str:
@@ -55,11 +57,12 @@ class Block:
 
     @property
     def is_python(self) -> bool:
-        return self.language in ("python", "diff") and self.file is None
+        return self.language in ("python", "diff") and self.file is None and self.patch is None
 
     @property
     def is_commands(self) -> bool:
-        return self.language in ("sh", "console") and self.file is None and not self.text.startswith("#!")
+        commands = self.language in ("sh", "console") and self.file is None and not self.text.startswith("#!")
+        return commands or self.patch is not None
 
     def code(self) -> CodeType:
         """Compiled, with the page's line numbers. Of a diff what it makes; what it begins with must compile as well."""
@@ -193,18 +196,34 @@ class _Reader:
             text,
             not_run=marks.get("not run"),
             file=marks.get("file"),
+            patch=marks.get("patch"),
             arguments=marks.get("when tested", ""),
         )
 
 
 def sides(diff: str) -> tuple[str, str]:
-    """What a diff begins with, and what it makes; its marks may be followed by a space."""
-    lines = [line for line in diff.splitlines() if not re.match(r"@@|--- |\+\+\+ ", line)]
-    wide = all(re.match(r"[-+ ]( |$)", line) for line in lines if line.strip())
-    width = 2 if wide else 1
-    old = [line[width:] if not line.startswith("+") else "" for line in lines]
-    new = [line[width:] if not line.startswith("-") else "" for line in lines]
+    """What a diff begins with, and what it makes, with an empty line where the other has one more."""
+    lines = _marked(diff)
+    old = [text if mark != "+" else "" for mark, text in lines]
+    new = [text if mark != "-" else "" for mark, text in lines]
     return textwrap.dedent("\n".join(old)), textwrap.dedent("\n".join(new))
+
+
+def patched(text: str, diff: str) -> str:
+    """``text`` with a diff applied, whose parts are separated by lines ``...`` and have no numbers."""
+    for part in re.split(r"^ *\.\.\.\n", diff, flags=re.MULTILINE):
+        lines = _marked(part.strip("\n"))
+        old, new = ("".join(f"{line}\n" for mark, line in lines if mark != skipped) for skipped in "+-")
+        assert text.count(old) == 1, f"the file has this {text.count(old)} times:\n{old}"
+        text = text.replace(old, new)
+    return text
+
+
+def _marked(diff: str) -> list[tuple[str, str]]:
+    """The lines, each with its mark, which may be followed by a space."""
+    lines = [line for line in diff.splitlines() if not re.match(r"@@|--- |\+\+\+ ", line)]
+    width = 2 if all(re.match(r"[-+ ]( |$)", line) for line in lines if line.strip()) else 1
+    return [(line[:1], line[width:]) for line in lines]
 
 
 def pages() -> list[Page]:
@@ -303,6 +322,10 @@ class Running:
         return f"not reached: {next((text for text in self.python.values() if text), 'it took too long')}"
 
     def _run_commands(self, block: Block) -> str | None:
+        if block.patch is not None:
+            path = self.folder / block.patch
+            path.write_text(patched(path.read_text(), block.text))
+            return None
         for command, expected in block.commands():
             failure = self._run(f"{command.partition('  #')[0].rstrip()} {block.arguments}".rstrip(), expected)
             if failure:

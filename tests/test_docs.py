@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import inspect
 import re
 import shutil
 import subprocess
@@ -14,8 +16,11 @@ from typing import Any
 
 import pytest
 from nursery import Nursery
-from pages import LANGUAGES, ROOT, Block, Page, Running, agrees, page_named, pages, sides
+from pages import LANGUAGES, ROOT, Block, Page, Running, agrees, page_named, pages, patched, sides
 
+import ddp_callbacks
+import ddp_callbacks.errors
+import ddp_callbacks.lightning
 import ddp_callbacks.torchbearer
 
 DOCS = ROOT / "docs"
@@ -111,14 +116,9 @@ def _toctree(page: Page) -> set[Path]:
     return {(page.path.parent / f"{name}.md").resolve() for name in names}
 
 
-# --- README ----------------------------------------------------------------------------------------------------------
-
-README = (ROOT / "README.md").read_text()
-
-
-def test_readme_lists_every_callback() -> None:
-    table = README[README.index("| Callback |") : README.index("Communication hooks")]
-    listed = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+def test_the_torchbearer_page_lists_every_callback() -> None:
+    text = (DOCS / "how_to" / "torchbearer.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     public = set(ddp_callbacks.torchbearer.__all__) - {"SHARE", "DDPCallback", "DistributedCallback"}
     assert set(listed) == public and len(listed) == len(public)
 
@@ -134,6 +134,80 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "html" / "index.html").exists()
+
+
+# --- the reference ---------------------------------------------------------------------------------------------------
+
+API = sorted((DOCS / "reference" / "api").glob("*.md"))
+LISTED = [
+    name
+    for path in API
+    for name in re.findall(r"^\.\. auto(?:class|function|data):: (\S+)", path.read_text(), re.MULTILINE)
+]
+
+
+def _find(name: str) -> Any:
+    """What a dotted name of the reference stands for."""
+    found: Any = ddp_callbacks
+    path = "ddp_callbacks"
+    for part in name.split(".")[1:]:
+        path += f".{part}"
+        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(path)
+    return found
+
+
+def test_the_reference_lists_every_public_name() -> None:
+    for module in ("ddp_callbacks", *(f"ddp_callbacks.{name}" for name in ("torchbearer", "lightning", "mpi"))):
+        source = (
+            ROOT / module.replace(".", "/") / "__init__.py"
+        ).read_text()  # to import mpi would change this process
+        names = re.findall(r'"(\w+)"', re.findall(r"__all__ = \[(.*?)\]", source, re.DOTALL)[0])
+        assert {f"{module}.{name}" for name in names} - {"ddp_callbacks.__version__"} <= set(LISTED)
+
+
+def test_the_reference_lists_what_pages_and_examples_import() -> None:
+    """Of the modules within the package, too; benchmarks measure its inner parts."""
+    examples = [path for path in (ROOT / "examples").rglob("*.py") if "benchmarks" not in path.parts]
+    sources = [path.read_text() for path in examples]
+    sources += [sides(block.text)[1] if block.language == "diff" else block.text for block in BLOCKS if block.is_python]
+    imported = {
+        f"{node.module}.{name.name}"
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ddp_callbacks")
+        for name in node.names
+    }
+    errors = {f"ddp_callbacks.errors.{name}" for name in vars(ddp_callbacks.errors) if name.endswith("Error")}
+    assert imported <= set(LISTED) | errors
+
+
+def _described() -> Iterator[tuple[str, Any, str]]:
+    """Every public class, function, method and property, with its name and the text that describes it."""
+    for name in LISTED:
+        found = None if name.startswith("ddp_callbacks.mpi.") else _find(name)
+        if not callable(found) or isinstance(found, str):
+            continue
+        yield name, found, inspect.getdoc(found) or ""
+        if inspect.isclass(found):
+            for attribute, value in vars(found).items():
+                inherited = any(hasattr(base, attribute) for base in found.__mro__[1:])
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                if inspect.isfunction(function) and not attribute.startswith("_") and not inherited:
+                    yield f"{name}.{attribute}", value, inspect.getdoc(value) or ""
+
+
+DESCRIBED = list(_described())
+
+
+@pytest.mark.parametrize(("name", "thing", "text"), DESCRIBED, ids=[name for name, _, _ in DESCRIBED])
+def test_public_names_are_described_with_all_their_parameters(name: str, thing: Any, text: str) -> None:
+    assert text, f"{name} has no docstring"
+    if isinstance(thing, property):
+        return
+    parameters = inspect.signature(getattr(thing, "__func__", thing)).parameters
+    named = [parameter for parameter in parameters if parameter not in ("self", "cls")]
+    missing = [parameter for parameter in named if not re.search(rf"(?<!\w){re.escape(parameter)}\b", text)]
+    assert not missing, f"{name} does not say what {missing} are"
 
 
 # --- how blocks are read and compared --------------------------------------------------------------------------------
@@ -178,6 +252,9 @@ Text ends the reach of a comment.
 
 def test_a_diff_has_two_sides() -> None:
     assert sides("+ import a\n\n- f(1)\n+ f(2)\n  g()") == ("\n\nf(1)\n\ng()", "import a\n\n\nf(2)\ng()")
+    assert patched("import b\nf(1)\n\ng()\n", "+ import a\n  import b\n  ...\n- g()\n+ g(2)") == (
+        "import a\nimport b\nf(1)\n\ng(2)\n"
+    )
     assert sides("@@ -1 +1 @@\n f(\n-    1)\n+    2)") == ("f(\n    1)\n", "f(\n\n    2)")
 
 

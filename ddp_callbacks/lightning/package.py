@@ -32,7 +32,7 @@ STRATEGY_DOC = """Train on many processes without wrapping the module; the strat
         sync: ``"every_step"``: the gradients of every backward are summed over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`: each process takes its own steps, and
             parameters are averaged now and then, for slow networks; see :class:`ddp_callbacks.ParameterAverager`.
-        bucket_cap_mb, comm_hook, comm_state: See :class:`ddp_callbacks.GradientSynchronizer`.
+        bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`.
         process_group_backend: As in :func:`torch.distributed.init_process_group`; ``None``: gloo, and NCCL for CUDA.
         timeout: How long to wait for the other processes to come, and for one that has gone silent.
         start_method: How the Trainer starts processes where no launcher has: ``"popen"``, ``"fork"``, ``"spawn"`` or
