@@ -131,8 +131,8 @@ def shard_loader(loader: Any, batch_size: BatchSize = "global", group: dist.Proc
     together.
 
     Args:
-        loader: A ``DataLoader``, or any iterable of batches. A batch is a tensor, or tensors in lists, tuples and dicts,
-            with the samples along the first dimension.
+        loader: A ``DataLoader``, or any iterable of batches. A batch is a tensor, or tensors in lists, tuples and
+            dicts, with the samples along the first dimension.
         batch_size: ``"global"``: each rank gets its slice of every batch. ``"per_process"``: each rank takes whole
             batches in turn.
         group: ``None`` is the default group.

@@ -29,7 +29,6 @@ html_show_sourcelink = False
 html_show_copyright = False
 
 myst_heading_anchors = 4  # as GitHub makes them
-myst_links_external_new_tab = False
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

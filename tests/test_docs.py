@@ -210,6 +210,22 @@ def test_public_names_are_described_with_all_their_parameters(name: str, thing: 
     assert not missing, f"{name} does not say what {missing} are"
 
 
+def test_the_map_of_the_code_names_every_module_after_what_it_imports() -> None:
+    text = (DOCS / "reference" / "contributing.md").read_text()
+    rows = re.findall(r"^\|[^|]*\|([^|]*)\|", text[text.index("| Row | Modules") :], re.MULTILINE)
+    order = re.findall(r"`([\w.]+)`", " ".join(rows))
+    package = ROOT / "ddp_callbacks"
+    sources = {".".join(path.relative_to(package).with_suffix("").parts): path for path in package.rglob("*.py")}
+    modules = {name: path for name, path in sources.items() if "__" not in name}
+    assert sorted(order) == sorted(modules)
+    for name, path in modules.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ddp_callbacks"):
+                inner = str(node.module).removeprefix("ddp_callbacks").removeprefix(".")
+                imported = [inner] if inner in modules else [f"{inner}.{part.name}".strip(".") for part in node.names]
+                assert all(order.index(other) < order.index(name) for other in imported), f"{name}: {ast.unparse(node)}"
+
+
 # --- how blocks are read and compared --------------------------------------------------------------------------------
 
 
