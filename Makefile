@@ -1,6 +1,7 @@
 # make demo    train on two processes, on this machine
 # make test    formatting, lint, types and the tests; with SETUP_HOSTS=1, also those between real hosts (Debian, root)
 # make lint    the first three of these only
+# make docs    this documentation as a site, in docs/_build/html
 # make clean   remove what make has made
 #
 # Each sets up what it needs in .venv. With another Python: make PYTHON=python3.12 test
@@ -12,7 +13,7 @@ INSTALLED = $(VENV)/installed
 TORCHVISION = $(VENV)/torchvision
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input
 
-.PHONY: demo test lint hosts clean
+.PHONY: demo test lint docs hosts clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -25,6 +26,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx -b html -W --keep-going -q -d docs/_build/doctrees docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
 
 # torch first and by its exact version: without it pip would take the newest.
 $(INSTALLED): pyproject.toml
@@ -48,4 +53,4 @@ hosts:
 		|| echo "the programs for the tests between real hosts could not be installed"
 
 clean:
-	rm -rf ddprun-logs $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf ddprun-logs docs/_build $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info

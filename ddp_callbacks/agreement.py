@@ -20,11 +20,13 @@ SHOWN = 5  # differences that a message lists
 def require_agreement(
     settings: Mapping[str, Any], subject: str, remedy: str, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raise unless ``settings`` (names to JSON values) are equal on all ranks. A collective.
+    """Raise unless ``settings`` are equal on all ranks. A collective.
 
     Args:
+        settings: Names to values that JSON takes; they are compared as strings.
         subject: What the settings belong to: "the model".
         remedy: What to do about a difference, one sentence.
+        group: ``None`` is the default group.
 
     Raises:
         MismatchError: On every rank alike, naming each setting that differs, the ranks and their values.

@@ -16,9 +16,16 @@ from ddp_callbacks.process_group import get_rank, get_world_size
 
 
 def broadcast_parameters(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite every parameter and buffer of ``module`` with rank 0's.
+    """Overwrite every parameter and buffer of ``module`` with rank 0's, in place. A collective.
 
-    Names, shapes and dtypes must be equal on all ranks (see :func:`ddp_callbacks.agreement.require_agreement`).
+    Names, shapes and dtypes must be equal on all ranks; :func:`ddp_callbacks.agreement.require_agreement` can tell.
+
+    Args:
+        module: The same model on every rank.
+        group: ``None`` is the default group; rank 0 is that of the group.
+
+    Raises:
+        PeerError: Another rank failed or died.
     """
     _broadcast_all([*module.parameters(), *module.buffers()], "the model's parameters", group)
 
@@ -29,7 +36,15 @@ def merge_buffers(module: torch.nn.Module, samples: float, group: dist.ProcessGr
 
     Running statistics are ``running_mean`` and ``running_var`` of the normalization layers that track them. The
     ranks' batches are parts of the same batches, so that the plain weighted mean of the (unbiased) variances is the
-    estimate for the whole. Where no rank has seen a sample, nothing changes.
+    estimate for the whole. Where no rank has seen a sample, nothing changes. A collective.
+
+    Args:
+        module: The same model on every rank; its buffers are overwritten.
+        samples: How many samples this rank's statistics come from, since the buffers were last equal.
+        group: ``None`` is the default group.
+
+    Raises:
+        PeerError: Another rank failed or died.
     """
     if get_world_size(group) == 1:
         return
@@ -53,9 +68,14 @@ def running_statistics(module: torch.nn.Module) -> Iterable[torch.Tensor]:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> None:
-    """Load rank 0's state and hyperparameters of ``optimizer`` on every other rank.
+    """Load rank 0's state and hyperparameters of ``optimizer`` on every other rank. A collective.
+
+    Args:
+        optimizer: One over the same parameters on every rank.
+        group: ``None`` is the default group.
 
     Raises:
+        PeerError: Another rank failed or died.
         ValueError: From ``load_state_dict``, if the groups hold different numbers of parameters.
         TypeError: If the state holds something that is neither a tensor nor plain data.
     """

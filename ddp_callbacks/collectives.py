@@ -39,7 +39,7 @@ class Reduction:
         self._tensor = tensor = as_real(tensor)
         self._group = group
         self._gathered: torch.Tensor | None = None
-        if tensor.device.type == "cpu" and tensor.nbytes * group.size() <= GATHERED_BYTES:
+        if tensor.device.type == "cpu" and group.size() > 1 and tensor.nbytes * group.size() <= GATHERED_BYTES:
             self._gathered = tensor.new_empty(group.size(), tensor.numel())
             self._work = group._allgather_base(self._gathered.view(-1), tensor)
         else:
@@ -56,14 +56,32 @@ class Reduction:
 
 
 def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sum ``tensor`` (flat, contiguous) over the ranks, in place, and return it."""
+    """Sum ``tensor`` over the ranks, in place, and return it. A collective.
+
+    Args:
+        tensor: Flat and contiguous, of the same size and dtype on every rank; no need of gradients.
+        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        group: ``None`` is the default group.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
+    """
     if get_world_size(group) > 1:
         Reduction(tensor, resolve_group(group)).wait(doing)
     return tensor
 
 
 def any_rank(flag: bool, doing: str, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether ``flag`` is true on any rank."""
+    """Whether ``flag`` is true on any rank. A collective; every rank gets the same answer.
+
+    Args:
+        flag: This rank's.
+        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        group: ``None`` is the default group.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
+    """
     if get_world_size(group) == 1:
         return flag
     total = torch.tensor([int(flag)], dtype=torch.int64, device=message_device(group))
@@ -71,7 +89,16 @@ def any_rank(flag: bool, doing: str, group: dist.ProcessGroup | None = None) -> 
 
 
 def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Overwrite ``tensor`` (any shape, contiguous) with rank 0's, in place, and return it."""
+    """Overwrite ``tensor`` with rank 0's, in place, and return it. A collective.
+
+    Args:
+        tensor: Contiguous, of any shape, which is the same on every rank, as is the dtype.
+        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        group: ``None`` is the default group.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
+    """
     if get_world_size(group) > 1:
         resolved = resolve_group(group)
         options = dist.BroadcastOptions()
@@ -81,16 +108,35 @@ def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None 
 
 
 def all_gather_json(value: Json, doing: str, group: dist.ProcessGroup | None = None) -> list[Json]:
-    """Every rank's ``value``, by rank."""
+    """Every rank's ``value``, by rank. A collective.
+
+    Args:
+        value: What ``json.dumps`` takes; NaN and infinities, too, and floats keep every bit. Tuples become lists.
+        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        group: ``None`` is the default group.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
+    """
     return [header for header, _ in all_gather_tensors(value, [], doing, group)]
 
 
 def all_gather_tensors(
     header: Json, tensors: Sequence[torch.Tensor], doing: str, group: dist.ProcessGroup | None = None
 ) -> list[tuple[Json, list[torch.Tensor]]]:
-    """Every rank's ``header`` and ``tensors``, by rank. Number, shapes and dtypes may differ between ranks.
+    """Every rank's ``header`` and ``tensors``, by rank. A collective.
 
-    The tensors returned lie on the CPU if ``tensors`` do or there are none, else on this rank's device.
+    Args:
+        header: What ``json.dumps`` takes.
+        tensors: Number, shapes and dtypes may differ between ranks.
+        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        group: ``None`` is the default group.
+
+    Returns:
+        The tensors lie on the CPU if ``tensors`` do or there are none, else on this rank's device.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
     """
     if get_world_size(group) == 1:
         return [(json.loads(json.dumps(header)), list(tensors))]
@@ -107,7 +153,20 @@ def all_gather_tensors(
 def broadcast_tensors(
     header: Json, tensors: Sequence[torch.Tensor], doing: str, group: dist.ProcessGroup | None = None
 ) -> tuple[Json, list[torch.Tensor]]:
-    """Rank 0's ``header`` and ``tensors`` (what the other ranks pass is not read). The tensors come on the CPU."""
+    """Rank 0's ``header`` and ``tensors``, on every rank. A collective.
+
+    Args:
+        header: What ``json.dumps`` takes. What other ranks than 0 pass is not read.
+        tensors: Of any number, shapes and dtypes. What other ranks than 0 pass is not read.
+        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        group: ``None`` is the default group.
+
+    Returns:
+        The tensors lie on the CPU; in a world of one they are those passed.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
+    """
     if get_world_size(group) == 1:
         return header, list(tensors)
     device = message_device(group)

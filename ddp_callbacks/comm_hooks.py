@@ -35,7 +35,14 @@ _NEEDS_DDP = {
 
 
 class GradBucket:
-    """One bucket as a communication hook sees it; the methods are those of ``torch.distributed.GradBucket``."""
+    """One bucket as a communication hook sees it; the methods are those of ``torch.distributed.GradBucket``.
+
+    Args:
+        index: The position of this bucket in the launch order, from 0.
+        buffer: All gradients of the bucket, of shape ``[numel]``; not divided by the number of ranks yet.
+        parameters: Whose gradients these are, in their order in the buffer.
+        is_last: Whether this is the last bucket of this backward.
+    """
 
     def __init__(
         self, index: int, buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter], *, is_last: bool
@@ -58,7 +65,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replace the flat tensor, say by a compressed one; afterwards :meth:`gradients` has no meaning."""
+        """Replace the flat tensor by ``buffer``, a compressed one, say; afterwards :meth:`gradients` has no meaning."""
         self._buffer = buffer
 
     def parameters(self) -> list[torch.nn.Parameter]:

@@ -69,6 +69,10 @@ class WorkerEnv:
         Read in this order: torchrun's, Open MPI's, MPICH's and Intel MPI's, Slurm's (of ``srun``; the batch script
         itself is a world of one). ``MASTER_ADDR`` and ``MASTER_PORT`` say where to meet. With MPI and Slurm they need
         not be set where all processes are on one host, nor in a Slurm, PBS or LSF job, whose first host has rank 0.
+        Local; nobody is asked.
+
+        Args:
+            environ: The variables; those of this process if not given.
 
         Raises:
             ConfigurationError: Only one of ``RANK`` and ``WORLD_SIZE`` is set, a value is not a number, or the

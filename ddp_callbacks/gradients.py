@@ -106,11 +106,14 @@ class GradientSynchronizer:
     often. In a world of one nothing is registered and nothing changes. The constructor is a collective: it blocks until
     every rank has called it.
 
+    Attributes:
+        rounds: Number of synchronizations that are complete; 0 in a world of one.
+
     Args:
         module: Its parameters are synchronized; frozen ones cost nothing, and may be unfrozen later.
         bucket_cap_mb: As in DDP, the size in MiB at which a bucket is launched.
         comm_hook, comm_state: A communication hook as for ``DistributedDataParallel.register_comm_hook`` and its
-            state (see :mod:`ddp_callbacks.comm_hooks`). ``None`` is the exact all-reduce.
+            state (see :class:`ddp_callbacks.comm_hooks.GradBucket`). ``None`` is the exact all-reduce.
         compress: What goes over the network between hosts is sent in half precision (``"bf16"``, ``"fp16"``) or as
             matrices of low rank (:class:`ddp_callbacks.PowerSGD`). ``None`` keeps it exact; on one host it always is.
         process_group: ``None`` is the default group.
@@ -183,12 +186,15 @@ class GradientSynchronizer:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether a backward synchronizes: not inside of :meth:`no_sync`."""
+        """Whether a backward synchronizes, as it does outside of :meth:`no_sync`."""
         return self._enabled
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally inside; the next backward outside sends the accumulated ones."""
+        """Accumulate gradients locally inside; the next backward outside sends the accumulated ones.
+
+        All ranks must use it alike. Nothing blocks inside.
+        """
         before, self._enabled = self._enabled, False
         try:
             yield
@@ -198,15 +204,18 @@ class GradientSynchronizer:
     def synchronize(self) -> None:
         """Take part in the other ranks' synchronization after a backward that reached none of the parameters.
 
-        Such a backward fires no hook. Call it after backward if :attr:`rounds` did not go up; it blocks until all
-        ranks take part.
+        Such a backward fires no hook. Call it after backward if ``rounds`` did not go up; it blocks until all ranks
+        take part.
+
+        Raises:
+            PeerError: Another rank failed or died.
         """
         if self._world_size > 1 and self._backward() is None:
             self._begin()
             self._finish()
 
     def close(self) -> None:
-        """Remove every hook. Gradients stay as they are."""
+        """Remove every hook. Gradients stay as they are. Local; safe to call twice."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

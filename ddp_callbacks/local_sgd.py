@@ -220,7 +220,7 @@ class ParameterAverager:
         Raises:
             MismatchError: The ranks have taken different numbers of steps.
             ConfigurationError: The optimizer's state holds a momentum of other parameters.
-            PeerError: As :func:`ddp_callbacks.failures.wait` does.
+            PeerError: Another rank failed, died or went silent.
         """
         if self._steps:
             pieces, share = self._agree()

@@ -51,7 +51,7 @@ def join_process_group(
     backend: str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> WorkerEnv:
-    """Meet the other processes; call it once in each, or let :class:`DDPCallback` call it with the environment.
+    """Meet the other processes; call it once in each. A callback or strategy of this library calls it by itself.
 
     Without arguments the place in the world comes from the variables of torchrun, MPI or Slurm (see
     :meth:`WorkerEnv.from_environ`); without those it is a world of one, in which nothing is started. Where a default

@@ -69,7 +69,14 @@ class SharedRandomState:
 
 
 def make_distinct(group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank but 0 a global random state of its own, derived from rank 0's, which stays. A collective."""
+    """Give every rank but 0 a global random state of its own, derived from rank 0's, which stays. A collective.
+
+    The states are torch's on the CPU and on GPUs, Python's and NumPy's. So dropout and augmentation differ between
+    the ranks, and a run with the same seed on rank 0 and as many ranks repeats itself.
+
+    Args:
+        group: ``None`` is the default group.
+    """
     if get_world_size(group) == 1:
         return
     (state,) = _broadcast_states([get_global_state(False)], group)
@@ -84,7 +91,11 @@ def make_distinct(group: dist.ProcessGroup | None = None) -> None:
 
 
 def make_equal(group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank rank 0's global random state. A collective."""
+    """Give every rank rank 0's global random state: torch's on the CPU, Python's and NumPy's. A collective.
+
+    Args:
+        group: ``None`` is the default group.
+    """
     if get_world_size(group) > 1:
         set_global_state(_broadcast_states([get_global_state(False)], group)[0])
 

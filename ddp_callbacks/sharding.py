@@ -71,7 +71,10 @@ def check_batch_size(batch_size: str) -> None:
 
 
 def slice_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Start and end of ``rank``'s part of ``size`` samples; parts differ by one at most, the first are the longer."""
+    """Start and end of ``rank``'s part of ``size`` samples, divided among ``world_size`` ranks.
+
+    Parts differ by one sample at most, and the first ranks have the longer ones. Local.
+    """
     base, extra = divmod(size, world_size)
     start = rank * base + min(rank, extra)
     return start, start + base + (rank < extra)
@@ -80,7 +83,13 @@ def slice_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
 class ShardedLoader:
     """This rank's part of a loader; has its length and, by delegation, its attributes.
 
-    Iterating is a collective: all ranks must begin it together and ask for equally many batches.
+    Made by :func:`shard_loader`. Iterating is a collective: all ranks must begin it together and ask for equally many
+    batches.
+
+    Args:
+        loader: The user's, which stays as it is.
+        batch_size: ``"global"`` or ``"per_process"``, see :func:`shard_loader`.
+        group: ``None`` is the default group.
 
     Attributes:
         shares: Of the batches that were drawn and whose share nobody has taken yet, the oldest first.
@@ -118,7 +127,15 @@ def shard_loader(loader: Any, batch_size: BatchSize = "global", group: dist.Proc
     """``loader`` for this rank: a :class:`ShardedLoader`, or ``loader`` itself where it is this rank's part already.
 
     That is so in a world of one, for one that was sharded before, and for one with a ``DistributedSampler``. The
-    loader itself is never changed. Local, no communication.
+    loader itself is never changed. Local, no communication; it is iterating over what is returned that all ranks do
+    together.
+
+    Args:
+        loader: A ``DataLoader``, or any iterable of batches. A batch is a tensor, or tensors in lists, tuples and
+            dicts, with the samples along the first dimension.
+        batch_size: ``"global"``: each rank gets its slice of every batch. ``"per_process"``: each rank takes whole
+            batches in turn.
+        group: ``None`` is the default group.
 
     Raises:
         ConfigurationError: Another ``batch_size``; or a loader that cannot be divided before loading, with workers and
@@ -137,7 +154,11 @@ def is_distributed(loader: Any) -> bool:
 
 
 class ShardedIterator(Iterator[Any]):
-    """Iterates over this rank's part, and knows how many samples each batch had here and everywhere."""
+    """Iterates over this rank's part, and knows how many samples each batch had here and everywhere.
+
+    Args:
+        shares: Filled with the :class:`Share` of each batch as it is drawn.
+    """
 
     def __init__(self, shares: deque[Share]) -> None:
         self._shares = shares
@@ -151,7 +172,11 @@ class ShardedIterator(Iterator[Any]):
         return taken
 
     def check_agreement(self) -> None:
-        """Raise :class:`MismatchError` unless all ranks have drawn the same batches. A collective."""
+        """Compare what the ranks have drawn. A collective; call it at the end of a pass.
+
+        Raises:
+            MismatchError: They have drawn different batches, as a sampler with a random state of its own does.
+        """
 
 
 # --- divided before loading ----------------------------------------------------------------------------------------

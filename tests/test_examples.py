@@ -1,27 +1,22 @@
-"""The digits example as a user starts it, and what the README says."""
+"""The digits example as a user starts it."""
 
 from __future__ import annotations
 
-import ast
-import importlib
 import importlib.machinery
 import os
 import re
 import runpy
-import shutil
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import DEADLINE, TWO_PROCESSES, finish, run, run_by_hand, start
+from commands import TWO_PROCESSES, finish, run, run_by_hand, start
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
-import ddp_callbacks.torchbearer
 from ddp_callbacks import WorkerEnv
 
 ROOT = Path(__file__).parents[1]
@@ -110,37 +105,3 @@ def test_mnist_without_torchvision_says_so(tmp_path: Path, monkeypatch: pytest.M
     load_mnist = runpy.run_path(str(TRAIN))["load_mnist"]
     with pytest.raises(SystemExit, match="--data mnist needs torchvision, which cannot be imported here: "):
         load_mnist(str(tmp_path), WorkerEnv())
-
-
-# --- README ----------------------------------------------------------------------------------------------------------
-
-README = (ROOT / "README.md").read_text()
-
-
-def test_readme_names_files_that_exist() -> None:
-    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", README)
-    assert links
-    assert not [name for name in links if not (ROOT / name).exists()]
-
-
-def test_readme_code_compiles_and_imports_what_exists() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert blocks
-    for block in blocks:
-        for node in ast.walk(compile(block, "README.md", "exec", ast.PyCF_ONLY_AST)):
-            if isinstance(node, ast.ImportFrom):
-                module = importlib.import_module(str(node.module))
-                assert all(hasattr(module, name.name) for name in node.names), ast.unparse(node)
-
-
-def test_readme_lists_every_callback() -> None:
-    table = README[README.index("| Callback |") : README.index("Communication hooks")]
-    listed = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
-    public = set(ddp_callbacks.torchbearer.__all__) - {"SHARE", "DDPCallback", "DistributedCallback"}
-    assert set(listed) == public and len(listed) == len(public)
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_readme_commands_are_targets_of_the_makefile() -> None:
-    for target in re.findall(r"make (\w+)", README):
-        subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=DEADLINE)

@@ -10,7 +10,7 @@ either of these is all::
 
 ``mpi://`` lets MPI tell the processes where rank 0 listens; ``env://`` and the others work as well. While a group
 exists, and until the process ends, the end of a process is taken care of: an uncaught exception ends the job, which
-MPI by itself would leave hanging (see :mod:`ddp_callbacks.mpi.ending`).
+MPI by itself would leave hanging.
 """
 
 from ddp_callbacks.mpi.backend import register

@@ -34,7 +34,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
     an order that the MPI library chooses, float16 and bfloat16 in float32 and rounded once.
 
     Args:
-        comm: Its ranks, in the order of the group; freed by :meth:`shutdown`.
+        comm: Its ranks, in the order of the group; freed by ``shutdown``.
         progress: Of this process.
         store: What the members of the group read and write.
         timeout: After which an operation fails, if nothing else is said.

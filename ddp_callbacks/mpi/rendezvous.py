@@ -27,6 +27,10 @@ def place(timeout: timedelta, environ: Mapping[str, str] = os.environ) -> Worker
 
     Blocks until all processes of ``MPI_COMM_WORLD`` have called it, unless MASTER_ADDR is set.
 
+    Args:
+        timeout: How long to wait for the others.
+        environ: The variables; those of this process if not given.
+
     Raises:
         ConfigurationError: The launcher's variables and MPI disagree, or rank 0 has no address for the others.
         RendezvousError: Some process did not come within ``timeout``.

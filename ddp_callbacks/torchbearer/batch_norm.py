@@ -24,6 +24,9 @@ class SynchronizeBatchNorm(DistributedCallback):
     before it calls the next, and a bucket that some rank does not fill comes at the end of its backward, after these
     layers.
 
+    Args:
+        process_group: ``None`` is the default group.
+
     Raises:
         ConfigurationError: At the start, where a layer has a forward of its own or no parameters yet.
     """

@@ -22,6 +22,9 @@ class AgreeToStop(DistributedCallback):
     Trial has a callback that may decide then, since that costs a small all-reduce a step: ``TerminateOnNaN``,
     ``EarlyStopping(step_on_batch=True)`` and any callback of the user's own with an event after the forward pass. Must
     be the last callback; it moves itself there.
+
+    Args:
+        process_group: ``None`` is the default group.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:

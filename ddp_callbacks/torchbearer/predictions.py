@@ -17,7 +17,17 @@ from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
 
 
 class GatherPredictions(DistributedCallback):
-    """Make ``predict()`` return the rows of the whole data, in the loader's order, on every rank."""
+    """Make ``predict()`` return the rows of the whole data, in the loader's order, on every rank.
+
+    The model's output for a batch is a tensor with the samples along its first dimension, or tensors in lists, tuples
+    and dicts. Every rank holds all rows in the end.
+
+    Args:
+        process_group: ``None`` is the default group.
+
+    Raises:
+        TypeError: The output holds something that is neither a tensor nor plain data.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(process_group)

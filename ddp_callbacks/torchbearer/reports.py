@@ -16,6 +16,9 @@ class ReportFailures(DistributedCallback):
 
     The other ranks raise :class:`ddp_callbacks.errors.PeerError` with its text within about two seconds, in place of
     waiting for this rank.
+
+    Args:
+        process_group: ``None`` is the default group.
     """
 
     def on_init(self, state: State) -> None:

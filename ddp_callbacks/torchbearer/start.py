@@ -29,6 +29,9 @@ class BroadcastParameters(DistributedCallback):
     so far and the versions of the libraries. Broadcast are parameters, buffers and the optimizer's state. Where only
     rank 0 has loaded a checkpoint, the other ranks get its history and its optimizer's hyperparameters as well.
 
+    Args:
+        process_group: ``None`` is the default group.
+
     Raises:
         MismatchError: On every rank, naming what differs and the ranks.
     """
@@ -69,6 +72,9 @@ class MergeBuffers(DistributedCallback):
 
     So evaluations and checkpoints use statistics of the whole data, equal on all ranks. A batch of which a rank has
     no sample leaves its statistics as they were.
+
+    Args:
+        process_group: ``None`` is the default group.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:

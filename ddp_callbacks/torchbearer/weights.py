@@ -35,13 +35,17 @@ class LossWeight:
         self._reduction = reduction
 
     def reduction(self, state: State) -> str:
-        """``"mean"`` or ``"sum"``."""
+        """``"mean"`` or ``"sum"``, for the criterion in the Trial's ``state``."""
         if self._reduction is not None:
             return self._reduction
         return "sum" if getattr(state[torchbearer.CRITERION], "reduction", None) == "sum" else "mean"
 
     def of(self, state: State) -> tuple[float, float | None]:
-        """This rank's weight, and the sum over all ranks where it is known without asking."""
+        """This rank's weight, and the sum over all ranks where it is known without asking. Local.
+
+        Args:
+            state: The Trial's, after the loss is computed.
+        """
         share = share_of(state)
         if self.reduction(state) == "sum":
             return float(share.local > 0), 1.0
