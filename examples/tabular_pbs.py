@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp_callbacks.lightning  # noqa: F401  registers the strategy
+from ddp_callbacks.collectives import all_gather_json
 
 PRESENT, MISSING = 20, 10  # the measurements that every row has, and those that some rows lack
 
@@ -61,10 +62,6 @@ class TumourClassifier(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), self.lr)
 
-    def on_train_end(self) -> None:
-        filled = self.all_gather(torch.tensor(self.filled))
-        self.filled_by_rank: list[list[bool]] = filled.reshape(-1, len(self.filled)).tolist()
-
 
 def load_rows() -> tuple[TensorDataset, TensorDataset]:
     """scikit-learn's 569 tumours, which come with the package; a quarter of them for the test.
@@ -87,39 +84,46 @@ def main() -> None:
     args = parse_arguments()
     pl.seed_everything(0, verbose=False)
     train, test = load_rows()
-    options: dict[str, Any] = {"num_workers": args.workers, "pin_memory": torch.cuda.is_available()}
+    options: dict[str, Any] = {
+        "num_workers": args.workers,
+        "persistent_workers": args.workers > 0,
+        "pin_memory": torch.cuda.is_available(),
+    }
     train_loader = DataLoader(train, batch_size=args.batch_size, shuffle=True, drop_last=True, **options)
     test_loader = DataLoader(test, batch_size=args.batch_size, **options)
     module = TumourClassifier()
     trainer = pl.Trainer(
         strategy=args.strategy,  # <- strategy="ddp_callbacks", and nothing about unused parameters
+        devices=args.devices,
         max_epochs=args.epochs,
-        logger=pl.loggers.CSVLogger(args.logs) if args.logs else False,
+        logger=pl.loggers.CSVLogger(args.csv) if args.csv else False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(module, train_loader, test_loader)
-    if trainer.is_global_zero:
-        report(module, trainer)
+    report(trainer, all_gather_json(module.filled[: len(train_loader)], "the use of the layer"))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Classify tumours by measurements, some of which are missing.")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="rows per step, over all processes")
     parser.add_argument("--workers", type=int, default=1, help="processes that load data, for each that trains")
-    parser.add_argument("--logs", metavar="DIR", help="write the metrics of each epoch below this folder, as CSV")
-    parser.add_argument("--strategy", default="ddp_callbacks", help="another of Lightning's, to compare")
+    parser.add_argument("--csv", metavar="DIR", help="write the metrics of each epoch below this folder, as CSV")
+    compare = parser.add_argument_group("to compare")
+    compare.add_argument("--strategy", default="ddp_callbacks", help="another of Lightning's")
+    compare.add_argument("--devices", default="auto", help="processes that Lightning starts where no launcher has")
     return parser.parse_args()
 
 
-def report(module: TumourClassifier, trainer: pl.Trainer) -> None:
-    """Which steps of the first epoch used the layer, on which rank; and how good the classifier is."""
-    assert isinstance(trainer.num_training_batches, int)
+def report(trainer: pl.Trainer, filled_by_rank: list[Any]) -> None:
+    """Rank 0 says in which steps of the first epoch which rank used the layer, and how good the classifier is."""
+    if not trainer.is_global_zero:
+        return
     print("the layer for missing measurements in the steps of the first epoch, # where it was used:")
-    for rank, filled in enumerate(module.filled_by_rank):
-        print(f"  rank {rank}  {''.join('#' if used else '.' for used in filled[: trainer.num_training_batches])}")
+    for rank, filled in enumerate(filled_by_rank):
+        print(f"  rank {rank}  {''.join('#' if used else '.' for used in filled)}")
     accuracy, auc, loss = (trainer.callback_metrics[f"val_{name}"] for name in ("accuracy", "auc", "loss"))
     processes = f"{trainer.world_size} process{'es' if trainer.world_size > 1 else ''}"
     print(f"{processes}: accuracy {accuracy:.3f}, AUC {auc:.4f}, loss {loss:.4f} on the rows for the test")

@@ -32,14 +32,14 @@ def main() -> None:
     torch.manual_seed(0)
     train, test = load_mnist(args.root, worker) if args.data == "mnist" else load_digits()
     model = nn.Sequential(nn.Linear(train[0][0].numel(), 100), nn.ReLU(), nn.Linear(100, 10))
-    log: list[Callback] = [CSVLogger(args.log)] if args.log else []
+    writers: list[Callback] = [CSVLogger(args.csv)] if args.csv else []
 
     trial = Trial(
         model,
         torch.optim.SGD(model.parameters(), lr=args.lr),
         nn.CrossEntropyLoss(),
         metrics=["acc", "loss"],
-        callbacks=[DDPCallback(), Flatten(), *log],
+        callbacks=[DDPCallback(), Flatten(), *writers],
     )
     trial.with_generators(
         train_generator=DataLoader(train, batch_size=args.batch_size, shuffle=True),
@@ -56,10 +56,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Classify handwritten digits with Torchbearer.")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=128, help="images per step, over all processes")
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
+    parser.add_argument("--lr", type=float, default=0.5, help="learning rate")
     parser.add_argument("--data", choices=["digits", "mnist"], default="digits", help="scikit-learn's digits, or MNIST")
     parser.add_argument("--root", default="data", metavar="DIR", help="where MNIST is, or is downloaded to")
-    parser.add_argument("--log", metavar="PATH", help="write the metrics of each epoch to this CSV file")
+    parser.add_argument("--csv", metavar="PATH", help="write the metrics of each epoch to this CSV file")
     by_hand = parser.add_argument_group("start by hand", "the same on each node, except for --rank")
     by_hand.add_argument("--world-size", type=int, help="number of processes")
     by_hand.add_argument("--rank", type=int, help="number of this process, from 0")

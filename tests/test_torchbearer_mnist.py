@@ -39,7 +39,7 @@ def train_in_plain_torch(epochs: int) -> list[dict[str, float]]:
         torch.manual_seed(0)
         train, test = runpy.run_path(str(SCRIPT))["load_digits"]()
         model = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10)).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         train_loader, test_loader = DataLoader(train, 128, shuffle=True), DataLoader(test, 128)
         return [train_epoch(model, optimizer, train_loader) | evaluate(model, test_loader) for _ in range(epochs)]
 
@@ -68,7 +68,7 @@ def test_two_processes_by_torchrun_and_by_hand_equal_one_and_plain_torch(tmp_pat
     folders = {name: tmp_path / name for name in ("one", "torchrun", "rank 0", "rank 1")}
     for folder in folders.values():
         folder.mkdir()
-    script = [SCRIPT, "--epochs", 3, "--log", "log.csv"]
+    script = [SCRIPT, "--epochs", 3, "--csv", "log.csv"]
 
     with start([sys.executable, *script], folders["one"]) as running:
         by_torchrun = run([*TWO_PROCESSES, *script], folders["torchrun"])
