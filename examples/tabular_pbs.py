@@ -94,7 +94,6 @@ def main() -> None:
     module = TumourClassifier()
     trainer = pl.Trainer(
         strategy=args.strategy,  # <- strategy="ddp_callbacks", and nothing about unused parameters
-        devices=args.devices,
         max_epochs=args.epochs,
         logger=pl.loggers.CSVLogger(args.csv) if args.csv else False,
         enable_checkpointing=False,
@@ -111,9 +110,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="rows per step, over all processes")
     parser.add_argument("--workers", type=int, default=1, help="processes that load data, for each that trains")
     parser.add_argument("--csv", metavar="DIR", help="write the metrics of each epoch below this folder, as CSV")
-    compare = parser.add_argument_group("to compare")
-    compare.add_argument("--strategy", default="ddp_callbacks", help="another of Lightning's")
-    compare.add_argument("--devices", default="auto", help="processes that Lightning starts where no launcher has")
+    parser.add_argument("--strategy", default="ddp_callbacks", help="another of Lightning's, to compare: auto")
     return parser.parse_args()
 
 
