@@ -1,0 +1,152 @@
+"""The SMILES example as a user starts it, and its molecules."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import re
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from commands import TWO_PROCESSES, finish, run, start
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPTS = ("smiles_rnn_kfold.py", "molecules.py")
+FOLD = re.compile(r"fold (\d): ROC AUC (\d\.\d{4}) on dev in the best epoch, (\d\.\d{4}) held out")
+LAST = re.compile(r"(\d) process(?:es)?: held-out ROC AUC \d\.\d{4}, standard deviation \d\.\d{4} over 2 folds")
+# 80 molecules in 2 folds: 32 to train with, 8 dev, 40 held out; the last batch of these is one molecule.
+SMALL = ["--data", "few.csv", "--folds", 2, "--epochs", 2, "--batch-size", 13, "--dropout", 0]
+COUNTING = """
+import runpy, sys
+import torch.distributed as dist
+
+join = dist.init_process_group
+
+def counted(*args, **options):
+    join(*args, **options)
+    print("joined a process group", flush=True)
+
+dist.init_process_group = counted
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def molecules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("molecules")
+
+
+def rows() -> list[dict[str, str]]:
+    with (EXAMPLES / "data" / "smiles.csv").open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+# --- the molecules ----------------------------------------------------------------------------------------------------
+
+
+def test_each_structure_is_complete_and_has_the_heavy_atoms_of_its_formula(molecules: ModuleType) -> None:
+    for row in rows():
+        atoms, _ = molecules.parse(row["smiles"])
+        counted = Counter(re.sub(r"^\[?([A-Za-z][a-z]?).*", r"\1", atom).capitalize() for atom in atoms)
+        formula = {symbol: int(count or 1) for symbol, count in re.findall(r"([A-Z][a-z]?)(\d*)", row["formula"])}
+        formula.pop("H", None)
+        assert counted == formula, row
+
+
+def test_no_molecule_is_there_twice() -> None:
+    for column in ("name", "smiles"):
+        assert [value for value, count in Counter(row[column] for row in rows()).items() if count > 1] == []
+
+
+@pytest.mark.parametrize(
+    "smiles",
+    ["", "=", "C=", "C1CC", "1CC", "C(C", "CC)", "C$", "C[N", "C.C", "C[[N]]"],
+    ids=lambda smiles: smiles or "-",
+)
+def test_what_is_no_molecule_is_refused(molecules: ModuleType, smiles: str) -> None:
+    with pytest.raises(ValueError, match="the SMILES string"):
+        molecules.parse(smiles)
+
+
+def test_bonds_of_branches_and_rings(molecules: ModuleType) -> None:
+    assert molecules.parse("CC(=O)N") == (["C", "C", "O", "N"], [(0, 1, ""), (1, 2, "="), (1, 3, "")])
+    assert molecules.parse("C1CC=1Cl") == (["C", "C", "C", "Cl"], [(0, 1, ""), (1, 2, ""), (0, 2, "="), (2, 3, "")])
+    assert molecules.parse("n%12[nH]c%12") == (["n", "[nH]", "c"], [(0, 1, ""), (1, 2, ""), (0, 2, "")])
+
+
+AMINES = (
+    "methylamine, trimethylamine, piperidine, quinuclidine, nicotine, morphine, atropine, dopamine, lysine, quinine"
+)
+AMINES_BESIDE_OTHER_NITROGENS = "lidocaine, procaine, ampicillin, chloroquine, sildenafil, serotonin, histamine"
+NO_AMINES = {
+    "amide": "paracetamol, urea, dimethylformamide, benzylpenicillin, saccharin, carbaryl, phenobarbital",
+    "bound to an aromatic ring": "aniline, N,N-dimethylaniline, benzocaine, sulfanilamide, trimethoprim",
+    "in an aromatic ring": "pyridine, imidazole, indole, caffeine, melatonin",
+    "bound to an unsaturated carbon": "guanidine, metformin, DBU, nifedipine, acetonitrile, diazepam",
+    "bound to another atom": "methylhydrazine, isoniazid, acetone oxime, N-nitrosodimethylamine, cyclophosphamide",
+    "charged": "choline, acetylcholine, nitromethane, betaine",
+    "none": "ethanol, glucose, aspirin, cholesterol",
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(AMINES, True), (AMINES_BESIDE_OTHER_NITROGENS, True), *((names, False) for names in NO_AMINES.values())],
+    ids=["amines", "amines beside other nitrogens", *NO_AMINES],
+)
+def test_label_of_known_molecules(molecules: ModuleType, names: str, expected: bool) -> None:
+    smiles = {row["name"]: row["smiles"] for row in rows()}
+    found = {name: molecules.has_aliphatic_amine(smiles[name]) for name in names.split(", ")}
+    assert found == dict.fromkeys(found, expected)
+
+
+# --- the training -----------------------------------------------------------------------------------------------------
+
+
+def curves(folder: Path, fold: int) -> dict[str, list[float]]:
+    """What was written for TensorBoard, which is read as one file or as several."""
+    accumulator = EventAccumulator(str(folder / f"fold_{fold}" / "version_0")).Reload()
+    names = ("train_loss", "dev_roc_auc", "heldout_roc_auc")
+    return {name: [event.value for event in accumulator.Scalars(name)] for name in names}
+
+
+def test_two_processes_equal_a_plain_trainer(tmp_path: Path) -> None:
+    with (tmp_path / "few.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["name", "formula", "smiles"])
+        writer.writeheader()
+        writer.writerows(rows()[::13][:80])
+    (tmp_path / "count.py").write_text(COUNTING)
+    plain = tmp_path / "plain"
+    shutil.copytree(EXAMPLES, plain, ignore=lambda folder, names: set(names) - {"data"} - set(SCRIPTS))
+    script = (EXAMPLES / SCRIPTS[0]).read_text()
+    without = re.sub(r'.*(import ddp_callbacks\.lightning|strategy="ddp_callbacks").*\n', "", script)
+    assert (
+        len(script.splitlines()) - len(without.splitlines()) == 2
+        and "ddp_callbacks" not in without.partition('"""\n')[2]
+    )
+    (plain / SCRIPTS[0]).write_text(without)
+
+    with start([sys.executable, plain / SCRIPTS[0], *SMALL, "--runs", "alone"], tmp_path) as running_alone:
+        two = run([*TWO_PROCESSES, "count.py", EXAMPLES / SCRIPTS[0], *SMALL, "--runs", "two"], tmp_path)
+        alone = finish(running_alone)
+
+    assert FOLD.findall(two) == FOLD.findall(alone) and len(FOLD.findall(two)) == 2, two + alone
+    assert [LAST.findall(output) for output in (two, alone)] == [["2"], ["1"]], two + alone
+    assert two.count("joined a process group") == 2, f"once on each process:\n{two}"
+    for fold in (1, 2):
+        assert curves(tmp_path / "two", fold) == {
+            name: pytest.approx(values, abs=1e-4) for name, values in curves(tmp_path / "alone", fold).items()
+        }
+    written = [
+        sorted(str(path.relative_to(tmp_path / logs).parent) for path in (tmp_path / logs).rglob("*.tfevents.*"))
+        for logs in ("two", "alone")
+    ]
+    assert written[0] == written[1]
