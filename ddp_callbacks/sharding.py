@@ -147,6 +147,31 @@ def shard_loader(loader: Any, batch_size: BatchSize = "global", group: dist.Proc
     return ShardedLoader(loader, batch_size, group)
 
 
+def with_shares(loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
+    """The batches of what :func:`shard_loader` returned, each with its :class:`Share`: for a loop of your own.
+
+    In that loop ``synchronizer.weigh(share.local, share.total)`` goes before backward
+    (:class:`ddp_callbacks.GradientSynchronizer`). A batch of which this rank has no sample is yielded as well, as a
+    stand-in with a local share of 0: run it like any other. A collective, as iterating is.
+
+    Raises:
+        MismatchError: At the first and after the last batch, where a sampler draws different batches on the ranks.
+    """
+    batches = iter(loader)
+    for batch in batches:
+        share = batches.take_share() if isinstance(batches, ShardedIterator) else None
+        yield batch, share or _share_of_own(batch)
+    if isinstance(batches, ShardedIterator):
+        batches.check_agreement()
+
+
+def _share_of_own(batch: Any) -> Share:
+    """Of a batch that is not divided: the whole of a world of one, or a ``DistributedSampler``'s part."""
+    size = common_size(batch)
+    local = 1 if size is None else size
+    return Share(local, local if get_world_size() == 1 else None)
+
+
 def is_distributed(loader: Any) -> bool:
     """Whether the loader's sampler gives each rank its part."""
     samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]

@@ -1,0 +1,97 @@
+"""A loop of one's own, without a host framework: what each process computes is its part of the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_distributed
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from ddp_callbacks import GradientSynchronizer
+from ddp_callbacks.sharding import Share, shard_loader, with_shares
+
+WORLD_SIZE = 3
+BATCH_SIZE = 8
+SAMPLES = 26  # three batches, and one of two samples, of which one process has none
+RELATIVE = 1e-12
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(samples())
+
+
+def samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 5, dtype=torch.float64, generator=generator)
+    return TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
+
+
+def loader(kind: str) -> DataLoader[Any]:
+    if kind == "stream":
+        return DataLoader(Stream(), BATCH_SIZE)
+    return DataLoader(samples(), BATCH_SIZE, shuffle=True, num_workers=1 if kind == "workers" else 0)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+
+
+def train(kind: str) -> tuple[list[torch.Tensor], list[Share]]:
+    """Two epochs; the parameters, and this process's shares."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    synchronizer = GradientSynchronizer(model)
+    part, shares = shard_loader(loader(kind)), []
+    for _ in range(2):
+        for (inputs, targets), share in with_shares(part):
+            synchronizer.weigh(share.local, share.total)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            shares.append(share)
+    synchronizer.close()
+    return [parameter.detach() for parameter in model.parameters()], shares
+
+
+def train_plainly(kind: str) -> list[torch.Tensor]:
+    """The same in torch alone."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = loader(kind)
+    for _ in range(2):
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["map-style", "workers", "stream"])
+def test_the_processes_of_a_loop_train_as_one(kind: str) -> None:
+    expected = train_plainly(kind)
+    sizes = [[3, 3, 2], [3, 3, 2], [3, 3, 2], [1, 1, 0]]
+    for rank, (parameters, shares) in enumerate(run_distributed(train, WORLD_SIZE, kind)):
+        torch.testing.assert_close(parameters, expected, rtol=RELATIVE, atol=0)
+        assert shares == [Share(size[rank], sum(size)) for size in sizes] * 2
+
+
+def test_one_process_has_the_whole_of_each_batch() -> None:
+    parameters, shares = train("map-style")
+    torch.testing.assert_close(parameters, train_plainly("map-style"), rtol=0, atol=0)
+    assert shares == [Share(size, size) for size in (8, 8, 8, 2)] * 2
+
+
+def shares_of_a_distributed_sampler() -> list[Share]:
+    data = samples()
+    own = DataLoader(data, BATCH_SIZE, sampler=DistributedSampler(data, shuffle=False))
+    return [share for _, share in with_shares(shard_loader(own))]
+
+
+def test_the_total_of_a_distributed_sampler_s_batches_is_not_known() -> None:
+    assert run_distributed(shares_of_a_distributed_sampler, 2) == [[Share(8, None), Share(5, None)]] * 2
