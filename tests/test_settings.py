@@ -157,11 +157,13 @@ def errors_in_training() -> dict[str, tuple[str, str]]:
         [DDPCallback(process_group=dist.new_group())], metrics=("mse", "loss") if odd else ("loss", "mse")
     )
     closed = make_trial([DDPCallback(process_group=dist.new_group())]).with_closure(functional_closure)
+    calls = make_trial([DDPCallback(process_group=dist.new_group())])
     return {
         "sampler": caught(lambda: sampled.run(1)),
         "metrics": caught(lambda: metrics.run(1)),
         "order of metrics": caught(lambda: order.run(1)),
         "closure": caught(lambda: closed.run(1)),
+        "calls": caught(lambda: calls.evaluate(data_key=torchbearer.TRAIN_DATA) if odd else calls.run(1)),
     }
 
 
@@ -220,6 +222,13 @@ def test_ranks_that_differ_are_named_before_the_first_step(on_ranks: list[Any], 
 def test_the_text_of_a_difference_names_the_hosts(on_ranks: list[Any]) -> None:
     _, text, _ = on_ranks[0][1]["learning rate"]
     assert text.count(f"(host {os.uname().nodename}, pid ") == WORLD, text
+
+
+def test_evaluate_where_others_run_is_an_error_at_once(on_ranks: list[Any]) -> None:
+    results = [errors["calls"] for *_, errors in on_ranks]
+    assert len(set(results)) == 1
+    kind, text = results[0]
+    assert kind == "MismatchError" and "what is called: run on ranks 0, 2; evaluate on rank 1" in text, text
 
 
 def test_a_sampler_that_draws_differently_is_named(on_ranks: list[Any]) -> None:

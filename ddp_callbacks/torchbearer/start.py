@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ddp_callbacks.broadcast import (
     running_statistics,
 )
 from ddp_callbacks.collectives import all_gather_json, broadcast_tensors, pack, unpack
-from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
+from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of, wrap_methods
 from ddp_callbacks.torchbearer.data import DATA_KEYS
 from ddp_callbacks.version import __version__
 
@@ -25,9 +26,10 @@ from ddp_callbacks.version import __version__
 class BroadcastParameters(DistributedCallback):
     """At the start of ``run``, ``evaluate`` and ``predict``: compare the ranks' settings, then give all rank 0's state.
 
-    Compared are parameter names, shapes and dtypes, the optimizer's groups, the loaders' lengths, the epochs trained
-    so far and the versions of the libraries. Broadcast are parameters, buffers and the optimizer's state. Where only
-    rank 0 has loaded a checkpoint, the other ranks get its history and its optimizer's hyperparameters as well.
+    Compared are which of these is called, parameter names, shapes and dtypes, the optimizer's groups, the loaders'
+    lengths, the epochs trained so far and the versions of the libraries. Broadcast are parameters, buffers and the
+    optimizer's state. Where only rank 0 has loaded a checkpoint, the other ranks get its history and its optimizer's
+    hyperparameters as well.
 
     Args:
         process_group: ``None`` is the default group.
@@ -36,11 +38,21 @@ class BroadcastParameters(DistributedCallback):
         MismatchError: On every rank, naming what differs and the ranks.
     """
 
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(process_group)
+        self._called = ""
+
+    def on_init(self, state: State) -> None:
+        super().on_init(state)
+        if self.world_size > 1:
+            wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict", "replay"), self._noting)
+
     def on_start(self, state: State) -> None:
         if self.world_size == 1:
             return
         resumed = self._follow_resumed(state)
         settings = module_settings(state[torchbearer.MODEL]) | _versions() | _lengths(state)
+        settings["what is called"] = self._called
         settings["epochs trained so far"] = str(len(state[torchbearer.HISTORY]))
         if resumed:
             broadcast_optimizer_state(state[torchbearer.OPTIMIZER], self.process_group)
@@ -54,6 +66,15 @@ class BroadcastParameters(DistributedCallback):
         broadcast_parameters(state[torchbearer.MODEL], self.process_group)
         if not resumed:
             broadcast_optimizer_state(state[torchbearer.OPTIMIZER], self.process_group)
+
+    def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """All these begin alike, so that another one on another rank would go unnoticed until both wait in vain."""
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self._called = method.__name__
+            return method(*args, **kwargs)
+
+        return noting
 
     def _follow_resumed(self, state: State) -> bool:
         """Take rank 0's history where it alone has loaded one; whether that was so."""
