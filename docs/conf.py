@@ -25,6 +25,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "ddp_callbacks"
 html_static_path = ["_static"]
+html_css_files = ["site.css"]
+pygments_style = "default"  # shows a diff in red and green in the light theme, too
 html_show_sourcelink = False
 html_show_copyright = False
 
@@ -32,6 +34,7 @@ myst_heading_anchors = 4  # as GitHub makes them
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # torch's and Torchbearer's methods are described there
 napoleon_use_ivar = True
 python_maximum_signature_line_length = 90
@@ -72,7 +75,7 @@ class Help(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         printed = io.StringIO()
-        with redirect_stdout(printed), suppress(SystemExit), mock.patch.dict(os.environ, COLUMNS="100"):
+        with redirect_stdout(printed), suppress(SystemExit), mock.patch.dict(os.environ, COLUMNS="88"):
             _parser(self.arguments[0])(["--help"], {})
         return [nodes.literal_block("", printed.getvalue(), language="text")]
 

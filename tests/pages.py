@@ -22,8 +22,9 @@ from nursery import Nursery, note
 ROOT = Path(__file__).parents[1]
 LIMIT = 100.0  # seconds, for each command and for the Python blocks of a page together
 LANGUAGES = {"python", "diff", "console", "sh", "text", "toml", "json", "yaml"}
+HERE = {"ddprun", "python", "torchrun", "mpirun", "mpiexec", "cat", "cd", "head", "ls", "tail"}
 # Programs that need a cluster, another machine or the network: the files that they are given must be there.
-ELSEWHERE = {"ssh", "scp", "rsync", "srun", "sbatch", "qsub", "salloc", "git", "source", "apt-get"}
+ELSEWHERE = {"ssh", "ssh-keygen", "ssh-copy-id", "scp", "rsync", "srun", "sbatch", "qsub", "git", "source"}
 _FENCE = re.compile(r"(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<info>.*)")
 _COMMENT = re.compile(r"<!-- *(?P<kind>setup|file|patch|not run|when tested)\b:?(?P<rest>.*)", re.DOTALL)
 
@@ -340,11 +341,15 @@ class Running:
             return self._try_ddprun(words[1:])
         if words[0] == "pip" or words[:3] == ["python", "-m", "pip"]:
             return _missing_extras(command)
+        if words[1:3] == ["-m", "venv"]:
+            return None
         if words[0] == "make":
             done = subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True)
             return done.stderr if done.returncode else None
         if words[0] in ELSEWHERE:
             return self._missing_files(words)
+        if words[0] not in HERE:
+            return f"tests/pages.py does not know what to do with {words[0]}"
         return self._run_here(command, expected)
 
     def _try_ddprun(self, argv: list[str]) -> str | None:

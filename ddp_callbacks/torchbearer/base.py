@@ -44,10 +44,12 @@ class DistributedCallback(Callback):  # type: ignore[misc]
 
     @property
     def rank(self) -> int:
+        """This process's number in the group, from 0."""
         return get_rank(self.process_group)
 
     @property
     def world_size(self) -> int:
+        """The number of processes in the group; 1 where none was joined."""
         return get_world_size(self.process_group)
 
 
