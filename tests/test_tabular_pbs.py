@@ -1,4 +1,4 @@
-"""examples/tabular_pbs.py as a user starts it, and the PBS job script on this machine alone."""
+"""examples/tabular_pbs.py in the PBS job of its page, and under torch's own DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE, TWO_PROCESSES, finish, run, start
+from commands import DEADLINE, finish, start
 from distributed import run_distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,13 +34,34 @@ def used(output: str) -> list[list[bool]]:
     return [[mark == "#" for mark in row] for row in rows]
 
 
-def test_two_processes_equal_lightning_on_one_though_only_some_use_the_layer(tmp_path: Path) -> None:
-    script = [SCRIPT, "--epochs", 3, "--csv"]
-    with start([sys.executable, *script, "one", "--strategy", "auto"], tmp_path) as running:
-        output = run([*TWO_PROCESSES, *script, "two"], tmp_path)
-        alone = finish(running)
+def pbs_job(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Run the job script as PBS does, on this host alone, with two processes."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "nodes").write_text("localhost\nlocalhost\n")
+    environ = {
+        **os.environ,
+        "PBS_ENVIRONMENT": "PBS_BATCH",
+        "PBS_JOBID": "12.server",
+        "PBS_NODEFILE": str(folder / "nodes"),
+        "PBS_O_WORKDIR": str(folder),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "SCRIPT": script,
+    }
+    job = ["bash", "examples/jobs/ddp.pbs"]
+    return subprocess.run(
+        job, cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE
+    )
 
-    of_batch, of_rank = used(alone), used(output)
+
+def test_a_pbs_job_equals_lightning_on_one_process_though_only_some_use_the_layer(tmp_path: Path) -> None:
+    with start([sys.executable, SCRIPT, "--epochs", 3, "--csv", "one", "--strategy", "auto"], tmp_path) as running:
+        job = pbs_job(tmp_path, "examples/tabular_pbs.py --epochs 3 --csv two")
+        alone = finish(running)
+    assert job.returncode == 0, job.stderr
+    assert "ddprun: localhost: ranks 0-1, " in job.stderr
+
+    of_batch, of_rank = used(alone), used(job.stdout)
     assert len(of_batch) == 1 and len(of_rank) == 2 and len(of_batch[0]) == STEPS
     assert [any(step) for step in zip(*of_rank, strict=True)] == of_batch[0], "the parts are those of the same batch"
     assert {sum(step) for step in zip(*of_rank, strict=True)} == {0, 1, 2}, "no, one and both processes use the layer"
@@ -49,7 +70,7 @@ def test_two_processes_equal_lightning_on_one_though_only_some_use_the_layer(tmp
     assert two == [pytest.approx(epoch, rel=1e-5) for epoch in one]
     said = r"accuracy 0\.\d{3}, AUC 0\.\d{4}, loss 0\.\d{4} on the rows for the test"
     assert re.fullmatch(f"1 process: {said}", alone.splitlines()[-1])
-    assert re.fullmatch(f"2 processes: {said}", output.splitlines()[-1])
+    assert re.fullmatch(rf"\[localhost:0\] 2 processes: {said}", job.stdout.splitlines()[-1])
 
 
 def ddp_in_two_steps_without_the_layer() -> str:
@@ -72,26 +93,3 @@ def test_ddp_without_its_flag_says_what_the_page_quotes() -> None:
     for rank, said in enumerate(run_distributed(ddp_in_two_steps_without_the_layer, 2)):
         assert "Expected to have finished reduction in the prior iteration before starting a new one." in said
         assert " ".join(said.split()).replace(f"for rank {rank}:", "for rank 0:") in page
-
-
-def test_the_pbs_script_runs_it_as_its_page_says(tmp_path: Path) -> None:
-    """As PBS runs it, but on this host alone."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / "nodes").write_text("localhost\nlocalhost\n")
-    environ = {
-        **os.environ,
-        "PBS_ENVIRONMENT": "PBS_BATCH",
-        "PBS_JOBID": "12.server",
-        "PBS_NODEFILE": str(tmp_path / "nodes"),
-        "PBS_O_WORKDIR": str(tmp_path),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "SCRIPT": "examples/tabular_pbs.py --epochs 1",
-    }
-    job = ["bash", str(ROOT / "examples" / "jobs" / "ddp.pbs")]
-    done = subprocess.run(
-        job, cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE
-    )
-    assert done.returncode == 0, done.stderr
-    assert "ddprun: localhost: ranks 0-1, " in done.stderr
-    assert len(used(done.stdout)) == 2
-    assert "[localhost:0] 2 processes: accuracy 0." in done.stdout
