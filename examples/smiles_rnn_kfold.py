@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def main() -> None:
             max_epochs=args.epochs,
             logger=TensorBoardLogger(args.runs, name=f"fold_{fold}"),
             callbacks=[ModelCheckpoint(monitor="dev_roc_auc", mode="max")],
+            log_every_n_steps=1,
             num_sanity_val_steps=0,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -79,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Classify molecules by their SMILES strings, with cross-validation.")
     parser.add_argument("--data", type=Path, default=FILE, metavar="CSV", help="a file with a column smiles")
     parser.add_argument("--folds", type=int, default=5, help="parts of the data, each held out once (default 5)")
-    parser.add_argument("--epochs", type=int, default=10, help="epochs in each fold (default 10)")
+    parser.add_argument("--epochs", type=int, default=8, help="epochs in each fold (default 8)")
     parser.add_argument(
         "--batch-size", type=int, default=32, help="molecules per step, over all processes (default 32)"
     )
@@ -116,12 +118,12 @@ class Classifier(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         tokens, lengths, labels = batch
-        self.dev_auc(self(tokens, lengths), labels.int())
+        self.dev_auc.update(self(tokens, lengths), labels.int())
         self.log("dev_roc_auc", self.dev_auc)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         tokens, lengths, labels = batch
-        self.heldout_auc(self(tokens, lengths), labels.int())
+        self.heldout_auc.update(self(tokens, lengths), labels.int())
         self.log("heldout_roc_auc", self.heldout_auc)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -171,5 +173,7 @@ def plot(curves: list[list[float]], scores: list[float], file: str) -> None:
 
 
 if __name__ == "__main__":
+    # Lightning's hints would come again in each fold.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"lightning\.")
     main()
