@@ -16,14 +16,13 @@ import logging
 import statistics
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from molecules import FILE, read_molecules, tokenize
+from molecules import read_molecules, tokenize
 from sklearn.model_selection import StratifiedKFold, train_test_split
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
@@ -37,7 +36,7 @@ Sample = tuple[torch.Tensor, float]  # the tokens of a molecule, and its label
 
 def main() -> None:
     args = parse_arguments()
-    smiles, labels = read_molecules(args.data)
+    smiles, labels = read_molecules(args.molecules)
     samples, n_tokens = encode(smiles, labels)
     folds = StratifiedKFold(args.folds, shuffle=True, random_state=args.seed)
     curves, scores = [], []
@@ -79,7 +78,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Classify molecules by their SMILES strings, with cross-validation.")
-    parser.add_argument("--data", type=Path, default=FILE, metavar="CSV", help="a file with a column smiles")
+    parser.add_argument("--molecules", type=int, metavar="N", help="take so many, for a quick look (default: all)")
     parser.add_argument("--folds", type=int, default=5, help="parts of the data, each held out once (default 5)")
     parser.add_argument("--epochs", type=int, default=8, help="epochs in each fold (default 8)")
     parser.add_argument(
