@@ -39,7 +39,7 @@ def main() -> None:
     smiles, labels = read_molecules(args.molecules)
     samples, n_tokens = encode(smiles, labels)
     folds = StratifiedKFold(args.folds, shuffle=True, random_state=args.seed)
-    curves, scores = [], []
+    folders, scores = [], []
 
     for fold, (visible, heldout) in enumerate(folds.split(smiles, labels), start=1):
         visible_labels = [labels[index] for index in visible]
@@ -66,14 +66,14 @@ def main() -> None:
         if trainer.is_global_zero:
             best = float(trainer.checkpoint_callback.best_model_score)
             print(f"fold {fold}: ROC AUC {best:.4f} on dev in the best epoch, {scores[-1]:.4f} held out", flush=True)
-            curves.append(read_curve(trainer.logger.log_dir))
+            folders.append(trainer.logger.log_dir)
 
     if trainer.is_global_zero:
         processes = f"{trainer.world_size} process{'es' if trainer.world_size > 1 else ''}"
         mean, spread = statistics.mean(scores), statistics.stdev(scores)
         print(f"{processes}: held-out ROC AUC {mean:.4f}, standard deviation {spread:.4f} over {args.folds} folds")
         if args.plot:
-            plot(curves, scores, args.plot)
+            plot(folders, scores, args.plot)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -158,13 +158,14 @@ def read_curve(folder: str) -> list[float]:
     return [event.value for event in EventAccumulator(folder).Reload().Scalars("dev_roc_auc")]
 
 
-def plot(curves: list[list[float]], scores: list[float], file: str) -> None:
+def plot(folders: list[str], scores: list[float], file: str) -> None:
     """Each fold's curve, with a mark at the chosen epoch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="epoch", ylabel="ROC AUC on the dev molecules")
-    for fold, (curve, score) in enumerate(zip(curves, scores, strict=True), start=1):
+    for fold, (folder, score) in enumerate(zip(folders, scores, strict=True), start=1):
+        curve = read_curve(folder)
         best = curve.index(max(curve))
         axes.plot(range(1, len(curve) + 1), curve, "-o", markevery=[best], label=f"fold {fold}, {score:.3f} held out")
     axes.legend()
