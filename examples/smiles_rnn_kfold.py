@@ -14,15 +14,15 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
+import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from molecules import FILE, read_molecules, tokenize
+from molecules import read_molecules, tokenize
 from sklearn.model_selection import StratifiedKFold, train_test_split
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
@@ -36,10 +36,10 @@ Sample = tuple[torch.Tensor, float]  # the tokens of a molecule, and its label
 
 def main() -> None:
     args = parse_arguments()
-    smiles, labels = read_molecules(args.data)
+    smiles, labels = read_molecules(args.molecules)
     samples, n_tokens = encode(smiles, labels)
     folds = StratifiedKFold(args.folds, shuffle=True, random_state=args.seed)
-    curves, scores = [], []
+    folders, scores = [], []
 
     for fold, (visible, heldout) in enumerate(folds.split(smiles, labels), start=1):
         visible_labels = [labels[index] for index in visible]
@@ -50,6 +50,7 @@ def main() -> None:
             max_epochs=args.epochs,
             logger=TensorBoardLogger(args.runs, name=f"fold_{fold}"),
             callbacks=[ModelCheckpoint(monitor="dev_roc_auc", mode="max")],
+            log_every_n_steps=1,
             num_sanity_val_steps=0,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -65,21 +66,21 @@ def main() -> None:
         if trainer.is_global_zero:
             best = float(trainer.checkpoint_callback.best_model_score)
             print(f"fold {fold}: ROC AUC {best:.4f} on dev in the best epoch, {scores[-1]:.4f} held out", flush=True)
-            curves.append(read_curve(trainer.logger.log_dir))
+            folders.append(trainer.logger.log_dir)
 
     if trainer.is_global_zero:
         processes = f"{trainer.world_size} process{'es' if trainer.world_size > 1 else ''}"
         mean, spread = statistics.mean(scores), statistics.stdev(scores)
         print(f"{processes}: held-out ROC AUC {mean:.4f}, standard deviation {spread:.4f} over {args.folds} folds")
         if args.plot:
-            plot(curves, scores, args.plot)
+            plot(folders, scores, args.plot)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Classify molecules by their SMILES strings, with cross-validation.")
-    parser.add_argument("--data", type=Path, default=FILE, metavar="CSV", help="a file with a column smiles")
+    parser.add_argument("--molecules", type=int, metavar="N", help="take so many, for a quick look (default: all)")
     parser.add_argument("--folds", type=int, default=5, help="parts of the data, each held out once (default 5)")
-    parser.add_argument("--epochs", type=int, default=10, help="epochs in each fold (default 10)")
+    parser.add_argument("--epochs", type=int, default=8, help="epochs in each fold (default 8)")
     parser.add_argument(
         "--batch-size", type=int, default=32, help="molecules per step, over all processes (default 32)"
     )
@@ -116,12 +117,12 @@ class Classifier(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         tokens, lengths, labels = batch
-        self.dev_auc(self(tokens, lengths), labels.int())
+        self.dev_auc.update(self(tokens, lengths), labels.int())
         self.log("dev_roc_auc", self.dev_auc)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         tokens, lengths, labels = batch
-        self.heldout_auc(self(tokens, lengths), labels.int())
+        self.heldout_auc.update(self(tokens, lengths), labels.int())
         self.log("heldout_roc_auc", self.heldout_auc)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -157,13 +158,14 @@ def read_curve(folder: str) -> list[float]:
     return [event.value for event in EventAccumulator(folder).Reload().Scalars("dev_roc_auc")]
 
 
-def plot(curves: list[list[float]], scores: list[float], file: str) -> None:
+def plot(folders: list[str], scores: list[float], file: str) -> None:
     """Each fold's curve, with a mark at the chosen epoch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="epoch", ylabel="ROC AUC on the dev molecules")
-    for fold, (curve, score) in enumerate(zip(curves, scores, strict=True), start=1):
+    for fold, (folder, score) in enumerate(zip(folders, scores, strict=True), start=1):
+        curve = read_curve(folder)
         best = curve.index(max(curve))
         axes.plot(range(1, len(curve) + 1), curve, "-o", markevery=[best], label=f"fold {fold}, {score:.3f} held out")
     axes.legend()
@@ -171,5 +173,7 @@ def plot(curves: list[list[float]], scores: list[float], file: str) -> None:
 
 
 if __name__ == "__main__":
+    # Lightning's hints would come again in each fold.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"lightning\.")
     main()

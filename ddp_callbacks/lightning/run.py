@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import LeafSpec
+from torch.utils._pytree import treespec_leaf
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.broadcast import merge_buffers
@@ -83,7 +83,7 @@ class Run:
         combined = self._trainer._active_loop._combined_loader
         loaders, spec = list(combined.flattened), combined._spec
         if combined._mode == "sequential":
-            loaders, spec = loaders[dataloader_idx : dataloader_idx + 1], LeafSpec()
+            loaders, spec = loaders[dataloader_idx : dataloader_idx + 1], treespec_leaf()
         batch = self.batches.take(batch, loaders, spec, training)
         if training:
             self._trained += self.batches.share.local
