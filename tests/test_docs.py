@@ -229,7 +229,7 @@ def test_the_map_of_the_code_names_every_module_after_what_it_imports() -> None:
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-d", tmp_path / "doctrees"]
     done = subprocess.run(
-        [*command, DOCS, tmp_path / "html"], capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
+        [*command, DOCS, tmp_path / "html"], capture_output=True, text=True, timeout=230, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, done.stderr
     described = _inventory(tmp_path / "html" / "objects.inv")
