@@ -20,7 +20,7 @@ from types import CodeType
 from nursery import Nursery, note
 
 ROOT = Path(__file__).parents[1]
-LIMIT = 100.0  # seconds, for each command and for the Python blocks of a page together
+LIMIT = 150.0  # seconds, for each command and for the Python blocks of a page together
 LANGUAGES = {"python", "diff", "console", "sh", "text", "toml", "json", "yaml"}
 HERE = {"ddprun", "python", "torchrun", "mpirun", "mpiexec", "cat", "cd", "head", "ls", "tail"}
 # Programs that need a cluster, another machine or the network: the files that they are given must be there.

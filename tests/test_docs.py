@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,12 @@ def test_python_that_is_not_run_compiles_and_imports_what_exists() -> None:
                     assert all(hasattr(module, name.name) for name in node.names), f"{block}: {ast.unparse(node)}"
 
 
+def test_make_has_the_targets_that_pages_name() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"`(?:\w+=\S+ )?make (\w+)`", "\n".join(page.lines))}
+    assert named and named <= targets
+
+
 def _tracked_pages() -> list[Page]:
     """Those of the examples as well."""
     return [*PAGES, *(Page(path) for path in sorted((ROOT / "examples").rglob("*.md")))]
@@ -122,19 +129,6 @@ def test_the_torchbearer_page_lists_every_callback() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     public = set(ddp_callbacks.torchbearer.__all__) - {"SHARE", "DDPCallback", "DistributedCallback"}
     assert set(listed) == public and len(listed) == len(public)
-
-
-# --- the site --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="needs Sphinx: the extra docs")
-def test_site_builds_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-d", tmp_path / "doctrees"]
-    done = subprocess.run(
-        [*command, DOCS, tmp_path / "html"], capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "html" / "index.html").exists()
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------
@@ -226,6 +220,27 @@ def test_the_map_of_the_code_names_every_module_after_what_it_imports() -> None:
                 inner = str(node.module).removeprefix("ddp_callbacks").removeprefix(".")
                 imported = [inner] if inner in modules else [f"{inner}.{part.name}".strip(".") for part in node.names]
                 assert all(order.index(other) < order.index(name) for other in imported), f"{name}: {ast.unparse(node)}"
+
+
+# --- the site --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="needs Sphinx: the extra docs")
+def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-d", tmp_path / "doctrees"]
+    done = subprocess.run(
+        [*command, DOCS, tmp_path / "html"], capture_output=True, text=True, timeout=230, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    described = _inventory(tmp_path / "html" / "objects.inv")
+    assert set(LISTED) <= described
+    assert not [name for name in described if re.search(r"\._", name)], "private names are on the site"
+
+
+def _inventory(path: Path) -> set[str]:
+    """The Python names that a site describes: four lines of text, then compressed ones, ``NAME DOMAIN:ROLE ...``."""
+    lines = zlib.decompress(path.read_bytes().split(b"\n", 4)[4]).decode().splitlines()
+    return {line.split()[0] for line in lines if " py:" in line}
 
 
 # --- how blocks are read and compared --------------------------------------------------------------------------------
