@@ -31,7 +31,7 @@ def read_molecules(count: int | None = None) -> tuple[list[str], list[int]]:
 def has_aliphatic_amine(smiles: str) -> bool:
     """Whether a nitrogen is bound to nothing but hydrogens and saturated carbons.
 
-    Such a molecule is a base: in water it takes up a proton. The nitrogens of amides, anilines, pyridines and nitriles
+    Such a nitrogen is basic: in water it takes up a proton. The nitrogens of amides, anilines, pyridines and nitriles
     do not count, nor those with a charge.
     """
     atoms, bonds = parse(smiles)

@@ -19,8 +19,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 OUTPUT = r"""fold 1: ROC AUC 0\.\d{4} on dev in the best epoch, 0\.\d{4} held out
 fold 2: ROC AUC 0\.\d{4} on dev in the best epoch, 0\.\d{4} held out
 2 processes: held-out ROC AUC 0\.\d{4}, standard deviation 0\.\d{4} over 2 folds"""
-# 80 molecules in 2 folds: 32 to train with, 8 dev, 40 held out; the last batch of these is one molecule.
-SMALL = ["--molecules", 80, "--folds", 2, "--epochs", 2, "--batch-size", 13, "--dropout", 0]
+# 40 molecules in 2 folds: 20 are held out, 4 dev, 16 to train with in batches of 15 and 1, which only one process has.
+SMALL = ["--molecules", 40, "--folds", 2, "--epochs", 2, "--batch-size", 15, "--dropout", 0]
 COUNTING = """
 import runpy, sys
 import torch.distributed as dist
