@@ -321,7 +321,7 @@ def plot(results: dict[float, Times], path: Path) -> None:
         panel.set_ylim(bottom=0)
         panel.grid(axis="y", alpha=0.3)
     panels[0][0].set_ylabel("ms until all have the parameters")
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=len(results))
     figure.savefig(path, dpi=150)
 
 
