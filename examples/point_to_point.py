@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--backend", help="gloo, or mpi4py under mpirun (default: what join_process_group takes)")
     parser.add_argument("--lr", type=float, default=0.5, help="learning rate of part 2")
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.0625, 1, 16], help="of the parameters, part 3")
-    parser.add_argument("--rounds", type=int, default=20, help="blocks of each way in part 3")
+    parser.add_argument("--rounds", type=int, default=10, help="blocks of each way in part 3")
     parser.add_argument("--block-seconds", type=float, default=0.1, help="about how long a block takes")
     parser.add_argument("--plot", type=Path, help="where to draw the times of part 3")
     return parser.parse_args()
@@ -306,7 +306,9 @@ def plot(results: dict[float, Times], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(results), figsize=(3.4 * len(results), 3.2), squeeze=False)
+    figure, panels = pyplot.subplots(
+        1, len(results), figsize=(3.4 * len(results), 3.4), squeeze=False, layout="constrained"
+    )
     for panel, (megabytes, times) in zip(panels[0], results.items(), strict=True):
         sizes = sorted({size for size, _ in times})
         for name in SYNCHRONIZATIONS:
@@ -319,8 +321,7 @@ def plot(results: dict[float, Times], path: Path) -> None:
         panel.set_ylim(bottom=0)
         panel.grid(axis="y", alpha=0.3)
     panels[0][0].set_ylabel("ms until all have the parameters")
-    panels[0][0].legend()
-    figure.tight_layout()
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=len(results))
     figure.savefig(path, dpi=150)
 
 
