@@ -62,8 +62,8 @@ def _with_toctree(part: re.Match[str]) -> str:
 
 def download_outside_pages(app: Sphinx, docname: str, source: list[str]) -> None:
     """Offer Markdown files outside docs/ for download, as MyST does with all other files there."""
-    up = "../" * (docname.count("/") + 1)
-    source[0] = re.sub(rf"\]\((?={re.escape(up)}[^)#]+\.md\))", "](path:", source[0])
+    up = re.escape("../" * (docname.count("/") + 1))
+    source[0] = re.sub(rf"\]\(({up}[^)#\s]+\.md)(#[^)\s]*)?\)", r"](path:\1)", source[0])
 
 
 class Help(SphinxDirective):
