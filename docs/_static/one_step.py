@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_callbacks.collectives import all_gather_json
+from ddp_callbacks.collectives import Reduction, all_gather_json
 from ddp_callbacks.gradients import Bucket, GradientSynchronizer
 from ddp_callbacks.process_group import get_rank
 from ddp_callbacks.shared_memory import SharedMemory
@@ -50,12 +50,16 @@ class Clock:
 
     def note_launch(self, _: GradientSynchronizer, bucket: Bucket) -> None:
         if self.steps:
-            self.steps[-1]["launched"][id(bucket.sum)] = time.monotonic()
+            step, which = self.steps[-1], id(bucket.sum)
+            step["launched"][which] = time.monotonic()
+            if isinstance(bucket.sum, Reduction):  # by the process group alone
+                done = bucket.sum._work.get_future()
+                done.add_done_callback(lambda _: step["arrived"].setdefault(which, time.monotonic()))
 
     def note_arrival(self, *of: Any) -> None:
         """``of`` ends with the sum that is through; some are not of gradients."""
         if self.steps:
-            self.steps[-1]["arrived"][id(of[-1])] = time.monotonic()
+            self.steps[-1]["arrived"].setdefault(id(of[-1]), time.monotonic())
 
 
 def after(kind: Any, name: str, note: Callable[..., None]) -> None:
@@ -250,16 +254,17 @@ SAYS = {
     "bucket": "a bucket, from its launch until its sum is there",
 }
 TEXT, LINE, BUCKET = "#767c85", "#9aa0a8", "#d9822b"
-SPANWIDTH, LEFT, ROW, BAR, THIN = 800, 60, 26, 20, 6
+SPANWIDTH, LEFT, BAR, THIN = 780, 100, 20, 6
 
 
 def draw() -> None:
     measured = json.loads((HERE / "one_step.json").read_text())
-    longest = max(_end(measured[name]) for name in TITLES)
+    titles = {name: title for name, title in TITLES.items() if name in measured}
+    longest = max(_end(measured[name]) for name in titles)
     scale = SPANWIDTH / longest
     shapes: list[str] = []
     y = 18.0
-    for name, title in TITLES.items():
+    for name, title in titles.items():
         shapes.append(_text(0, y, title, "font-weight='600'"))
         y += 12
         for rank, own in enumerate(measured[name]["ranks"]):
@@ -301,7 +306,7 @@ def _rect(begin: float, end: float, y: float, height: float, colour: str, scale:
 
 def _axis(y: float, longest: float, scale: float) -> list[str]:
     shapes = [f"<path d='M{LEFT} {y} H{LEFT + SPANWIDTH}' stroke='{LINE}' fill='none'/>"]
-    for tick in range(0, int(longest) + 1, 20):
+    for tick in range(0, int(longest) + 1, 50):
         x = LEFT + tick * scale
         shapes.append(f"<path d='M{x:.1f} {y} v5' stroke='{LINE}' fill='none'/>")
         shapes.append(_text(x, y + 18, f"{tick} ms" if tick == 0 else str(tick), "text-anchor='middle'"))
