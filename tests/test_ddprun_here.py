@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from ddp_callbacks.launcher.meeting import choose_interface
 
 LIMIT = 60.0  # seconds
 DDPRUN = [sys.executable, "-m", "ddp_callbacks.launcher"]
@@ -147,3 +150,20 @@ sys.meta_path.insert(0, Finder())
     command = ["env", "--default-signal=INT", *DDPRUN, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_a_port_that_is_taken_is_named_with_the_remedy(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = ddprun("--master-port", str(port), write(tmp_path, "print('started')"), cwd=tmp_path)
+    problem = f"ddprun: localhost: cannot listen on 127.0.0.1 port {port}: Address already in use."
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{problem} Name another by --master-port or --master-addr.\n"
+
+
+def test_the_interface_that_is_told_is_the_one_that_gloo_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert choose_interface("127.0.0.1") == "eth7"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert choose_interface("127.0.0.1") == "lo"

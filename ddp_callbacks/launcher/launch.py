@@ -92,7 +92,8 @@ class Launch:
             address = self._plan.address or (address_of(first, others) if others else "127.0.0.1")
             port = int(first.ask("listen", address=address, port=self._plan.port)["port"])
         except NodeProblem as problem:
-            raise CannotStart([f"{first.plan.name}: {problem}. Name another address by --master-addr."]) from None
+            remedy = "Name another by --master-port or --master-addr"
+            raise CannotStart([f"{first.plan.name}: {problem}. {remedy}."]) from None
         problems = self._ask_all(lambda node: node.reach([(address, port)], _REACH_TIMEOUT), others)
         if problems:
             remedy = f"Open the ports from {first.plan.name} to it, or name another address by --master-addr"

@@ -13,7 +13,7 @@ STORE_TIMEOUT = timedelta(seconds=60)  # of one look into a store that is known 
 
 
 def choose_interface(address: str | None) -> str:
-    """Let gloo and NCCL use the interface on the way to the first node, unless the user has chosen one."""
+    """Let gloo and NCCL use the interface on the way to the first node, unless the user has chosen one; gloo's."""
     if address is None:
         return os.environ.get("GLOO_SOCKET_IFNAME", "")
     route = route_to(address)
@@ -21,7 +21,7 @@ def choose_interface(address: str | None) -> str:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
         if route.interface != "lo":  # NCCL finds its own way inside a node
             os.environ.setdefault("NCCL_SOCKET_IFNAME", route.interface)
-    return route.interface
+    return os.environ.get("GLOO_SOCKET_IFNAME", "")
 
 
 def open_store(address: str, port: int, listener: int | None, timeout: timedelta) -> dist.TCPStore:
