@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from commands import TWO_PROCESSES, finish, run, start
+from commands import TWO_PROCESSES, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -127,9 +127,8 @@ def test_two_processes_equal_a_plain_trainer(tmp_path: Path) -> None:
     (tmp_path / "count.py").write_text(COUNTING)
     plain = write_plain_script(tmp_path / "plain")
 
-    with start([sys.executable, plain, *SMALL, "--runs", "one"], tmp_path) as running_alone:
-        two = run([*TWO_PROCESSES, "count.py", EXAMPLES / "smiles_rnn_kfold.py", *SMALL, "--runs", "two"], tmp_path)
-        one = finish(running_alone)
+    one = run([sys.executable, plain, *SMALL, "--runs", "one"], tmp_path)
+    two = run([*TWO_PROCESSES, "count.py", EXAMPLES / "smiles_rnn_kfold.py", *SMALL, "--runs", "two"], tmp_path)
 
     lines = [line for line in two.splitlines() if not line.startswith("ddp_callbacks: gradients on the CPU")]
     assert lines[:2] == ["joined a process group"] * 2, f"once on each process, for all folds:\n{two}"
