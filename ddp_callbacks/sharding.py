@@ -154,6 +154,9 @@ def with_shares(loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
     (:class:`ddp_callbacks.GradientSynchronizer`). A batch of which this rank has no sample is yielded as well, as a
     stand-in with a local share of 0: run it like any other. A collective, as iterating is.
 
+    Args:
+        loader: What :func:`shard_loader` returned, in a world of one the loader itself.
+
     Raises:
         MismatchError: At the first and after the last batch, where a sampler draws different batches on the ranks.
     """

@@ -104,7 +104,8 @@ def train(args: argparse.Namespace) -> None:
 def introduce(worker: WorkerEnv, device: torch.device, args: argparse.Namespace) -> None:
     start, end = slice_bounds(args.batch_size, worker.rank, worker.world_size)
     who = f"rank {worker.rank} of {worker.world_size}: process {worker.local_rank} of node {args.node_rank}"
-    print(f"{who}, on {device}, {end - start} of {args.batch_size} samples per step", flush=True)
+    # In one piece: the processes print side by side.
+    print(f"{who}, on {device}, {end - start} of {args.batch_size} samples per step\n", end="", flush=True)
 
 
 def make_loaders(args: argparse.Namespace) -> tuple[DataLoader[Any], DataLoader[Any]]:

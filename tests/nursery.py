@@ -195,7 +195,7 @@ def _become_rank(request: dict[str, Any], rank: int) -> Callable[[], None]:
     folder = Path(request["folder"])
     os.chdir(folder)
     for stream, path in ((0, os.devnull), (1, f"stdout-{rank}"), (2, f"stderr-{rank}")):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(descriptor, stream)
         os.close(descriptor)
     # Where the tests run in the background of a shell, SIGINT is ignored, and Python does not raise for it.

@@ -429,12 +429,18 @@ def plain(line: str) -> str:
     return re.sub(r"([-─━═])\1+", r"\1", " ".join(line.split()))
 
 
+def _without_bars(lines: list[str]) -> list[str]:
+    """Progress bars go to another stream than most lines, and come before or after them."""
+    return [line for line in lines if "%|" not in line]
+
+
 def agrees(expected: list[str], output: str) -> bool:
     """Whether ``output`` is what a page shows: a line ``...`` stands for any lines, ``...`` in a line for any text."""
-    lines = [plain(line) for line in output.split("\n")]  # not at the \r of a progress bar
+    parted = re.sub(r"(?<=.)(?=\[[\w.-]+:\d+\] )", "\n", output)  # where a rank's bar had not ended
+    lines = _without_bars([plain(line) for line in parted.split("\n")])  # not at the \r of a progress bar
     lines = [line for line in lines if line]
     pattern = ""
-    for line in [plain(line) for line in expected]:
+    for line in _without_bars([plain(line) for line in expected]):
         if line == "...":
             pattern += r"(?:.*\n)*?"
         elif line:
