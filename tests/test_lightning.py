@@ -822,7 +822,7 @@ assert type(trainer.strategy) is ours.CallbackStrategy
 assert isinstance(trainer.strategy, pytorch_lightning.strategies.DDPStrategy)
 module = BoringModel()
 trainer.fit(module)
-sys.stdout.write(f"trained on {trainer.world_size} {trainer.model is module}\n")  # at once: two processes write
+sys.stdout.write(f"trained on {trainer.world_size} {trainer.model is module}\\n")  # at once: two processes write
 """
 BOTH = """
 import ddp_callbacks.lightning
