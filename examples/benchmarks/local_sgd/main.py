@@ -226,8 +226,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=Path(__file__).with_name("local_sgd.png"))
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    # A model that has learned its data has denormal gradients, which take the processor twice the time, or more. The
-    # ways come to that after different numbers of steps.
+    # A model that has learned its data makes denormal numbers, with which processors are slow; the ways come to that
+    # after different numbers of steps.
     torch.set_flush_denormal(True)
     env = join_process_group()
     if env.world_size == 1:
