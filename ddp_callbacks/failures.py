@@ -150,9 +150,9 @@ def _wait_slice(pending: Pending) -> bool:
     try:
         pending.wait(SLICE)
     except RuntimeError:
-        if pending.is_completed():
-            raise
-        return False
+        if not pending.is_completed():
+            return False
+        pending.wait()  # it has come to its end since the slice was over, or raises what has broken it
     return True
 
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchbearer
 from nursery import HOSTNAME, Nursery, Rank, note, noting_errors
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchbearer import Trial
 
-from ddp_callbacks import join_process_group
+from ddp_callbacks import failures, join_process_group
 from ddp_callbacks.torchbearer import DDPCallback
 
 STEP = 3  # of the first epoch: in the middle of training
@@ -278,3 +279,28 @@ def assert_left(ranks: list[Rank], rank: int) -> None:
     for error in peer_errors(ranks, rank, within=8):
         assert f"rank {rank} (host {HOSTNAME}, pid {ranks[rank].pid}) left the run" in error, error
         assert "Every rank must make the same calls (run, evaluate and predict too)" in error
+
+
+class LateWork(dist.Work):
+    """Comes to its end between the timeout of a wait and the next look."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.broken, self.done = broken, False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if not self.done:
+            self.done = True
+            raise RuntimeError("Operation timed out!")
+        if self.broken:
+            raise RuntimeError("Connection closed by peer")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+def test_a_sum_that_comes_just_after_a_look_is_no_failure() -> None:
+    assert failures._wait_slice(LateWork(broken=False))
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        failures._wait_slice(LateWork(broken=True))
