@@ -190,31 +190,34 @@ def divide_group(parts: Sequence[Sequence[int]], group: dist.ProcessGroup) -> di
         parts: Disjoint; the ranks of each by their numbers in ``group``, in the order that they get.
 
     Raises:
-        ConfigurationError: The ranks have made different numbers of groups.
+        ConfigurationError: ``group`` is the default group, and its ranks have made different numbers of groups.
     """
-    everywhere = group is dist.group.WORLD
+    whole = group is dist.group.WORLD
     world = dist.distributed_c10d._world
     # torch names a new group after this number, and would wait for the ranks that take another name.
-    made = world.group_count if everywhere else len(world.pg_names)
+    made = world.group_count if whole else len(world.pg_names)
     counts = all_gather_json(made, "further process groups", group)
-    if len(set(counts)) > 1:
+    if whole and len(set(counts)) > 1:
         raise ConfigurationError(
             f"the ranks of the process group have made different numbers of groups: {counts}. Let all of them call "
             "new_group for the same groups in the same order."
         )
-    ranks = [[dist.get_global_rank(group, rank) for rank in part] for part in parts]
+    rank = dist.get_rank()
+    ranks = [[dist.get_global_rank(group, member) for member in part] for part in parts]
+    own = ranks if whole else [part for part in ranks if rank in part]
+    # The ranks of a smaller group may be in different numbers of others; groups of one rank make up for it.
+    alone = [] if whole else [[rank]] * (max(counts) - made)
     groups = [
         dist.new_group(
             part,
             timeout=group._get_backend(message_device(group)).options._timeout,
             backend=dist.get_backend_config(group),
-            use_local_synchronization=not everywhere,
+            use_local_synchronization=not whole,
             sort_ranks=False,
         )
-        for part in ranks
-        if everywhere or dist.get_rank() in part
+        for part in [*alone, *own]
     ]
-    return next((made for made in groups if isinstance(made, dist.ProcessGroup)), None)
+    return next((made for made in groups[len(alone) :] if isinstance(made, dist.ProcessGroup)), None)
 
 
 def encode(header: Json, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -17,6 +17,8 @@ from torch import Tensor
 from two_hosts import live_on_hosts
 
 from ddp_callbacks import all_reduce
+from ddp_callbacks.all_reduce import Levels
+from ddp_callbacks.collectives import divide_group
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import join_process_group, resolve_group
 from ddp_callbacks.two_level import TwoLevelAllReduce
@@ -111,26 +113,33 @@ def test_what_goes_over_the_wire_is_rounded_once_on_each_way(layout: tuple[int, 
     check(layout, run_distributed(all_sums, sum(layout), layout, wire), wire)
 
 
-def sum_beside_groups_of_some_ranks() -> tuple[float, str]:
-    """Of the world; and of a group whose ranks have made different numbers of others."""
+def sums_beside_groups_of_some_ranks() -> tuple[float, float, str]:
+    """Of the world, of groups whose ranks are in different numbers of others, and why the world has no third."""
     dist.new_group([0, 2])
-    part = dist.new_group([0, 1])
+    part, same = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    everywhere = sum_of_ones(live_on_hosts((2, 1), resolve_group()))
+    in_part = sum_of_ones(live_on_hosts((1, 1), part)) if dist.get_rank() < 2 else 0.0
+    in_same = sum_of_ones(live_on_hosts((2, 1), same))
+    if dist.get_rank() == 0:
+        dist.new_group([0])
+    with pytest.raises(ConfigurationError) as refused:
+        divide_group([[0, 1, 2]], resolve_group())
+    assert everywhere == in_same
+    return everywhere, in_part, str(refused.value)
+
+
+def sum_of_ones(levels: Levels) -> float:
     tensor = torch.ones(1000)
-    live_on_hosts((2, 1), resolve_group()).all_reduce().launch(tensor).wait("the test")
-    message = ""
-    if dist.get_rank() < 2:
-        with pytest.raises(ConfigurationError) as refused:
-            live_on_hosts((1, 1), part).all_reduce(torch.float16)
-        message = str(refused.value)
-    return float(tensor.sum()), message
+    levels.all_reduce().launch(tensor).wait("the test")
+    return float(tensor.sum())
 
 
 def test_groups_that_only_some_ranks_have_made_do_not_let_the_others_wait() -> None:
     """torch names a group by the number of those before it: the ranks would wait for different names."""
-    (total, first), (_, second), (_, third) = run_distributed(sum_beside_groups_of_some_ranks, 3)
-    assert total == 3000 and third == ""
-    assert first == second
-    assert "have made different numbers of groups: [" in first and "call new_group for the same groups" in first
+    first, second, third = run_distributed(sums_beside_groups_of_some_ranks, 3)
+    assert first[:2] == second[:2] == (3000, 2000) and third[:2] == (3000, 0)
+    assert first[2] == second[2] == third[2]
+    assert "have made different numbers of groups: [" in first[2] and "call new_group for the same groups" in first[2]
 
 
 def die_on_one_of_two_hosts(layout: tuple[int, ...], victim: int) -> None:
