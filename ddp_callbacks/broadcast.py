@@ -14,6 +14,9 @@ from ddp_callbacks.batch_norm import SynchronizedLayer
 from ddp_callbacks.collectives import all_reduce, broadcast, broadcast_tensors, pack, unpack
 from ddp_callbacks.process_group import get_rank, get_world_size
 
+MESSAGE_NBYTES = 1 << 20
+"""Tensors of at least so many bytes travel alone: their copies would cost more time and memory than a message."""
+
 
 def broadcast_parameters(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Overwrite every parameter and buffer of ``module`` with rank 0's, in place. A collective.
@@ -89,16 +92,31 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.Proc
 
 
 def _broadcast_all(tensors: list[torch.Tensor], doing: str, group: dist.ProcessGroup | None) -> None:
-    """One message per dtype and device."""
+    """Small tensors in common messages, large ones without a copy."""
     if get_world_size(group) == 1:
         return
-    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for some in _messages(tensors):
+        if len(some) == 1 and some[0].is_contiguous():
+            broadcast(some[0], doing, group)
+        else:
+            flat = torch.cat([tensor.reshape(-1) for tensor in some])
+            broadcast(flat, doing, group)
+            _copy_back(flat, some)
+
+
+def _messages(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Tensors of one dtype and device together, until they have :data:`MESSAGE_NBYTES`."""
+    open_: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for some in alike.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in some])
-        broadcast(flat, doing, group)
-        _copy_back(flat, some)
+        kind = tensor.dtype, tensor.device
+        if tensor.nbytes >= MESSAGE_NBYTES:
+            yield [tensor.detach()]
+            continue
+        some = open_.setdefault(kind, [])
+        some.append(tensor.detach())
+        if sum(other.nbytes for other in some) >= MESSAGE_NBYTES:
+            yield open_.pop(kind)
+    yield from open_.values()
 
 
 def _weighted_mean(tensors: list[torch.Tensor], weight: float, group: dist.ProcessGroup | None) -> None:

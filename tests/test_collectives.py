@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ddp_callbacks.agreement import module_settings, optimizer_settings, require_agreement
-from ddp_callbacks.broadcast import broadcast_optimizer_state, broadcast_parameters, merge_buffers
+from ddp_callbacks.broadcast import MESSAGE_NBYTES, broadcast_optimizer_state, broadcast_parameters, merge_buffers
 from ddp_callbacks.collectives import (
     all_gather_json,
     all_gather_tensors,
@@ -320,20 +322,47 @@ def contents(model: nn.Module) -> dict[str, Tensor]:
 
 @on_ranks
 def parameters_of_rank_0(rank: int) -> Any:
-    model = Everything(seed=rank)
-    before = [(id(tensor), tensor.stride(), tensor.data_ptr()) for tensor in model.parameters()]
-    broadcast_parameters(model)
-    unmoved = before == [(id(tensor), tensor.stride(), tensor.data_ptr()) for tensor in model.parameters()]
-    return unmoved, contents(model)
+    """In common messages, with some of the tensors alone, and with all of them alone."""
+    received = []
+    with pytest.MonkeyPatch.context() as patch:
+        for nbytes in (MESSAGE_NBYTES, 40, 1):
+            patch.setattr("ddp_callbacks.broadcast.MESSAGE_NBYTES", nbytes)
+            model = Everything(seed=rank)
+            before = [(id(tensor), tensor.stride(), tensor.data_ptr()) for tensor in model.parameters()]
+            broadcast_parameters(model)
+            after = [(id(tensor), tensor.stride(), tensor.data_ptr()) for tensor in model.parameters()]
+            received.append((before == after, contents(model)))
+    return received
 
 
 def test_every_parameter_and_buffer_becomes_rank_0s_in_place() -> None:
     expected = contents(Everything(seed=0))
-    for unmoved, received in results_of(parameters_of_rank_0):
+    for unmoved, received in itertools.chain.from_iterable(results_of(parameters_of_rank_0)):
         assert unmoved
         assert list(received) == list(expected)
         for name, value in received.items():
             assert torch.equal(value, expected[name]), name
+
+
+@on_ranks
+def memory_of_large_parameters(rank: int) -> int:
+    """Bytes by which the process grew at most while 64 MiB were broadcast."""
+    model = nn.Sequential(*(nn.Linear(2048, 4096) for _ in range(2)))
+    broadcast_parameters(nn.Linear(8, 8))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    resident = status("VmRSS")
+    broadcast_parameters(model)
+    return status("VmHWM") - resident
+
+
+def status(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak of a process's memory")
+def test_large_parameters_are_broadcast_without_a_copy() -> None:
+    assert max(results_of(memory_of_large_parameters)) < 16 << 20
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
