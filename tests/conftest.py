@@ -70,6 +70,13 @@ def nursery(temporary_files: None) -> Iterator[Nursery]:
     made.close()
 
 
+@pytest.fixture
+def seed_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's seed_everything sets them."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     environment, shared_memory, children = dict(os.environ), _shared_memory(), _children()

@@ -35,17 +35,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from ddp_callbacks.errors import ConfigurationError, MismatchError, PeerError
 from ddp_callbacks.lightning import CallbackStrategy, DDPCallback
 
+pytestmark = pytest.mark.usefixtures("seed_variables")
+
 Case = Callable[[], Any]
 CASES: dict[str, Case] = {}
 WORLD_SIZE = 2
 OURS = "ddp_callbacks"
-
-
-@pytest.fixture(autouse=True)
-def seed_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's seed_everything sets them."""
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")
 
 
 def case(function: Case) -> Case:

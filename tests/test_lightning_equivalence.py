@@ -14,14 +14,9 @@ from two_hosts import live_on_hosts
 
 from ddp_callbacks.process_group import resolve_group
 
+pytestmark = pytest.mark.usefixtures("seed_variables")
+
 RELATIVE = 1e-10
-
-
-@pytest.fixture(autouse=True)
-def seed_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's seed_everything sets them."""
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")
 
 
 def run_all() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from diloco import OuterStep, vector
 from distributed import run_distributed
 from test_equivalence import assert_equal
 from torch import nn
@@ -92,10 +93,6 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, part: slice) 
     return float(part.stop - part.start)
 
 
-def vector(model: nn.Module) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-
-
 def train(
     sync: Any, steps: int, make: Optimizer = sgd, close_after: tuple[int, ...] = (), compress: Any = None
 ) -> list[torch.Tensor]:
@@ -125,21 +122,16 @@ def simulate(
     """The same by the paper's algorithm, with all replicas in this process: the model after each window."""
     replicas = [network() for _ in range(size)]
     optimizers = [make(replica.parameters()) for replica in replicas]
-    anchor, velocity, weights = vector(replicas[0]), 0.0, [0.0] * size
+    outer_step = OuterStep(vector(replicas[0]), outer_lr, outer_momentum, sent_as)
+    weights = [0.0] * size
     models = []
     for step in range(steps):
         for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
             weights[rank] += train_step(replica, optimizer, share_of(step, rank, size))
         if step in closes:
-            shares = [weight / sum(weights) for weight in weights]
-            changes = [s * (anchor - vector(replica)) for s, replica in zip(shares, replicas, strict=True)]
-            outer = torch.stack([change.to(sent_as).double() for change in changes]).sum(0)
-            velocity = outer_momentum * velocity + outer
-            anchor = anchor - outer_lr * (outer + outer_momentum * velocity)
-            for replica in replicas:
-                nn.utils.vector_to_parameters(anchor.clone(), replica.parameters())
+            outer_step(replicas, weights)
             weights = [0.0] * size
-            models.append(anchor)
+            models.append(outer_step.anchor)
     return models
 
 

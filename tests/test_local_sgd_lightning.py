@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from diloco import OuterStep, vector
 from distributed import run_distributed
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_scenarios import CLASSES, Net, data, fit, loader, outcome, quiet, trainer
@@ -27,16 +28,11 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.shared_memory import SharedMemory
 
+pytestmark = pytest.mark.usefixtures("seed_variables")
+
 Case = Callable[[], Any]
 CASES: dict[str, Case] = {}
 WORLD_SIZE = 3
-
-
-@pytest.fixture(autouse=True)
-def seed_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's seed_everything sets them."""
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")
 
 
 def case(function: Case) -> Case:
@@ -62,10 +58,6 @@ def seen() -> list[dict[str, Any]]:
 
 def by_rank(function: Case) -> list[Any]:
     return [results[function.__name__] for results in seen()]
-
-
-def vector(model: nn.Module) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
 # --- equal to one process ---------------------------------------------------------------------------------------------
@@ -224,7 +216,7 @@ def simulated(batches: list[list[Any]], start: torch.Tensor) -> list[torch.Tenso
     """The model at the end of each epoch by the paper's algorithm, with all ranks in this process."""
     replicas = [Net(optimizer=adamw) for _ in batches]
     optimizers = [replica.configure_optimizers() for replica in replicas]
-    anchor, velocity, weights, models = start, 0.0, [0] * len(replicas), []
+    outer_step, weights, models = OuterStep(start), [0] * len(replicas), []
     for step in range(8):
         for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
             optimizer.zero_grad()
@@ -234,14 +226,10 @@ def simulated(batches: list[list[Any]], start: torch.Tensor) -> list[torch.Tenso
                     (F.cross_entropy(replica(x), y) / 2).backward()
             optimizer.step()
         if step % 4 in (2, 3):
-            mean = sum(w * vector(replica) for w, replica in zip(weights, replicas, strict=True)) / sum(weights)
-            velocity = 0.9 * velocity + (anchor - mean)
-            anchor = anchor - 0.7 * (anchor - mean + 0.9 * velocity)
-            for replica in replicas:
-                nn.utils.vector_to_parameters(anchor.clone(), replica.parameters())
+            outer_step(replicas, weights)
             weights = [0] * len(replicas)
         if step % 4 == 3:
-            models.append(anchor)
+            models.append(outer_step.anchor)
     return models
 
 
@@ -341,22 +329,17 @@ def three_steps() -> dict[str, torch.Tensor]:
     """Windows of two steps and of one, closed for the checkpoint, by the paper's algorithm; shares of 2, 3 and 3."""
     x, y = data(32).tensors
     replicas = [Net(optimizer=sgd) for _ in range(WORLD_SIZE)]
-    anchor, velocity = vector(replicas[0]), 0.0
-    sizes = SHARES
+    outer_step = OuterStep(vector(replicas[0]))
     for step in range(3):
         begin = 8 * step
-        for replica, size in zip(replicas, sizes, strict=True):
+        for replica, size in zip(replicas, SHARES, strict=True):
             optimizer = replica.configure_optimizers()
             F.cross_entropy(replica(x[begin : begin + size]), y[begin : begin + size]).backward()
             optimizer.step()
             optimizer.zero_grad()
             begin += size
         if step:
-            mean = sum(size * vector(replica) for size, replica in zip(sizes, replicas, strict=True)) / sum(sizes)
-            velocity = 0.9 * velocity + (anchor - mean)
-            anchor = anchor - 0.7 * (anchor - mean + 0.9 * velocity)
-            for replica in replicas:
-                nn.utils.vector_to_parameters(anchor.clone(), replica.parameters())
+            outer_step(replicas, SHARES)
     return copy.deepcopy(replicas[0].state_dict())
 
 

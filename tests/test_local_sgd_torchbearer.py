@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchbearer
+from diloco import OuterStep, vector
 from distributed import run_distributed
 from nursery import Nursery, noting_errors
 from scenarios import CLASSES, FEATURES, SCENARIOS, data, outcome, run, trial
@@ -122,10 +123,6 @@ class Watch(Callback):  # type: ignore[misc]
         self.evaluated.append(vector(state[torchbearer.MODEL]))
 
 
-def vector(model: nn.Module) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-
-
 @case
 def diloco() -> Any:
     """Five steps in an epoch, windows of three: one of two steps at the end of each. One rank has no last batch."""
@@ -141,7 +138,7 @@ def simulated(batches: list[list[Any]], start: torch.Tensor) -> list[torch.Tenso
     made = trial([])
     replicas = [copy.deepcopy(made.state[torchbearer.MODEL]) for _ in batches]
     optimizers = [torch.optim.AdamW(replica.parameters(), lr=0.05) for replica in replicas]
-    anchor, velocity, weights, models = start, 0.0, [0] * len(replicas), []
+    outer_step, weights, models = OuterStep(start), [0] * len(replicas), []
     for step in range(10):
         for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
             x, y = batches[rank][step]
@@ -151,14 +148,10 @@ def simulated(batches: list[list[Any]], start: torch.Tensor) -> list[torch.Tenso
                 optimizer.step()
             weights[rank] += len(x)
         if step % 5 in (2, 4):
-            mean = sum(w * vector(replica) for w, replica in zip(weights, replicas, strict=True)) / sum(weights)
-            velocity = 0.9 * velocity + (anchor - mean)
-            anchor = anchor - 0.7 * (anchor - mean + 0.9 * velocity)
-            for replica in replicas:
-                nn.utils.vector_to_parameters(anchor.clone(), replica.parameters())
+            outer_step(replicas, weights)
             weights = [0] * len(replicas)
         if step % 5 == 4:
-            models.append(anchor)
+            models.append(outer_step.anchor)
     return models
 
 
