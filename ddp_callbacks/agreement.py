@@ -83,4 +83,13 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _plain(value: Any) -> str:
-    return str(value.tolist()) if isinstance(value, torch.Tensor) else str(value)
+    """Without what differs between processes by itself: of an object that is no plain data, its class."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_plain, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_plain(key)}: {_plain(item)}' for key, item in value.items())}}}"
+    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device):
+        return str(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}"

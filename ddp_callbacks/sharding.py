@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 import operator
 import warnings
 import zlib
@@ -425,8 +426,8 @@ def slice_batch(batch: Any, size: int, rank: int, world_size: int) -> tuple[Any,
 def join_batch(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     """A whole batch, or what was computed of it, from its parts: tensors are joined along the first dimension.
 
-    Lists and tuples with one entry for each sample are joined, too. A number of the whole part is averaged, weighted by
-    samples; of anything else that is one for the whole part, the first's is taken.
+    Lists and tuples with one entry for each sample are joined, too. A floating-point number of the whole part is
+    averaged, weighted by samples; of anything else that is one for the whole part, the first's is taken.
 
     Args:
         parts: One per rank that has samples.
@@ -440,6 +441,8 @@ def join_batch(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
             return torch.cat(list(parts))
         mean = sum(part.double() * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
         return mean.to(first.dtype) if isinstance(mean, torch.Tensor) and first.is_floating_point() else first
+    if isinstance(first, float) and len(set(parts)) > 1:
+        return math.fsum(map(operator.mul, parts, sizes)) / sum(sizes)
     if isinstance(first, dict):
         return type(first)((key, join_batch([part[key] for part in parts], sizes)) for key in first)
     if isinstance(first, list | tuple):

@@ -540,11 +540,11 @@ def test_optimizers_that_differ_raise_with_group_option_and_values() -> None:
 @on_ranks
 def what_agrees(rank: int) -> str:
     model = Everything(seed=rank)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam([{"params": model.parameters(), "schedule": [SimpleNamespace(at=object())]}], lr=0.1)
     return disagreement(module_settings(model) | optimizer_settings(optimizer) | {"nan": math.nan}, "everything")
 
 
-def test_equal_settings_agree_whatever_the_values_of_the_parameters() -> None:
+def test_equal_settings_agree_whatever_the_values_of_parameters_and_the_addresses_of_objects() -> None:
     assert results_of(what_agrees) == ["agreed"] * 3
 
 

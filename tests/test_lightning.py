@@ -322,6 +322,21 @@ def test_ranks_with_other_data_are_told_apart(nursery: Nursery, tmp_path: Path) 
         assert "the ranks disagree about the train dataloader:\n  batches: 4 on rank 0; 5 on rank 1" in message
 
 
+def unlike_optimizers() -> None:
+    rank = int(os.environ["RANK"])
+    with quiet(), noting_errors():
+        fit(OURS, Net(optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1 * (1 + rank))))
+
+
+def test_ranks_with_another_learning_rate_are_told_apart(nursery: Nursery, tmp_path: Path) -> None:
+    for rank in nursery.run(unlike_optimizers, 2, tmp_path):
+        name, message = rank.notes["error"]
+        assert name == "MismatchError"
+        assert (
+            "the ranks disagree about the optimizers:\n  optimizer group 0: lr: 0.1 on rank 0; 0.2 on rank 1" in message
+        )
+
+
 def fail_and_save(rank: int) -> None:
     module = Fails("raises", rank)
     with quiet(), noting_errors():

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from ddp_callbacks.agreement import module_settings, require_agreement
+from ddp_callbacks.agreement import module_settings, optimizer_settings, require_agreement
 from ddp_callbacks.broadcast import broadcast_parameters
 from ddp_callbacks.buckets import check_bucket_cap_mb
 from ddp_callbacks.collectives import (
@@ -55,6 +55,7 @@ _OF_DDP = {
     "ddp_comm_hook": "it is called comm_hook here",
     "ddp_comm_state": "it is called comm_state here",
 }
+_SAME_EVERYWHERE = "Run the same script with the same arguments and libraries everywhere."
 
 
 _Lightnings: Any = object  # of either package: the class comes after this one
@@ -196,6 +197,16 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             if self._syncs_batch_norm:
                 self._run.synchronize_batch_norm()
         return model
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the module's optimizers, and compare those of the processes. A collective."""
+        super().setup_optimizers(trainer)
+        settings = {
+            f"{index}: {name}" if len(self.optimizers) > 1 else name: value
+            for index, optimizer in enumerate(self.optimizers)
+            for name, value in optimizer_settings(optimizer).items()
+        }
+        require_agreement(settings, "the optimizers", _SAME_EVERYWHERE)
 
     def teardown(self) -> None:
         """End a run: hooks are removed, metrics and BatchNorm layers are as they were."""
@@ -431,7 +442,7 @@ def _require_same_run(trainer: Any, model: torch.nn.Module, batch_size: str) -> 
         "max_epochs": trainer.max_epochs,
         "max_steps": trainer.max_steps,
     }
-    require_agreement(settings, "the run", "Run the same script with the same arguments and libraries everywhere.")
+    require_agreement(settings, "the run", _SAME_EVERYWHERE)
 
 
 def _is_plain(value: Any) -> bool:
