@@ -139,7 +139,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             raise ConfigurationError(
                 f"local_rank must be below the number of devices, got local_rank {self.local_rank} and "
                 f"{len(devices)} devices. Start at most one process per GPU, and let the Trainer see all "
-                '(devices="auto").'
+                '(devices="auto"; in a Slurm job --gpus-per-node, not --gpus-per-task).'
             )
         return devices[self.local_rank]
 

@@ -93,7 +93,7 @@ def make_step(model: nn.Module, batch: Batch, after_backward: Callable[[], None]
 
 
 def average_each_parameter(model: nn.Module) -> None:
-    """The seed's way: one blocking all-reduce per parameter after backward."""
+    """By hand: one blocking all-reduce per parameter after backward."""
     for parameter in model.parameters():
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad)
@@ -102,7 +102,7 @@ def average_each_parameter(model: nn.Module) -> None:
 
 def ways(model: nn.Module, batch: Batch) -> dict[str, Step]:
     """Each way to synchronize, on a copy of ``model`` of its own."""
-    alone, seed, ours = (copy.deepcopy(model) for _ in range(3))
+    alone, afterwards, ours = (copy.deepcopy(model) for _ in range(3))
     ddp = DistributedDataParallel(copy.deepcopy(model))
     as_view = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True)
     synchronizer = GradientSynchronizer(ours)
@@ -114,7 +114,7 @@ def ways(model: nn.Module, batch: Batch) -> dict[str, Step]:
 
     return {
         "no sync": make_step(alone, batch),
-        "per parameter (the seed)": make_step(seed, batch, lambda: average_each_parameter(seed)),
+        "per parameter, afterwards": make_step(afterwards, batch, lambda: average_each_parameter(afterwards)),
         BASELINE: make_step(ddp, batch),
         "DDP, bucket view": make_step(as_view, batch),
         "ours": weighed_step,
