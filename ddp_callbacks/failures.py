@@ -129,6 +129,7 @@ def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
             raise diagnose(group, doing, error) from error
         try:
             check_peers()
+            _check_gone(doing)
             absent = _left(group)
         except PeerError:
             raise
@@ -168,7 +169,6 @@ def _wait_future(future: torch.futures.Future[torch.Tensor]) -> bool:
 
 def diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> PeerError:
     """Find out why a wait broke with ``error``: who failed, left or is gone. Takes :data:`GRACE` seconds at most."""
-    me = _describe(dist.get_rank())
     try:
         check_peers()
         if absent := _left(group):  # a rank says so before it closes its connections
@@ -184,13 +184,25 @@ def diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> PeerE
     except RuntimeError:
         return PeerError(
             f"the rendezvous store at {_store_address()} cannot be reached any more, so the process that hosts it "
-            f"has died or ended: rank 0, or torchrun's agent on rank 0's node. {me} was waiting for {doing}. Look at "
-            f"that process's own output and at its host's kernel log (out of memory, power, network). First error: "
-            f"{error}"
+            f"has died or ended: rank 0, or torchrun's agent on rank 0's node. {_describe(dist.get_rank())} was "
+            f"waiting for {doing}. Look at that process's own output and at its host's kernel log (out of memory, "
+            f"power, network). First error: {error}"
         )
+    return _gone_error(names, doing, f" First error: {error}")
+
+
+def _check_gone(doing: str) -> None:
+    """Raise :class:`PeerError` if a rank has found that others died: those that this one waits for may still live."""
+    store = _store()
+    if store.check(["gone"]):
+        store.set(f"alive/{dist.get_rank()}", "1")
+        raise _gone_error(store.get("gone").decode(), doing)
+
+
+def _gone_error(names: str, doing: str, first_error: str = "") -> PeerError:
     return PeerError(
-        f"{names} died or went silent while {me} was waiting for {doing}. Look at that process's own output and at "
-        f"its host's kernel log (out of memory, power, network). First error: {error}"
+        f"{names} died or went silent while {_describe(dist.get_rank())} was waiting for {doing}. Look at that "
+        f"process's own output and at its host's kernel log (out of memory, power, network).{first_error}"
     )
 
 

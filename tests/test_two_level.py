@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from nursery import Nursery
+from nursery import Nursery, note
 from test_shared_memory import summand
 from torch import Tensor
 from two_hosts import live_on_hosts
@@ -19,7 +20,7 @@ from two_hosts import live_on_hosts
 from ddp_callbacks import all_reduce
 from ddp_callbacks.all_reduce import Levels
 from ddp_callbacks.collectives import divide_group
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import ConfigurationError, PeerError
 from ddp_callbacks.process_group import join_process_group, resolve_group
 from ddp_callbacks.two_level import TwoLevelAllReduce
 
@@ -160,6 +161,33 @@ def test_a_rank_killed_on_one_host_is_named_on_all_hosts(
     for rank in ranks:
         assert f"PeerError: rank {victim} (host {os.uname().nodename}, pid {dead.pid}) died" in rank.stderr
         assert rank.code == 1 and rank.ended - dead.ended < 8
+
+
+def die_beyond_a_carrier_that_stays() -> None:
+    """Rank 1 waits for rank 0 in the memory of their host, and rank 0, which lives, for rank 2 on the other."""
+    env = join_process_group()
+    way = live_on_hosts((2, 1), resolve_group()).all_reduce()
+    way.launch(torch.ones(10)).wait("the first sum")
+    if env.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    told = Path("told")
+    try:
+        way.launch(torch.ones(1_000_000)).wait("the second sum")
+    except PeerError:
+        end = time.monotonic() + 20
+        while env.rank == 0 and not told.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        note("told", told.exists())
+        told.touch()
+        raise
+
+
+def test_a_rank_hears_of_a_death_although_the_one_that_it_waits_for_lives(nursery: Nursery, tmp_path: Path) -> None:
+    """It said that the store could not be reached where rank 0, which had it, was slow to end."""
+    first, second, dead = nursery.run(die_beyond_a_carrier_that_stays, 3, tmp_path)
+    assert first.notes["told"] and not second.notes["told"]
+    for rank in (first, second):
+        assert f"PeerError: rank 2 (host {os.uname().nodename}, pid {dead.pid}) died" in rank.stderr
 
 
 def raise_on_one_of_two_hosts() -> None:

@@ -190,9 +190,9 @@ def plot(results: dict[str, dict[str, list[float]]], path: Path) -> None:
             panel.plot([first, third], [row, row], color="black", linewidth=2)
         panel.axvline(1.0, color="gray", linestyle="--", linewidth=1)
         panel.set_yticks(range(len(times)), list(times))
-        panel.invert_yaxis()
         panel.set_title(model)
         panel.set_xlabel("step time / DDP")
+    panels[0].invert_yaxis()  # and with it all of them, which share it
     figure.suptitle(f"{dist.get_world_size()} processes; black: quartiles over the rounds", y=1.02)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
