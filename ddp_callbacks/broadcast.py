@@ -110,17 +110,16 @@ def _broadcast_all(tensors: list[torch.Tensor], doing: str, group: dist.ProcessG
 
 def _messages(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """Tensors of one dtype and device together, until they have :data:`MESSAGE_NBYTES`."""
-    open_: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kind = tensor.dtype, tensor.device
+    waiting: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in map(torch.Tensor.detach, tensors):
         if tensor.nbytes >= MESSAGE_NBYTES:
-            yield [tensor.detach()]
+            yield [tensor]
             continue
-        some = open_.setdefault(kind, [])
-        some.append(tensor.detach())
+        some = waiting.setdefault((tensor.dtype, tensor.device), [])
+        some.append(tensor)
         if sum(other.nbytes for other in some) >= MESSAGE_NBYTES:
-            yield open_.pop(kind)
-    yield from open_.values()
+            yield waiting.pop((tensor.dtype, tensor.device))
+    yield from waiting.values()
 
 
 def _weighted_mean(tensors: list[torch.Tensor], weight: float, group: dist.ProcessGroup | None) -> None:

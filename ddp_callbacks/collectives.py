@@ -217,7 +217,7 @@ def divide_group(parts: Sequence[Sequence[int]], group: dist.ProcessGroup) -> di
         )
         for part in [*alone, *own]
     ]
-    return next((made for made in groups[len(alone) :] if isinstance(made, dist.ProcessGroup)), None)
+    return next((own_group for own_group in groups[len(alone) :] if isinstance(own_group, dist.ProcessGroup)), None)
 
 
 def encode(header: Json, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

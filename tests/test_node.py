@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddp_callbacks.launcher.connection import Connection, Event
 from ddp_callbacks.launcher.node import GREETING, HEADER
+from ddp_callbacks.launcher.plan import NodePlan
 from ddp_callbacks.launcher.remote import BOOTSTRAP, as_hex, message, opening
 
 LIMIT = 20.0  # seconds
@@ -346,3 +350,31 @@ def test_the_folder_of_the_job_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
         it.answer()
         assert it.result()[1] == b"True\n"
     assert list(tmp_path.iterdir()) == []
+
+
+class Held(queue.Queue[Event]):
+    """Lets whoever puts something wait, as a terminal may that takes no output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def put(self, event: Event, block: bool = True, timeout: float | None = None) -> None:
+        self.reached.set()
+        assert self.released.wait(LIMIT)
+        super().put(event, block, timeout)
+
+
+def test_a_node_that_is_let_go_while_the_terminal_is_waited_for_is_read_to_its_end() -> None:
+    """ddprun ended with the traceback of a thread that read from a closed file."""
+    events = Held()
+    node = Connection(NodePlan("here", None, 0, "1", sys.executable, "/"), events, LIMIT)
+    node.greet()
+    argv = [as_hex(word) for word in (sys.executable, "-c", "print('hello', end='')")]
+    node.ask("run", argv=argv, environ={}, job={})
+    assert events.reached.wait(LIMIT)
+    node.close(LIMIT)
+    events.released.set()
+    assert events.get(timeout=LIMIT).data == b"hello"
+    while events.get(timeout=LIMIT).kind != "closed":
+        pass

@@ -157,9 +157,6 @@ class Connection:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
 
     def explain_end(self) -> str:
         """Why the connection ended, from what ssh or the shell there said."""
@@ -206,23 +203,25 @@ class Connection:
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        while data := self._process.stderr.read(1 << 16):
-            self._errors = (self._errors + data)[-_NOISE:]
+        with self._process.stderr as stream:
+            while data := stream.read(1 << 16):
+                self._errors = (self._errors + data)[-_NOISE:]
 
     def _read(self) -> None:
         """Sort what comes into answers and events, until the end."""
         assert self._process.stdout is not None
         buffer = b""
-        while data := self._process.stdout.read(1 << 16):
-            buffer += data
-            self._heard = time.monotonic()
-            if not self.greeted:
-                self._noise, greeting, rest = buffer.partition(GREETING)
-                if not greeting:
-                    buffer = buffer[-_NOISE:]
-                    continue
-                self.greeted, buffer = True, rest
-            buffer = self._take_frames(buffer)
+        with self._process.stdout as stream:  # which nobody else may close while it is read
+            while data := stream.read(1 << 16):
+                buffer += data
+                self._heard = time.monotonic()
+                if not self.greeted:
+                    self._noise, greeting, rest = buffer.partition(GREETING)
+                    if not greeting:
+                        buffer = buffer[-_NOISE:]
+                        continue
+                    self.greeted, buffer = True, rest
+                buffer = self._take_frames(buffer)
         self._answers.put(None)
         self._put(Event(self, "closed", -1, b""))
 
