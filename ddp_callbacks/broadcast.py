@@ -100,12 +100,16 @@ def _broadcast_all(tensors: list[torch.Tensor], doing: str, group: dist.ProcessG
     if get_world_size(group) == 1:
         return
     for some in _messages(tensors):
-        if len(some) == 1 and some[0].is_contiguous():
+        if len(some) == 1 and _is_as_in_memory(some[0]):
             broadcast(some[0], doing, group)
         else:
             flat = torch.cat([tensor.reshape(-1) for tensor in some])
             broadcast(flat, doing, group)
             _copy_back(flat, some)
+
+
+def _is_as_in_memory(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _messages(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:

@@ -10,7 +10,7 @@ Keys in the store of the default group, all below ``ddp_callbacks/``; ranks are 
 ``host/{rank}``           JSON, the host name and process id of a rank, written when it joins
 ``failure``               JSON, the first failure: rank, exception type, message, traceback
 ``left/{rank}``           a rank that has left the run for good
-``alive/{rank}``          a rank that saw a collective break, so it is not the one that died
+``alive/{rank}``          a rank that saw a collective break or heard of it, so it is not the one that died
 ``gone``                  the names of the ranks that died, as the first that found out has them
 ========================  ============================================================================
 """

@@ -312,6 +312,9 @@ class Everything(nn.Module):
         self.register_buffer("flags", torch.rand(5) < 0.5)
         self.register_buffer("count", torch.randint(1000, (2,)))
         self.register_buffer("hidden", torch.randn(2), persistent=False)
+        # Views that torch conjugates and negates when they are read.
+        self.register_buffer("conjugate", torch.randn(2, dtype=torch.complex128).conj())
+        self.register_buffer("negative", torch.randn(1, dtype=torch.complex64).conj().imag)
         self.register_buffer("none", None)
 
 
