@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -130,7 +131,7 @@ def test_help_has_the_hosts_first_and_torchrun_s_flags_after(tmp_path: Path) -> 
     assert max(map(len, done.stdout.splitlines())) <= 120
 
 
-def test_a_ctrl_c_while_torch_is_imported_is_not_lost(tmp_path: Path) -> None:
+def test_a_ctrl_c_while_modules_are_imported_is_not_lost(tmp_path: Path) -> None:
     """An exception in a finalizer is ignored by Python, and so was the KeyboardInterrupt of Ctrl-C."""
     (tmp_path / "sitecustomize.py").write_text(
         """
@@ -140,7 +141,7 @@ class Interrupted:
         os.kill(os.getpid(), signal.SIGINT)
 class Finder:
     def find_spec(self, name, *_):
-        if name == "torch":
+        if name == "ddp_callbacks.launcher.cli":
             Interrupted()
 sys.meta_path.insert(0, Finder())
 """
@@ -150,6 +151,57 @@ sys.meta_path.insert(0, Finder())
     command = ["env", "--default-signal=INT", *DDPRUN, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+NO_TORCH = """
+import sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("there is no torch here")
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.fixture
+def no_torch(tmp_path: Path) -> dict[str, str]:
+    """The environment in which a Python has no torch."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(NO_TORCH)
+    return {**os.environ, "PYTHONPATH": str(folder), "PWD": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["--help"], 0, "usage: ddprun [flags]"),
+        (["doctor", "--help"], 0, "usage: ddprun doctor"),
+        (["bench", "--help"], 0, "usage: ddprun bench"),
+        (["--dry-run", "-H", "localhost:2", "x.py"], 0, "node 0: localhost"),
+        (["--nproc-per-nodes", "2", "x.py"], 2, "ddprun: neither ddprun nor torchrun"),
+        (["doctor", "--jsn"], 2, "ddprun: unrecognized arguments: --jsn"),
+    ],
+)
+def test_it_answers_at_once_where_nothing_is_to_be_started(
+    tmp_path: Path, no_torch: dict[str, str], argv: list[str], code: int, says: str
+) -> None:
+    """It waits for nothing, so its processor time is what a user waits; unlike that, it does not depend on others."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([*DDPRUN, *argv], cwd=tmp_path, env=no_torch, capture_output=True, text=True, timeout=LIMIT)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, (done.stdout + done.stderr)[: len(says)]) == (code, says)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.4
+
+
+def test_a_machine_without_torch_starts_a_job_where_there_is_one(tmp_path: Path, no_torch: dict[str, str]) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    script = write(tmp_path, "import os, torch; print(torch.tensor(int(os.environ['WORLD_SIZE'])))")
+    command = [*DDPRUN, "--python", str(python), "--nproc-per-node", "2", script]
+    done = subprocess.run(command, cwd=tmp_path, env=no_torch, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout) == (0, "[localhost:0] tensor(2)\n"), done.stderr
 
 
 def test_a_port_that_is_taken_is_named_with_the_remedy(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
 from ddp_callbacks.errors import ConfigurationError
@@ -14,6 +15,7 @@ from ddp_callbacks.launcher.connection import explain_ssh, ssh_command
 from ddp_callbacks.launcher.options import parse_options, working_directory
 from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, make_plan
 from ddp_callbacks.launcher.remote import BOOTSTRAP
+from ddp_callbacks.launcher.torchrun_flags import FLAGS, TORCH, Flag
 
 
 def plan(*argv: str, environ: dict[str, str] | None = None) -> Plan:
@@ -38,7 +40,7 @@ def test_a_flag_of_the_script_may_look_like_the_beginning_of_ours() -> None:
         "--node",
         "b",
     )
-    with pytest.raises(ConfigurationError, match="unrecognized arguments: --logs"):
+    with pytest.raises(ConfigurationError, match="has a flag --logs"):
         plan("--logs", "train.py")
 
 
@@ -86,24 +88,50 @@ def test_a_static_endpoint_is_where_the_first_node_listens() -> None:
     assert (made.rendezvous, made.address, made.port) == ("fixed", "n", 4001)
 
 
-def test_every_flag_of_torchrun_is_taken_with_its_meaning() -> None:
-    """Each of its flags with each of its spellings, as torchrun's own parser reads them."""
-    for action in get_args_parser()._actions:
-        if not action.option_strings or action.dest in ("help", "nproc_per_node"):
-            continue
-        value = "1" if action.type is int else str(next(iter(action.choices))) if action.choices else "1:2"
-        value = "key=value" if action.dest == "rdzv_conf" else value
-        for spelling in action.option_strings:
-            argv = [spelling] if action.nargs == 0 else [spelling, value.partition(":")[0] if action.type else value]
-            theirs = vars(get_args_parser().parse_args([*argv, "train.py"]))
-            ours = parse_options([*argv, "train.py"], {})
-            assert ours.torchrun[action.dest] == theirs[action.dest], spelling
-            assert ours.command == ("train.py",)
+def test_the_table_of_flags_is_that_of_the_installed_torchrun() -> None:
+    theirs = {action.dest: action for action in get_args_parser()._actions if action.option_strings}
+    del theirs["help"]
+    assert [flag.name for flag in FLAGS] == list(theirs)
+    for flag in FLAGS:
+        action = theirs[flag.name]
+        ours = (flag.spellings, flag.default, flag.choices, flag.is_switch, flag.has_variable)
+        choices = None if action.choices is None else tuple(action.choices)
+        has_variable = isinstance(action, env | check_env)
+        assert ours == (tuple(action.option_strings), action.default, choices, action.nargs == 0, has_variable)
+        if not flag.is_switch and action.type in (str, int, float):
+            assert flag.type is action.type, flag.name
+
+
+def values_of(flag: Flag) -> list[str]:
+    """What to write behind a flag to try it."""
+    if flag.is_switch:
+        return []
+    of_their_own = {"nnodes": "1:2", "nproc_per_node": "3", "rdzv_conf": "key=value"}
+    of_type = {int: "1", float: "0.5"}
+    some = of_their_own.get(flag.name) or of_type.get(flag.type, "a,b,,c")  # type: ignore[call-overload]
+    return [flag.choices[0] if flag.choices else some]
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_every_flag_of_torchrun_is_taken_with_its_meaning(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with each of its spellings and from its variable, as torchrun's own parser reads them."""
+    for spelling in flag.spellings:
+        argv = [spelling, *values_of(flag), "train.py"]
+        ours = parse_options(argv, {})
+        assert ours.torchrun[flag.name] == getattr(get_args_parser().parse_args(argv), flag.name), spelling
+        assert ours.command == ("train.py",)
+    (value,) = values_of(flag) or ["1"]
+    variable = f"PET_{flag.name.upper()}"
+    monkeypatch.setenv(variable, value)
+    theirs = getattr(get_args_parser().parse_args(["train.py"]), flag.name)
+    assert parse_options(["train.py"], {variable: value}).torchrun[flag.name] == theirs
 
 
 def test_variables_are_given_by_name_or_value_and_torchruns_own_always() -> None:
     environ = {"TOKEN": "a=b c", "PET_MAX_RESTARTS": "2", "OTHER": "x"}
-    assert plan("-x", "TOKEN", "-x", "LR=0.1=", "-x", "E=", "t.py", environ=environ).environ == {
+    made = plan("-x", "TOKEN", "-x", "LR=0.1=", "-x", "E=", "t.py", environ=environ)
+    assert made.torchrun["max_restarts"] == 2
+    assert made.environ == {
         "TOKEN": "a=b c",
         "LR": "0.1=",
         "E": "",
@@ -115,8 +143,16 @@ def test_variables_are_given_by_name_or_value_and_torchruns_own_always() -> None
     ("argv", "says"),
     [
         ([], "name a script to run: ddprun train.py. See ddprun --help."),
-        (["--lr", "1", "train.py"], "unrecognized arguments: --lr. See ddprun --help."),
-        (["-H", "a,b"], "the following arguments are required: training_script, training_script_args. See"),
+        (
+            ["--lr", "1", "train.py"],
+            f"neither ddprun nor torchrun (torch {TORCH}) has a flag --lr. If it is the script's, put it behind the "
+            "script. See ddprun --help.",
+        ),
+        (
+            ["--nproc-per-nodes=2", "train.py"],
+            f"neither ddprun nor torchrun (torch {TORCH}) has a flag --nproc-per-nodes. Did you mean --nproc-per-node?",
+        ),
+        (["-H", "a,b"], "name a script to run: ddprun train.py. See ddprun --help."),
         (["-H", "a,a", "t.py"], "-H a,a: a is named twice. Name it once, with the sum of its slots."),
         (["-H", "a:0", "t.py"], "-H a:0: the slots of a must be a number of at least 1, got '0'."),
         (["-H", "", "t.py"], "-H : '' is no host; write HOST or HOST:SLOTS."),
@@ -140,6 +176,7 @@ def test_variables_are_given_by_name_or_value_and_torchruns_own_always() -> None
             "argument --heartbeat-timeout: takes seconds, at least 2, got '0'. See",
         ),
         (["--rdzv-conf", "x", "t.py"], "--rdzv-conf takes KEY=VALUE,..., got 'x'."),
+        (["--master-port", "x", "t.py"], "argument --master-port/--master_port: invalid int value: 'x'. See"),
     ],
 )
 def test_what_cannot_be_is_one_line_with_the_remedy(argv: list[str], says: str) -> None:
@@ -147,6 +184,11 @@ def test_what_cannot_be_is_one_line_with_the_remedy(argv: list[str], says: str) 
         plan(*argv)
     assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
+
+
+def test_a_variable_of_torchrun_that_is_no_switch_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"^the variable PET_STANDALONE must be 0 or 1, got 'yes'\."):
+        plan("train.py", environ={"PET_STANDALONE": "yes"})
 
 
 @pytest.mark.parametrize(("text", "line"), [("a slots=2\nb slots=x\n", 2), ("a\n\nb sloots=2\n", 3), ("a 'b\n", 1)])

@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, determine_local_world_size
+from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
 from ddp_callbacks.environment import route_to
 from ddp_callbacks.launcher.meeting import STORE_TIMEOUT, choose_interface, open_store
@@ -81,8 +81,7 @@ def _close_standard_input() -> None:
 
 
 def _run(job: dict[str, Any], reports: Reports) -> None:
-    args = Namespace(**job["torchrun"])
-    args.training_script, *args.training_script_args = (os.fsdecode(bytes.fromhex(word)) for word in job["command"])
+    args = _arguments(job)
     processes = _processes(args.nproc_per_node)
     args.nproc_per_node = str(processes)
     if args.shutdown_timeout is None:
@@ -109,6 +108,21 @@ def _run(job: dict[str, Any], reports: Reports) -> None:
     config.logs_specs = _SameRound(config.logs_specs, rounds)
     reports.send({"agent": {"processes": processes, "threads": os.environ["OMP_NUM_THREADS"], "interface": interface}})
     elastic_launch(config, command)(*arguments)
+
+
+def _arguments(job: dict[str, Any]) -> Namespace:
+    """What torchrun's own parser would give.
+
+    Raises:
+        ValueError: This node's torchrun lacks a flag that was given.
+    """
+    args = get_args_parser().parse_args(["SCRIPT"])
+    args.training_script, *args.training_script_args = (os.fsdecode(bytes.fromhex(word)) for word in job["command"])
+    for name, value in job["torchrun"].items():
+        if not hasattr(args, name) and value:
+            raise ValueError(f"torchrun of torch {torch.__version__} has no flag --{name.replace('_', '-')}")
+        setattr(args, name, value)
+    return args
 
 
 def _end_siblings_soon(timeout: int, reports: Reports) -> None:

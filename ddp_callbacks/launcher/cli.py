@@ -9,14 +9,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.bench import Bench
 from ddp_callbacks.launcher.connection import ssh_command
-from ddp_callbacks.launcher.doctor import Doctor, show, show_json
 from ddp_callbacks.launcher.launch import CannotStart, Interrupted, Launch
 from ddp_callbacks.launcher.options import (
     Options,
@@ -28,6 +25,9 @@ from ddp_callbacks.launcher.options import (
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, make_plan, plan_nodes
 from ddp_callbacks.launcher.watch import Watch
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _PLAIN_WIDTH = 160  # columns of a table that no terminal shows
 
@@ -56,6 +56,8 @@ def _main(argv: list[str]) -> int:
 
 
 def _doctor(argv: list[str]) -> int:
+    from ddp_callbacks.launcher.doctor import Doctor, show, show_json
+
     options = parse_doctor_options(argv, os.environ)
     nodes = plan_nodes(options.nodes, "", _here())
     with Doctor(nodes, options.script) as doctor:
@@ -64,21 +66,28 @@ def _doctor(argv: list[str]) -> int:
     if options.json:
         show_json(findings, works)
     else:
-        console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-        show([node.name for node in nodes], findings, console)
+        show([node.name for node in nodes], findings, _console())
     return 0 if works else 1
 
 
 def _bench(argv: list[str]) -> int:
     options = parse_bench_options(argv, os.environ)
+    from ddp_callbacks.launcher.bench import Bench  # needs torch
+
     _refuse_to_multiply()
     plan = replace(make_plan(options.run, _here()), script=options.script)
     bench = Bench(options, len(plan.nodes))
     with bench:
         code = _launch(plan, options.run, bench.output)
     if code == 0:
-        bench.show(Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH))
+        bench.show(_console())
     return code
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
 
 def _here() -> Here:

@@ -16,6 +16,7 @@ from ddp_callbacks.launcher.node import GRACE
 from ddp_callbacks.launcher.plan import Plan
 from ddp_callbacks.launcher.remote import as_hex
 
+AGENT = ("-P", "-m", "ddp_callbacks.launcher.agent")  # what the interpreter of a node runs
 _IS_INSTALLED = "import importlib.util, sys; sys.exit(importlib.util.find_spec('ddp_callbacks') is None)"
 _LOOK_TIMEOUT = 20.0  # seconds, for this on a slow disk
 _REACH_TIMEOUT = 5.0  # seconds, for a node to connect to the first one
@@ -230,6 +231,6 @@ class Launch:
             "address": address,
             "port": port,
         }
-        argv = [plan.python, "-P", "-m", "ddp_callbacks.launcher.agent"]
+        argv = [plan.python, *AGENT]
         environ = {as_hex(name): as_hex(value) for name, value in self._plan.environ.items()}
         node.ask("run", argv=[as_hex(word) for word in argv], environ=environ, job=job)

@@ -9,15 +9,14 @@ import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter, _ActionsContainer
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
-
-import torch
-from torch.distributed.run import get_args_parser
 
 from ddp_callbacks.environment import hosts_of_job
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.hosts import Host, parse_hosts, read_hostfile
+from ddp_callbacks.launcher.torchrun_flags import FLAGS, TORCH, torchrun_parser
 from ddp_callbacks.version import __version__
 
 _ABOUT = """\
@@ -30,6 +29,7 @@ Start a script on every process of every node: one torchrun agent a node, over s
   ddprun doctor -H node1,node2                    is everything there that a run needs?
   ddprun bench -H node1:4,node2:4                 what would a step take, on how many hosts?
 """
+_NO_SCRIPT = "name a script to run: ddprun train.py. See ddprun --help."
 _USAGE = "ddprun [flags] [torchrun's flags] SCRIPT [the script's arguments]"
 
 
@@ -111,6 +111,11 @@ class _OneLineParser(ArgumentParser):
 
 
 class _RunParser(_OneLineParser):
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required"):
+            raise ConfigurationError(_NO_SCRIPT)
+        super().error(message)
+
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """The flags that an abbreviation can stand for; none where that is not clear.
 
@@ -120,14 +125,20 @@ class _RunParser(_OneLineParser):
         return found if len(found) == 1 else []
 
     def format_help(self) -> str:
-        """The flags for the hosts first; torchrun's parser describes its own."""
-        torchrun = get_args_parser()
-        torchrun.usage, torchrun.description, torchrun.add_help = "", "", False
-        theirs = torchrun.format_help().partition("\n\n")[2]
-        ours = ArgumentParser(prog=self.prog, usage=_USAGE, add_help=False)
+        """The flags for the hosts first, then torchrun's."""
+        theirs = _without_usage(torchrun_parser({}))
+        ours = ArgumentParser(prog=self.prog, usage=_USAGE)
         _add_flags(ours)
-        return (
-            f"{ours.format_usage()}\n{_ABOUT}\n{_without_usage(ours)}\ntorchrun's flags, with their meaning:\n{theirs}"
+        return f"{ours.format_usage()}\n{_ABOUT}\n{_without_usage(ours)}\n{theirs}"
+
+    def refuse_unknown(self, flags: Sequence[str]) -> NoReturn:
+        """Say which flag is not known, and what may have been meant."""
+        flag = flags[0].partition("=")[0]
+        known = [spelling for action in self._actions for spelling in action.option_strings if len(spelling) > 2]
+        close = get_close_matches(flag, known, 1, 0.8)
+        hint = f"Did you mean {close[0]}?" if close else "If it is the script's, put it behind the script."
+        raise ConfigurationError(
+            f"neither ddprun nor torchrun (torch {TORCH}) has a flag {flag}. {hint} See {self.prog} --help."
         )
 
 
@@ -191,17 +202,17 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     Raises:
         ConfigurationError: With one line that says what is wrong.
     """
-    torchrun = get_args_parser()
+    if not argv:
+        raise ConfigurationError(_NO_SCRIPT)
+    torchrun = torchrun_parser(environ)
     if "PET_NPROC_PER_NODE" not in environ:
         torchrun.set_defaults(nproc_per_node="")
-    known = [action.dest for action in torchrun._actions if action.dest != "help"]
-    parser = _RunParser(prog="ddprun", add_help=False, parents=[torchrun], usage=_USAGE)
+    parser = _RunParser(prog="ddprun", parents=[torchrun], usage=_USAGE)
     _add_flags(parser)
-    if not argv:
-        raise ConfigurationError("name a script to run: ddprun train.py. See ddprun --help.")
-    args = parser.parse_args(argv)
-    values = {name: getattr(args, name) for name in known}
-    script, arguments = values.pop("training_script"), values.pop("training_script_args")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.refuse_unknown(unknown)
+    values = {flag.name: getattr(args, flag.name) for flag in FLAGS}
     _check_torchrun(values)
     return Options(
         nodes=_nodes(args, environ),
@@ -211,7 +222,7 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         heartbeat_timeout=args.heartbeat_timeout,
         dry_run=args.dry_run,
         torchrun=values,
-        command=(script, *arguments),
+        command=(args.training_script, *args.training_script_args),
     )
 
 
@@ -332,8 +343,17 @@ def _check_processes(text: str) -> None:
     if re.fullmatch(r"[+-]?\d+", text):
         if int(text) < 1:
             raise ConfigurationError(f"--nproc-per-node must be at least 1, got {text}.")
-    elif text not in ("", "auto", "cpu", "gpu", "xpu", torch._C._get_privateuse1_backend_name()):
+    elif text not in ("", "auto", "cpu", "gpu", "xpu") and not _is_accelerator(text):
         raise ConfigurationError(f"--nproc-per-node takes a number, auto, cpu, gpu or xpu, got {text!r}.")
+
+
+def _is_accelerator(name: str) -> bool:
+    """Whether torch was built for such a device; where there is no torch, the nodes find out."""
+    try:
+        import torch
+    except ImportError:
+        return name.isidentifier()
+    return name == torch._C._get_privateuse1_backend_name()
 
 
 def _variables(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

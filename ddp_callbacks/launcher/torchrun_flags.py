@@ -1,0 +1,119 @@
+"""torchrun's flags, so that ``ddprun`` reads a command line without importing torch.
+
+A test compares the table with the parser of the installed torch. The node's own torchrun carries the flags out.
+"""
+
+from __future__ import annotations
+
+from argparse import REMAINDER, SUPPRESS, ArgumentParser, _ArgumentGroup
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_callbacks.errors import ConfigurationError
+
+TORCH = "2.13"  # whose flags these are
+
+
+def _filters(text: str) -> list[str]:
+    """``a,b``, with ``,,`` for a comma of its own."""
+    return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What argparse has to know of one flag.
+
+    Attributes:
+        spellings: The first long one gives the name of the value and of the variable.
+        help: What it means.
+        default: What it is if neither the command line nor the variable says it.
+        type: Makes a value of its text.
+        choices: The texts that it takes; ``None`` for any.
+        is_switch: Whether it stands alone, without a value.
+        has_variable: Whether ``PET_NAME`` in the environment gives the default.
+    """
+
+    spellings: tuple[str, ...]
+    help: str
+    default: Any = None
+    type: Callable[[str], Any] = str
+    choices: tuple[str, ...] | None = None
+    is_switch: bool = False
+    has_variable: bool = True
+
+    @property
+    def name(self) -> str:
+        """The name of its value."""
+        long = next(spelling for spelling in self.spellings if spelling.startswith("--"))
+        return long[2:].replace("-", "_")
+
+    def add_to(self, parser: _ArgumentGroup, environ: Mapping[str, str]) -> None:
+        """Let ``parser`` take it."""
+        given = environ.get(f"PET_{self.name.upper()}") if self.has_variable else None
+        default = self.default if given is None else given
+        if not self.is_switch:
+            parser.add_argument(*self.spellings, type=self.type, choices=self.choices, default=default, help=self.help)
+            return
+        if given not in (None, "0", "1"):
+            raise ConfigurationError(f"the variable PET_{self.name.upper()} must be 0 or 1, got {given!r}.")
+        parser.add_argument(*self.spellings, action="store_true", default=default in (True, "1"), help=self.help)
+
+
+def _flag(name: str, help: str, default: Any = None, short: str = "", **more: Any) -> Flag:
+    dashed = f"--{name}"
+    both = (dashed,) if "-" not in name else (dashed, f"--{name.replace('-', '_')}")
+    return Flag((short, *both) if short else both, help, default, **more)
+
+
+def _switch(name: str, help: str, short: str = "") -> Flag:
+    return _flag(name, help, False, short, is_switch=True)
+
+
+_NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
+
+FLAGS = (
+    _flag("nnodes", "number of nodes, or MIN:MAX for an elastic job", "1:1"),
+    _flag("nproc-per-node", "processes on each node: a number, auto, cpu, gpu or xpu", "1"),
+    _flag("rdzv-backend", "how the nodes meet", "static"),
+    _flag("rdzv-endpoint", "where they meet, HOST:PORT", ""),
+    _flag("rdzv-id", "a name for the job", "none"),
+    _flag("rdzv-conf", "settings of the rendezvous: KEY=VALUE,...", ""),
+    _switch("standalone", "meet on this node alone, on a free port"),
+    _flag("max-restarts", "how often to start the processes again after a failure", 0, type=int),
+    _flag("monitor-interval", "seconds between two looks at the processes", 0.1, type=float),
+    _flag("start-method", "how functions are started", "spawn", choices=("spawn", "fork", "forkserver")),
+    _flag("event-log-handler", "name of a registered handler of events", "null"),
+    _flag("role", "a name for the processes", "default"),
+    _switch("module", "SCRIPT is a module, as in python -m", short="-m"),
+    _switch("no-python", "SCRIPT is a program, and started as it is"),
+    _switch("run-path", "run SCRIPT (an absolute path) by runpy.run_path"),
+    _flag("log-dir", "where the output of the processes is kept"),
+    _flag("redirects", "streams that go to files there instead: 1 (stdout), 2, 3 (both), or 0:1,1:2", "0", "-r"),
+    _flag("tee", "streams that go there as well, written as in --redirects", "0", "-t"),
+    _flag("local-ranks-filter", "local ranks whose streams the node shows: 0,1", ""),
+    _flag(
+        "duplicate-stdout-filters", "texts: lines of stdout with one of them go to a file as well", [], type=_filters
+    ),
+    _flag("duplicate-stderr-filters", "the same for stderr", [], type=_filters),
+    _flag("node-rank", "number of this node, for a static rendezvous", 0, type=int),
+    _flag("master-addr", "address of the first node, for a static rendezvous", "127.0.0.1"),
+    _flag("master-port", "port there", type=int),
+    _flag("local-addr", "address of this node"),
+    _flag("logs-specs", "entry point of a LogsSpecs that decides where output goes", has_variable=False),
+    _flag("numa-binding", "bind each process to the cores near its GPU", choices=_NUMA_BINDINGS, has_variable=False),
+    _flag("signals-to-handle", "signals that are passed on to the processes", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
+    _flag("shutdown-timeout", "seconds between SIGTERM and SIGKILL for the processes of a node", type=int),
+    _switch("virtual-local-rank", "each process sees its GPU as device 0, and LOCAL_RANK is 0"),
+)
+
+
+def torchrun_parser(environ: Mapping[str, str]) -> ArgumentParser:
+    """A parser of torchrun's command line, without ``--help``; ``environ`` gives the defaults as for torchrun."""
+    parser = ArgumentParser(usage="", add_help=False)
+    flags = parser.add_argument_group(f"torchrun's flags (those of torch {TORCH}), with their meaning")
+    for flag in FLAGS:
+        flag.add_to(flags, environ)
+    parser.add_argument("training_script", help=SUPPRESS)
+    parser.add_argument("training_script_args", nargs=REMAINDER, help=SUPPRESS)
+    return parser
