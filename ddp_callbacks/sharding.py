@@ -26,6 +26,7 @@ import itertools
 import math
 import operator
 import warnings
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -182,15 +183,25 @@ def is_distributed(loader: Any) -> bool:
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
+def _let_go(_: object) -> None:
+    """The caller's reference is gone after this."""
+
+
 class ShardedIterator(Iterator[Any]):
     """Iterates over this rank's part, and knows how many samples each batch had here and everywhere.
 
     Args:
+        batches: Those of the loader that is divided.
         shares: Filled with the :class:`Share` of each batch as it is drawn.
     """
 
-    def __init__(self, shares: deque[Share]) -> None:
+    def __init__(self, batches: Iterator[Any], shares: deque[Share]) -> None:
+        self._batches = batches
         self._shares = shares
+        # Python's garbage collector closes the queues of a DataLoader's iterator before it ends the iterator, whose
+        # workers then hear nothing, and are waited for 5 s each. Referenced from here, the iterator is never garbage
+        # itself: it goes by its reference count, after this one.
+        weakref.finalize(self, _let_go, batches).atexit = False
 
     def take_share(self) -> Share | None:
         """The share of the batches drawn since the last call; ``None`` if none was."""
@@ -289,8 +300,7 @@ class _Part:
 
 class _PartIterator(ShardedIterator):
     def __init__(self, part: _Part, shares: deque[Share]) -> None:
-        super().__init__(shares)
-        self._batches = iter(part.loader)
+        super().__init__(iter(part.loader), shares)
         self._sampler = part.sampler
         self._draw = part.sampler.draw
 
@@ -340,7 +350,6 @@ class _WholeIterator(ShardedIterator):
     """Produces the batches of a loader that can't be divided before loading, the same ones on every rank."""
 
     def __init__(self, loader: Iterable[Any], group: dist.ProcessGroup | None, shares: deque[Share]) -> None:
-        super().__init__(shares)
         self._group, self._rank, self._world_size = group, get_rank(group), get_world_size(group)
         self._name = type(getattr(loader, "dataset", loader)).__name__
         self._items_are_samples = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
@@ -348,7 +357,7 @@ class _WholeIterator(ShardedIterator):
         dataset = getattr(loader, "dataset", None)
         self._shared = SharedRandomState([loader, dataset], group=group)
         with self._shared.drawing():
-            self._batches = iter(loader)
+            super().__init__(iter(loader), shares)
 
     def _next_whole(self) -> Any:
         with self._shared.drawing():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from distributed import run_distributed
+from machine import Slowness
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 from ddp_callbacks import GradientSynchronizer
 from ddp_callbacks.sharding import Share, shard_loader, with_shares
@@ -95,3 +99,25 @@ def shares_of_a_distributed_sampler() -> list[Share]:
 
 def test_the_total_of_a_distributed_sampler_s_batches_is_not_known() -> None:
     assert run_distributed(shares_of_a_distributed_sampler, 2) == [[Share(8, None), Share(5, None)]] * 2
+
+
+def leave_a_loop(kind: str) -> tuple[int, int, float]:
+    """Workers before and after the garbage collector has found a loop that was left; how long it took, in CPU terms."""
+    part: Any = shard_loader(DataLoader(Stream() if kind == "stream" else samples(), BATCH_SIZE, num_workers=2))
+    batches = iter(part)
+    next(batches)
+    holder = {"batches": batches, "part": part}
+    holder["itself"] = holder  # as a Trial and its callbacks refer to each other
+    before = len(multiprocessing.active_children())
+    del part, batches, holder
+    with Slowness() as slowness:
+        gc.collect()
+    return before, len(multiprocessing.active_children()), slowness.took / slowness.factor
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("map-style", 2), ("stream", 2)])
+def test_the_workers_of_a_loop_that_was_left_end_at_once(kind: str, workers: int) -> None:
+    """Not after the 5 s for each that torch waits for a worker which has not heard that it is to end."""
+    for before, after, took in run_distributed(leave_a_loop, 2, kind):
+        assert (before, after) == (workers, 0)
+        assert took < MP_STATUS_CHECK_INTERVAL
