@@ -1,6 +1,7 @@
 # make demo    train on two processes, on this machine
-# make test    formatting, lint, types and the tests; with SETUP_HOSTS=1, also those between real hosts (Debian, root)
-# make lint    the first three of these only
+# make test    formatting, lint, types, and the tests that prove the promises on this machine: 5 minutes on two cores
+# make check   the same with all tests; with SETUP_HOSTS=1, also those between real hosts (Debian, root)
+# make lint    formatting, lint and types only
 # make docs    this documentation as a site, in docs/_build/html
 # make clean   remove what make has made
 #
@@ -13,14 +14,21 @@ INSTALLED = $(VENV)/installed
 TORCHVISION = $(VENV)/torchvision
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input
 
-.PHONY: demo test lint docs hosts clean
+# What make test leaves out, by what a test does: pyproject.toml says what these words mean.
+QUICK = smoke or not (cold or hosts or mpi or pages or wide)
+PYTEST = TORCHVISION_PATH=$(abspath $(TORCHVISION)) $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+.PHONY: demo test check lint docs hosts clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/ddprun --nproc-per-node 2 examples/digits/train.py
 
-test: lint $(TORCHVISION)/installed $(if $(SETUP_HOSTS)$(CI),hosts)
-	TORCHVISION_PATH=$(abspath $(TORCHVISION)) $(BIN)/python -m pytest -n 2 --dist loadgroup
+test: lint
+	$(PYTEST) -m '$(QUICK)'
+
+check: lint $(TORCHVISION)/installed $(if $(SETUP_HOSTS)$(CI),hosts)
+	$(PYTEST)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

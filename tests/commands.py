@@ -1,30 +1,43 @@
-"""Commands as a user types them: started on the loopback network with one thread, and waited for with a limit."""
+"""Commands as a user types them: started on the loopback network with one thread, and waited for with a limit.
+
+``python``, ``torchrun`` and ``ddprun`` are those of :mod:`warm_python`, unless a test asks for the real ones.
+"""
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-DEADLINE = 120.0  # seconds
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-TWO_PROCESSES = [*TORCHRUN, "--nproc-per-node", "2"]
+import warm_client
+from nursery import HOST, free_port
+
+DEADLINE = 600.0  # seconds, beside whatever else the machine does
+TWO_PROCESSES = ["torchrun", "--standalone", "--local-addr", HOST, "--nproc-per-node", 2]
+
+_wrappers: list[Path] = []  # the session's folder, see conftest
 
 
-def start(command: list[Any], folder: Path) -> subprocess.Popen[str]:
+def set_wrappers(folder: Path) -> None:
+    """Where commands are found from now on."""
+    _wrappers[:] = [folder]
+
+
+def environment(*, cold: bool = False) -> dict[str, str]:
+    """For commands of this interpreter: a path that begins with them, one thread, the loopback network."""
+    folders = [*_wrappers, Path(sys.executable).parent]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environ["PATH"] = os.pathsep.join([*map(str, folders), os.environ["PATH"]])
+    return environ | ({warm_client.COLD: "1"} if cold else {})
+
+
+def start(command: list[Any], folder: Path, *, cold: bool = False, **options: Any) -> subprocess.Popen[str]:
     """Start ``command`` in ``folder``, with one thread, on the loopback network."""
-    return subprocess.Popen(
-        [str(part) for part in command],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    words = [str(part) for part in command]
+    return subprocess.Popen(words, cwd=folder, text=True, **{"env": environment(cold=cold), **streams, **options})
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -38,17 +51,17 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def run(command: list[Any], folder: Path) -> str:
-    return finish(start(command, folder))
+def run(command: list[Any], folder: Path, *, cold: bool = False) -> str:
+    return finish(start(command, folder, cold=cold))
 
 
-def run_by_hand(script: list[Any], folders: list[Path]) -> list[str]:
+def run_by_hand(script: list[Any], folders: list[Path], *, cold: bool = False) -> list[str]:
     """What each of two processes prints that are started as a user would on two nodes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, *script, "--world-size", 2, "--host", "127.0.0.1", "--port", port, "--rank"]
-    with start([*command, 0], folders[0]) as rank_0, start([*command, 1], folders[1]) as rank_1:
+    command = ["python", *script, "--world-size", 2, "--host", HOST, "--port", free_port(), "--rank"]
+    with (
+        start([*command, 0], folders[0], cold=cold) as rank_0,
+        start([*command, 1], folders[1], cold=cold) as rank_1,
+    ):
         try:
             return [finish(rank_0), finish(rank_1)]
         finally:

@@ -7,43 +7,65 @@ import os
 import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import set_wrappers
 from distributed import set_nursery
 from nursery import Nursery
 
-# Their tests look at results that are computed once, for all of them or for each number of processes.
-COMPUTED_ONCE = {
-    "test_collectives",
-    "test_comm_hooks",
-    "test_equivalence",
-    "test_gradients",
-    "test_lightning",
-    "test_local_sgd",
-    "test_local_sgd_lightning",
-    "test_local_sgd_torchbearer",
-    "test_output",
-    "test_rows",
-    "test_settings",
-    "test_torchbearer",
-}
-COMPUTED_FOR_EACH_SIZE = {"test_lightning_equivalence"}
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep tests that share results on one of pytest's workers.
+
+    Not in pytest_collection_modifyitems: there pytest-xdist has looked at the groups before.
+    """
+    for mark in item.iter_markers("shares_results"):
+        values = getattr(item, "callspec", None) and item.callspec.params  # type: ignore[attr-defined]
+        group = " ".join([item.path.stem, *(str((values or {}).get(name)) for name in mark.args)])
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep tests that share results on one of pytest's workers."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            file, size = item.path.stem, getattr(getattr(item, "callspec", None), "params", {}).get("world_size")
-            if file in COMPUTED_ONCE:
-                item.add_marker(pytest.mark.xdist_group(file))
-            elif file in COMPUTED_FOR_EACH_SIZE:
-                item.add_marker(pytest.mark.xdist_group(f"{file} {size}"))
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """pytest-xdist writes the group behind a test's name; one that does not find it would compute all twice."""
+    if hasattr(session.config, "workerinput") and session.config.getoption("loadgroup", False):
+        lost = [
+            item.nodeid for item in session.items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid
+        ]
+        assert not lost, f"this pytest-xdist does not group tests with this pytest: {lost[0]}"
+
+
+TIERS = ("hosts", "mpi", "pages", "cold", "wide")
+_left_out: Counter[str] = Counter()  # tests that -m has left out, by what they do
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        kinds = {mark.name for mark in item.iter_markers()}
+        _left_out.update([next((kind for kind in TIERS if kind in kinds), "others")])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # on a worker of pytest-xdist, which leave out the same
+        session.config.workeroutput["left_out"] = dict(_left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _left_out.clear()
+    _left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say what was left out, and how to run it."""
+    if _left_out:
+        kinds = ", ".join(f"{number} {kind}" for kind, number in _left_out.most_common())
+        terminalreporter.write_line(f"Left out: {kinds} (tests/README.md says what these are). make check runs all.")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -66,6 +88,7 @@ def nursery(temporary_files: None) -> Iterator[Nursery]:
     """From which the tests start their ranks."""
     made = Nursery()
     set_nursery(made)
+    set_wrappers(made.wrappers)
     yield made
     made.close()
 

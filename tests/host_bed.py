@@ -9,16 +9,18 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 NEEDS = ("sshd", "ssh", "ssh-keygen", "ip", "tc", "nft", "unshare", "nsenter", "mount")
 NAMESPACES = ("--net", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
-_LIMIT = 20.0  # seconds, for one command of the set-up
+_LIMIT = 300.0  # seconds, for one command of the set-up
 
 # The first process of a host, whose end is the host's: it ends with its standard input.
 _HOST = """
@@ -97,7 +99,7 @@ class Host:
             self.command(*argv, cwd=options.pop("cwd", "/")), env=environ or self.environ(), **options
         )
 
-    def run(self, *argv: str, timeout: float = 60, **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(self, *argv: str, timeout: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*argv, cwd=options.pop("cwd", "/")),
             env=options.pop("environ", None) or self.environ(),
@@ -108,8 +110,8 @@ class Host:
             **options,
         )
 
-    def processes(self) -> dict[int, str]:
-        """The command lines of all processes of this host but its sshd, by process id seen from outside."""
+    def processes(self, of_sshd: bool = False) -> dict[int, str]:
+        """The command lines of all processes but sshd's, or of those, by process id seen from outside."""
         namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = {}
         for entry in os.listdir("/proc"):
@@ -118,7 +120,7 @@ class Host:
                     if os.readlink(f"/proc/{entry}/ns/pid") == namespace:
                         line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                         state = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[0]
-                        if state != "Z" and "sshd" not in line and int(entry) != self.pid:
+                        if state != "Z" and ("sshd" in line) == of_sshd and int(entry) != self.pid:
                             found[int(entry)] = line
                 except OSError:
                     pass  # it has ended by now
@@ -173,7 +175,16 @@ class HostBed:
 
     def power_off(self, host: Host) -> None:
         """The kernel ends everything that runs there."""
-        os.kill(host.pid, 9)
+        os.kill(host.pid, signal.SIGKILL)
+
+    def end_all(self) -> None:
+        """Kill what runs on the hosts; their sshd stay."""
+        end = time.monotonic() + _LIMIT
+        while left := {pid: line for host in self.hosts for pid, line in host.processes().items()}:
+            assert time.monotonic() < end, left
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _at_the_switch(self) -> list[str]:
         assert self._switch is not None

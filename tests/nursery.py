@@ -8,19 +8,24 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import warm_python
+from machine import Slowness
+
 HOST = "127.0.0.1"
 HOSTNAME = socket.gethostname()
-DEADLINE = 60.0  # seconds; ranks that take longer are killed, and their exit code says so
+DEADLINE = 300.0  # seconds, beside other work; ranks that take longer are killed, and their exit code says so
 
 
 @dataclass
@@ -34,6 +39,7 @@ class Rank:
     stderr: str
     notes: dict[str, Any]
     noted_at: dict[str, float]
+    slowness: float = 1.0  # of the machine, if that was watched
 
 
 class Nursery:
@@ -42,12 +48,23 @@ class Nursery:
     The ranks are forked from one process that has imported what takes long: a start costs 0.1 s, not 7 s. Beyond
     that they are what a launcher starts: its variables, a ``__main__`` that runs to its end or raises. A body is a
     function at the top of a module in ``tests/``; its working directory is ``folder``.
+
+    Attributes:
+        wrappers: A folder with ``python``, ``torchrun`` and ``ddprun`` that start from there, too, see
+            :mod:`warm_python`.
     """
 
     def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self.wrappers = Path(tempfile.mkdtemp(prefix="warm-"))
+        warm_python.make_wrappers(self.wrappers)
+        with warm_python.listen(self.wrappers) as listener:
+            self._server = subprocess.Popen(
+                [sys.executable, __file__, str(self.wrappers), str(listener.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                text=True,
+            )
 
     def run(
         self,
@@ -91,12 +108,19 @@ class Nursery:
                 on_end(rank, pids)
         return [_collect(folder, rank, pid, *ends[rank]) for rank, pid in enumerate(pids)]
 
+    def run_watched(self, *args: Any, **options: Any) -> list[Rank]:
+        """:meth:`run`, for what is tested on how soon it comes: ``slowness`` says how busy the machine was."""
+        with Slowness() as slowness:
+            ranks = self.run(*args, **options)
+        return [replace(rank, slowness=slowness.factor) for rank in ranks]
+
     def close(self) -> None:
         """End the server, and whatever it still has running."""
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.close()
         wait_all([self._server], 10)
         self._server.stdout.close()
+        shutil.rmtree(self.wrappers)
 
     def _write(self, request: dict[str, Any]) -> None:
         assert self._server.stdin is not None
@@ -147,10 +171,12 @@ def noting_errors() -> Iterator[None]:
 PRELOADED = (
     "torch._dynamo",
     "sklearn.metrics",
-    "pytest",
     "ddp_callbacks.torchbearer",
     "lightning.pytorch",
     "ddp_callbacks.lightning",
+    "torch.distributed.run",
+    "torch.utils.tensorboard",
+    "sklearn.datasets",
 )
 
 
@@ -174,10 +200,34 @@ def _collect(folder: Path, rank: int, pid: int, code: int, ended: float) -> Rank
     )
 
 
-def _serve() -> Callable[[], None] | None:
-    """In the server: fork the ranks of each request and report them. Returns in a rank, with what it is to run."""
-    for module in PRELOADED:
-        importlib.import_module(module)
+def _serve(wrappers: Path, listener: socket.socket) -> Callable[[], None] | None:
+    """In the server: fork the ranks of each request and report them. Returns in a child, with what it is to run."""
+    fresh, ending = warm_python.Fresh(wrappers), warm_python.Ending()
+    with warm_python.one_thread():
+        for module in PRELOADED:
+            importlib.import_module(module)
+    commands = os.fork()
+    if commands == 0:
+        program = _serve_commands(listener, fresh)
+        return None if program is None else (lambda: ending.run(program))
+    listener.close()
+    importlib.import_module("pytest")
+    rank = _serve_ranks()
+    if rank is None:
+        os.kill(commands, signal.SIGTERM)
+        os.waitpid(commands, 0)
+    return rank
+
+
+def _serve_commands(listener: socket.socket, fresh: warm_python.Fresh) -> Callable[[], None] | None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):  # the pipes are for the ranks
+        os.dup2(null, descriptor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests end with it, and the server with them
+    return warm_python.Server(listener, fresh).serve()
+
+
+def _serve_ranks() -> Callable[[], None] | None:
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         pids = []
@@ -220,11 +270,7 @@ def _run_and_vanish(body: Callable[[], None]) -> None:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
     atexit._run_exitfuncs()
-    if (mpi := sys.modules.get("mpi4py.MPI")) and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()  # Lightning has asked MPI whether it started the job; what that left in /dev/shm goes
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    warm_python.vanish(code)
 
 
 def _report_ends(pids: list[int], deadline: float) -> None:
@@ -251,6 +297,7 @@ def _report_ends(pids: list[int], deadline: float) -> None:
 
 
 if __name__ == "__main__":
-    run_rank = _serve()
-    if run_rank is not None:
-        run_rank()
+    run_child = _serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
+    if run_child is None:
+        os._exit(0)  # to take apart what was imported takes a second
+    run_child()

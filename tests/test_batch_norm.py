@@ -30,6 +30,8 @@ from ddp_callbacks.errors import ConfigurationError, MismatchError, PeerError
 from ddp_callbacks.failures import announce_join, report_failure
 from ddp_callbacks.shared_memory import SWITCH
 
+pytestmark = pytest.mark.shares_results()
+
 RELATIVE = 1e-10  # of the largest element of a tensor, in float64
 CHANNELS = 4
 # Samples of each rank, by step: ragged, one or several without any, and more than one sample in all.
@@ -270,7 +272,7 @@ def seen(world: int) -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("stand_in", STAND_INS)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world", SHARES)
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.wide)])
 def test_ranks_equal_one_process_on_the_whole_batch(world: int, way: str, stand_in: str, name: str) -> None:
     expected, relative = truth(name, world), CASES[name].relative
     ranks = [result[way, stand_in, name] for result in seen(world)]
@@ -304,9 +306,10 @@ def largest_of(tensor: Tensor) -> float:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_all_ranks_hold_the_same_bits(way: str) -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.wide)])
+def test_all_ranks_hold_the_same_bits(world: int, way: str) -> None:
     for name in CASES:
-        first, *others = [result[way, "empty", name] for result in seen(3)]
+        first, *others = [result[way, "empty", name] for result in seen(world)]
         for other in others:
             for step, expected in zip(other, first, strict=True):
                 assert_close(step.get("buffers", {}), expected.get("buffers", {}), 0.0, name)

@@ -39,7 +39,10 @@ from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.process_group import join_process_group
 from ddp_callbacks.random_state import SharedRandomState, get_global_state, make_distinct, make_equal, set_global_state
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+    pytest.mark.shares_results(),
+]
 
 WORLD_SIZE = 3
 CPU = torch.device("cpu")

@@ -35,6 +35,8 @@ from ddp_callbacks.comm_hooks import GradBucket
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
 
+pytestmark = pytest.mark.shares_results()
+
 MANY_BUCKETS = 1e-5  # MiB, so that each parameter has its own
 STEPS = 6
 COMPRESSED = 2  # the step from which the hooks with a warm-up compress, or stop communicating
@@ -321,7 +323,7 @@ def run_body(name: str) -> Any:
 @functools.cache
 def on_ranks(name: str) -> list[Any] | str:
     try:
-        return run_distributed(run_body, 2, name, deadline=30)
+        return run_distributed(run_body, 2, name)
     except AssertionError as error:
         return str(error)  # cached as well, so that a start that failed is not repeated for every test
 

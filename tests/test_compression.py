@@ -18,6 +18,8 @@ from ddp_callbacks import GradientSynchronizer, PowerSGD, two_level_hook
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group import resolve_group
 
+pytestmark = pytest.mark.shares_results()
+
 SAMPLES = (5, 2, 1, 4)  # by rank
 STEPS = 6
 

@@ -37,7 +37,7 @@ from ddp_callbacks.launcher.hosts import Host
 from ddp_callbacks.launcher.options import BenchOptions, parse_bench_options
 from ddp_callbacks.launcher.output import Terminal
 
-LIMIT = 180.0  # seconds
+LIMIT = 600.0  # seconds
 JOB = Job(0.1, (FilledBucket(1e6, 0.05), FilledBucket(2e7, 0.09)), 0.01)
 TWO_HOSTS = Calibration(Layout(2, 4), Machine(1e-4, 1.25e9), JOB, {"exact": 0.2, "bf16": 0.16}, ())
 MODEL = """
@@ -218,6 +218,7 @@ def test_a_calibration_of_two_ranks_holds_every_part() -> None:
     assert {sample.level for sample in found.samples} == {"memory"}
 
 
+@pytest.mark.cold
 def test_one_run_on_this_machine(tmp_path: Path) -> None:
     """Without shared memory each process counts as a host, and there is a wire."""
     (tmp_path / "net.py").write_text(MODEL)

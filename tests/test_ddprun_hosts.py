@@ -7,38 +7,61 @@ import json
 import os
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import commands
 import host_bed
 import pytest
 import torch
 from host_bed import Host, HostBed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine import Slowness
 from test_node import NASTY
 
 from ddp_callbacks.launcher.remote import as_hex
 
 WANTED = os.environ.get("SETUP_HOSTS") == "1" or bool(os.environ.get("CI"))
 REASON = host_bed.missing() if WANTED else "real hosts are made with SETUP_HOSTS=1"
-# One after the other: what is measured here is how soon something ends.
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.xdist_group("hosts")]
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.hosts]
 
-LIMIT = 60.0  # seconds, for a start and an orderly end
+# Each group has hosts of its own, and runs on one of pytest's workers.
+starts, trains, restarts, ends, faults = (
+    pytest.mark.xdist_group(f"hosts-{name}") for name in ("starts", "trains", "restarts", "ends", "faults")
+)
+
+LIMIT = 600.0  # seconds until a test gives up; less than pytest's own limit
 # Where the tests run in the background of a shell, or under nohup, these two are ignored.
-DDPRUN = ["env", "--default-signal=INT,HUP", sys.executable, "-m", "ddp_callbacks.launcher"]
+PYTHON = ["env", "--default-signal=INT,HUP", sys.executable]
+DDPRUN = [*PYTHON, "-m", "ddp_callbacks.launcher"]
+# Without torchrun: for what does not depend on it.
+PLAIN = [*PYTHON, "-P", str(Path(__file__).with_name("ddprun_with_plain_agent.py"))]
 DIGITS = Path(__file__).parent.parent / "examples" / "digits" / "train.py"
 
 
 @pytest.fixture(scope="module")
-def bed() -> Iterator[HostBed]:
+def three_hosts() -> Iterator[HostBed]:
     with HostBed(3) as made:
         yield made
+
+
+@pytest.fixture
+def bed(three_hosts: HostBed) -> Iterator[HostBed]:
+    """Nothing of a test may stay there; what did does not harm the next one."""
+    yield three_hosts
+    end = time.monotonic() + 60
+    while (left := of_job(*three_hosts.hosts)) and time.monotonic() < end:
+        time.sleep(0.05)
+    three_hosts.end_all()
+    assert not left
 
 
 @pytest.fixture
@@ -48,10 +71,21 @@ def bed_of_two() -> Iterator[HostBed]:
         yield made
 
 
-def ddprun(host: Host, *argv: str, cwd: Path, timeout: float = LIMIT) -> subprocess.CompletedProcess[str]:
-    return host.run(
-        *DDPRUN, *argv, timeout=timeout, cwd=cwd, environ=host.environ(PWD=str(cwd), PYTHONDONTWRITEBYTECODE="1")
-    )
+def ddprun(
+    host: Host, *argv: str, cwd: Path, command: list[str] = DDPRUN, timeout: float = LIMIT
+) -> subprocess.CompletedProcess[str]:
+    environ = host.environ(PWD=str(cwd), PYTHONDONTWRITEBYTECODE="1")
+    return host.run(*command, *argv, timeout=timeout, cwd=cwd, environ=environ)
+
+
+@contextmanager
+def running(host: Host, *argv: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Killed at the end of the block, if it still runs."""
+    with host.start(*argv, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def write(folder: Path, text: str, name: str = "script.py") -> str:
@@ -68,6 +102,8 @@ print(json.dumps([os.uname().nodename, {name: os.environ.get(name) for name in n
 """
 
 
+@starts
+@pytest.mark.cold
 def test_ranks_follow_the_order_of_the_hosts_and_share_one_address(bed: HostBed, tmp_path: Path) -> None:
     h1, _, h3 = bed.hosts
     done = ddprun(
@@ -96,11 +132,10 @@ EPOCHS = [str(DIGITS), "--epochs", "4", "--checkpoint", "digits.pt"]
 
 
 @pytest.fixture(scope="module")
-def one_process(bed: HostBed, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """What the digits give on one process."""
     folder = tmp_path_factory.mktemp("one")
-    done = ddprun(bed.hosts[0], "--nproc-per-node", "1", *EPOCHS, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    commands.run(["python", *EPOCHS], folder)
     return history(folder)
 
 
@@ -111,10 +146,12 @@ def history(folder: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in epoch.items() if not name.startswith("running_")} for epoch in epochs]
 
 
+@trains
+@pytest.mark.cold
 def test_the_digits_train_across_hosts_as_on_one_process(
     bed: HostBed, tmp_path: Path, one_process: list[dict[str, float]]
 ) -> None:
-    done = ddprun(bed.hosts[0], "-H", "h1:1,h2:2,h3:1", *EPOCHS, cwd=tmp_path, timeout=120)
+    done = ddprun(bed.hosts[0], "-H", "h1:1,h2:2,h3:1", *EPOCHS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "4 processes hold equal parameters" in done.stdout
     assert len(one_process) == 4
@@ -132,10 +169,11 @@ def logged(folder: Path) -> list[dict[str, float]]:
         return [{name: float(text or "nan") for name, text in row.items()} for row in csv.DictReader(file)]
 
 
+@trains
+@pytest.mark.cold
 def test_a_lightning_module_trains_across_hosts_as_on_one_process(bed: HostBed, tmp_path: Path) -> None:
-    one = bed.hosts[0].run(sys.executable, *LIGHTNING, str(tmp_path / "one"), "--strategy", "auto", cwd=tmp_path)
-    assert one.returncode == 0, one.stderr
-    done = ddprun(bed.hosts[0], "-H", "h1:1,h2:2", *LIGHTNING, str(tmp_path / "three"), cwd=tmp_path, timeout=120)
+    commands.run(["python", *LIGHTNING, tmp_path / "one", "--strategy", "auto"], tmp_path)
+    done = ddprun(bed.hosts[0], "-H", "h1:1,h2:2", *LIGHTNING, str(tmp_path / "three"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "3 processes: accuracy " in done.stdout
     expected = logged(tmp_path / "one")
@@ -155,6 +193,8 @@ def assert_went_on(folder: Path, text: str, one_process: list[dict[str, float]])
     assert re.search(r"[123]/4 $", text[:last_start]), text
 
 
+@restarts
+@pytest.mark.cold
 @pytest.mark.parametrize("killed", ["h1", "h2"])
 def test_a_restarted_run_goes_on_from_its_checkpoint(
     bed: HostBed, tmp_path: Path, one_process: list[dict[str, float]], killed: str
@@ -169,11 +209,13 @@ def test_a_restarted_run_goes_on_from_its_checkpoint(
     assert_went_on(tmp_path, run.text, one_process)
 
 
+@restarts
+@pytest.mark.cold
 def test_an_elastic_run_goes_on_without_a_node_that_lost_its_power(
     bed_of_two: HostBed, tmp_path: Path, one_process: list[dict[str, float]]
 ) -> None:
     h1, h2 = bed_of_two.hosts
-    elastic = ["--nnodes", "1:2", "--max-restarts", "1", "--rdzv-conf", "last_call_timeout=2"]
+    elastic = ["--nnodes", "1:2", "--max-restarts", "1", "--rdzv-conf", "last_call_timeout=2,keep_alive_interval=2"]
     with Run(h1, "-H", "h1:1,h2:1", *elastic, *EPOCHS, cwd=tmp_path) as run:
         wait_until(lambda: (tmp_path / "digits.pt").exists() or run.process.poll() is not None)
         bed_of_two.power_off(h2)
@@ -184,6 +226,8 @@ def test_an_elastic_run_goes_on_without_a_node_that_lost_its_power(
     assert_went_on(tmp_path, run.text, one_process)
 
 
+@trains
+@pytest.mark.cold
 def test_the_pbs_script_of_the_docs_trains_on_the_hosts_of_its_job(bed: HostBed, tmp_path: Path) -> None:
     """As PBS runs it: on the first host alone, with a host file that names a host once for each of its processes."""
     nodes = tmp_path / "nodes"
@@ -198,7 +242,7 @@ def test_the_pbs_script_of_the_docs_trains_on_the_hosts_of_its_job(bed: HostBed,
         SCRIPT=f"{DIGITS} --epochs 1",
     )
     script = Path(__file__).parents[1] / "examples" / "jobs" / "ddp.pbs"
-    done = host.run("bash", str(script), environ=environ, timeout=120)
+    done = host.run("bash", str(script), environ=environ, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     assert "ddprun: h2: ranks 2-3, 1 thread each, eth0" in done.stderr
     assert "4 processes hold equal parameters" in done.stdout
@@ -215,6 +259,8 @@ dist.destroy_process_group()
 """
 
 
+@starts
+@pytest.mark.cold
 @pytest.mark.parametrize("flags", [[], ["--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=1"]])
 def test_nothing_listens_on_all_interfaces(bed: HostBed, tmp_path: Path, flags: list[str]) -> None:
     h1 = bed.hosts[0]
@@ -224,9 +270,11 @@ def test_nothing_listens_on_all_interfaces(bed: HostBed, tmp_path: Path, flags: 
     assert addresses == {h1.address}
 
 
+@starts
 def test_no_argument_or_value_stands_on_a_command_line_of_ssh(bed: HostBed, tmp_path: Path) -> None:
     script = write(tmp_path, "import os, time; print('up', flush=True); time.sleep(100)")
-    with Run(bed.hosts[0], "-H", "h1:1,h2:1", "-x", "SECRET=value-7", script, "argument-7", cwd=tmp_path) as run:
+    flags = ["-H", "h1:1,h2:1", "-x", "SECRET=value-7"]
+    with Run(bed.hosts[0], *flags, script, "argument-7", cwd=tmp_path, command=PLAIN) as run:
         run.await_text("up", 1)
         lines = "".join(line for host in bed.hosts for line in host.processes().values() if "script.py" not in line)
         run.signal(signal.SIGTERM)
@@ -240,6 +288,8 @@ print(json.dumps([[os.fsencode(word).hex() for word in sys.argv[1:]], os.environ
 """
 
 
+@starts
+@pytest.mark.cold
 def test_arguments_values_and_folders_of_any_bytes_arrive_unchanged(bed: HostBed, tmp_path: Path) -> None:
     folder = tmp_path / "a 'folder' $HOME; \n\udcff"
     folder.mkdir()
@@ -271,7 +321,7 @@ plan = NodePlan("h2", "h2", 1, "1", sys.executable, "/")
 for line in sys.stdin:
     arguments, value = json.loads(line)
     events = queue.Queue()
-    node = Connection(plan, events, 60.0)
+    node = Connection(plan, events, 600.0)
     node.greet()
     argv = [word.encode().hex() for word in (sys.executable, "-c", sys.argv[1])] + arguments
     node.ask("run", argv=argv, environ={b"PROBE".hex(): value}, job={})
@@ -283,10 +333,11 @@ for line in sys.stdin:
 """
 
 
+@starts
 def test_any_bytes_arrive_unchanged_over_ssh(bed: HostBed) -> None:
     words = st.binary(max_size=30).filter(lambda raw: b"\0" not in raw)
     command = [sys.executable, "-c", OVER_SSH, ECHO]
-    with bed.hosts[0].start(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with running(bed.hosts[0], *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         stdin, stdout = process.stdin, process.stdout
 
@@ -300,7 +351,7 @@ def test_any_bytes_arrive_unchanged_over_ssh(bed: HostBed) -> None:
 
         arrives()
         stdin.close()
-    assert process.returncode == 0
+        assert process.wait(LIMIT) == 0
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -310,19 +361,22 @@ import os, signal, subprocess, sys, time
 if "deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 subprocess.Popen(["sleep", "1000"], start_new_session=True)
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"deaf\\n"))
 print("up", os.environ["RANK"], flush=True)
-time.sleep(1000)
+while True:
+    time.sleep(1000)
 """
 
 
 class Run:
     """``ddprun`` on a host, with what it has printed so far."""
 
-    def __init__(self, host: Host, *argv: str, cwd: Path) -> None:
+    def __init__(self, host: Host, *argv: str, cwd: Path, command: list[str] = DDPRUN) -> None:
         self._out, self._err = cwd / "out", cwd / "err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = host.start(
-                *DDPRUN,
+                *command,
                 *argv,
                 cwd=cwd,
                 environ=host.environ(PWD=str(cwd), PYTHONDONTWRITEBYTECODE="1"),
@@ -341,7 +395,7 @@ class Run:
 
     @property
     def text(self) -> str:
-        return self._out.read_text() + self._err.read_text()
+        return "".join(path.read_text(errors="replace") for path in (self._out, self._err))
 
     def await_text(self, text: str, times: int) -> None:
         """Until it has been printed so often."""
@@ -360,159 +414,220 @@ class Run:
         return self.process.wait(LIMIT), self._err.read_text().splitlines()
 
 
+def pids_of_ddprun(host: Host) -> list[int]:
+    names = (" -m ddp_callbacks.launcher ", " " + PLAIN[-1])
+    return [pid for pid, line in host.processes().items() if any(name in line for name in names)]
+
+
 def pid_of_ddprun(host: Host) -> int:
-    return next(pid for pid, line in host.processes().items() if " -m ddp_callbacks.launcher " in line)
+    """The oldest: what it is about to start as another program has its name, too."""
+    return min(pids_of_ddprun(host))
 
 
-def wait_until(holds: Callable[[], bool], limit: float = LIMIT) -> float:
-    """How long it took, in seconds."""
-    begin = time.monotonic()
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT
     while not holds():
-        assert time.monotonic() - begin < limit
+        assert time.monotonic() < end
         time.sleep(0.05)
-    return time.monotonic() - begin
 
 
 def of_job(*hosts: Host) -> list[str]:
     return [line for host in hosts for line in host.processes().values()]
 
 
-def started(bed: HostBed, tmp_path: Path, *flags: str) -> Run:
-    run = Run(bed.hosts[0], "-H", "h1:1,h2:2", "--show-ranks", "all", write(tmp_path, STAY), *flags, cwd=tmp_path)
-    run.await_text("up ", 3)
-    return run
+@contextmanager
+def started(bed: HostBed, tmp_path: Path, *arguments: str, command: list[str] = PLAIN) -> Iterator[Run]:
+    """Three workers that stay."""
+    argv = ["-H", "h1:1,h2:2", "--show-ranks", "all", write(tmp_path, STAY), *arguments]
+    with Run(bed.hosts[0], *argv, cwd=tmp_path, command=command) as run:
+        run.await_text("up ", 3)
+        yield run
 
 
+@ends
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, 137)]
+    ("number", "code", "command"),
+    [
+        pytest.param(signal.SIGINT, 130, PLAIN, id="SIGINT"),
+        pytest.param(signal.SIGTERM, 143, PLAIN, id="SIGTERM"),
+        pytest.param(signal.SIGHUP, 129, PLAIN, id="SIGHUP"),
+        pytest.param(signal.SIGKILL, 137, PLAIN, id="SIGKILL"),
+        pytest.param(signal.SIGINT, 130, DDPRUN, id="SIGINT torchrun", marks=pytest.mark.cold),
+        pytest.param(signal.SIGKILL, 137, DDPRUN, id="SIGKILL torchrun", marks=pytest.mark.cold),
+    ],
 )
-def test_all_is_gone_soon_after_a_signal(bed: HostBed, tmp_path: Path, number: int, code: int) -> None:
-    with started(bed, tmp_path, "deaf") as run:
-        run.signal(number)
-        assert wait_until(lambda: not of_job(*bed.hosts)) < 5
+def test_all_is_gone_soon_after_a_signal(
+    bed: HostBed, tmp_path: Path, number: int, code: int, command: list[str]
+) -> None:
+    with started(bed, tmp_path, "deaf", command=command) as run:
+        with Slowness() as slowness:
+            run.signal(number)
+            wait_until(lambda: not of_job(*bed.hosts))
+        assert slowness.took < 5 * slowness.factor
         ended, lines = run.end()
         assert ended in (code, -number)
         if number != signal.SIGKILL:
             assert lines[-1] == f"ddprun: ended by {signal.Signals(number).name}"
 
 
+@ends
 def test_a_closed_terminal_does_not_end_what_nohup_has_started(bed: HostBed, tmp_path: Path) -> None:
-    script = write(tmp_path, "import time; print('up', flush=True); time.sleep(3); print('done', flush=True)")
+    """The script ends when it is told to, after the terminal was closed."""
+    script = """
+import os, time
+print("up", flush=True)
+while not os.path.exists("closed"):
+    time.sleep(0.05)
+print("done", flush=True)
+"""
     host = bed.hosts[0]
-    command = ["env", "--ignore-signal=HUP", *DDPRUN[2:], script]
-    process = host.start(*command, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-    with process:
+    command = ["env", "--ignore-signal=HUP", *PLAIN[2:], write(tmp_path, script)]
+    with running(host, *command, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"[localhost:0] up\n"
         os.kill(pid_of_ddprun(host), signal.SIGHUP)
+        (tmp_path / "closed").touch()
         assert process.stdout.read() == b"[localhost:0] done\n"
-    assert process.returncode == 0
+        assert process.wait(LIMIT) == 0
 
 
+@ends
 def test_a_second_ctrl_c_ends_at_once(bed: HostBed, tmp_path: Path) -> None:
     with started(bed, tmp_path, "deaf") as run:
-        pid = run.pid()
-        os.kill(pid, signal.SIGINT)
-        time.sleep(0.2)  # two signals at the same moment are one
-        os.kill(pid, signal.SIGINT)
-        assert wait_until(lambda: not of_job(*bed.hosts)) < 1.5
+        run.signal(signal.SIGINT)
+        run.await_text("deaf", 3)  # two signals at the same moment would be one
+        with Slowness() as slowness:
+            run.signal(signal.SIGINT)
+            wait_until(lambda: not of_job(*bed.hosts))
+        assert slowness.took < 1.5 * slowness.factor
         assert run.end()[0] == 130
 
 
 def kill_on(host: Host, words: str) -> None:
     for pid, line in host.processes().items():
         if words in line:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def kill_sshd_session(host: Host) -> None:
-    namespace = os.readlink(f"/proc/{host.pid}/ns/pid")
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            line = Path(f"/proc/{entry}/cmdline").read_text()
-            if os.readlink(f"/proc/{entry}/ns/pid") == namespace and "root@notty" in line:
-                os.kill(int(entry), signal.SIGKILL)
-        except OSError:
-            pass
+    for pid, line in host.processes(of_sshd=True).items():
+        if "root@notty" in line:
+            os.kill(pid, signal.SIGKILL)
 
 
+@ends
 @pytest.mark.parametrize(
-    ("event", "code", "says"),
+    ("event", "command", "code", "says"),
     [
-        (
+        pytest.param(
             lambda bed: kill_on(bed.hosts[1], "script.py"),
+            DDPRUN,
             137,
             r"rank [12] on h2 failed with exit code 137: ended by SIGKILL",
+            id="worker killed",
+            marks=pytest.mark.cold,
         ),
-        (lambda bed: kill_on(bed.hosts[1], "launcher.agent"), 137, r"h2: torchrun's agent ended with exit code 137"),
-        (lambda bed: kill_on(bed.hosts[0], "ssh -T"), 1, r"h2: the connection was lost"),
-        (lambda bed: kill_sshd_session(bed.hosts[1]), 1, r"h2: the connection was lost"),
+        pytest.param(
+            lambda bed: kill_on(bed.hosts[1], "launcher.agent"),
+            DDPRUN,
+            137,
+            r"h2: torchrun's agent ended with exit code 137",
+            id="agent killed",
+            marks=pytest.mark.cold,
+        ),
+        pytest.param(
+            lambda bed: kill_on(bed.hosts[0], "ssh -T"), PLAIN, 1, r"h2: the connection was lost", id="ssh killed"
+        ),
+        pytest.param(
+            lambda bed: kill_sshd_session(bed.hosts[1]), PLAIN, 1, r"h2: the connection was lost", id="sshd killed"
+        ),
     ],
-    ids=["worker killed", "agent killed", "ssh killed", "sshd killed"],
 )
 def test_what_ends_one_node_ends_all(
-    bed: HostBed, tmp_path: Path, event: Callable[[HostBed], None], code: int, says: str
+    bed: HostBed, tmp_path: Path, event: Callable[[HostBed], None], command: list[str], code: int, says: str
 ) -> None:
-    with started(bed, tmp_path, "deaf") as run:
-        event(bed)
-        assert wait_until(lambda: not of_job(*bed.hosts)) < 5
+    with started(bed, tmp_path, "deaf", command=command) as run:
+        with Slowness() as slowness:
+            event(bed)
+            wait_until(lambda: not of_job(*bed.hosts))
+        assert slowness.took < 5 * slowness.factor
         ended, lines = run.end()
         assert ended == code, run.text
         assert re.match(f"ddprun: {says}", lines[-2]), lines
 
 
-@pytest.mark.parametrize("event", ["cable", "power"])
-def test_a_node_that_is_cut_off_ends_all(bed_of_two: HostBed, tmp_path: Path, event: str) -> None:
-    bed = bed_of_two
-    h1, h2 = bed.hosts
-    with started(bed, tmp_path) as run:
-        if event == "power":
-            bed.power_off(h2)
-        else:
-            bed.set_link(h2, up=False)
-            assert wait_until(lambda: not of_job(h2)) < 5
+@ends
+@pytest.mark.cold
+def test_a_node_whose_cable_is_out_ends_all(bed_of_two: HostBed, tmp_path: Path) -> None:
+    h1, h2 = bed_of_two.hosts
+    with started(bed_of_two, tmp_path, command=DDPRUN) as run:
+        with Slowness() as slowness:
+            bed_of_two.set_link(h2, up=False)
+            wait_until(lambda: not of_job(h2))
+        assert slowness.took < 5 * slowness.factor
         ended, lines = run.end()
         assert not of_job(h1)
         assert ended == 1
         assert lines[-2].startswith("ddprun: h2: the connection was lost"), lines
 
 
+@ends
+def test_a_node_that_has_lost_its_power_ends_all(bed_of_two: HostBed, tmp_path: Path) -> None:
+    h1, h2 = bed_of_two.hosts
+    with started(bed_of_two, tmp_path) as run:
+        bed_of_two.power_off(h2)
+        ended, lines = run.end()
+        assert not of_job(h1)
+        assert ended == 1
+        assert lines[-2].startswith("ddprun: h2: the connection was lost"), lines
+
+
+@ends
 def test_a_cut_of_a_shared_connection_is_noticed(bed_of_two: HostBed, tmp_path: Path) -> None:
     """ssh's own signs of life are those of the connection that is shared."""
     h1, h2 = bed_of_two.hosts
     (h1.home / ".ssh" / "config").write_text(f"ControlPath {tmp_path}/master\n")
-    master = h1.start("ssh", "-M", "-N", "h2", stdin=subprocess.DEVNULL)
-    wait_until((tmp_path / "master").exists)
-    try:
+    with running(h1, "ssh", "-M", "-N", "h2", stdin=subprocess.DEVNULL):
+        wait_until((tmp_path / "master").exists)
         with started(bed_of_two, tmp_path) as run:
-            bed_of_two.set_link(h2, up=False)
-            assert wait_until(lambda: not [line for line in of_job(h1) if "ssh -M" not in line]) < 9
+            with Slowness() as slowness:
+                bed_of_two.set_link(h2, up=False)
+                wait_until(lambda: not [line for line in of_job(h1) if "ssh -M" not in line])
+            assert slowness.took < 9 * slowness.factor
             code, lines = run.end()
             assert code == 1
             assert lines[-2] == "ddprun: h2: the connection was lost (nothing came for 3.5 s)", lines
-    finally:
-        master.kill()
-        master.wait()
 
 
+@ends
+@pytest.mark.cold
 def test_a_killed_program_of_a_node_leaves_no_worker(bed: HostBed, tmp_path: Path) -> None:
-    with started(bed, tmp_path) as run:
-        kill_on(bed.hosts[1], "sys.stdin.buffer")
-        assert wait_until(lambda: not [line for line in of_job(*bed.hosts) if "script.py" in line]) < 5
+    """But what a worker has started in a session of its own: nobody is left who knows of it."""
+    with started(bed, tmp_path, command=DDPRUN) as run:
+        with Slowness() as slowness:
+            kill_on(bed.hosts[1], "sys.stdin.buffer")
+            wait_until(lambda: not [line for line in of_job(*bed.hosts) if "script.py" in line])
+        assert slowness.took < 5 * slowness.factor
         assert run.end()[0] == 1
-    kill_on(bed.hosts[1], "sleep 1000")  # in sessions of their own, and nobody is left who knows of them
+    bed.end_all()
 
 
+@ends
 def test_a_terminal_that_takes_nothing_does_not_keep_anything_running(bed: HostBed, tmp_path: Path) -> None:
     script = write(tmp_path, "import sys\nwhile True: print('x' * 1000, flush=True)")
     host = bed.hosts[0]
-    with host.start(*DDPRUN, "-H", "h1:1,h2:1", script, cwd=tmp_path, stdout=subprocess.PIPE) as process:
+    terminal = {"stdout": subprocess.PIPE, "pipesize": 4096}  # takes one piece at a time
+    with running(host, *PLAIN, "-H", "h1:1,h2:1", script, cwd=tmp_path, **terminal) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        os.kill(pid_of_ddprun(host), signal.SIGTERM)
-        assert wait_until(lambda: not of_job(*bed.hosts)) < 9
+        assert select.select([process.stdout], [], [], LIMIT)[0]
+        with Slowness() as slowness:
+            os.kill(pid_of_ddprun(host), signal.SIGTERM)
+            wait_until(lambda: not of_job(*bed.hosts))
+        assert slowness.took < 9 * slowness.factor
         process.stdout.read()
-    assert process.returncode == 143
+        assert process.wait(LIMIT) == 143
 
 
 STRANGER = """
@@ -529,25 +644,31 @@ for _ in range(20):
 """
 
 
+@starts
+@pytest.mark.cold
 def test_what_a_stranger_writes_to_the_store_is_not_run(bed: HostBed, tmp_path: Path) -> None:
     h1, _, h3 = bed.hosts
     elastic = ["-H", "h1:1,h2:1", "--max-restarts", "1", "--master-port", "29611", "--show-ranks", "all"]
     with Run(h1, *elastic, write(tmp_path, STAY), cwd=tmp_path) as run:
         run.await_text("up ", 2)
-        h3.run(sys.executable, "-c", STRANGER, str(tmp_path / "owned"))
+        h3.run(sys.executable, "-c", STRANGER, str(tmp_path / "owned"), timeout=LIMIT)
         run.end()
     assert not (tmp_path / "owned").exists()
     assert "someone who does not belong to this job has written to its store" in run.text
 
 
+@starts
+@pytest.mark.cold
 def test_an_elastic_run_does_not_wait_for_a_node_that_was_not_there(bed: HostBed, tmp_path: Path) -> None:
-    begin = time.monotonic()
-    done = ddprun(bed.hosts[0], "-H", "h1:1,nowhere:1", "--nnodes", "1:2", write(tmp_path, SHOW), cwd=tmp_path)
+    with Slowness() as slowness:
+        done = ddprun(bed.hosts[0], "-H", "h1:1,nowhere:1", "--nnodes", "1:2", write(tmp_path, SHOW), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("ddprun: goes on without nowhere: the host is unknown ")
-    assert time.monotonic() - begin < 30
+    assert slowness.took < 12 * slowness.factor  # much less than the 30 s for which torchrun waits for late nodes
 
 
+@ends
+@pytest.mark.cold
 def test_an_elastic_run_goes_on_without_an_agent_that_was_killed(bed: HostBed, tmp_path: Path) -> None:
     flags = ["--nnodes", "1:2", "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=1", "--show-ranks", "all"]
     with Run(bed.hosts[0], "-H", "h1:1,h2:1", *flags, write(tmp_path, STAY), cwd=tmp_path) as run:
@@ -559,26 +680,32 @@ def test_an_elastic_run_goes_on_without_an_agent_that_was_killed(bed: HostBed, t
         assert run.end()[0] == 130
 
 
+@ends
+@pytest.mark.cold
 def test_the_first_of_two_failures_is_told(bed: HostBed, tmp_path: Path) -> None:
     """Both within a second, and the first one's neighbour takes its time to end."""
     script = """
 import os, signal, sys, time
 rank = os.environ["RANK"]
+if rank == "2":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("up", flush=True)
 if rank == "1":
     time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)
-if rank == "2":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-time.sleep(100)
+time.sleep(1000)
 """
-    begin = time.monotonic()
-    done = ddprun(bed.hosts[0], "-H", "h1:1,h2:2", write(tmp_path, script), cwd=tmp_path)
-    assert time.monotonic() - begin < 20
-    assert done.returncode == 137, done.stderr
-    assert "ddprun: rank 1 on h2 failed with exit code 137: ended by SIGKILL" in done.stderr
+    with Run(bed.hosts[0], "-H", "h1:1,h2:2", "--show-ranks", "all", write(tmp_path, script), cwd=tmp_path) as run:
+        run.await_text("up", 3)
+        with Slowness() as slowness:
+            code, lines = run.end()
+    assert slowness.took < 9 * slowness.factor
+    assert code == 137, lines
+    assert "ddprun: rank 1 on h2 failed with exit code 137: ended by SIGKILL" in lines
 
 
+@ends
 def test_a_cable_that_comes_back_soon_ends_nothing(bed_of_two: HostBed, tmp_path: Path) -> None:
+    """Out for less than the silence that ddprun bears (3.5 s), and longer than that afterwards."""
     with started(bed_of_two, tmp_path) as run:
         bed_of_two.set_link(bed_of_two.hosts[1], up=False)
         time.sleep(1)
@@ -599,6 +726,8 @@ time.sleep(1000)
 """
 
 
+@ends
+@pytest.mark.cold
 def test_the_last_lines_name_node_rank_exception_and_log(bed: HostBed, tmp_path: Path) -> None:
     done = ddprun(bed.hosts[0], "-H", "h1:1,h2:1", write(tmp_path, FAIL), cwd=tmp_path)
     *_, quoted, cause, log = done.stderr.splitlines()
@@ -610,121 +739,185 @@ def test_the_last_lines_name_node_rank_exception_and_log(bed: HostBed, tmp_path:
     assert not of_job(*bed.hosts)
 
 
-# --- what cannot be ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def refusing_login(bed: HostBed) -> Iterator[None]:
-    keys = bed.hosts[1].home / ".ssh" / "authorized_keys"
-    good = keys.read_text()
-    keys.write_text("")
-    yield
-    keys.write_text(good)
-
-
-@pytest.fixture
-def other_host_key(bed: HostBed) -> Iterator[None]:
-    known = bed.hosts[0].home / ".ssh" / "known_hosts"
-    good = known.read_text()
-    lines = good.splitlines()
-    key = lines[2].split()[2]
-    known.write_text(
-        "\n".join(line.rpartition(" ")[0] + " " + key if line.startswith("h2") else line for line in lines)
-    )
-    yield
-    known.write_text(good)
-
-
-@pytest.fixture
-def unknown_host_key(bed: HostBed) -> Iterator[None]:
-    known = bed.hosts[0].home / ".ssh" / "known_hosts"
-    good = known.read_text()
-    known.write_text("")
-    yield
-    known.write_text(good)
-
-
+@starts
 @pytest.mark.parametrize(
-    ("fault", "says"),
+    ("command", "count"),
     [
-        ("refusing_login", r"h2: the login is refused \(.*Permission denied.*\)\..*ssh-copy-id h2, or ssh-add\."),
-        ("other_host_key", r"h2: its host key is not the known one\..*ssh-keygen -R h2.*"),
-        ("unknown_host_key", r"h2: its host key is not among the known hosts\. Check and accept it: ssh h2 true\."),
+        pytest.param(PLAIN, 30, id="plain"),
+        pytest.param(DDPRUN, 3, id="torchrun", marks=pytest.mark.cold),
     ],
 )
-def test_a_login_that_does_not_work_is_explained(
-    bed: HostBed, tmp_path: Path, request: pytest.FixtureRequest, fault: str, says: str
+def test_starts_that_are_ended_at_any_moment_leave_nothing(
+    bed: HostBed, tmp_path: Path, command: list[str], count: int
 ) -> None:
-    request.getfixturevalue(fault)
-    done = ddprun(bed.hosts[0], "-H", "h1:1,h2:1", write(tmp_path, "print('started')"), cwd=tmp_path)
+    """Spread over a whole start and a little more. DDPRUN_STARTS says how many; many need --timeout=0."""
+    count = int(os.environ.get("DDPRUN_STARTS", count))
+    argv = ["-H", "h1:1,h2:1", "--show-ranks", "all", write(tmp_path, STAY)]
+    begin = time.monotonic()
+    with Run(bed.hosts[0], *argv, cwd=tmp_path, command=command) as run:
+        run.await_text("up ", 2)
+        whole = 1.2 * (time.monotonic() - begin)
+        run.signal(signal.SIGTERM)
+        assert run.end()[0] == 143
+    moments = random.Random(7)
+    numbers = [signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]
+    for i in range(count):
+        with Run(bed.hosts[0], *argv, cwd=tmp_path, command=command) as run:
+            wait_until(lambda: pids_of_ddprun(bed.hosts[0]) != [])
+            time.sleep(whole * moments.uniform(i, i + 1) / count)
+            with Slowness() as slowness:
+                run.signal(numbers[i % len(numbers)])
+                wait_until(lambda: not of_job(*bed.hosts))
+            assert slowness.took < 6 * slowness.factor
+            run.end()
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+ANYTHING = "import sys; print('started')"
+
+
+@pytest.fixture(scope="module")
+def faulty() -> Iterator[HostBed]:
+    """h1 is good; each other host has a fault of its own, here or in the host files below."""
+    with HostBed(9) as made:
+        h1, h2, *_, h9 = made.hosts
+        (h2.home / ".ssh" / "authorized_keys").write_text("")
+        known = h1.home / ".ssh" / "known_hosts"
+        of_h1, of_h2, of_h3, _, *others = known.read_text().splitlines()
+        of_h3 = of_h3.replace(of_h3.split()[2], of_h1.split()[2])
+        known.write_text("\n".join([of_h1, of_h2, of_h3, *others, ""]))
+        close_ports(h1, h9)
+        yield made
+
+
+def close_ports(host: Host, to: Host) -> None:
+    """A firewall: what comes from there is dropped, but for the answers of its sshd."""
+    chain = f"type filter hook input priority 0\n ip saddr {to.address} tcp sport != 22 drop\n"
+    rules = f"table inet t {{\n chain i {{\n {chain} }}\n}}\n"
+    assert host.run("nft", "-f", "-", input=rules).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def refused(faulty: HostBed, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What one ``ddprun`` says of all its hosts."""
+    folder = tmp_path_factory.mktemp("refused")
+    there = f"chdir={folder}"
+    python = f"python={sys.executable}"
+    (folder / "hosts").write_text(
+        f"""
+h1 {python}                    # the folder of --chdir is not there
+h2 {python} {there}            # refuses the login
+h3 {python} {there}            # its host key is not the known one
+h4 {python} {there}            # its host key is not known
+h5 {there}                     # the interpreter of --python is not there
+h6 {python}                    # the folder of --chdir is not there
+h7 python=/usr/bin/python3 {there}
+h8 {python} chdir=/usr         # has no script.py
+h9 {python} {there}            # good
+nowhere {python} {there}
+10.83.0.99 {python} {there}
+"""
+    )
+    flags = ["--hostfile", "hosts", "--python", "/no/python", "--chdir", "/no"]
+    done = ddprun(faulty.hosts[0], *flags, write(folder, ANYTHING), cwd=folder, command=PLAIN)
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(f"ddprun: {says}\n", done.stderr), done.stderr
+    assert not (folder / "ddprun-logs").exists()
+    return done.stderr.splitlines()
 
 
+LOGINS = {
+    "refusing_login": r"h2: the login is refused \(.*Permission denied.*\)\..*ssh-copy-id h2, or ssh-add\.",
+    "other_host_key": r"h3: its host key is not the known one\..*ssh-keygen -R h3.*",
+    "unknown_host_key": r"h4: its host key is not among the known hosts\. Check and accept it: ssh h4 true\.",
+}
+NODES = {
+    "unknown host": r"nowhere: the host is unknown \(.*\)\. Check the name, or add it to ~/.ssh/config\.",
+    "dead host": r"10.83.0.99: ssh cannot reach it: .*\. Try: ssh 10.83.0.99 true\.",
+    "no python": r"h5: cannot start the interpreter /no/python\. .*",
+    "no folder": r"h6: the working directory /no cannot be entered: .*",
+    "no folder here": r"h1: the working directory /no cannot be entered: .*",
+    "no script": r"h8: there is no file script.py \(working directory /usr\)\.",
+    "not installed": r"h7: ddp_callbacks is not installed .*: ssh h7 /usr/bin/python3 -m pip install ddp_callbacks\.",
+}
+
+
+def line_of(says: str, lines: list[str]) -> str:
+    """The one about the same host."""
+    (line,) = [line for line in lines if line.startswith(f"ddprun: {says.partition(':')[0]}:")]
+    return line
+
+
+@faults
+@pytest.mark.parametrize("fault", LOGINS)
+def test_a_login_that_does_not_work_is_explained(refused: list[str], fault: str) -> None:
+    assert re.fullmatch(f"ddprun: {LOGINS[fault]}", line_of(LOGINS[fault], refused))
+
+
+@faults
+@pytest.mark.parametrize("fault", NODES)
+def test_a_node_that_cannot_do_its_part_is_named_before_anything_starts(refused: list[str], fault: str) -> None:
+    assert re.fullmatch(f"ddprun: {NODES[fault]}", line_of(NODES[fault], refused))
+
+
+@faults
+def test_each_bad_node_is_named_once_and_no_good_one(refused: list[str]) -> None:
+    named = [line.split(": ")[1] for line in refused]
+    assert named == ["h1", "h2", "h3", "h4", "h5", "h6", "h7", "h8", "nowhere", "10.83.0.99"]
+
+
+@faults
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["-H", "h1,nowhere"], [r"nowhere: the host is unknown \(.*\)\. Check the name, or add it to ~/.ssh/config\."]),
-        (["-H", "h1,10.83.0.99"], [r"10.83.0.99: ssh cannot reach it: .*\. Try: ssh 10.83.0.99 true\."]),
-        (
-            ["-H", "h1,h2", "--python", "/no/python"],
-            [rf"h{i}: cannot start the interpreter /no/python\. .*" for i in (1, 2)],
-        ),
-        (
-            ["-H", "h1,h2", "--chdir", "/no"],
-            [rf"h{i}: the working directory /no cannot be entered: .*" for i in (1, 2)],
-        ),
-        (
+        pytest.param(
             ["-H", "h1,10.83.0.1"],
-            [r"h1 and 10.83.0.1 are the same machine\. Name it once, with the .*"],
+            r"h1 and 10.83.0.1 are the same machine\. Name it once, with the .*",
+            id="host twice",
         ),
-        (
-            ["--hostfile", "hosts"],
-            [r"h2: ddp_callbacks is not installed .*: ssh h2 /usr/bin/python3 -m pip install ddp_callbacks\."],
+        pytest.param(
+            ["-H", "h1,h9", "--master-addr", "10.83.0.99"],
+            r"h1: cannot listen on 10.83.0.99 .*--master-addr\.",
+            id="no address",
         ),
-        (["-H", "h1,h2", "--master-addr", "10.83.0.99"], [r"h1: cannot listen on 10.83.0.99 .*--master-addr\."]),
+        pytest.param(
+            ["-H", "h1:1,h9:1"],
+            r"h9: cannot connect to 10.83.0.1 port \d+: timed out\. Open the ports .*",
+            id="firewall",
+        ),
     ],
-    ids=["unknown host", "dead host", "no python", "no folder", "host twice", "not installed", "no address"],
 )
-def test_a_node_that_cannot_do_its_part_is_named_before_anything_starts(
-    bed: HostBed, tmp_path: Path, flags: list[str], says: list[str]
+def test_nodes_that_cannot_meet_are_named_before_anything_starts(
+    faulty: HostBed, tmp_path: Path, flags: list[str], says: str
 ) -> None:
-    write(tmp_path, "h1\nh2 python=/usr/bin/python3\n", "hosts")
-    done = ddprun(bed.hosts[0], *flags, write(tmp_path, "print('started')"), cwd=tmp_path)
+    done = ddprun(faulty.hosts[0], *flags, write(tmp_path, ANYTHING), cwd=tmp_path, command=PLAIN)
     assert (done.returncode, done.stdout) == (2, "")
-    lines = done.stderr.splitlines()
-    assert len(lines) == len(says), done.stderr
-    for line, pattern in zip(lines, says, strict=True):
-        assert re.fullmatch(f"ddprun: {pattern}", line)
+    assert re.fullmatch(f"ddprun: {says}\n", done.stderr), done.stderr
     assert not (tmp_path / "ddprun-logs").exists()
-
-
-@pytest.mark.usefixtures("firewall")
-def test_a_port_that_a_firewall_closes_is_named(bed: HostBed, tmp_path: Path) -> None:
-    h1 = bed.hosts[0]
-    done = ddprun(h1, "-H", "h1:1,h2:1", write(tmp_path, "print('started')"), cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(
-        r"ddprun: h2: cannot connect to 10.83.0.1 port \d+: timed out\. Open the ports .*\n", done.stderr
-    )
 
 
 # --- the doctor -------------------------------------------------------------------------------------------------------
 
 
-def doctor(host: Host, *argv: str, cwd: Path) -> tuple[int, list[dict[str, str]], float]:
-    """Its exit code, what it found, and how long it took."""
-    begin = time.monotonic()
-    done = ddprun(host, "doctor", "--json", *argv, cwd=cwd)
+def doctor(host: Host, *argv: str, cwd: Path) -> tuple[int, list[dict[str, str]]]:
+    """Its exit code, and what it found.
+
+    It gives up after 20 s. It is busy itself while the machine is watched, so less than that is asserted.
+    """
+    with Slowness() as slowness:
+        done = ddprun(host, "doctor", "--json", *argv, cwd=cwd)
+    assert slowness.took < 12 * slowness.factor
     assert done.stderr == ""
     report = json.loads(done.stdout)
     assert report["works"] == (done.returncode == 0)
-    return done.returncode, report["findings"], time.monotonic() - begin
+    return done.returncode, report["findings"]
 
 
+@faults
+@pytest.mark.cold
 def test_the_doctor_finds_three_good_nodes_good(bed: HostBed, tmp_path: Path) -> None:
-    code, found, took = doctor(bed.hosts[0], "-H", "h1,h2,h3", write(tmp_path, ""), cwd=tmp_path)
-    assert (code, took < 20) == (0, True), found
+    code, found = doctor(bed.hosts[0], "-H", "h1,h2,h3", write(tmp_path, ""), cwd=tmp_path)
+    assert code == 0, found
     assert {finding["check"] for finding in found if finding["level"] != "green"} <= {
         "encryption",
         "/dev/shm",
@@ -740,75 +933,51 @@ def test_the_doctor_finds_three_good_nodes_good(bed: HostBed, tmp_path: Path) ->
     assert not of_job(*bed.hosts)
 
 
-@pytest.mark.parametrize(
-    ("fault", "flags", "check", "says"),
-    [
-        ("refusing_login", [], "reached", r"the login is refused .*ssh-copy-id h2.*"),
-        ("unknown_host_key", [], "reached", r"its host key is not among the known hosts.*ssh h2 true"),
-        ("other_host_key", [], "reached", r"its host key is not the known one.*ssh-keygen -R h2.*"),
-        (None, ["no_such.py"], "script", r"there is no file no_such.py .*rsync -a --mkpath .* h2:.*"),
-        ("other_folder", [], "folder", r"the working directory /no/such cannot be entered.*rsync .*--chdir"),
-        ("no_python", [], "reached", r"cannot start the interpreter /no/python\. Name the one there by --python.*"),
-        ("bare_python", [], "torch", r"torch is not installed: ssh h2 /usr/bin/python3 -m pip install torch==.*"),
-        ("firewall", [], "ports", r"cannot connect to 10.83.0.1 port \d+: timed out\. .*ufw allow from 10.83.0.2.*"),
-    ],
-)
-def test_the_doctor_names_each_fault_and_what_mends_it(
-    bed: HostBed,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    fault: str | None,
-    flags: list[str],
-    check: str,
-    says: str,
-) -> None:
-    of_h2 = {
-        "other_folder": "chdir=/no/such",
-        "no_python": "python=/no/python",
-        "bare_python": "python=/usr/bin/python3",
-    }
-    if fault is not None and fault not in of_h2:
-        request.getfixturevalue(fault)
-    hosts = write(tmp_path, f"h1\nh2 {of_h2.get(fault or '', '')}\n", "hosts")
-    code, found, took = doctor(bed.hosts[0], "--hostfile", hosts, *flags, cwd=tmp_path)
-    assert (code, took < 20) == (1, True)
-    red = {(finding["node"], finding["check"]): finding["remedy"] for finding in found if finding["level"] == "red"}
-    assert re.fullmatch(says, red["h2", check]), red
-    assert red["", "all-reduce"] == "not tried: mend the above first"
-    others = {key for key in red if key not in {("h2", check), ("", "all-reduce")}}
-    lacking = {("h2", name) for name in ("ddp_callbacks", "torchbearer", "lightning", "pytorch-lightning")}
-    assert others <= {("h1", "script"), ("h1", "ports")} | lacking
+@pytest.fixture(scope="module")
+def mended(faulty: HostBed, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
+    """What one look of the doctor finds red, by node and check, with its remedy."""
+    folder = tmp_path_factory.mktemp("mended")
+    (folder / "empty").mkdir()
+    (folder / "hosts").write_text(
+        f"""
+h1
+h2                             # refuses the login
+h3                             # its host key is not the known one
+h4                             # its host key is not known
+h5 python=/no/python
+h6 chdir=/no/such
+h7 python=/usr/bin/python3     # has no torch
+h8 chdir={folder}/empty        # has no script.py
+h9                             # behind a firewall of h1
+"""
+    )
+    code, found = doctor(faulty.hosts[0], "--hostfile", "hosts", write(folder, ""), cwd=folder)
+    assert code == 1
+    return {(finding["node"], finding["check"]): finding["remedy"] for finding in found if finding["level"] == "red"}
 
 
-@pytest.fixture
-def firewall(bed: HostBed) -> Iterator[None]:
-    """h1 takes nothing from h2 but the answers of its sshd."""
-    close_ports(bed.hosts[0])
-    yield
-    assert bed.hosts[0].run("nft", "delete", "table", "inet", "t").returncode == 0
+REMEDIES = {
+    "refusing_login": ("h2", "reached", r"the login is refused .*ssh-copy-id h2.*"),
+    "other_host_key": ("h3", "reached", r"its host key is not the known one.*ssh-keygen -R h3.*"),
+    "unknown_host_key": ("h4", "reached", r"its host key is not among the known hosts.*ssh h4 true"),
+    "no_script": ("h8", "script", r"there is no file script.py .*rsync -a --mkpath .* h8:.*"),
+    "other_folder": ("h6", "folder", r"the working directory /no/such cannot be entered.*rsync .*--chdir"),
+    "no_python": ("h5", "reached", r"cannot start the interpreter /no/python\. Name the one there by --python.*"),
+    "bare_python": ("h7", "torch", r"torch is not installed: ssh h7 /usr/bin/python3 -m pip install torch==.*"),
+    "firewall": ("h9", "ports", r"cannot connect to 10.83.0.1 port \d+: timed out\. .*ufw allow from 10.83.0.9.*"),
+}
 
 
-def close_ports(host: Host) -> None:
-    chain = "type filter hook input priority 0\n ip saddr 10.83.0.2 tcp sport != 22 drop\n"
-    rules = f"table inet t {{\n chain i {{\n {chain} }}\n}}\n"
-    assert host.run("nft", "-f", "-", input=rules).returncode == 0
+@faults
+@pytest.mark.parametrize("fault", REMEDIES)
+def test_the_doctor_names_each_fault_and_what_mends_it(mended: dict[tuple[str, str], str], fault: str) -> None:
+    node, check, says = REMEDIES[fault]
+    assert re.fullmatch(says, mended[node, check])
 
 
-def test_starts_that_are_ended_at_any_moment_leave_nothing(bed: HostBed, tmp_path: Path) -> None:
-    """DDPRUN_STARTS says how many; a hundred take twelve minutes, and --timeout=0."""
-    moments = random.Random(7)
-    script = write(tmp_path, STAY)
-    for _ in range(int(os.environ.get("DDPRUN_STARTS", "12"))):
-        with Run(bed.hosts[0], "-H", "h1:1,h2:1", script, cwd=tmp_path) as run:
-            time.sleep(moments.uniform(0, 12))
-            number = moments.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-            run.process.poll()
-            if any("-m ddp_callbacks.launcher " in line for line in bed.hosts[0].processes().values()):
-                run.signal(number)
-            else:
-                run.process.kill()
-            end = time.monotonic() + 6
-            while (left := of_job(*bed.hosts)) and time.monotonic() < end:
-                time.sleep(0.05)
-            assert not left
-            run.end()
+@faults
+def test_the_doctor_finds_nothing_else_red_and_tries_no_sum(mended: dict[tuple[str, str], str]) -> None:
+    assert mended["", "all-reduce"] == "not tried: mend the above first"
+    lacking = {("h7", name) for name in ("ddp_callbacks", "torchbearer", "lightning", "pytorch-lightning")}
+    told = {(node, check) for node, check, _ in REMEDIES.values()} | {("", "all-reduce"), ("h1", "ports")}
+    assert told <= set(mended) <= told | lacking

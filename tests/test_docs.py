@@ -8,14 +8,13 @@ import importlib.util
 import inspect
 import re
 import shutil
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run
 from nursery import Nursery
 from pages import LANGUAGES, ROOT, Block, Page, Running, agrees, page_named, pages, patched, sides
 
@@ -30,9 +29,19 @@ BLOCKS = [block for page in PAGES for block in page.blocks]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-def _run_together(blocks: list[Block]) -> list[Any]:
+def _run_together(page: Page) -> list[Any]:
     """The blocks of a page run one after the other, on one of pytest's workers."""
-    return [pytest.param(block, marks=pytest.mark.xdist_group(block.page), id=str(block)) for block in blocks]
+    blocks = [block for block in page.blocks if (block.is_python or block.is_commands) and block.not_run is None]
+    return [pytest.param(block, marks=list(_marks(page, block)), id=str(block)) for block in blocks]
+
+
+def _marks(page: Page, block: Block) -> Iterator[pytest.MarkDecorator]:
+    yield pytest.mark.pages
+    yield pytest.mark.xdist_group(page.name)
+    if block.needs_mpi:
+        yield pytest.mark.mpi
+    if str(block) in page.cold.values():
+        yield pytest.mark.cold
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +58,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Itera
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(
-    "block",
-    _run_together([block for block in BLOCKS if (block.is_python or block.is_commands) and block.not_run is None]),
-)
+@pytest.mark.parametrize("block", [each for page in PAGES for each in _run_together(page)])
 def test_block_runs(block: Block, running: dict[str, Running]) -> None:
     failure = running[block.page].failure_of(block)
     if failure is not None:
@@ -226,12 +232,10 @@ def test_the_map_of_the_code_names_every_module_after_what_it_imports() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="needs Sphinx: the extra docs")
+@pytest.mark.pages
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-d", tmp_path / "doctrees"]
-    done = subprocess.run(
-        [*command, DOCS, tmp_path / "html"], capture_output=True, text=True, timeout=230, stdin=subprocess.DEVNULL
-    )
-    assert done.returncode == 0, done.stderr
+    command = ["python", "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-d", tmp_path / "doctrees"]
+    run([*command, DOCS, tmp_path / "html"], ROOT)
     described = _inventory(tmp_path / "html" / "objects.inv")
     assert set(LISTED) <= described
     assert not [name for name in described if re.search(r"\._", name)], "private names are on the site"
@@ -301,6 +305,10 @@ def test_a_diff_has_two_sides() -> None:
         ("a\n...\nd", "a\nd", True),
         ("a ... c", "a b c", True),
         ("a\n\nb", "a\nb", True),
+        ("a\nddp_callbacks: summed\nb", "ddp_callbacks: summed\na\nb", True),
+        ("a\n[h1:0] ddp_callbacks: summed\nb", "a\nb\n[h1:0] ddp_callbacks: summed", True),
+        ("a\nddp_callbacks: summed\nb", "a\nb", False),
+        ("a\nb", "a\nddp_callbacks: summed\nb", False),
         ("a", "a\nb", False),
         ("loss 1", "lost 1", False),
         ("...\nb", "a\nc", False),

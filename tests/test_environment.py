@@ -155,6 +155,8 @@ if env.rank == 0:
 """
 
 
+@pytest.mark.cold
+@pytest.mark.mpi
 @pytest.mark.parametrize("name", STARTERS)
 def test_processes_that_mpi_starts_find_each_other(name: str) -> None:
     command, *options = STARTERS[name]
@@ -167,7 +169,7 @@ def test_processes_that_mpi_starts_find_each_other(name: str) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ranks [[0, 0], [1, 1], [2, 2]]\n"

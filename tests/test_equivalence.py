@@ -20,6 +20,8 @@ from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.shared_memory import SWITCH
 from ddp_callbacks.torchbearer import DDPCallback
 
+pytestmark = pytest.mark.shares_results()
+
 RELATIVE = 1e-10
 
 
@@ -76,13 +78,20 @@ def test_a_world_of_one_is_bit_for_bit_the_trial_without_us(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize(
-    ("world_size", "way"), [(2, "shared memory"), (3, "two levels"), (4, "shared memory"), (3, "gloo")]
+    ("world_size", "way"),
+    [
+        (2, "shared memory"),
+        pytest.param(3, "two levels", marks=pytest.mark.wide),
+        pytest.param(4, "shared memory", marks=pytest.mark.wide),
+        pytest.param(3, "gloo", marks=pytest.mark.wide),
+    ],
 )
 def test_n_processes_equal_one(world_size: int, way: str, name: str) -> None:
     for rank, results in enumerate(on_ranks(world_size, way)):
         assert_equal(results[name], one_process(name), relative=RELATIVE, where=f"rank {rank}")
 
 
+@pytest.mark.wide
 def test_a_trial_resumes_at_another_number_of_processes() -> None:
     one = resumable([])
     expected = outcome(one, one.run(4))

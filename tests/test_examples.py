@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +38,12 @@ def assert_equal_checkpoints(one: Path, other: Path, epochs: int) -> None:
     torch.testing.assert_close(parameters, other_parameters, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cold
 def test_digits_by_torchrun_equal_python_and_go_on_at_another_size(tmp_path: Path) -> None:
-    alone = [sys.executable, TRAIN, "--checkpoint", "alone.pt"]
+    alone = ["python", TRAIN, "--checkpoint", "alone.pt"]
     two = [*TWO_PROCESSES, TRAIN, "--checkpoint", "two.pt"]
 
-    with start([*alone, "--epochs", 2], tmp_path) as running_alone:
+    with start([*alone, "--epochs", 2], tmp_path, cold=True) as running_alone:
         output = run([*two, "--epochs", 2], tmp_path)
         output_alone = finish(running_alone)
 

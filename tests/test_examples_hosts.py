@@ -12,7 +12,12 @@ import pytest
 from host_bed import HostBed
 from test_ddprun_hosts import LIMIT, REASON, ddprun
 
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.xdist_group("hosts")]
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.hosts,
+    pytest.mark.cold,
+    pytest.mark.xdist_group("hosts-examples"),
+]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ON_TWO = {
@@ -38,7 +43,7 @@ def bed() -> Iterator[HostBed]:
 @pytest.mark.parametrize("name", ON_TWO)
 def test_an_example_runs_on_two_hosts(bed: HostBed, tmp_path: Path, name: str) -> None:
     arguments, line = ON_TWO[name]
-    done = ddprun(bed.hosts[0], "-H", "h1:1,h2:1", str(EXAMPLES / f"{name}.py"), *arguments, cwd=tmp_path, timeout=120)
+    done = ddprun(bed.hosts[0], "-H", "h1:1,h2:1", str(EXAMPLES / f"{name}.py"), *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert any(re.fullmatch(line, printed) for printed in done.stdout.splitlines()), done.stdout
 

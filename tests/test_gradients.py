@@ -35,6 +35,8 @@ from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.shared_memory import SWITCH
 from ddp_callbacks.summation import GroupAllReduce
 
+pytestmark = pytest.mark.shares_results()
+
 # Of the largest element of a tensor. Both sides round once per rank and once per addition, in their own dtype; the
 # float64 tensors show that the numbers are the same ones, and nothing hides behind the rounding of the others.
 RELATIVE = {
@@ -925,7 +927,7 @@ def results_of(world_size: int, name: str, variant: str) -> list[Any]:
 
 
 SELECTED = [
-    (world_size, name, variant)
+    pytest.param(world_size, name, variant, marks=pytest.mark.wide if world_size > 2 else ())
     for world_size in (2, 3)
     for variant in VARIANTS
     for name in selected(world_size, variant)
@@ -1062,18 +1064,18 @@ def flat_gradients_of(model: nn.Module, losses: Sequence[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("variant", ["many buckets", "comm hook", "gloo"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.wide)])
 def test_a_backward_that_fails_leaves_the_same_collectives_behind_on_every_rank(world_size: int, variant: str) -> None:
     # A bucket was given to the hook only if the hook had finished the one before by then. That is a matter of time,
     # so that a backward which raised half-way had started more collectives on one rank than on another, and from
     # then on gloo paired up those of different buckets: it ended the process, or the run stood still.
-    for errors in run_distributed(fail_often, world_size, variant, True, deadline=60):
+    for errors in run_distributed(fail_often, world_size, variant, True):
         assert max(errors) < 1e-12
 
 
 @pytest.mark.parametrize("variant", ["many buckets", "comm hook", "gloo"])
 def test_gradients_stay_synchronized_after_a_backward_that_fails_though_nobody_weighs(variant: str) -> None:
-    for errors in run_distributed(fail_often, 2, variant, False, deadline=60):
+    for errors in run_distributed(fail_often, 2, variant, False):
         assert max(errors) < 1e-12
 
 

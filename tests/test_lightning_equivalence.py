@@ -14,7 +14,7 @@ from two_hosts import live_on_hosts
 
 from ddp_callbacks.process_group import resolve_group
 
-pytestmark = pytest.mark.usefixtures("seed_variables")
+pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results("world_size")]
 
 RELATIVE = 1e-10
 
@@ -41,7 +41,7 @@ def one_process(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.wide) for size in (3, 4))])
 def test_n_processes_equal_one(world_size: int, name: str) -> None:
     for rank, results in enumerate(on_ranks(world_size)):
         assert_equal(results[name], one_process(name), RELATIVE, f"rank {rank}")

@@ -23,6 +23,8 @@ from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.local_sgd import OUTER_MOMENTUM, check_sync, set_gradients_aside
 from ddp_callbacks.shared_memory import SWITCH
 
+pytestmark = pytest.mark.shares_results()
+
 Case = Callable[[], Any]
 CASES: dict[str, Case] = {}
 WORLD_SIZE = 3

@@ -28,7 +28,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.shared_memory import SharedMemory
 
-pytestmark = pytest.mark.usefixtures("seed_variables")
+pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
 
 Case = Callable[[], Any]
 CASES: dict[str, Case] = {}

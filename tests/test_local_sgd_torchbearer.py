@@ -41,6 +41,8 @@ from ddp_callbacks import DiLoCo, LocalSGD
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.torchbearer import SHARE, AllReduceGradients, AverageParameters, DDPCallback
 
+pytestmark = pytest.mark.shares_results()
+
 Case = Callable[[], Any]
 CASES: dict[str, Case] = {}
 WORLD_SIZE = 3

@@ -28,6 +28,8 @@ from torchbearer.callbacks import Best, CallbackList, CSVLogger, Interval, Model
 from ddp_callbacks.torchbearer import DDPCallback
 from ddp_callbacks.torchbearer.output import write_atomically
 
+pytestmark = pytest.mark.shares_results()
+
 EPOCHS, STEPS, SAMPLES = 2, 4, 30
 WORLDS = [1, 4]
 

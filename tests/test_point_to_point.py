@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import DEADLINE, TWO_PROCESSES, run
+from commands import DEADLINE, TWO_PROCESSES, run, start
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "point_to_point.py"
 SHORT = [SCRIPT, "--megabytes", 0.01, "--rounds", 3, "--block-seconds", 0.001]
-DDPRUN = [sys.executable, "-m", "ddp_callbacks.launcher", "--no-prefix"]
 MPICH = shutil.which("mpiexec", path=str(Path(sys.executable).parent))  # which pip puts beside Python
 GRADIENT = re.compile(r"^  (.+?) +(\d+\.\d{6}) +(\d\.\de[-+]\d\d)$", re.MULTILINE)
 LOSS = re.compile(r"^  (.+), lr (\S+) +(\d+\.\d{6})$", re.MULTILINE)
@@ -73,30 +71,31 @@ def assert_times(output: str, processes: int) -> None:
     assert [ratio for _, way, ratio in rows if way == "broadcast of each"] == ["1.00"] * (processes - 1)
 
 
+@pytest.mark.cold
 def test_two_processes(tmp_path: Path) -> None:
-    output = run([*TWO_PROCESSES, *SHORT, "--lr", 0.25, "--plot", "times.png"], tmp_path)
+    output = run([*TWO_PROCESSES, *SHORT, "--lr", 0.25, "--plot", "times.png"], tmp_path, cold=True)
     assert_numbers(output, 2, 0.25)
     assert_times(output, 2)
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_three_processes_by_ddprun(tmp_path: Path) -> None:
-    output = run([*DDPRUN, "--nproc-per-node", 3, *SHORT], tmp_path)
+    output = run(["ddprun", "--no-prefix", "--nproc-per-node", 3, *SHORT], tmp_path)
     assert_numbers(output, 3, 0.5)
     assert_times(output, 3)
 
 
+@pytest.mark.mpi
 @pytest.mark.skipif(MPICH is None, reason="there is no mpiexec beside Python: pip install mpich")
 def test_two_processes_over_mpi(tmp_path: Path) -> None:
-    output = run([MPICH, "-n", 2, sys.executable, *SHORT, "--backend", "mpi4py"], tmp_path)
+    output = run([MPICH, "-n", 2, "python", *SHORT, "--backend", "mpi4py"], tmp_path)
     assert_numbers(output, 2, 0.5)
     assert_times(output, 2)
 
 
-def test_the_backend_that_an_installed_torch_lacks_is_named_with_what_works() -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--backend", "mpi"], capture_output=True, text=True, timeout=DEADLINE
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith('ddp_callbacks.errors.ConfigurationError: backend="mpi" needs')
-    assert 'Take backend="mpi4py"' in done.stderr
+def test_the_backend_that_an_installed_torch_lacks_is_named_with_what_works(tmp_path: Path) -> None:
+    with start(["python", SCRIPT, "--backend", "mpi"], tmp_path) as process:
+        output, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert output.splitlines()[-1].startswith('ddp_callbacks.errors.ConfigurationError: backend="mpi" needs')
+    assert 'Take backend="mpi4py"' in output

@@ -20,7 +20,7 @@ from nursery import free_port
 from ddp_callbacks import spawn
 from ddp_callbacks.errors import ConfigurationError
 
-LIMIT = 60.0  # seconds
+LIMIT = 600.0  # seconds
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.cold
 def test_two_nodes_number_their_processes_through(tmp_path: Path) -> None:
     method = f"file://{tmp_path}/store"
     script = tmp_path / "node.py"
@@ -82,6 +83,7 @@ spawn(cell, 2)
 """
 
 
+@pytest.mark.cold
 def test_a_function_of_a_notebook_s_cell_runs() -> None:
     done = subprocess.run([sys.executable], input=NOTEBOOK, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr

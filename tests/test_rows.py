@@ -15,6 +15,8 @@ from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.rows import RowExchange
 from ddp_callbacks.shared_memory import SWITCH
 
+pytestmark = pytest.mark.shares_results()
+
 WORLD_SIZE = 3
 
 

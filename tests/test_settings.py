@@ -22,6 +22,8 @@ from ddp_callbacks.errors import ConfigurationError, DDPCallbacksError, Mismatch
 from ddp_callbacks.sharding import shard_loader
 from ddp_callbacks.torchbearer import AllReduceGradients, DDPCallback, ShardData
 
+pytestmark = pytest.mark.shares_results()
+
 WORLD = 3
 ODD = 1  # the rank that differs
 

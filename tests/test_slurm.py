@@ -13,10 +13,9 @@ from pathlib import Path
 import host_bed
 import pytest
 from host_bed import Host, HostBed
-from test_ddprun_hosts import DIGITS, WANTED, write
+from test_ddprun_hosts import DIGITS, LIMIT, WANTED, write
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
-LIMIT = 90.0  # seconds
 
 CONFIG = """\
 ClusterName=bed
@@ -62,7 +61,11 @@ def _missing() -> str | None:
 
 
 REASON = _missing()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.xdist_group("hosts")]
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.hosts,
+    pytest.mark.xdist_group("hosts-slurm"),
+]
 
 
 class Slurm:
@@ -81,6 +84,15 @@ class Slurm:
     def run(self, *argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         environ = {**self.environ(self.login), "PWD": str(cwd)}
         return self.login.run(*argv, environ=environ, cwd=cwd, timeout=LIMIT)
+
+    def wait(self, job: str) -> str:
+        """How the job has ended. ``sbatch --wait`` would look ever less often."""
+        query = ["squeue", "-h", "-t", "all", "-j", job, "-o", "%T"]
+        end, not_yet = time.monotonic() + LIMIT, ("", "PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+        while (state := self.run(*query, cwd=self._folder).stdout.strip()) in not_yet:
+            assert time.monotonic() < end, state
+            time.sleep(0.1)
+        return state
 
     def _start_host(self, host: Host) -> None:
         socket = self._folder / f"munge-{host.name}"
@@ -127,6 +139,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 EPOCHS = ["--epochs", "1"]
 
 
+@pytest.mark.cold
 def test_srun_starts_the_script_itself(slurm: Slurm, tmp_path: Path) -> None:
     tasks = ["-N2", "--ntasks-per-node=2", "-K"]
     done = slurm.run("srun", *tasks, sys.executable, str(DIGITS), *EPOCHS, cwd=tmp_path)
@@ -134,6 +147,7 @@ def test_srun_starts_the_script_itself(slurm: Slurm, tmp_path: Path) -> None:
     assert "4 processes hold equal parameters" in done.stdout
 
 
+@pytest.mark.cold
 def test_srun_starts_a_lightning_script(slurm: Slurm, tmp_path: Path) -> None:
     script = DIGITS.parent.parent / "digits_lightning" / "train.py"
     done = slurm.run("srun", "-N2", "--ntasks-per-node=1", "-K", sys.executable, str(script), *EPOCHS, cwd=tmp_path)
@@ -142,12 +156,15 @@ def test_srun_starts_a_lightning_script(slurm: Slurm, tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("metrics.csv"))) == 1
 
 
+@pytest.mark.cold
 def test_the_job_script_of_the_docs_trains_on_the_hosts_of_its_job(slurm: Slurm, tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "examples" / "jobs" / "ddp.slurm"
-    done = slurm.run("sbatch", "--wait", str(script), str(DIGITS), *EPOCHS, cwd=tmp_path)
+    submitted = slurm.run("sbatch", "--parsable", str(script), str(DIGITS), *EPOCHS, cwd=tmp_path)
+    assert submitted.returncode == 0, submitted.stderr
+    ended_as = slurm.wait(submitted.stdout.strip())
     (log,) = tmp_path.glob("train-*.log")
     said = log.read_text()
-    assert done.returncode == 0, said
+    assert ended_as == "COMPLETED", said
     assert "ddprun: h1: ranks 0-1, 1 thread each, eth0" in said
     assert "ddprun: h2: ranks 2-3, 1 thread each, eth0" in said
     assert "4 processes hold equal parameters" in said

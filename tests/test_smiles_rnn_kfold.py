@@ -6,7 +6,6 @@ import csv
 import importlib
 import re
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -123,11 +122,12 @@ def write_plain_script(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.cold
 def test_two_processes_equal_a_plain_trainer(tmp_path: Path) -> None:
     (tmp_path / "count.py").write_text(COUNTING)
     plain = write_plain_script(tmp_path / "plain")
 
-    one = run([sys.executable, plain, *SMALL, "--runs", "one"], tmp_path)
+    one = run(["python", plain, *SMALL, "--runs", "one"], tmp_path, cold=True)
     two = run([*TWO_PROCESSES, "count.py", EXAMPLES / "smiles_rnn_kfold.py", *SMALL, "--runs", "two"], tmp_path)
 
     lines = [line for line in two.splitlines() if not line.startswith("ddp_callbacks: gradients on the CPU")]

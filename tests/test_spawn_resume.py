@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +22,7 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "spawn_resume.py"
 SETTINGS = {"dtype": "float64", "batch_size": 100, "lr": 0.2, "seed": 5}
 EPOCHS = 3
 COMMAND = [
-    sys.executable,
+    "python",
     SCRIPT,
     "--epochs",
     EPOCHS,
@@ -92,13 +91,16 @@ def assert_equals(plain: Plain, output: str, checkpoint: Path, processes: int, f
 
 @pytest.mark.parametrize(
     ("init_method", "options"),
-    [("env://", ["--deterministic"]), ("file://{folder}/store", ["--workers", 2])],
+    [
+        pytest.param("env://", ["--deterministic"], marks=pytest.mark.cold),
+        ("file://{folder}/store", ["--workers", 2]),
+    ],
 )
 def test_two_processes_train_as_one_in_torch_alone(
     tmp_path: Path, plain: Plain, init_method: str, options: list[Any]
 ) -> None:
     meeting = ["--nproc-per-node", 2, "--init-method", init_method.format(folder=tmp_path)]
-    output = run([*COMMAND, *meeting, "--checkpoint", "two.pt", *options], tmp_path)
+    output = run([*COMMAND, *meeting, "--checkpoint", "two.pt", *options], tmp_path, cold=init_method == "env://")
     for rank in range(2):
         assert f"rank {rank} of 2: process {rank} of node 0, on cpu, 50 of 100 samples per step\n" in output
     assert_equals(plain, output, tmp_path / "two.pt", 2)
@@ -147,7 +149,7 @@ if __name__ == "__main__":
 def test_a_run_that_was_killed_goes_on_on_another_number_of_processes(tmp_path: Path, plain: Plain) -> None:
     dying = tmp_path / "dying.py"
     dying.write_text(DYING.format(folder=str(SCRIPT.parent)))
-    command = [sys.executable, dying, *COMMAND[2:], "--nproc-per-node", 2, "--checkpoint", "killed.pt"]
+    command = ["python", dying, *COMMAND[2:], "--nproc-per-node", 2, "--checkpoint", "killed.pt"]
     with start(command, tmp_path) as process:
         try:
             output, _ = process.communicate(timeout=DEADLINE)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE, finish, start
+from commands import DEADLINE, environment, finish, start
 from distributed import run_distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -39,13 +37,11 @@ def pbs_job(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "nodes").write_text("localhost\nlocalhost\n")
     environ = {
-        **os.environ,
+        **environment(),
         "PBS_ENVIRONMENT": "PBS_BATCH",
         "PBS_JOBID": "12.server",
         "PBS_NODEFILE": str(folder / "nodes"),
         "PBS_O_WORKDIR": str(folder),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
         "SCRIPT": script,
     }
     job = ["bash", "examples/jobs/ddp.pbs"]
@@ -54,8 +50,9 @@ def pbs_job(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.cold
 def test_a_pbs_job_equals_lightning_on_one_process_though_only_some_use_the_layer(tmp_path: Path) -> None:
-    with start([sys.executable, SCRIPT, "--epochs", 3, "--csv", "one", "--strategy", "auto"], tmp_path) as running:
+    with start(["python", SCRIPT, "--epochs", 3, "--csv", "one", "--strategy", "auto"], tmp_path, cold=True) as running:
         job = pbs_job(tmp_path, "examples/tabular_pbs.py --epochs 3 --csv two")
         alone = finish(running)
     assert job.returncode == 0, job.stderr

@@ -26,6 +26,8 @@ from ddp_callbacks import __version__
 from ddp_callbacks.errors import PeerError
 from ddp_callbacks.torchbearer import SHARE, AllReduceGradients, DDPCallback, Flatten, ReduceMetrics, ShardData
 
+pytestmark = pytest.mark.shares_results()
+
 Case = Callable[[], Any]
 CASES: dict[str, Case] = {}
 WORLD_SIZE = 3

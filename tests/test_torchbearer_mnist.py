@@ -64,13 +64,14 @@ def evaluate(model: nn.Module, loader: DataLoader) -> dict[str, float]:
     return {"val_acc": hits.double().mean().item(), "val_loss": sum(losses) / len(losses)}
 
 
+@pytest.mark.cold
 def test_two_processes_by_torchrun_and_by_hand_equal_one_and_plain_torch(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("one", "torchrun", "rank 0", "rank 1")}
     for folder in folders.values():
         folder.mkdir()
     script = [SCRIPT, "--epochs", 3, "--csv", "log.csv"]
 
-    with start([sys.executable, *script], folders["one"]) as running:
+    with start(["python", *script], folders["one"], cold=True) as running:
         by_torchrun = run([*TWO_PROCESSES, *script], folders["torchrun"])
         alone = finish(running)
     by_hand, silent = run_by_hand(script, [folders["rank 0"], folders["rank 1"]])
