@@ -46,7 +46,7 @@ def finish(process: subprocess.Popen[str]) -> str:
         output, _ = process.communicate(timeout=DEADLINE)
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its workers
-        output, _ = process.communicate()
+        output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     return output
 

@@ -63,7 +63,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say what was left out, and how to run it."""
-    if _left_out:
+    if _left_out and terminalreporter.config.option.markexpr:
         kinds = ", ".join(f"{number} {kind}" for kind, number in _left_out.most_common())
         terminalreporter.write_line(f"Left out: {kinds} (tests/README.md says what these are). make check runs all.")
 

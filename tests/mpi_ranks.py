@@ -25,6 +25,7 @@ WHOLE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)
 EVERY = (*FLOATS, *WHOLE, *COMPLEX, torch.bool)
 SIZES = ((), (0,), (3, 5), (40_000,))
+PATIENCE = timedelta(seconds=300)  # beside whatever else the machine does
 
 # --- a reference: every rank knows what all have ----------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ def require(actual: Any, expected: Any, what: object) -> None:
 
 
 def every_collective() -> None:
-    env = join_process_group(backend="mpi4py", timeout=timedelta(seconds=60))
+    env = join_process_group(backend="mpi4py", timeout=PATIENCE)
     assert dist.get_backend() == "mpi4py"
     for index, dtype in enumerate(EVERY):
         for shape in SIZES:
@@ -205,7 +206,7 @@ def objects(rank: int, ranks: int) -> None:
 
 def any_order(seeds: int) -> None:
     """Many operations of three groups at once; each rank waits for its own in an order of its own."""
-    env = join_process_group(backend="mpi4py", timeout=timedelta(seconds=60))
+    env = join_process_group(backend="mpi4py", timeout=PATIENCE)
     last = env.world_size - 1
     groups = [None, dist.new_group([0, last]), dist.new_group(list(range(env.world_size)))]
     if env.rank in (0, last):
@@ -285,7 +286,7 @@ def late_partner(rank: int) -> None:
             work.wait(timedelta(seconds=0.2))
         except RuntimeError as error:
             assert "receive from rank 1 of the group over MPI is not complete after 0:00:00.2" in str(error), error
-        assert 0.2 <= time.monotonic() - begin < 5 and not work.is_completed()
+        assert 0.2 <= time.monotonic() - begin < PATIENCE.total_seconds() / 4 and not work.is_completed()
         dist.send(torch.ones(3), 1)
         work.wait()
         assert tensor.tolist() == [5, 5, 5]
@@ -305,7 +306,7 @@ def gradients(folder: str) -> None:
     """Plain DDP, DDP with hooks that wait inside callbacks, and our engine."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    env = join_process_group(backend="mpi4py", timeout=timedelta(seconds=60))
+    env = join_process_group(backend="mpi4py", timeout=PATIENCE)
     batch = slice(env.rank * 6, env.rank * 6 + 6)
     found: dict[str, Any] = {}
     wrapped = nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=0.001)
@@ -353,7 +354,7 @@ def torchbearer_scenarios(folder: str, switch: int) -> None:
     from ddp_callbacks.torchbearer import DDPCallback
 
     os.environ["DDP_CALLBACKS_SHARED_MEMORY"] = str(switch)
-    env = join_process_group(backend="mpi4py", timeout=timedelta(seconds=60))
+    env = join_process_group(backend="mpi4py", timeout=PATIENCE)
     results = {name: SCENARIOS[name]([DDPCallback()]) for name in TRIALS}
     assert dist.get_backend() == "mpi4py"
     Path(folder, f"rank-{env.rank}").write_bytes(pickle.dumps(results))
@@ -363,7 +364,7 @@ def forks_workers() -> None:
     """Loaders' workers are forked after MPI was initialized."""
     from torch.utils.data import DataLoader, TensorDataset
 
-    env = join_process_group(backend="mpi4py", timeout=timedelta(seconds=60))
+    env = join_process_group(backend="mpi4py", timeout=PATIENCE)
     for _ in range(2):
         rows = DataLoader(TensorDataset(torch.arange(24.0)), batch_size=4, num_workers=2)
         total = torch.zeros(1)
@@ -409,7 +410,7 @@ def tutorial() -> None:
 
 def sleeps() -> None:
     """Neither a group with nothing to do nor a rank that waits for another takes a core."""
-    env = join_process_group(backend="mpi4py", timeout=timedelta(seconds=60))
+    env = join_process_group(backend="mpi4py", timeout=PATIENCE)
     dist.barrier()
     time.sleep(0.1)
     before = time.process_time()
@@ -436,7 +437,7 @@ def misfortune(how: str, whose: int, waits_in: str) -> None:
         dist.init_process_group("mpi4py", init_method="mpi://")
         model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
     else:
-        join_process_group(backend="mpi4py", timeout=timedelta(seconds=2 if how == "is stuck" else 60))
+        join_process_group(backend="mpi4py", timeout=timedelta(seconds=2) if how == "is stuck" else PATIENCE)
     dist.barrier()
     if how == "is killed":
         from ddp_callbacks.mpi.ending import _unlink_segments
@@ -469,7 +470,7 @@ HAPPENS: dict[str, Callable[[], Any]] = {
 
 def ends_last(rank: int) -> None:
     """One rank ends seconds after the others, which have caught an exit before."""
-    join_process_group(backend="mpi4py", timeout=timedelta(seconds=60))
+    join_process_group(backend="mpi4py", timeout=PATIENCE)
     try:
         sys.exit(7)
     except SystemExit as error:
@@ -496,7 +497,7 @@ def one_stays_away() -> None:
 
 
 def needs_the_default_group() -> None:
-    join_process_group(backend="gloo", timeout=timedelta(seconds=30))
+    join_process_group(backend="gloo", timeout=PATIENCE)
     import ddp_callbacks.mpi  # noqa: F401
 
     dist.new_group([0, 1], backend="mpi4py")

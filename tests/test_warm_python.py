@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from nursery import Nursery
 
+pytestmark = pytest.mark.cold  # beside each is the real interpreter
+
 DEADLINE = 300.0  # seconds
 IDENTITY = "import sys; print(sys.executable)"
 
@@ -228,10 +230,16 @@ def test_a_descriptor_that_the_program_closes_is_closed(nursery: Nursery) -> Non
         assert process.wait(DEADLINE) == -signal.SIGTERM
 
 
+def hear() -> None:
+    """Where the tests run in the background of a shell, or under nohup, these two are ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def waiting(nursery: Nursery, **options: Any) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A program that waits for signals, and its own process id."""
-    with python(nursery, "-c", WAITS, **options) as process:
+    with python(nursery, "-c", WAITS, **{"preexec_fn": hear, **options}) as process:
         try:
             assert process.stdout is not None
             yield process, int(process.stdout.readline())
@@ -326,6 +334,18 @@ def test_what_cannot_be_imitated_is_cold(
     (tmp_path / "hidden" / "torch" / "__init__.py").write_text("")
     found = printed(nursery, *arguments, cwd=tmp_path, env={**os.environ} | variables)
     assert found == f"{sys.executable}\n"
+
+
+def test_a_folder_that_is_gone(nursery: Nursery, tmp_path: Path) -> None:
+    command = 'mkdir gone; cd gone; rmdir ../gone; exec "$0" -c "import sys; print(sys.executable)"'
+    found = subprocess.run(
+        ["sh", "-c", command, nursery.wrappers / "python"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert (found.stdout, found.stderr) == (f"{sys.executable}\n", "")
 
 
 def test_nothing_outlives_the_server_that_is_killed(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ _KEPT |= {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGSYS", "SIGTRAP
 def main(python: str, server: str, words: list[str]) -> NoReturn:
     """Be ``python WORDS``: warm if the server at that path can do it, else the real interpreter."""
     descriptors = _inherited()
-    connection = None if COLD in os.environ or len(descriptors) > LARGEST else _connect(server)
+    connection = _connect(server) if _can_be_warm(descriptors) else None
     if connection is None:
         _be_cold(python, words)
     signals = Signals()
@@ -44,6 +44,14 @@ def main(python: str, server: str, words: list[str]) -> NoReturn:
             _end(number)
         else:
             os._exit(70)  # the server is gone, and its children with it
+
+
+def _can_be_warm(descriptors: list[int]) -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False  # the folder is gone
+    return COLD not in os.environ and len(descriptors) <= LARGEST
 
 
 def _inherited() -> list[int]:

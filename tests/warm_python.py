@@ -307,7 +307,8 @@ class Fresh:
             file.write(f"{error}\n")
 
     def command(self, request: dict[str, Any], received: list[int]) -> Command:
-        """
+        """What is to run; goes to its working directory.
+
         Raises:
             CannotImitate: The real interpreter must do it.
         """
