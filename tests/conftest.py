@@ -21,10 +21,7 @@ from nursery import Nursery
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keep tests that share results on one of pytest's workers.
-
-    Not in pytest_collection_modifyitems: there pytest-xdist has looked at the groups before.
-    """
+    """Keep tests that share results on one of pytest's workers."""
     for mark in item.iter_markers("shares_results"):
         values = getattr(item, "callspec", None) and item.callspec.params  # type: ignore[attr-defined]
         group = " ".join([item.path.stem, *(str((values or {}).get(name)) for name in mark.args)])

@@ -50,6 +50,7 @@ PasswordAuthentication no
 KbdInteractiveAuthentication no
 MaxStartups 100
 UseDNS no
+SetEnv TMPDIR={folder}/tmp
 """
 _SWITCH = "ip link add br0 type bridge && ip link set br0 up && echo ready && { read -r _ || true; }"
 
@@ -199,6 +200,7 @@ class HostBed:
         known = []
         for host in self.hosts:
             (host.home / ".ssh").mkdir(parents=True, mode=0o700)
+            (host.folder / "tmp").mkdir()  # what killed programs leave there goes with the host
             _check(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(host.folder / "hostkey")])
             kind, public = (host.folder / "hostkey.pub").read_text().split()[:2]
             known.append(f"{host.name},{host.address} {kind} {public}\n")
