@@ -198,10 +198,9 @@ class ShardedIterator(Iterator[Any]):
     def __init__(self, batches: Iterator[Any], shares: deque[Share]) -> None:
         self._batches = batches
         self._shares = shares
-        # Python's garbage collector closes the queues of a DataLoader's iterator before it ends the iterator, whose
-        # workers then hear nothing, and are waited for 5 s each. Referenced from here, the iterator is never garbage
-        # itself: it goes by its reference count, after this one.
-        weakref.finalize(self, _let_go, batches).atexit = False
+        # Python's garbage collector finalizes the queues of a DataLoader's iterator before it ends the iterator, whose
+        # workers then hear nothing, and are waited for 5 s each. Referenced from here, the queues are no garbage.
+        weakref.finalize(self, _let_go, getattr(batches, "_index_queues", None)).atexit = False
 
     def take_share(self) -> Share | None:
         """The share of the batches drawn since the last call; ``None`` if none was."""

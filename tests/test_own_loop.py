@@ -103,13 +103,13 @@ def test_the_total_of_a_distributed_sampler_s_batches_is_not_known() -> None:
 
 def leave_a_loop(kind: str) -> tuple[int, int, float]:
     """Workers before and after the garbage collector has found a loop that was left; how long it took, in CPU terms."""
-    part: Any = shard_loader(DataLoader(Stream() if kind == "stream" else samples(), BATCH_SIZE, num_workers=2))
+    dataset: Any = Stream() if kind == "stream" else samples()
+    part: Any = shard_loader(DataLoader(dataset, BATCH_SIZE, num_workers=2))
     batches = iter(part)
     next(batches)
-    holder = {"batches": batches, "part": part}
-    holder["itself"] = holder  # as a Trial and its callbacks refer to each other
+    dataset.loop = {"batches": batches, "part": part}  # as a Trial, its callbacks and its data refer to each other
     before = len(multiprocessing.active_children())
-    del part, batches, holder
+    del dataset, part, batches
     with Slowness() as slowness:
         gc.collect()
     return before, len(multiprocessing.active_children()), slowness.took / slowness.factor
