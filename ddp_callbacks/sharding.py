@@ -210,6 +210,17 @@ class ShardedIterator(Iterator[Any]):
         self._shares.clear()
         return taken
 
+    def first_batch(self) -> tuple[Any, Any]:
+        """The first batch of this pass: the whole, the same on every rank, and this rank's part of it.
+
+        A collective, after the first batch was drawn and before the third is. Samples of a map-style data set are
+        loaded again, in this process.
+
+        Raises:
+            ConfigurationError: The whole batch cannot be had.
+        """
+        raise NotImplementedError
+
     def check_agreement(self) -> None:
         """Compare what the ranks have drawn. A collective; call it at the end of a pass.
 
@@ -221,12 +232,29 @@ class ShardedIterator(Iterator[Any]):
 # --- divided before loading ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Division:
+    """The indices of one step, divided among the ranks.
+
+    Attributes:
+        whole: Those of all ranks.
+        part: This rank's.
+        start: Where in ``whole`` they begin.
+    """
+
+    whole: Sequence[Any]
+    part: Sequence[Any]
+    start: int
+    share: Share
+
+
 class _Draw:
-    """One pass over a batch sampler: the shares of the batches drawn, and a checksum of all indices."""
+    """One pass over a batch sampler: the shares of the batches drawn, a checksum of all indices, the first division."""
 
     def __init__(self) -> None:
         self.shares: deque[Share] = deque()
         self.checksum = 0
+        self.first: _Division | None = None
 
 
 class _SlicedBatchSampler:
@@ -237,7 +265,7 @@ class _SlicedBatchSampler:
         self.batch_sampler: Any = loader.batch_sampler
         self.sampler = getattr(self.batch_sampler, "sampler", None)
         self._divide = _slices if batch_size == "global" else _turns
-        self._group = group
+        self.group = group
         self.draw = _Draw()
 
     def __len__(self) -> int:
@@ -251,14 +279,15 @@ class _SlicedBatchSampler:
         # Runs at the first next(): by then rank 0's DataLoader has drawn the seed of its workers, as without us.
         sources = (self._loader, self.batch_sampler, self.sampler)
         torch_only = _is_torchs(self.batch_sampler) and _is_torchs(self.sampler)
-        shared = SharedRandomState(sources, torch_only=torch_only, group=self._group)
+        shared = SharedRandomState(sources, torch_only=torch_only, group=self.group)
         batches = self._drawn(shared, draw)
-        divided = self._divide(batches, get_rank(self._group), get_world_size(self._group))
-        for position, (batch, share) in enumerate(divided):
-            if position == 0:
+        divided = self._divide(batches, get_rank(self.group), get_world_size(self.group))
+        for division in divided:
+            if draw.first is None:
+                draw.first = division
                 self.check_agreement(draw)
-            draw.shares.append(share)
-            yield batch
+            draw.shares.append(division.share)
+            yield division.part
 
     def check_agreement(self, draw: _Draw) -> None:
         """Raise unless all ranks have drawn the same so far."""
@@ -269,7 +298,7 @@ class _SlicedBatchSampler:
             f"Every process runs {name} under rank 0's random state (torch's, Python's and NumPy's global ones and "
             "generators that are its attributes). Take its randomness from one of these, not from the clock, the "
             "process id or os.urandom.",
-            self._group,
+            self.group,
         )
 
     def _drawn(self, shared: SharedRandomState, draw: _Draw) -> Iterator[Sequence[Any]]:
@@ -300,6 +329,7 @@ class _Part:
 class _PartIterator(ShardedIterator):
     def __init__(self, part: _Part, shares: deque[Share]) -> None:
         super().__init__(iter(part.loader), shares)
+        self._loader = part.loader
         self._sampler = part.sampler
         self._draw = part.sampler.draw
 
@@ -308,8 +338,23 @@ class _PartIterator(ShardedIterator):
         self._shares.append(self._draw.shares.popleft())
         return batch
 
+    def first_batch(self) -> tuple[Any, Any]:
+        division = self._draw.first
+        if division is None:
+            raise ConfigurationError("the first batch must be drawn before it can be had as a whole, got none so far.")
+        with SharedRandomState(group=self._sampler.group).drawing():
+            samples = _load(self._loader.dataset, division.whole)
+        end = division.start + len(division.part)
+        return self._loader.collate_fn(samples), self._loader.collate_fn(samples[division.start : end])
+
     def check_agreement(self) -> None:
         self._sampler.check_agreement(self._draw)
+
+
+def _load(dataset: Any, indices: Sequence[Any]) -> Any:
+    """As ``DataLoader`` loads them."""
+    load_many = getattr(dataset, "__getitems__", None)
+    return load_many(indices) if load_many else [dataset[index] for index in indices]
 
 
 def _sliced_before_loading(loader: Any, batch_size: BatchSize, group: dist.ProcessGroup | None) -> _Part | None:
@@ -325,17 +370,20 @@ def _sliced_before_loading(loader: Any, batch_size: BatchSize, group: dist.Proce
     return None
 
 
-def _slices(batches: Iterator[Sequence[Any]], rank: int, world_size: int) -> Iterator[tuple[Sequence[Any], Share]]:
+def _slices(batches: Iterator[Sequence[Any]], rank: int, world_size: int) -> Iterator[_Division]:
     for batch in batches:
         start, end = slice_bounds(len(batch), rank, world_size)
         # The stand-in is the whole batch: it has fewer samples than there are ranks, and as many as one process sees.
-        yield (batch[start:end] if end > start else batch), Share(end - start, len(batch))
+        part = batch[start:end] if end > start else batch
+        yield _Division(batch, part, start if end > start else 0, Share(end - start, len(batch)))
 
 
-def _turns(batches: Iterator[Sequence[Any]], rank: int, world_size: int) -> Iterator[tuple[Sequence[Any], Share]]:
+def _turns(batches: Iterator[Sequence[Any]], rank: int, world_size: int) -> Iterator[_Division]:
     while turn := list(itertools.islice(batches, world_size)):
         mine = turn[rank] if rank < len(turn) else None
-        yield (turn[0] if mine is None else mine), Share(len(mine or ()), sum(map(len, turn)))
+        share = Share(len(mine or ()), sum(map(len, turn)))
+        start = sum(map(len, turn[:rank])) if mine is not None else 0
+        yield _Division(list(itertools.chain(*turn)), turn[0] if mine is None else mine, start, share)
 
 
 def _is_torchs(sampler: object) -> bool:
@@ -353,6 +401,7 @@ class _WholeIterator(ShardedIterator):
         self._name = type(getattr(loader, "dataset", loader)).__name__
         self._items_are_samples = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
         self._position = -1
+        self._first: tuple[Any, Any] | None = None
         dataset = getattr(loader, "dataset", None)
         self._shared = SharedRandomState([loader, dataset], group=group)
         with self._shared.drawing():
@@ -365,6 +414,21 @@ class _WholeIterator(ShardedIterator):
         if self._position == 0:
             self._require_equal(batch)
         return batch
+
+    def first_batch(self) -> tuple[Any, Any]:
+        if self._first is None:
+            raise ConfigurationError(
+                f"the first batch of {self._name} cannot be had as a whole: it is not kept any more, or "
+                'batch_size="per_process" makes a step of several batches.'
+            )
+        return self._first
+
+    def _keep(self, whole: Any, part: Any) -> None:
+        """Hosts draw one batch ahead; then the first is let go."""
+        if self._position == 0:
+            self._first = whole, part
+        elif self._position == 2:
+            self._first = None
 
     def _require_equal(self, batch: Any) -> None:
         """Every rank divides the same batch; raise unless the first is equal on all."""
@@ -391,6 +455,7 @@ class _SlicingIterator(_WholeIterator):
 
     def __next__(self) -> Any:
         batch = self._next_whole()
+        self._keep(batch, batch)
         size = self._size(batch)
         if size is None:
             if self._position == 0:
@@ -403,9 +468,10 @@ class _SlicingIterator(_WholeIterator):
             mine = self._position % self._world_size == self._rank
             self._shares.append(Share(int(mine), 1))
             return batch
-        batch, share = slice_batch(batch, size, self._rank, self._world_size)
+        part, share = slice_batch(batch, size, self._rank, self._world_size)
+        self._keep(batch, part)
         self._shares.append(share)
-        return batch
+        return part
 
 
 class _TakingIterator(_WholeIterator):

@@ -32,6 +32,9 @@ STRATEGY_DOC = """Train on many processes without wrapping the module; the strat
         sync: ``"every_step"``: the gradients of every backward are summed over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`: each process takes its own steps, and
             parameters are averaged now and then, for slow networks; see :class:`ddp_callbacks.ParameterAverager`.
+        verify: ``"first_batch"``: compare the gradient of the first batch of a fit with that of one process, and raise
+            :class:`MismatchError` where they differ; see :func:`ddp_callbacks.verification.verify_gradient`.
+            ``training_step`` is called two or three times for it, with logging off.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`; beside another
             ``sync``, :class:`ddp_callbacks.ParameterAverager`.
         process_group_backend: As in :func:`torch.distributed.init_process_group`; ``None``: gloo, and NCCL for CUDA.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from ddp_callbacks.lightning.kinds import like, with_tensors
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember
+from ddp_callbacks.lightning.verification import verify_first_batch
 from ddp_callbacks.rows import RowExchange
 from ddp_callbacks.sharding import BatchSize, ShardedIterator, ShardedLoader, join_batch
 
@@ -102,6 +103,16 @@ class Run:
         self.batches.settle()
         if results.joins_steps:
             results.join_step()
+
+    def verify(self, arguments: Sequence[Any]) -> None:
+        """Compare the gradient of this batch with that of one process; metrics do not see it. A collective.
+
+        Args:
+            arguments: Of ``training_step``, behind the batch.
+        """
+        undo = remember(self._model, self._metrics)
+        verify_first_batch(self._trainer, self._loaders(), self.batches, arguments)
+        undo()
 
     def end_batch(self) -> None:
         """A stand-in leaves no trace in metrics and running statistics."""

@@ -38,6 +38,7 @@ from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.random_state import make_distinct
 from ddp_callbacks.sharding import BatchSize, check_batch_size
+from ddp_callbacks.verification import Verify, check_verify
 from ddp_callbacks.version import __version__
 
 _ACCELERATORS = ("CPUAccelerator", "CUDAAccelerator")
@@ -76,6 +77,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         *,
         weight: Weight | None = None,
         sync: Sync = "every_step",
+        verify: Verify | None = None,
         bucket_cap_mb: float = 25.0,
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
@@ -88,6 +90,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         _check_settings(batch_size, weight, bucket_cap_mb, comm_hook, lightnings)
         check_compress(compress, comm_hook)
         check_sync(sync, comm_hook=comm_hook, compress=compress)
+        check_verify(verify, sync)
         self._cluster_environment: Any = None
         method = start_method or ("fork" if self.interactive else "popen")
         super().__init__(
@@ -96,6 +99,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self._batch_size: BatchSize = batch_size
         self._weight = weight
         self._sync: Sync = sync
+        self._verify = verify
         self._synchronizer_options = {
             "bucket_cap_mb": bucket_cap_mb,
             "comm_hook": comm_hook,
@@ -107,6 +111,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self._synchronizer: GradientSynchronizer | None = None
         self._local: LocalSteps | None = None  # in its place, if the gradients are not synchronized
         self._run: Run | None = None
+        self._is_to_verify = False  # the next batch
 
     # --- the world ----------------------------------------------------------------------------------------------------
 
@@ -194,6 +199,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             broadcast_parameters(model)
             make_distinct()
             self._run = Run(self._trainer, model, self._batch_size, self._weight, self.results_class, self._local)
+            self._is_to_verify = self._verify is not None
             if self._syncs_batch_norm:
                 self._run.synchronize_batch_norm()
         return model
@@ -236,6 +242,9 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's; then the logged values are joined. A collective."""
         with nullcontext() if self._run is None else self._run.training_step():
+            if self._is_to_verify and self._run is not None:
+                self._is_to_verify = False
+                self._run.verify(args[1:])
             output = super().training_step(*args, **kwargs)
         if self._local is not None:
             self._local.end_training_step(None if self._run is None else self._run.batches)

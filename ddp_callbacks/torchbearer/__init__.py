@@ -5,7 +5,7 @@ What happens in a step, Torchbearer's events in their order and what listens to 
     on_init                    RankZeroOutput and ReportFailures wrap, AgreeToStop goes last
     on_start                   BroadcastParameters, SynchronizeBatchNorm, ShardData
       on_start_training        AllReduceGradients and ReduceMetrics begin
-        on_sample              ShardData says what this rank has of the batch; Flatten
+        on_sample              ShardData says what this rank has of the batch; VerifyGradient at the first; Flatten
         optimizer.step(closure)
           forward, on_forward, criterion
           on_criterion         AllReduceGradients weighs the backward that follows
@@ -39,6 +39,7 @@ from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.predictions import GatherPredictions
 from ddp_callbacks.torchbearer.reports import ReportFailures
 from ddp_callbacks.torchbearer.start import BroadcastParameters, MergeBuffers
+from ddp_callbacks.torchbearer.verification import VerifyGradient
 
 __all__ = [
     "SHARE",
@@ -56,4 +57,5 @@ __all__ = [
     "ReportFailures",
     "ShardData",
     "SynchronizeBatchNorm",
+    "VerifyGradient",
 ]

@@ -24,7 +24,9 @@ from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.predictions import GatherPredictions
 from ddp_callbacks.torchbearer.reports import ReportFailures
 from ddp_callbacks.torchbearer.start import BroadcastParameters, MergeBuffers
+from ddp_callbacks.torchbearer.verification import VerifyGradient
 from ddp_callbacks.torchbearer.weights import Weight
+from ddp_callbacks.verification import Verify, check_verify
 
 
 class DDPCallback(CallbackList):  # type: ignore[misc]
@@ -44,6 +46,8 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             parameters are averaged now and then, for slow networks; see :class:`AverageParameters`.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`; beside another
             ``sync``, :class:`ddp_callbacks.ParameterAverager`.
+        verify: ``"first_batch"``: the gradient of the first batch is compared with that of one process; see
+            :class:`VerifyGradient`.
         sync_batchnorm: BatchNorm layers normalize by the statistics of the whole batch, over all processes; see
             :class:`SynchronizeBatchNorm`. Otherwise each process normalizes by its part.
         also_rank_zero: See ``also`` of :class:`RankZeroOutput`.
@@ -66,12 +70,14 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
         compress: Compress = None,
+        verify: Verify | None = None,
         sync_batchnorm: bool = False,
         also_rank_zero: tuple[type[Callback], ...] = (),
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         check_sync(sync, comm_hook=comm_hook, compress=compress, sync_batchnorm=sync_batchnorm)
+        check_verify(verify, sync)
         if sync == "every_step":
             synchronize: Callback = AllReduceGradients(
                 weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, process_group
@@ -84,6 +90,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             *([SynchronizeBatchNorm(process_group)] if sync_batchnorm else []),
             ShardData(batch_size, process_group),
             MergeBuffers(process_group),
+            *([VerifyGradient(weight, reduction, process_group)] if verify else []),
             synchronize,
             ReduceMetrics(weight, reduction, process_group),
             GatherPredictions(process_group),

@@ -1,0 +1,84 @@
+"""``verify="first_batch"``: ask Lightning's module for the loss of the whole batch as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.lightning.batches import Batches
+from ddp_callbacks.sharding import ShardedLoader
+from ddp_callbacks.verification import verify_gradient
+
+_LOGGING = ("log", "log_dict")
+
+
+def verify_first_batch(trainer: Any, loaders: Sequence[Any], batches: Batches, arguments: Sequence[Any]) -> None:
+    """Compare the gradient of the batch that is being computed with that of one process. A collective.
+
+    ``training_step`` is called two or three times, with logging off.
+
+    Args:
+        trainer: Before its first ``training_step``.
+        loaders: Those that the batch comes from.
+        batches: What this rank has of it.
+        arguments: Of ``training_step``, behind the batch.
+
+    Raises:
+        MismatchError, ConfigurationError: See :func:`ddp_callbacks.verification.verify_gradient`.
+        ConfigurationError: The loss of the whole batch cannot be had.
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            'verify="first_batch" needs automatic optimization, to have the loss without a step of the optimizer; '
+            f"{type(module).__name__} optimizes by hand. Verify its loss in a Trainer of its own, or leave verify out."
+        )
+    if len(loaders) != 1 or not isinstance(loaders[0], ShardedLoader) or loaders[0].iterator is None:
+        raise ConfigurationError(
+            'verify="first_batch" needs one loader, divided among the processes, to have the whole batch of it; got '
+            f"{[type(loader).__name__ for loader in loaders]}. Leave out the DistributedSampler, or leave verify out."
+        )
+    whole, part = (_transfer(trainer, batch) for batch in loaders[0].iterator.first_batch())
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        return _loss(module.training_step(batch, *arguments))
+
+    with _muted(module), trainer.precision_plugin.train_step_context():
+        verify_gradient(module, loss_of, whole, part, lambda: (batches.weight, batches.total))
+
+
+def _transfer(trainer: Any, batch: Any) -> Any:
+    """As Lightning's loop does with what it has fetched."""
+    batch = trainer.lightning_module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
+    return trainer.strategy.batch_to_device(batch)
+
+
+def _loss(output: Any) -> torch.Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigurationError(
+            f'verify="first_batch" needs a loss from training_step, got {type(loss).__name__}. Leave verify out.'
+        )
+    return loss
+
+
+@contextmanager
+def _muted(module: Any) -> Iterator[None]:
+    """``self.log`` does nothing inside."""
+    before = {name: module.__dict__[name] for name in _LOGGING if name in module.__dict__}
+    for name in _LOGGING:
+        module.__dict__[name] = _log_nothing
+    try:
+        yield
+    finally:
+        for name in _LOGGING:
+            del module.__dict__[name]
+        module.__dict__.update(before)
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    pass

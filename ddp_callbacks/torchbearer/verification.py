@@ -1,0 +1,81 @@
+"""Compare the gradient of the first batch with that of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchbearer
+from torchbearer.bases import _forward_with_exceptions, _get_param_list
+
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.sharding import ShardedIterator
+from ddp_callbacks.torchbearer.base import DistributedCallback, State
+from ddp_callbacks.torchbearer.weights import LossWeight, Weight
+from ddp_callbacks.verification import verify_gradient
+
+
+class VerifyGradient(DistributedCallback):
+    """At the first batch of each ``run``: raise unless the ranks' gradients make that of the whole batch.
+
+    Each rank computes model and criterion of the whole batch as well, once or twice, without the Trial's other
+    callbacks; see :func:`ddp_callbacks.verification.verify_gradient`. Must stand after :class:`ShardData`.
+
+    Args:
+        weight, reduction: As :class:`AllReduceGradients` has them.
+        process_group: ``None`` is the default group.
+
+    Raises:
+        MismatchError: With the parameter that differs most and what can be done.
+        ConfigurationError: The batch cannot be had as a whole, or the model draws at random.
+    """
+
+    def __init__(
+        self,
+        weight: Weight | None = None,
+        reduction: str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(process_group)
+        self._loss_weight = LossWeight(weight, reduction)
+        self._is_due = True
+
+    def on_start(self, state: State) -> None:
+        self._is_due = True
+
+    def on_sample(self, state: State) -> None:
+        if self.world_size == 1 or not self._is_due:
+            return
+        self._is_due = False
+        iterator = state[torchbearer.ITERATOR]
+        if not isinstance(iterator, ShardedIterator):
+            raise ConfigurationError(
+                'verify="first_batch" needs a loader that is divided among the processes, to have the whole batch of '
+                f"it; got {type(iterator).__name__}. Give the Trial a DataLoader without a DistributedSampler."
+            )
+        whole, part = iterator.first_batch()
+        scratch = torchbearer.State()
+        scratch.update(state)
+
+        def loss_of(batch: Any) -> torch.Tensor:
+            return _loss_of(scratch, batch)
+
+        verify_gradient(
+            state[torchbearer.MODEL], loss_of, whole, part, lambda: self._loss_weight.of(scratch), self.process_group
+        )
+
+
+def _loss_of(state: State, batch: Any) -> torch.Tensor:
+    """As Torchbearer's own closure computes it."""
+    state[torchbearer.ITERATOR] = iter([batch])
+    state[torchbearer.SAMPLER](state)
+    _forward_with_exceptions(torchbearer.X, torchbearer.MODEL, torchbearer.Y_PRED, state)
+    criterion = state[torchbearer.CRITERION]
+    try:
+        loss = criterion(state)
+    except TypeError:
+        outputs = _get_param_list(state[torchbearer.Y_PRED]) + _get_param_list(state[torchbearer.Y_TRUE])
+        loss = criterion(*outputs)
+    state[torchbearer.LOSS] = loss
+    return loss  # type: ignore[no-any-return]

@@ -1,0 +1,237 @@
+"""Compare the synchronized gradient of a batch with that of the whole batch: whether N ranks train as one process.
+
+The ranks' gradients add up to that of the whole batch where the loss is a mean, a sum or a weighed mean over samples.
+A contrastive loss, a mean over the targets that are known, or a wrong weight trains as well, with other numbers. Here
+every rank computes the batch twice, its part of it and the whole, and the two are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from ddp_callbacks.batch_norm import SynchronizedLayer
+from ddp_callbacks.collectives import all_reduce, broadcast_tensors, message_device
+from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.process_group import get_world_size
+from ddp_callbacks.random_state import SharedRandomState, get_global_state, set_global_state
+
+Verify = Literal["first_batch"]
+Loss = Callable[[Any], torch.Tensor]
+"""The loss of a batch, as the script computes it: a scalar."""
+
+Weight = Callable[[], tuple[float, float | None]]
+"""What the loss of this rank's part counts, and what all ranks' count together, ``None`` where that is not known."""
+
+_DOING = "the comparison of a batch's gradients"
+
+
+def check_verify(verify: str | None, sync: object) -> None:
+    """Raise :class:`ConfigurationError` unless it is ``None``, or ``"first_batch"`` with gradients that are exact."""
+    if verify not in (None, "first_batch"):
+        raise ConfigurationError(
+            'verify must be None or "first_batch" (the gradient of the first batch is compared with that of one '
+            f"process), got {verify!r}."
+        )
+    if verify and sync != "every_step":
+        raise ConfigurationError(
+            f'verify="first_batch" compares synchronized gradients, and sync={sync!r} has none. Verify with '
+            'sync="every_step" once, then train without verify.'
+        )
+
+
+def verify_gradient(
+    module: nn.Module,
+    loss_of: Loss,
+    whole: Any,
+    part: Any,
+    weight: Weight,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Raise unless the ranks' gradients, weighed and added up, are the gradient of the whole batch. A collective.
+
+    Each rank computes ``part`` and ``whole`` once, without touching ``parameter.grad``; where they differ, ``whole``
+    once more, to see whether the model draws at random. Dropout layers are off meanwhile. Buffers and the global
+    random states are left as they were; what else ``loss_of`` changes is not. Nothing is done in a world of one.
+
+    Args:
+        module: Its parameters that require a gradient are compared, on rank 0.
+        loss_of: Called with ``part`` and with ``whole``; must not call ``backward``.
+        whole: The whole batch, the same on every rank.
+        part: This rank's part of it; rank 0 has samples.
+        weight: Called after the loss of ``part`` is computed.
+        process_group: ``None`` is the default group.
+
+    Raises:
+        MismatchError: On every rank alike, with the parameter that differs most and what can be done.
+        ConfigurationError: On every rank alike: the gradients are not finite on one process either, or the model draws
+            at random beyond dropout layers, so that two computations of one batch cannot be compared.
+        PeerError: Another rank failed or died.
+    """
+    if get_world_size(process_group) == 1:
+        return
+    parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    with _undone(module), _without_dropout(module), torch.enable_grad():
+        own = _weighed_gradients(loss_of, part, weight, parameters, process_group)
+        summed = [all_reduce(gradient.view(-1), _DOING, process_group).view_as(gradient) for gradient in own]
+        shared = SharedRandomState(group=process_group)
+
+        def compute_whole() -> list[torch.Tensor]:
+            with shared.drawing():
+                return _gradients(loss_of(whole), parameters)
+
+        difference = _Difference(list(parameters), summed, compute_whole())
+        if not _on_rank_zero(difference.is_too_large, process_group):
+            return
+        repeated = _Difference(list(parameters), compute_whole(), difference.expected)
+    if _on_rank_zero(repeated.is_too_large, process_group):
+        raise ConfigurationError(
+            'verify="first_batch" cannot compare the gradients: two computations of one batch on one process differ, '
+            "with dropout layers off. The model draws at random, or its gradients are not finite."
+        )
+    message = _on_rank_zero(difference.describe(module, get_world_size(process_group)), process_group)
+    raise MismatchError(message)
+
+
+def _on_rank_zero(value: Any, group: dist.ProcessGroup | None) -> Any:
+    return broadcast_tensors(value, [], _DOING, group)[0]
+
+
+class _Difference:
+    """Between two sets of gradients, by parameter.
+
+    Attributes:
+        expected: Those that are right.
+        is_too_large: For rounding, in the precision in which they were computed.
+    """
+
+    def __init__(self, names: list[str], summed: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+        self._names, self._summed, self.expected = names, summed, expected
+        self._by_parameter = [_largest(own - other) for own, other in zip(summed, expected, strict=True)]
+        self._scale = max(map(_largest, expected), default=0.0)
+        self._allowed = math.sqrt(max((_epsilon(gradient) for gradient in expected), default=0.0))
+        largest = max(self._by_parameter, default=0.0)
+        self.is_too_large = not largest <= self._allowed * self._scale or math.isinf(largest)
+
+    def describe(self, module: nn.Module, world_size: int) -> str:
+        worst = max(range(len(self._names)), key=self._by_parameter.__getitem__)
+        found = self._by_parameter[worst]
+        relative = found / self._scale if self._scale else math.inf
+        return (
+            f"the gradient of the first batch on {world_size} processes is not that of one process: that of parameter "
+            f"{self._names[worst]} differs by up to {found:.2g} ({relative:.1%} of the largest gradient, "
+            f"{self._scale:.2g}; rounding explains {self._allowed:.1g}). {self._remedy(module)}"
+        )
+
+    def _remedy(self, module: nn.Module) -> str:
+        if factor := self._common_factor():
+            return (
+                f"All gradients are {factor:.4g} times too small, as where the loss is a sum over the samples or is "
+                "multiplied by their number. Give the mean over the samples, or say that it is a sum "
+                '(reduction="sum").'
+            )
+        layers = [name for name, layer in module.named_modules() if _normalizes_by_part(layer)]
+        if layers:
+            return (
+                f"{layers[0]} normalizes by each process's part of the batch (BatchNorm): give sync_batchnorm=True. If "
+                "that is not all, the loss is not a mean over the samples: see the next run."
+            )
+        return (
+            "The loss must be a mean over the samples, a sum over them, or a mean over what weight= counts (tokens, "
+            "targets that are known, class weights): give weight=, or correct it. What compares samples with each "
+            "other, as a contrastive loss does, needs the whole batch on each process."
+        )
+
+    def _common_factor(self) -> float | None:
+        """What all gradients would have to be multiplied with to be right, if one number does it."""
+        dot = sum(float((own.double() * other.double()).sum()) for own, other in self._pairs())
+        norm = sum(float(own.double().square().sum()) for own in self._summed)
+        if not norm or not math.isfinite(dot):
+            return None
+        factor = dot / norm
+        left = max(_largest(own * factor - other) for own, other in self._pairs())
+        return factor if left <= self._allowed * self._scale else None
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(self._summed, self.expected, strict=True)
+
+
+def _weighed_gradients(
+    loss_of: Loss, part: Any, weight: Weight, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """Of this rank's part, as it counts in the whole; where it counts nothing, zeros (its own can be NaN)."""
+    loss = loss_of(part)
+    own, total = weight()
+    if total is None:
+        summed = torch.tensor([own], dtype=torch.float64, device=message_device(group))
+        total = float(all_reduce(summed, _DOING, group))
+    # Before backward, since layers may exchange gradients in it.
+    gradients = _gradients(loss * (own / total if total else 0.0), parameters)
+    return gradients if own else [torch.zeros_like(gradient) for gradient in gradients]
+
+
+def _gradients(loss: torch.Tensor, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
+    """Of a loss, dense; zeros for parameters that it does not reach."""
+    inputs = list(parameters.values())
+    found = torch.autograd.grad(loss, inputs, allow_unused=True) if loss.requires_grad else [None] * len(inputs)
+    return [
+        torch.zeros_like(parameter) if gradient is None else gradient.to_dense().contiguous()
+        for gradient, parameter in zip(found, inputs, strict=True)
+    ]
+
+
+@contextmanager
+def _undone(module: nn.Module) -> Iterator[None]:
+    """Afterwards buffers and global random states are as they were."""
+    state = get_global_state(False)
+    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        with torch.random.fork_rng(devices=devices) if devices else ExitStack():
+            yield
+    finally:
+        set_global_state(state)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    """Layers that draw at random let everything through inside."""
+    kinds = {_DropoutNd: ("training", False), nn.RNNBase: ("dropout", 0.0), nn.MultiheadAttention: ("dropout", 0.0)}
+    before = []
+    for layer in module.modules():
+        for kind, (name, value) in kinds.items():
+            if isinstance(layer, kind):
+                before.append((layer, name, getattr(layer, name)))
+                setattr(layer, name, value)
+    try:
+        yield
+    finally:
+        for layer, name, value in before:
+            setattr(layer, name, value)
+
+
+def _normalizes_by_part(layer: nn.Module) -> bool:
+    return isinstance(layer, _BatchNorm) and layer.training and not isinstance(layer, SynchronizedLayer)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest absolute value; infinity where there is NaN."""
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    return math.inf if math.isnan(largest) else largest
+
+
+def _epsilon(gradient: torch.Tensor) -> float:
+    kind = gradient.device.type
+    dtypes = [gradient.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
