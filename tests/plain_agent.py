@@ -40,10 +40,12 @@ def main() -> int:
     workers: list[subprocess.Popen[bytes]] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, _raise_ended)
+    ranks: list[int] = []
     try:
-        ranks = _start(job, control, workers)
+        ranks += _start(job, control, workers)
         return _watch(ranks, control, workers)
     except Ended as ended:
+        _tell(ranks, control, workers)
         _end(workers, ended.number)
         return 128 + ended.number
 
@@ -69,9 +71,9 @@ def _start(job: dict[str, Any], control: socket.socket, workers: list[subprocess
     first = sum(of_each_node[: job["node_rank"]])
     ranks = list(range(first, first + processes))
     pipes = [(os.pipe(), os.pipe()) for _ in ranks]
+    _report(control, {"workers": {"ranks": ranks, "attempt": 0}})
     for rank, (out, err) in zip(ranks, pipes, strict=True):
         _report(control, {"rank": rank}, (out[0], err[0]))
-    _report(control, {"workers": {"ranks": ranks, "attempt": 0}})
     command = [sys.executable, "-u", *(bytes.fromhex(word) for word in job["command"])]
     for local_rank, (out, err) in enumerate(pipes):
         environ = {**os.environ, **_variables(job, of_each_node, local_rank)}
@@ -141,25 +143,33 @@ def _variables(job: dict[str, Any], of_each_node: list[int], local_rank: int) ->
 
 def _watch(ranks: list[int], control: socket.socket, workers: list[subprocess.Popen[bytes]]) -> int:
     """Until all have ended well, or one has not."""
-    while not (failures := _failures(ranks, workers)):
+    while not any(worker.poll() for worker in workers):
         if all(worker.poll() == 0 for worker in workers):
+            _tell(ranks, control, workers)
             return 0
         time.sleep(_LOOK)
-    _report(control, {"noticed": failures})
+    _tell(ranks, control, workers)
     _end(workers, signal.SIGTERM)
-    others = [failure for failure in _failures(ranks, workers) if failure not in failures]
-    _report(control, {"failures": failures + others})
+    for end in _ends(ranks, workers):
+        if end["code"]:
+            _report(control, {"failed": end})
     return 1
 
 
-def _failures(ranks: list[int], workers: list[subprocess.Popen[bytes]]) -> list[dict[str, Any]]:
-    failures = []
+def _tell(ranks: list[int], control: socket.socket, workers: list[subprocess.Popen[bytes]]) -> None:
+    for end in _ends(ranks, workers):
+        _report(control, {"noticed": end})
+
+
+def _ends(ranks: list[int], workers: list[subprocess.Popen[bytes]]) -> list[dict[str, Any]]:
+    """Of the workers that have ended."""
+    ends = []
     for rank, worker in zip(ranks, workers, strict=True):
-        if code := worker.poll():
+        if (code := worker.poll()) is not None:
             name = signal.Signals(-code).name if code < 0 else None
-            code = code if code > 0 else 128 - code
-            failures.append({"rank": rank, "pid": worker.pid, "code": code, "signal": name, "message": None})
-    return failures
+            code = code if code >= 0 else 128 - code
+            ends.append({"rank": rank, "pid": worker.pid, "code": code, "signal": name, "message": None})
+    return ends
 
 
 def _end(workers: list[subprocess.Popen[bytes]], number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import socket
@@ -65,6 +66,80 @@ def test_the_exit_code_is_the_failing_rank_s(tmp_path: Path, end: str, code: int
     assert cause == f"ddprun: rank 1 on localhost failed with exit code {code}: {reason}"
     assert log.startswith("ddprun: its whole output is in ") and log.endswith("/rank-1.log")
     assert slowness.took < 30 * slowness.factor
+
+
+MISFORTUNES = """
+import atexit, os, sys, time
+import torch
+from ddp_callbacks import join_process_group
+from ddp_callbacks.agreement import require_agreement
+from ddp_callbacks.failures import report_failure
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return {}["sensor 7"]
+
+def happens(what):
+    if what == "slow to exit":
+        atexit.register(time.sleep, 8)
+        raise ValueError("the data are gone")
+    if what == "reported, and exits with 0":
+        report_failure(ValueError("the data are gone"))
+        sys.exit(0)
+    if what == "left":
+        os._exit(0)
+    if what == "loader":
+        list(torch.utils.data.DataLoader(Rows(), num_workers=1))
+    if what == "long message":
+        raise ValueError("x" * 30_000_000)
+
+join_process_group()
+for step in range(10_000):
+    settings = {"lr": 0.1}
+    if os.environ["RANK"] == "1" and step == 3:
+        happens(sys.argv[1])
+        settings["lr"] = 0.2
+    require_agreement(settings, "the Trial", "Give each the same.")
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("slow to exit", r"rank 1 on localhost failed(?: with exit code \d+)?: ValueError: the data are gone"),
+        (
+            "reported, and exits with 0",
+            r"rank 1 on localhost left with exit code 0 first. rank 0 on localhost says: ddp_callbacks.errors.PeerError"
+            r": rank 1 \(.*\) failed with ValueError: the data are gone",
+        ),
+        (
+            "left",
+            r"rank 1 on localhost left with exit code 0 first. rank 0 on localhost says: ddp_callbacks.errors.PeerError"
+            r": rank 1 \(.*",
+        ),
+        (
+            "loader",
+            r"rank 1 on localhost failed(?: with exit code \d+)?: KeyError: 'sensor 7', in DataLoader worker process 0",
+        ),
+        ("long message", r"rank 1 on localhost failed(?: with exit code \d+)?: ValueError: x{1000,4000}(?:\.\.\.)?"),
+        (
+            "differs",
+            r"rank [01] on localhost, as every rank, failed with exit code 1: ddp_callbacks.errors.MismatchError: "
+            r"the ranks disagree about the Trial:\n  lr: 0.1 on rank 0; 0.2 on rank 1\nGive each the same.\n"
+            r"Ranks: rank 0 \(.*\), rank 1 \(.*\)\.",
+        ),
+    ],
+)
+def test_who_came_first_is_named_with_what_happened(tmp_path: Path, what: str, says: str) -> None:
+    with Slowness() as slowness:
+        done = ddprun("--nproc-per-node", "2", write(tmp_path, MISFORTUNES), what, cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.search(f"^ddprun: {says}$", done.stderr, re.M), done.stderr[-5000:]
+    assert slowness.took < 40 * slowness.factor
 
 
 @pytest.mark.cold

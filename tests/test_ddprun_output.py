@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_callbacks.launcher.failures import Failure, exception_in, first_cause
 from ddp_callbacks.launcher.output import TAIL, Output, Terminal
 
 
@@ -149,44 +148,3 @@ def test_what_the_attempt_before_said_is_forgotten(tmp_path: Path) -> None:
     terminal.output.forget_errors("a")
     assert terminal.output.last_errors("a", 1) == []
     terminal.output.close()
-
-
-TRACEBACK = [
-    "some warning: not this",
-    "Traceback (most recent call last):",
-    '  File "train.py", line 7, in <module>',
-    "    raise KeyError('x')",
-    "KeyError: 'x'",
-    "",
-    "During handling of the above exception, another exception occurred:",
-    "",
-    "Traceback (most recent call last):",
-    '  File "train.py", line 9, in <module>',
-    "torch.cuda.OutOfMemoryError: out of memory. Tried",
-    "to allocate much",
-]
-
-
-@pytest.mark.parametrize(
-    ("lines", "exception"),
-    [
-        (TRACEBACK, "torch.cuda.OutOfMemoryError: out of memory. Tried"),
-        ([f"[rank12]: {line}" for line in TRACEBACK], "torch.cuda.OutOfMemoryError: out of memory. Tried"),
-        (["Traceback (most recent call last):", '  File "x"', "KeyboardInterrupt"], "KeyboardInterrupt"),
-        (["no traceback", "ValueError: quoted by somebody"], None),
-        ([], None),
-    ],
-)
-def test_the_exception_is_the_last_traceback_s(lines: list[str], exception: str | None) -> None:
-    assert exception_in(lines) == exception
-
-
-def test_the_first_cause_is_not_who_tells_of_it() -> None:
-    peer = Failure("a", 0, 1, "ddp_callbacks.errors.PeerError: rank 2 on host c raised ValueError", 1.0)
-    ended = Failure("b", 1, 143, "ended by SIGTERM", 2.0)
-    cause = Failure("c", 2, 1, "ValueError: x", 3.0)
-    later = Failure("d", 3, 1, "RuntimeError: Connection closed by peer", 4.0)
-    node = Failure("c", None, 1, "torchrun's agent ended with exit code 1", 0.5)
-    assert first_cause([peer, ended, later, cause, node]) is cause
-    assert first_cause([peer, ended]) is peer
-    assert str(cause) == "rank 2 on c failed with exit code 1: ValueError: x"

@@ -11,7 +11,7 @@ import pytest
 from ddp_callbacks.launcher.connection import Event
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.output import Output, Terminal
-from ddp_callbacks.launcher.plan import Here, NodePlan, make_plan
+from ddp_callbacks.launcher.plan import Here, NodePlan, Plan, make_plan
 from ddp_callbacks.launcher.watch import Watch
 
 
@@ -50,22 +50,100 @@ class Silent(Terminal):
         self.said += data.decode()
 
 
-NOTICED = {"noticed": [{"rank": 1, "pid": 7, "code": 3, "signal": None, "message": "ValueError: x"}]}
+AGENT = {"agent": {"processes": 1, "threads": "1", "interface": "lo"}}
+PEER_ERROR = "PeerError: rank 1 (host b, pid 2) died or went silent while rank 0 was waiting for it"
+
+
+def workers(*ranks: int) -> dict[str, Any]:
+    return {"workers": {"ranks": ranks, "attempt": 0}}
+
+
+def end(rank: int, code: int, signal: str | None = None, message: str | None = None) -> dict[str, Any]:
+    return {"rank": rank, "pid": 7, "code": code, "signal": signal, "message": message}
+
+
+def came(node: Node, kind: str, message: Any = None) -> Event:
+    return Event(node, kind, -1, json.dumps(message).encode())  # type: ignore[arg-type]
+
+
+def told(tmp_path: Path, nodes: list[Node], plan: Plan, *events: Event) -> tuple[int, Job, list[str]]:
+    """The exit code, the job, and the lines of ddprun."""
+    job, terminal = Job(nodes), Silent()
+    job.events = list(events)
+    with Output(tmp_path / "logs", None, True, terminal) as output:
+        code = Watch(plan, job, output).run()  # type: ignore[arg-type]
+    return code, job, terminal.said.splitlines()
+
+
+def two_nodes(*flags: str) -> tuple[list[Node], Plan]:
+    plan = make_plan(parse_options(["-H", "a,b", *flags, "x.py"], {}), Here("python", "/", lambda name: False))
+    return [Node(node) for node in plan.nodes], plan
 
 
 @pytest.mark.parametrize(("flags", "ends", "code"), [([], True, 3), (["--nnodes", "1:2"], False, 0)])
 def test_a_node_that_is_lost_after_a_worker_of_it_failed_ends_the_job_or_is_done_without(
     tmp_path: Path, flags: list[str], ends: bool, code: int
 ) -> None:
-    plan = make_plan(parse_options(["-H", "a,b", *flags, "x.py"], {}), Here("python", "/", lambda name: False))
-    first, second = (Node(node) for node in plan.nodes)
-    job, terminal = Job([first, second]), Silent()
+    (first, second), plan = two_nodes(*flags)
+    reports = (AGENT, workers(1), {"noticed": end(1, 3, message="ValueError: x")})
+    events = [*(came(second, "m", report) for report in reports), came(second, "closed")]
+    found, job, said = told(tmp_path, [first, second], plan, *events, came(first, "x", {"code": 0}))
+    assert (found, job.is_ending) == (code, ends)
+    assert any("goes on without it" in line for line in said) != ends
 
-    def came(node: Node, kind: str, message: Any = None) -> Event:
-        return Event(node, kind, -1, json.dumps(message).encode())  # type: ignore[arg-type]
 
-    job.events = [came(second, "m", NOTICED), came(second, "closed"), came(first, "x", {"code": 0})]
-    with Output(tmp_path / "logs", None, True, terminal) as output:
-        assert Watch(plan, job, output).run() == code  # type: ignore[arg-type]
-    assert job.is_ending == ends
-    assert ("goes on without it" in terminal.said) != ends
+@pytest.mark.parametrize(
+    ("of_second", "code", "says"),
+    [
+        pytest.param(
+            [{"agent_ended": -9}],
+            1,
+            f"ddprun: rank 1 on b failed first. rank 0 on a says: {PEER_ERROR}",
+            id="killed by ddprun, as a busy machine was too slow",
+        ),
+        pytest.param(
+            [{"noticed": end(1, 139, "SIGSEGV")}, {"agent_ended": 143}],
+            139,
+            "ddprun: rank 1 on b failed with exit code 139: ended by SIGSEGV",
+            id="noticed when it was ended",
+        ),
+        pytest.param(
+            [{"noticed": end(1, 0)}, {"agent_ended": 143}],
+            1,
+            f"ddprun: rank 1 on b left with exit code 0 first. rank 0 on a says: {PEER_ERROR}",
+            id="left",
+        ),
+        pytest.param(
+            [{"noticed": end(1, 143, "SIGTERM")}, {"agent_ended": 143}],
+            1,
+            f"ddprun: rank 1 on b failed first. rank 0 on a says: {PEER_ERROR}",
+            id="ended by ddprun",
+        ),
+    ],
+)
+def test_what_ddprun_itself_has_ended_is_no_cause(
+    tmp_path: Path, of_second: list[dict[str, Any]], code: int, says: str
+) -> None:
+    (first, second), plan = two_nodes()
+    failed = end(0, 1, message=PEER_ERROR)
+    events = [came(node, "m", report) for node, rank in ((first, 0), (second, 1)) for report in (AGENT, workers(rank))]
+    events += [came(first, "m", report) for report in ({"noticed": failed}, {"failed": failed}, {"agent_ended": 1})]
+    events += [*(came(second, "m", report) for report in of_second), came(second, "x", {"code": 137})]
+    found, job, said = told(tmp_path, [first, second], plan, *events, came(first, "x", {"code": 1}))
+    assert job.is_ending
+    assert (found, said[-2]) == (code, says)
+
+
+@pytest.mark.parametrize("comes", ["before", "after"])
+def test_a_node_that_is_lost_while_all_is_ended_is_the_cause_if_its_ranks_were_missed(
+    tmp_path: Path, comes: str
+) -> None:
+    (first, second), plan = two_nodes()
+    failed = end(0, 1, message=PEER_ERROR)
+    events = [came(node, "m", report) for node, rank in ((first, 0), (second, 1)) for report in (AGENT, workers(rank))]
+    lost = [came(second, "closed")]
+    events += lost if comes == "before" else []
+    events += [came(first, "m", report) for report in ({"noticed": failed}, {"failed": failed}, {"agent_ended": 1})]
+    events += lost if comes == "after" else []
+    _, _, said = told(tmp_path, [first, second], plan, *events, came(first, "x", {"code": 1}))
+    assert said[-2] == "ddprun: b: the connection was lost"

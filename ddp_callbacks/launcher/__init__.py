@@ -12,7 +12,7 @@
         launch       reaches all nodes, lets them meet, starts the job on all, ends it on all
         watch        passes on what the job prints, ends all when something fails, and says why
         output       files and the terminal, line by line
-        failures     which of several failures was the first cause
+        failures     which of several failures came first; tracebacks: what a rank has printed of its own
         doctor       looks at the nodes; diagnosis: what the findings mean
         bench        measures a training step on the nodes, and says how its cost grows
     on each node

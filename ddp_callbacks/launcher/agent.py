@@ -58,7 +58,8 @@ def main() -> int:
         try:
             _run(job, reports)
         except ChildFailedError as error:
-            reports.send({"failures": [_describe(rank, failure) for rank, failure in error.failures.items()]})
+            for rank, failure in error.failures.items():
+                reports.send({"failed": _describe(rank, failure)})
             return 1
         except SignalException as error:
             return 128 + int(error.sigval)
@@ -88,7 +89,7 @@ def _run(job: dict[str, Any], reports: Reports) -> None:
     args.nproc_per_node = str(processes)
     if args.shutdown_timeout is None:
         args.shutdown_timeout = SHUTDOWN_TIMEOUT
-    _end_siblings_soon(args.shutdown_timeout, reports)
+    _end_workers_soon(args.shutdown_timeout, reports)
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     interface = choose_interface(job["address"])
@@ -107,7 +108,7 @@ def _run(job: dict[str, Any], reports: Reports) -> None:
     if not redirected:
         config.logs_specs = _Pipes(job["folder"], reports)
     assert config.logs_specs is not None
-    config.logs_specs = _SameRound(config.logs_specs, rounds)
+    config.logs_specs = _SameRound(config.logs_specs, rounds, reports)
     reports.send({"agent": {"processes": processes, "threads": os.environ["OMP_NUM_THREADS"], "interface": interface}})
     elastic_launch(config, command)(*arguments)
 
@@ -127,22 +128,32 @@ def _arguments(job: dict[str, Any]) -> Namespace:
     return args
 
 
-def _end_siblings_soon(timeout: int, reports: Reports) -> None:
-    """Tell of a failed worker at once, and give the others of this node no more than ``timeout`` seconds.
+def _end_workers_soon(seconds: int, reports: Reports) -> None:
+    """Tell which workers have ended before the others are, and give these no more than ``seconds``.
 
     torchrun itself waits up to 30 s for them, whatever --shutdown-timeout says, before it tells anyone: its
-    SubprocessContext closes with the default of this method as soon as it finds a failure.
+    SubprocessContext closes with the default of this method as soon as it finds a failure. And it does not tell of a
+    worker's own end if it finds that while it ends the others.
     """
     close = PContext.close
+    told: list[PContext] = []
 
-    def close_soon(context: PContext, death_sig: signal.Signals | None = None, timeout: int = timeout) -> None:
-        failures: dict[int, ProcessFailure] = getattr(context, "_failures", {})
-        if failures:
-            ranks = {local_rank: int(context.envs[local_rank]["RANK"]) for local_rank in failures}
-            reports.send({"noticed": [_describe(ranks[local_rank], each) for local_rank, each in failures.items()]})
-        close(context, death_sig, timeout)
+    def close_soon(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+        if context not in told:
+            told[:] = [context]
+            _tell_of_ends(context, reports)
+        close(context, death_sig, seconds)
 
     PContext.close = close_soon  # type: ignore[method-assign, assignment]
+
+
+def _tell_of_ends(context: PContext, reports: Reports) -> None:
+    """A report for each worker that has ended by now."""
+    for local_rank, handler in getattr(context, "subprocess_handlers", {}).items():
+        code = handler.proc.poll()
+        if code is not None:
+            failure = ProcessFailure(local_rank, handler.proc.pid, code, context.error_files[local_rank])
+            reports.send({"noticed": _describe(int(context.envs[local_rank]["RANK"]), failure)})
 
 
 def _processes(nproc_per_node: str) -> int:
@@ -219,7 +230,6 @@ class _Pipes(LogsSpecs):
             to.stderrs[local_rank] = f"/proc/{os.getpid()}/fd/{err[1]}"
             to.error_files[local_rank] = os.path.join(self._folder, f"error-{attempt}-{local_rank}.json")
             env["TORCHELASTIC_ERROR_FILE"] = to.error_files[local_rank]
-        self._reports.send({"workers": {"ranks": [int(env["RANK"]) for env in envs.values()], "attempt": int(attempt)}})
         return to
 
 
@@ -231,15 +241,18 @@ class _Rounds:
 
 
 class _SameRound(LogsSpecs):
-    """Gives the workers of all nodes the same TORCHELASTIC_RESTART_COUNT, with which torch makes their store's prefix.
+    """Tells which workers are about to start, and gives those of all nodes the same TORCHELASTIC_RESTART_COUNT.
+
+    With that torch makes their store's prefix.
 
     torchrun counts on each node alone, and does not count when a node starts again because another one has to: workers
     with different counts wait for each other in vain. This is the one place that sees their variables before the start.
     """
 
-    def __init__(self, logs_specs: LogsSpecs, rounds: _Rounds) -> None:
+    def __init__(self, logs_specs: LogsSpecs, rounds: _Rounds, reports: Reports) -> None:
         self._logs_specs = logs_specs
         self._rounds = rounds
+        self._reports = reports
 
     @property
     def root_log_dir(self) -> str:
@@ -249,6 +262,8 @@ class _SameRound(LogsSpecs):
         if self._rounds.number is not None:
             for env in envs.values():
                 env["TORCHELASTIC_RESTART_COUNT"] = str(self._rounds.number)
+        ranks = [int(env["RANK"]) for env in envs.values()]
+        self._reports.send({"workers": {"ranks": ranks, "attempt": int(envs[0]["TORCHELASTIC_RESTART_COUNT"])}})
         return self._logs_specs.reify(envs)
 
 

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_callbacks.launcher.connection import Connection, Event
-from ddp_callbacks.launcher.failures import Failure, exception_in, first_cause
+from ddp_callbacks.launcher.failures import Cause, End, first_cause
 from ddp_callbacks.launcher.launch import Launch
 from ddp_callbacks.launcher.output import AGENT, Output
 from ddp_callbacks.launcher.plan import Plan
+from ddp_callbacks.launcher.tracebacks import Reader, printed_in
 
 _QUOTED = 20  # lines of the failing rank that are shown
+
+
+@dataclass
+class _Rank:
+    """What is known of the workers that run under one number."""
+
+    node: str
+    read: Reader = field(default_factory=Reader)
+    report: dict[str, Any] | None = None  # of its end
+    came: float = math.inf
+    is_ours: bool = False  # see :class:`End`
 
 
 class Watch:
@@ -24,18 +38,15 @@ class Watch:
         self._launch = launch
         self._output = output
         self._running = launch.nodes
-        self._failures: list[Failure] = []
-        self._reports: dict[tuple[str, int], tuple[dict[str, Any], float]] = {}  # of failed ranks, and when they came
+        self._lost: list[End] = []  # nodes
+        self._ranks: dict[int, _Rank] = {}
         self._agents: dict[str, dict[str, Any]] = {}
-        self._last_words: dict[int, float] = {}  # when a rank last wrote to its standard error
         self._redirected = plan.torchrun["redirects"] != "0" or plan.torchrun["tee"] != "0"
 
     def run(self) -> int:
         """Pass on what the ranks print until all nodes have ended; the exit code of the job."""
         while self._running and (event := self._launch.next_event()):
             self._take(event)
-        for node in self._running:
-            self._fail(node.plan.name, 1, "did not end in time")
         return self._conclude()
 
     def _take(self, event: Event) -> None:
@@ -48,14 +59,15 @@ class Watch:
             self._take_end(event.node, json.loads(event.data)["code"])
         elif event.node in self._running:  # closed, without an end before
             self._running.remove(event.node)
-            self._lose(event.node, event.node.explain_end(), 1)
+            self._lose(event.node, event.node.explain_end())
 
     def _take_output(self, name: str, event: Event) -> None:
         if event.rank == AGENT:
             self._output.write_agent(name, event.kind, event.data, show=self._redirected)
             return
-        if event.kind == "e":
-            self._last_words[event.rank] = time.monotonic()
+        rank = self._ranks.get(event.rank)
+        if event.kind == "e" and rank is not None and rank.node == name:
+            rank.read.feed(event.data, time.monotonic())
         self._output.write(name, event.rank, event.kind, event.data)
 
     def _take_report(self, node: Connection, report: dict[str, Any]) -> None:
@@ -64,26 +76,41 @@ class Watch:
             self._agents[name] = report["agent"]
         elif "workers" in report:
             self._forget(name)
+            self._ranks |= {rank: _Rank(name) for rank in report["workers"]["ranks"]}
             self._say_what_runs(name, **report["workers"])
-        elif "noticed" in report:  # torchrun may start the workers again
-            self._remember(name, report["noticed"])
-        elif "failures" in report:
-            self._remember(name, report["failures"])
+        elif "noticed" in report:  # before torchrun has ended the others; it may start the workers again
+            self._note_end(report["noticed"])
+        elif "failed" in report:
+            self._note_end(report["failed"], is_ours=True)
             self._launch.end()
         elif "error" in report:
             self._fail(name, 1, report["error"])
             self._launch.end()
-        elif report["agent_ended"] != 0 and not self._can_do_without(node):
-            self._launch.end()
+        elif report["agent_ended"] != 0:
+            self._take_end_of_agent(node, report["agent_ended"])
 
-    def _remember(self, name: str, failures: list[dict[str, Any]]) -> None:
-        for failure in failures:
-            self._reports.setdefault((name, failure["rank"]), (failure, time.monotonic()))
+    def _note_end(self, report: dict[str, Any], is_ours: bool = False) -> None:
+        """Of a rank; the first that is said of it counts. What ends after the end was ordered may be ended by that."""
+        rank = self._ranks[report["rank"]]
+        if rank.report is None:
+            ordered = self._launch.is_ending and report["signal"] in (None, "SIGTERM")
+            rank.report, rank.came, rank.is_ours = report, time.monotonic(), is_ours or ordered
+
+    def _take_end_of_agent(self, node: Connection, code: int) -> None:
+        """Before what it has left behind has ended, too."""
+        if not self._can_do_without(node):
+            code = code if code >= 0 else 128 - code
+            self._fail_at_once(node.plan.name, code, f"torchrun's agent ended with exit code {code}")
+
+    def _has_said_more(self, name: str) -> bool:
+        """Whether one of its ranks is known to have failed."""
+        failed = [rank for rank in self._ranks.values() if rank.report is not None and rank.report["code"]]
+        return name in {rank.node for rank in failed} | {end.node for end in self._lost}
 
     def _forget(self, name: str) -> None:
         """The workers of a node are gone: new ones start there, or the job goes on without it."""
         self._output.forget_errors(name)
-        self._reports = {key: report for key, report in self._reports.items() if key[0] != name}
+        self._ranks = {number: rank for number, rank in self._ranks.items() if rank.node != name}
 
     def _say_what_runs(self, name: str, ranks: list[int], attempt: int) -> None:
         agent = self._agents[name]
@@ -95,18 +122,30 @@ class Watch:
 
     def _take_end(self, node: Connection, code: int) -> None:
         self._running.remove(node)
-        if code != 0:
-            self._lose(node, f"torchrun's agent ended with exit code {code}", code)
-
-    def _lose(self, node: Connection, reason: str, code: int) -> None:
-        """A node has ended, and not as it should."""
-        name = node.plan.name
-        if self._can_do_without(node):
-            self._forget(name)
-            self._output.note(f"{name}: {reason}; goes on without it")
+        if code == 0:
             return
-        reported = {failed for failed, _ in self._reports} | {failure.node for failure in self._failures}
-        if name not in reported:  # else it has said more itself
+        reason = f"torchrun's agent ended with exit code {code}"
+        if self._can_do_without(node):
+            self._go_on_without(node, reason)
+        else:
+            self._fail_at_once(node.plan.name, code, reason)
+
+    def _lose(self, node: Connection, reason: str) -> None:
+        """The connection has ended, and nothing was said before."""
+        if self._can_do_without(node):
+            self._go_on_without(node, reason)
+            return
+        if not self._has_said_more(node.plan.name):
+            self._fail(node.plan.name, 1, reason)
+        self._launch.end()
+
+    def _go_on_without(self, node: Connection, reason: str) -> None:
+        self._forget(node.plan.name)
+        self._output.note(f"{node.plan.name}: {reason}; goes on without it")
+
+    def _fail_at_once(self, name: str, code: int, reason: str) -> None:
+        """An agent has ended, which is no cause once the end was ordered."""
+        if not self._launch.is_ending and not self._has_said_more(name):
             self._fail(name, code, reason)
         self._launch.end()
 
@@ -117,27 +156,30 @@ class Watch:
         return elastic and not self._launch.is_ending and len(others) >= self._plan.min_nodes
 
     def _fail(self, name: str, code: int, reason: str) -> None:
-        self._failures.append(Failure(name, None, code, reason, time.monotonic()))
+        self._lost.append(End(name, None, time.monotonic(), code, reason, is_ours=self._launch.is_ending))
 
-    def _failure(self, name: str, report: dict[str, Any], came: float) -> Failure:
+    def _end_of(self, number: int, rank: _Rank) -> End:
         """Made at the end, when all that the rank has written is here."""
-        words = exception_in(self._output.last_errors(name, report["rank"]))
-        ended = report["signal"] and f"ended by {report['signal']}"
-        if report["signal"] == "SIGABRT":
-            ended = None  # what C++ does with an exception, after Python has told it
-        reason = ended or report["message"] or words or report["signal"] or "no exception was printed"
-        order = came if ended else self._last_words.get(report["rank"], came)
-        return Failure(name, report["rank"], report["code"], reason, min(order, came))
+        rank.read.feed(b"\n", time.monotonic())
+        if rank.report is None:
+            return End(rank.node, number, rank.came, printed=rank.read.last)
+        ended_by, message = rank.report["signal"], rank.report["message"]
+        printed = rank.read.last or (printed_in(message) if message else None)
+        reason = None if ended_by is None or rank.is_ours else f"ended by {ended_by}"
+        if ended_by == "SIGABRT" and printed is not None:
+            reason = None  # what C++ does with an exception, after Python has told it
+        return End(rank.node, number, rank.came, rank.report["code"], reason, printed, rank.is_ours)
 
     def _conclude(self) -> int:
         """Say how it ended."""
         if self._launch.signal is not None:
             self._output.note(f"ended by {signal.Signals(self._launch.signal).name}")
             return 128 + self._launch.signal
-        failures = self._failures + [self._failure(name, *report) for (name, _), report in self._reports.items()]
-        if not failures:
+        late = [End(node.plan.name, None, math.inf, 1, "did not end in time") for node in self._running]
+        ranks = [self._end_of(number, rank) for number, rank in self._ranks.items()]
+        cause = first_cause([*self._lost, *ranks]) or first_cause(late)
+        if cause is None:
             return 0
-        cause = first_cause(failures)
         rank = AGENT if cause.rank is None else cause.rank
         if not (self._redirected if rank == AGENT else self._output.shows(rank)):
             self._output.quote(cause.node, rank, self._output.last_errors(cause.node, rank)[-_QUOTED:])
@@ -145,7 +187,7 @@ class Watch:
         self._output.note(self._where_it_is(cause))
         return cause.code
 
-    def _where_it_is(self, cause: Failure) -> str:
+    def _where_it_is(self, cause: Cause) -> str:
         """The whole output of what failed."""
         if self._redirected:
             return f"its output is on {cause.node}, where --log-dir says"
