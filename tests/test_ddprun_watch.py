@@ -34,9 +34,13 @@ class Job:
         self.nodes = list(nodes)
         self.events: list[Event] = []
         self.is_ending = False
+        self.rounds: list[tuple[int | None, list[str]]] = []
 
     def next_event(self) -> Event | None:
         return self.events.pop(0) if self.events else None
+
+    def start_again(self, after: int | None, nodes: list[Node]) -> None:
+        self.rounds.append((after, [node.plan.name for node in nodes]))
 
     def end(self) -> None:
         self.is_ending = True
@@ -90,6 +94,7 @@ def test_a_node_that_is_lost_after_a_worker_of_it_failed_ends_the_job_or_is_done
     found, job, said = told(tmp_path, [first, second], plan, *events, came(first, "x", {"code": 0}))
     assert (found, job.is_ending) == (code, ends)
     assert any("goes on without it" in line for line in said) != ends
+    assert job.rounds == ([] if ends else [(None, ["a"])])
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,6 @@ def outcome(agent: tuple[str, ...], folder: Path, script: str, do: Callable[[lis
                 "command": [as_hex("script.py")],
                 "rendezvous": "static",
                 "node_rank": rank,
-                "key": "key",
                 "address": HOST,
                 "port": port,
                 "folder": str(folder),

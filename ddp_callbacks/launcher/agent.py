@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import hmac
 import json
 import os
+import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from argparse import Namespace
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,21 +28,19 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
-    RendezvousStateError,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
-from ddp_callbacks.environment import route_to
-from ddp_callbacks.launcher.meeting import STORE_TIMEOUT, choose_interface, open_store
+from ddp_callbacks.launcher.meeting import choose_interface, open_store
 
 _PR_SET_PDEATHSIG = 1
 _RUN_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 _LONGEST_MESSAGE = 4096  # characters of an exception that are reported
+_LOOK = 0.05  # seconds between two looks at who is there
 BACKEND = "ddprun"  # the name of the rendezvous below, for --rdzv-backend
 SHUTDOWN_TIMEOUT = 1  # seconds that the other workers of a node have, after one has failed
 
@@ -56,7 +54,7 @@ def main() -> int:
     with socket.socket(fileno=job["control"]) as control:
         reports = Reports(control)
         try:
-            _run(job, reports)
+            _run(job, control, reports)
         except ChildFailedError as error:
             for rank, failure in error.failures.items():
                 reports.send({"failed": _describe(rank, failure)})
@@ -83,7 +81,7 @@ def _close_standard_input() -> None:
     os.close(descriptor)
 
 
-def _run(job: dict[str, Any], reports: Reports) -> None:
+def _run(job: dict[str, Any], control: socket.socket, reports: Reports) -> None:
     args = _arguments(job)
     processes = _processes(args.nproc_per_node)
     args.nproc_per_node = str(processes)
@@ -93,12 +91,12 @@ def _run(job: dict[str, Any], reports: Reports) -> None:
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     interface = choose_interface(job["address"])
-    rounds = _Rounds()
+    rounds = _Rounds(control, job["members"] if job["rendezvous"] == "elastic" else None)
     redirected = args.redirects != "0" or args.tee != "0" or args.logs_specs
     if not redirected:
         args.log_dir = job["folder"]
     if job["rendezvous"] is not None:
-        rendezvous_handler_registry.register(BACKEND, lambda parameters: _Rendezvous(parameters, job, rounds))
+        rendezvous_handler_registry.register(BACKEND, lambda parameters: _Rendezvous(parameters, job, rounds, reports))
         args.rdzv_backend, args.rdzv_endpoint, args.node_rank = BACKEND, f"{job['address']}:{job['port']}", 0
     elif args.master_port is None:
         args.master_port = 29500  # as torchrun's own command
@@ -233,11 +231,24 @@ class _Pipes(LogsSpecs):
         return to
 
 
-@dataclass
 class _Rounds:
-    """How often the workers of all nodes have been started before; ``None`` where torchrun's own count is right."""
+    """How often the workers of all nodes have been started before, and which nodes take part; ``ddprun`` decides.
 
-    number: int | None = None
+    Attributes:
+        number: ``None`` where torchrun's own count is right.
+    """
+
+    def __init__(self, control: socket.socket, members: list[int] | None) -> None:
+        self._control = control
+        self._members = members or []
+        self.number = None if members is None else 0
+
+    def newest(self) -> tuple[int, list[int]]:
+        """The number, and the members' numbers among the nodes, as far as ``ddprun`` has told."""
+        assert self.number is not None
+        while select.select([self._control], [], [], 0)[0] and (told := self._control.recv(1 << 18)):
+            self.number, self._members = json.loads(told)
+        return self.number, self._members
 
 
 class _SameRound(LogsSpecs):
@@ -267,61 +278,31 @@ class _SameRound(LogsSpecs):
         return self._logs_specs.reify(envs)
 
 
-class _SignedBackend(RendezvousBackend):
-    """Takes from the store only what a node of this job has written.
-
-    torchrun pickles the state of the rendezvous, and anyone who reaches the store can write to it.
-    """
-
-    def __init__(self, backend: RendezvousBackend, key: bytes) -> None:
-        self._backend = backend
-        self._key = key
-
-    @property
-    def name(self) -> str:
-        return self._backend.name
-
-    def get_state(self) -> tuple[bytes, Any] | None:
-        found = self._backend.get_state()
-        return None if found is None else (self._verified(found[0]), found[1])
-
-    def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
-        found = self._backend.set_state(self._signature(state) + state, token)
-        return None if found is None else (self._verified(found[0]), *found[1:])
-
-    def _signature(self, state: bytes) -> bytes:
-        return hmac.digest(self._key, state, "sha256")
-
-    def _verified(self, signed: bytes) -> bytes:
-        signature, state = signed[:32], signed[32:]
-        if not hmac.compare_digest(signature, self._signature(state)):
-            raise RendezvousStateError("someone who does not belong to this job has written to its store")
-        return state
-
-
 class _Rendezvous(RendezvousHandler):
-    """The nodes of one job, in the order in which the launcher named them, or whichever are there (elastic).
+    """The nodes of one job, in the order in which the launcher named them; each store listens on one address.
 
-    torchrun's own two ways of meeting, but each store listens on one address (pytorch issue 173909). The elastic one
-    leaves the meeting itself to torchrun's dynamic handler, and makes the store of the workers anew in each round.
+    (torchrun's own listen on all interfaces: pytorch issue 173909.) Where the workers may start again, they do so in
+    rounds, with a store of their own in each: torch expects it to be empty. A node whose workers have failed asks
+    ``ddprun`` for another round, and that tells it to all that are left; so it does when it has lost a node.
     """
 
-    def __init__(self, parameters: RendezvousParameters, job: dict[str, Any], rounds: _Rounds) -> None:
-        self._parameters = parameters
+    def __init__(
+        self, parameters: RendezvousParameters, job: dict[str, Any], rounds: _Rounds, reports: Reports
+    ) -> None:
+        self._run_id = parameters.run_id
         self._rounds = rounds
+        self._reports = reports
+        self._round: int | None = None  # in which the workers run
         self._node_rank: int = job["node_rank"]
+        self._nodes = parameters.max_nodes
         self._meeting = RendezvousStoreInfo(job["address"], job["port"])
-        elastic = job["rendezvous"] == "elastic"
         # torchrun's own: how long its static rendezvous waits for a node, and how long its dynamic one reads the store
-        timeout = int(parameters.get("read_timeout", 60) if elastic else parameters.get("timeout", 900))
-        self._store = open_store(job["address"], job["port"], job["listener"], timedelta(seconds=timeout))
+        self._join_timeout = int(parameters.get("join_timeout", 600))
+        is_elastic = rounds.number is not None
+        timeout = int(parameters.get("read_timeout", 60) if is_elastic else parameters.get("timeout", 900))
+        self._timeout = timedelta(seconds=timeout)
+        self._store = open_store(job["address"], job["port"], job["listener"], self._timeout)
         self._workers_store: dist.TCPStore | None = None
-        self._dynamic: RendezvousHandler | None = None
-        if elastic:
-            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # that would listen everywhere
-            parameters.local_addr = route_to(job["address"]).address
-            backend = _SignedBackend(C10dRendezvousBackend(self._store, parameters.run_id), job["key"].encode())
-            self._dynamic = create_handler(self._store, backend, parameters)
 
     def get_backend(self) -> str:
         return BACKEND
@@ -331,39 +312,53 @@ class _Rendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._dynamic is None:
-            store = dist.PrefixStore(self._parameters.run_id, self._store)
-            return RendezvousInfo(store, self._node_rank, self._parameters.max_nodes, self._meeting)
-        met = self._dynamic.next_rendezvous()
-        return RendezvousInfo(met.store, met.rank, met.world_size, self._meeting_of_workers(met))
+        if self._rounds.number is None:
+            store: dist.Store = dist.PrefixStore(self._run_id, self._store)
+            return RendezvousInfo(store, self._node_rank, self._nodes, self._meeting)
+        if self._round is not None and not self.num_nodes_waiting():
+            self._reports.send({"again": self._round})
+        store, members = self._meet(time.monotonic() + self._join_timeout)
+        rank = members.index(self._node_rank)
+        if rank == 0:
+            store.set("workers", str(self._open_workers_store()))
+        meeting = RendezvousStoreInfo(self._meeting.master_addr, int(store.get("workers")))
+        return RendezvousInfo(store, rank, len(members), meeting)
 
-    def _meeting_of_workers(self, met: RendezvousInfo) -> RendezvousStoreInfo:
-        """The store's prefix is another one in each round."""
-        if met.rank == 0:
-            assert self._parameters.local_addr is not None
-            family = socket.AF_INET6 if ":" in self._parameters.local_addr else socket.AF_INET
-            listener = socket.create_server((self._parameters.local_addr, 0), family=family)
-            address, port = listener.getsockname()[:2]
-            self._workers_store = open_store(address, port, listener.detach(), STORE_TIMEOUT)
-            met.store.set("workers", json.dumps([address, port, self._store.add("rounds", 1) - 1]))
-        address, port, self._rounds.number = json.loads(met.store.get("workers"))
-        return RendezvousStoreInfo(address, port)
+    def _open_workers_store(self) -> int:
+        """The port of a new one."""
+        address = self._meeting.master_addr
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        port = int(listener.getsockname()[1])
+        self._workers_store = open_store(address, port, listener.detach(), self._timeout)
+        return port
 
-    def is_closed(self) -> bool:
-        return self._dynamic is not None and self._dynamic.is_closed()
-
-    def set_closed(self) -> None:
-        if self._dynamic is not None:
-            self._dynamic.set_closed()
+    def _meet(self, end: float) -> tuple[dist.Store, list[int]]:
+        """The round's part of the store, and its nodes, once all of them are there."""
+        while time.monotonic() < end:
+            number, members = self._rounds.newest()
+            store: dist.Store = dist.PrefixStore(f"{self._run_id}/{number}", self._store)
+            if number != self._round:
+                store.set(f"here/{self._node_rank}", "1")
+                if store.check([f"here/{member}" for member in members]):
+                    self._round = number
+                    return store, members
+            time.sleep(_LOOK)
+        raise RendezvousTimeoutError(f"the nodes did not meet within {self._join_timeout} s (join_timeout)")
 
     def num_nodes_waiting(self) -> int:
-        return 0 if self._dynamic is None else self._dynamic.num_nodes_waiting()
+        return int(self._rounds.number is not None and self._rounds.newest()[0] != self._round)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
 
     def get_run_id(self) -> str:
-        return self._parameters.run_id
+        return self._run_id
 
     def shutdown(self) -> bool:
-        return self._dynamic is None or self._dynamic.shutdown()
+        return True
 
 
 if __name__ == "__main__":

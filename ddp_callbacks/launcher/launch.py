@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -53,7 +52,7 @@ class Launch:
         self._patience = heartbeat_timeout
         self._events: queue.Queue[Event] = queue.Queue(maxsize=1000)
         self._nodes: list[Connection] = []
-        self._key = secrets.token_hex()  # of this job, which proves who belongs to it
+        self._round = 0  # how often the workers of all nodes have been started again
         self._signal: int | None = None
         self._ending: float | None = None  # when all must be gone
 
@@ -110,6 +109,13 @@ class Launch:
         problems = self._ask_all(lambda node: self._start_agent(node, address, port))
         if problems:
             raise CannotStart([f"{node.plan.name}: {problem}." for node, problem in problems.items()])
+
+    def start_again(self, after: int | None, nodes: list[Connection]) -> None:
+        """Let these nodes start their workers again, unless they have been told so since round ``after``."""
+        if after is None or after == self._round:
+            self._round += 1
+            for node in nodes:
+                node.tell("round", number=self._round, members=[member.plan.rank for member in nodes])
 
     @property
     def is_ending(self) -> bool:
@@ -227,7 +233,7 @@ class Launch:
             "command": [as_hex(word) for word in self._plan.command],
             "rendezvous": self._plan.rendezvous,
             "node_rank": plan.rank,
-            "key": self._key,
+            "members": [member.plan.rank for member in self._nodes],
             "address": address,
             "port": port,
         }

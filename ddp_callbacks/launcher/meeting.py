@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from ddp_callbacks.environment import route_to
 
-STORE_TIMEOUT = timedelta(seconds=60)  # of one look into a store that is known to be there
-
 
 def choose_interface(address: str | None) -> str:
     """Let gloo and NCCL use the interface on the way to the first node, unless the user has chosen one; gloo's."""

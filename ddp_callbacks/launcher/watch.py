@@ -83,6 +83,8 @@ class Watch:
         elif "failed" in report:
             self._note_end(report["failed"], is_ours=True)
             self._launch.end()
+        elif "again" in report:
+            self._launch.start_again(report["again"], self._running)
         elif "error" in report:
             self._fail(name, 1, report["error"])
             self._launch.end()
@@ -116,7 +118,8 @@ class Watch:
         agent = self._agents[name]
         threads = f"{agent['threads']} thread{'' if agent['threads'] == '1' else 's'} each"
         where = f", {agent['interface']}" if agent["interface"] else ""
-        again = f", restart {attempt} of {self._plan.torchrun['max_restarts']}" if attempt else ""
+        allowed = self._plan.torchrun["max_restarts"]  # that a lost node causes does not count
+        again = f", restart {attempt}{f' of {allowed}' if attempt <= allowed else ''}" if attempt else ""
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
         self._output.note(f"{name}: {which}, {threads}{where}{again}")
 
@@ -142,6 +145,7 @@ class Watch:
     def _go_on_without(self, node: Connection, reason: str) -> None:
         self._forget(node.plan.name)
         self._output.note(f"{node.plan.name}: {reason}; goes on without it")
+        self._launch.start_again(None, self._running)
 
     def _fail_at_once(self, name: str, code: int, reason: str) -> None:
         """An agent has ended, which is no cause once the end was ordered."""
