@@ -18,13 +18,15 @@ from ddp_callbacks.launcher.meeting import choose_interface
 
 LIMIT = 600.0  # seconds
 DDPRUN = [sys.executable, "-m", "ddp_callbacks.launcher"]
+# Without torchrun: for what does not depend on it.
+PLAIN = [sys.executable, "-P", str(Path(__file__).with_name("ddprun_with_plain_agent.py"))]
 
 
-def ddprun(*argv: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def ddprun(*argv: str, cwd: Path, stdin: str = "", command: list[str] = DDPRUN) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environ["PWD"] = str(cwd)
     return subprocess.run(
-        [*DDPRUN, *argv], cwd=cwd, env=environ, input=stdin, capture_output=True, text=True, timeout=LIMIT
+        [*command, *argv], cwd=cwd, env=environ, input=stdin, capture_output=True, text=True, timeout=LIMIT
     )
 
 
@@ -207,6 +209,41 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(tmp_path: Path, argv: list[s
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(says.format(cwd=tmp_path)) and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def as_plain_command(tmp_path: Path, text: str) -> str:
+    """For --rsh: a program that leads to this machine."""
+    (tmp_path / "enter").write_text(f"#!/bin/sh\n{text}\n")
+    (tmp_path / "enter").chmod(0o755)
+    return str(tmp_path / "enter")
+
+
+@pytest.mark.parametrize(
+    "runs", ['shift; exec "$@"', 'shift; exec bash -c "echo welcome; $*"', 'shift; exec dash -c "$*"']
+)
+def test_any_command_that_gives_a_pipe_leads_to_a_node(tmp_path: Path, runs: str) -> None:
+    """One that starts the words that it is given, and one that gives them to a shell."""
+    enter = as_plain_command(tmp_path, runs)
+    script = write(tmp_path, "import os, sys; print(os.environ['RANK'], sys.argv[1:])")
+    done = ddprun("-H", "pod-7", "--rsh", enter, script, "a b", cwd=tmp_path, command=PLAIN)
+    assert (done.returncode, done.stdout) == (0, "[pod-7:0] 0 ['a b']\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("runs", "says"),
+    [
+        (
+            'echo "error: pods pod-7 not found" >&2; exit 1',
+            "enter does not reach it (exit code 1): error: pods pod-7 not found",
+        ),
+        ("exit 0", "enter does not reach it (exit code 0): it said nothing"),
+    ],
+)
+def test_a_command_that_does_not_reach_a_node_is_told_with_its_words(tmp_path: Path, runs: str, says: str) -> None:
+    enter = as_plain_command(tmp_path, runs)
+    done = ddprun("-H", "pod-7", "--rsh", enter, write(tmp_path, "print(1)"), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"ddprun: pod-7: {says}. Try: {enter} pod-7 true.\n"
 
 
 def test_help_has_the_hosts_first_and_torchrun_s_flags_after(tmp_path: Path) -> None:

@@ -128,6 +128,16 @@ def test_ranks_follow_the_order_of_the_hosts_and_share_one_address(bed: HostBed,
         }
 
 
+@starts
+def test_what_sets_up_a_library_here_is_alike_on_all_nodes(bed: HostBed, tmp_path: Path) -> None:
+    host = bed.hosts[0]
+    script = write(tmp_path, "import os; print(os.environ['OMP_NUM_THREADS'], os.environ.get('NCCL_DEBUG'))")
+    environ = host.environ(PWD=str(tmp_path), OMP_NUM_THREADS="3", NCCL_DEBUG="a 'b'")
+    done = host.run(*PLAIN, "-H", "h1:1,h2:1", "--show-ranks", "all", script, cwd=tmp_path, environ=environ)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[h1:0] 3 a 'b'", "[h2:1] 3 a 'b'"]
+
+
 EPOCHS = [str(DIGITS), "--epochs", "4", "--checkpoint", "digits.pt"]
 
 
@@ -826,6 +836,77 @@ def test_starts_that_are_ended_at_any_moment_leave_nothing(
                 wait_until(lambda: not of_job(*bed.hosts))
             assert slowness.took < 6 * slowness.factor
             run.end()
+
+
+# --- another command than ssh -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def enter(bed: HostBed, tmp_path: Path) -> str:
+    """A program that leads from this machine, which is none of the hosts, to one of them."""
+    lines = "".join(f"    {host.name}) pid={host.pid} ;;\n" for host in bed.hosts)
+    environ = "env -i HOME=/root PATH=$PATH SSH_CONNECTION='10.9.9.9 1 10.9.9.9 22'"
+    namespaces = 'nsenter -t "$pid" -n -u -m -p --wdns=/ --'
+    program = tmp_path / "enter"
+    program.write_text(f'#!/bin/sh\ncase "$1" in\n{lines}esac\nshift\nexec {environ} {namespaces} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+def ddprun_from_outside(*argv: str, cwd: Path, command: list[str] = DDPRUN) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, *argv],
+        cwd=cwd,
+        env={**os.environ, "PWD": str(cwd), "PYTHONDONTWRITEBYTECODE": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+
+
+@starts
+@pytest.mark.cold
+def test_a_plain_command_takes_ssh_s_place(bed: HostBed, tmp_path: Path, enter: str) -> None:
+    """The address at which the nodes meet is found without ssh; what SSH_CONNECTION says there is somebody else's."""
+    flags = ["-H", "h1:1,h2:2", "--rsh", f"{enter} {{host}}", "--show-ranks", "all", "-x", "PROBE=a b"]
+    done = ddprun_from_outside(*flags, write(tmp_path, SHOW), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines()]
+    assert sorted((variables["RANK"], host) for host, variables in found) == [("0", "h1"), ("1", "h2"), ("2", "h2")]
+    assert {variables["MASTER_ADDR"] for _, variables in found} == {bed.hosts[0].address}
+    assert {variables["PROBE"] for _, variables in found} == {"a b"}
+
+
+@ends
+def test_a_job_that_a_plain_command_has_started_ends_with_a_signal_or_the_command(
+    bed: HostBed, tmp_path: Path, enter: str
+) -> None:
+    flags = ["-H", "h1:1,h2:1", "--rsh", enter, "--show-ranks", "all", write(tmp_path, STAY), "deaf"]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with subprocess.Popen(
+            [*PLAIN, *flags], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            for _ in range(2):
+                assert b"up" in process.stdout.readline()
+            with Slowness() as slowness:
+                process.send_signal(number)
+                wait_until(lambda: not of_job(*bed.hosts))
+            assert slowness.took < 5 * slowness.factor
+
+
+@faults
+@pytest.mark.cold
+def test_the_doctor_looks_at_nodes_that_a_plain_command_reaches(bed: HostBed, tmp_path: Path, enter: str) -> None:
+    done = ddprun_from_outside("doctor", "--json", "-H", "h1,h2", "--rsh", enter, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    found = json.loads(done.stdout)["findings"]
+    (h1, h2) = [finding["text"] for finding in found if finding["check"] == "reached"]
+    assert h1.startswith("by enter, ") and h2.startswith("by enter, ")
+    assert [finding["text"] for finding in found if finding["check"] == "address"] == [
+        f"{host.address} (eth0)" for host in bed.hosts[:2]
+    ]
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.connection import explain_ssh, ssh_command
-from ddp_callbacks.launcher.options import parse_options, working_directory
+from ddp_callbacks.launcher.connection import command_to, explain_ssh, ssh_command
+from ddp_callbacks.launcher.options import parse_bench_options, parse_options, working_directory
 from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, make_plan
 from ddp_callbacks.launcher.remote import BOOTSTRAP
 from ddp_callbacks.launcher.torchrun_flags import FLAGS, TORCH, Flag
@@ -131,12 +131,29 @@ def test_variables_are_given_by_name_or_value_and_torchruns_own_always() -> None
     environ = {"TOKEN": "a=b c", "PET_MAX_RESTARTS": "2", "OTHER": "x"}
     made = plan("-x", "TOKEN", "-x", "LR=0.1=", "-x", "E=", "t.py", environ=environ)
     assert made.torchrun["max_restarts"] == 2
-    assert made.environ == {
-        "TOKEN": "a=b c",
-        "LR": "0.1=",
-        "E": "",
-        "PET_MAX_RESTARTS": "2",
+    assert made.environ == {"TOKEN": "a=b c", "LR": "0.1=", "E": ""}
+    assert made.forwarded == {"PET_MAX_RESTARTS": "2"}
+
+
+def test_what_sets_up_the_libraries_here_is_given_to_all_nodes() -> None:
+    """But which devices there are is for a command in ssh's place to say: srun, say."""
+    settings = {
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "OMP_NUM_THREADS": "4",
+        "PYTHONPATH": "/x",
+        "DDP_CALLBACKS_SHARED_MEMORY": "0",
     }
+    devices = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    environ = {**settings, **devices, "HOME": "/root", "PATH": "/bin", "TORCHELASTIC_RUN_ID": "7", "AWS_SECRET": "s"}
+    made = plan("-H", "a,b", "t.py", environ=environ)
+    assert (made.environ, made.forwarded) == ({}, {**settings, **devices})
+    assert plan("-H", "a,b", "--rsh", "cat", "t.py", environ=environ).forwarded == settings
+    bench = parse_bench_options(["-H", "a:1,b:1"], environ).run
+    assert (bench.environ, bench.forwarded) == ({}, {**settings, **devices})
+    text = describe(made, command_to)
+    assert "variables" not in text
+    names = "CUDA_VISIBLE_DEVICES DDP_CALLBACKS_SHARED_MEMORY GLOO_SOCKET_IFNAME OMP_NUM_THREADS PYTHONPATH"
+    assert text.count(f"  forwarded   {names}\n") == 2
 
 
 @pytest.mark.parametrize(
@@ -175,6 +192,12 @@ def test_variables_are_given_by_name_or_value_and_torchruns_own_always() -> None
             ["--heartbeat-timeout", "0", "t.py"],
             "argument --heartbeat-timeout: takes seconds, at least 2, got '0'. See",
         ),
+        (
+            ["--rsh", "no-such-program {host}", "t.py"],
+            "--rsh 'no-such-program {host}': there is no program no-such-program",
+        ),
+        (["--rsh", "", "t.py"], "--rsh takes a command, got an empty one."),
+        (["--rsh", "a 'b", "t.py"], '--rsh takes a command, got "a \'b": No closing quotation.'),
         (["--rdzv-conf", "x", "t.py"], "--rdzv-conf takes KEY=VALUE,..., got 'x'."),
         (["--master-port", "x", "t.py"], "argument --master-port/--master_port: invalid int value: 'x'. See"),
     ],
@@ -201,7 +224,7 @@ def test_a_half_broken_host_file_is_named_with_the_line(tmp_path: Path, text: st
 
 def test_the_description_says_what_would_run_where() -> None:
     made = plan("-H", "here:1,b:2", "-x", "A=b c", "-m", "pack.train", "--name", "it's")
-    text = describe(made, ssh_command)
+    text = describe(made, command_to)
     first, second = text.split("\n\n")
     assert first.splitlines() == [
         "node 0: here",
@@ -215,6 +238,22 @@ def test_the_description_says_what_would_run_where() -> None:
     (ssh,) = [line for line in second.splitlines() if "reached by" in line]
     assert shlex.split(ssh.partition("by ")[2]) == ssh_command("b")
     assert "OMP_NUM_THREADS=cores // 2" in second
+
+
+@pytest.mark.parametrize(
+    ("rsh", "reached_by", "shell"),
+    [
+        ("cat -u -w {host}", "cat -u -w me@b /bin/sh", "cat -u -w me@b "),
+        ("cat", "cat me@b /bin/sh", "cat me@b "),
+        ("cat 'a b' --to={host}:1 --", "cat 'a b' --to=me@b:1 -- /bin/sh", "cat 'a b' --to=me@b:1 -- "),
+    ],
+)
+def test_another_command_takes_ssh_s_place(rsh: str, reached_by: str, shell: str) -> None:
+    made = plan("-H", "here:1,me@b:1", "--rsh", rsh, "t.py")
+    assert [shlex.join(command_to(node)) for node in made.nodes][1] == reached_by
+    assert "  reached by  a process of its own\n" in describe(made, command_to)
+    assert f"  reached by  {reached_by}\n" in describe(made, command_to)
+    assert [node.shell for node in made.nodes] == ["", shell]
 
 
 def test_ssh_is_given_the_host_and_the_bootstrap_alone_and_checks_host_keys() -> None:

@@ -66,7 +66,9 @@ class Node:
         header = self.process.stdout.read(HEADER.size)
         assert header, self.errors()
         kind, _, length = HEADER.unpack(header)
-        return kind, self.process.stdout.read(length)
+        data = self.process.stdout.read(length + 1)
+        assert data.endswith(b"\n")
+        return kind, data[:-1]
 
     def greet(self) -> None:
         assert self.process.stdout is not None

@@ -176,3 +176,35 @@ def test_ddprun_under_srun_says_how_to_start_it(slurm: Slurm, tmp_path: Path) ->
     assert done.returncode == 2
     assert "ddprun was itself started as rank 0 of 2. Start it once, not under srun" in done.stderr
     assert done.stdout == ""
+
+
+NO_SSH = """
+import os
+step, rank, world_size = (os.environ.get(name, "none") for name in ("SLURM_STEP_ID", "RANK", "WORLD_SIZE"))
+print(step, os.uname().nodename, rank, world_size, flush=True)
+"""
+
+
+@pytest.mark.cold
+def test_srun_takes_ssh_s_place_in_a_job(slurm: Slurm, tmp_path: Path) -> None:
+    """In an allocation whose nodes let nobody in."""
+    rsh = "srun --overlap -N1 -n1 -w {host}"
+    ddprun = ["ddprun", "--rsh", rsh, "--show-ranks", "all", "--no-prefix"]
+    without_ssh = ["env", "PATH=" + str(no_ssh(tmp_path)) + ":" + slurm.environ(slurm.login)["PATH"]]
+    allocation = ["salloc", "-N2", "--ntasks-per-node=2"]
+    done = slurm.run(*allocation, *without_ssh, *ddprun, write(tmp_path, NO_SSH), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = sorted(
+        (line.split() for line in done.stdout.splitlines() if line.endswith(" 4")), key=lambda words: words[2]
+    )
+    assert [words[1:3] for words in said] == [["h1", "0"], ["h1", "1"], ["h2", "2"], ["h2", "3"]]
+    assert [words[0] == "none" for words in said] == [True, True, False, False]  # a process here, a step there
+
+
+def no_ssh(tmp_path: Path) -> Path:
+    """A folder with an ssh that does not work."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text("#!/bin/sh\nexit 255\n")
+    (folder / "ssh").chmod(0o755)
+    return folder

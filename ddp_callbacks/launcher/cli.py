@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.connection import ssh_command
+from ddp_callbacks.launcher.connection import command_to
 from ddp_callbacks.launcher.launch import CannotStart, Interrupted, Launch
 from ddp_callbacks.launcher.options import (
     Options,
@@ -50,7 +50,7 @@ def _main(argv: list[str]) -> int:
     _refuse_to_multiply()
     plan = make_plan(options, _here())
     if options.dry_run:
-        print(describe(plan, lambda host: ssh_command(host, options.heartbeat_timeout)), end="")
+        print(describe(plan, lambda node: command_to(node, options.heartbeat_timeout)), end="")
         return 0
     return _launch(plan, options, lambda folder, terminal: Output(folder, options.shown, options.prefix, terminal))
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddp_callbacks.launcher import facts
-from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, address_of
+from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
 from ddp_callbacks.launcher.diagnosis import Facts, Finding, judge, judge_clock
 from ddp_callbacks.launcher.plan import NodePlan
 from ddp_callbacks.launcher.remote import as_hex
@@ -39,7 +39,7 @@ class Doctor:
         self._script = script
         self._end = time.monotonic() + LIMIT
         self._events: queue.Queue[Event] = queue.Queue()
-        self._nodes = [Connection(plan, self._events, _PATIENCE, _ANSWER_TIMEOUT) for plan in plans]
+        self._nodes = connections(plans, self._events, _PATIENCE, _ANSWER_TIMEOUT)
         self._findings: list[Finding] = []
         self._facts: dict[str, Facts] = {}
         self._held: dict[Connection, tuple[str, int]] = {}  # the address and port on which a node listens
@@ -83,7 +83,8 @@ class Doctor:
         except NodeProblem as problem:
             self._fail(node, "reached", str(problem))
         else:
-            how = "here" if node.plan.host is None else f"by ssh, {time.monotonic() - begin:.1f} s"
+            by = "ssh" if node.plan.rsh is None else os.path.basename(node.plan.rsh[0])
+            how = "here" if node.plan.host is None else f"by {by}, {time.monotonic() - begin:.1f} s"
             self._find(node, "reached", how)
 
     def _look(self, node: Connection) -> None:
@@ -131,7 +132,7 @@ class Doctor:
 
     def _listen(self, node: Connection, there: list[Connection]) -> None:
         try:
-            address = address_of(node, [other for other in there if other is not node])
+            address = addresses_of(node, [other for other in there if other is not node])[0]
             self._held[node] = (address, node.ask("listen", address=address, port=0)["port"])
             known = self._facts.get(node.plan.name)
             interface = known.values["interfaces"].get(address) if known else None
@@ -194,6 +195,8 @@ def _copy(plan: NodePlan) -> str:
     """How the working directory comes there."""
     if plan.host is None:
         return f"Name another by --chdir, or: mkdir -p {shlex.quote(plan.cwd)}"
+    if plan.rsh is not None:
+        return f"Copy it there, or name another by --chdir. Look at it by: {plan.shell}ls -l"
     here = shlex.quote(f"{os.getcwd()}/")
     return f"Copy it: rsync -a --mkpath {here} {shlex.quote(f'{plan.host}:{plan.cwd}/')}. Or name another by --chdir"
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, address_of
+from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
 from ddp_callbacks.launcher.node import GRACE
 from ddp_callbacks.launcher.plan import Plan
 from ddp_callbacks.launcher.remote import as_hex
@@ -68,7 +68,7 @@ class Launch:
         Raises:
             CannotStart: It cannot on some node; nothing was started anywhere.
         """
-        self._nodes = [Connection(node, self._events, self._patience) for node in self._plan.nodes]
+        self._nodes = connections(self._plan.nodes, self._events, self._patience)
         problems = self._ask_all(self._check)
         reached = [node for node in self._nodes if node not in problems]
         if problems and (len(reached) < self._plan.min_nodes or self._nodes[0] in problems):
@@ -89,7 +89,21 @@ class Launch:
             return None, 0
         first, *others = self._nodes
         try:
-            address = self._plan.address or (address_of(first, others) if others else "127.0.0.1")
+            given = self._plan.address
+            addresses = [given] if given else addresses_of(first, others) if others else ["127.0.0.1"]
+        except NodeProblem as problem:
+            raise CannotStart([f"{first.plan.name}: {problem}."]) from None
+        problems: list[CannotStart] = []
+        for address in addresses:
+            try:
+                return address, self._listen(first, others, address)
+            except CannotStart as problem:
+                problems.append(problem)
+        raise problems[0]
+
+    def _listen(self, first: Connection, others: list[Connection], address: str) -> int:
+        """The port there, once all others have reached it."""
+        try:
             port = int(first.ask("listen", address=address, port=self._plan.port)["port"])
         except NodeProblem as problem:
             remedy = "Name another by --master-port or --master-addr"
@@ -98,7 +112,7 @@ class Launch:
         if problems:
             remedy = f"Open the ports from {first.plan.name} to it, or name another address by --master-addr"
             raise CannotStart([f"{node.plan.name}: {problem}. {remedy}." for node, problem in problems.items()])
-        return address, port
+        return port
 
     def start(self, address: str | None, port: int) -> None:
         """Start the agents.
@@ -238,5 +252,6 @@ class Launch:
             "port": port,
         }
         argv = [plan.python, *AGENT]
-        environ = {as_hex(name): as_hex(value) for name, value in self._plan.environ.items()}
+        variables = {**self._plan.forwarded, **self._plan.environ}
+        environ = {as_hex(name): as_hex(value) for name, value in variables.items()}
         node.ask("run", argv=[as_hex(word) for word in argv], environ=environ, job=job)

@@ -4,8 +4,8 @@ This file is sent to the node as it is (see :mod:`ddp_callbacks.launcher.remote`
 nothing of this package, so it imports the standard library alone. Linux.
 
 Standard input brings messages, each a line with a length and as many bytes of JSON: ``{"do": NAME, ...}`` calls the
-method ``do_NAME``. Standard output takes :data:`GREETING`, then frames: a header (:data:`HEADER`: kind, rank, length)
-and as many bytes.
+method ``do_NAME``. Standard output takes :data:`GREETING`, then frames: a header (:data:`HEADER`: kind, rank, length),
+as many bytes, and a newline, without which srun would hold them back.
 
 =====  ==============================================================================================
 ``r``  the answer to a message, JSON; ``{"problem": TEXT}`` if it could not be done
@@ -27,6 +27,8 @@ same. This process is a subreaper (prctl(2)), so whatever the job starts stays i
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import ipaddress
 import json
 import os
 import select
@@ -44,11 +46,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-GREETING = b"\0ddprun\0"  # a login shell may print something of its own before it
+GREETING = b"\0ddprun\0\n"  # a login shell may print something of its own before it
 HEADER = struct.Struct("!ciI")
 GRACE = 2.5  # seconds between SIGTERM and SIGKILL
 GRACE_UNHEARD = 1.0  # the same, after a silence that has cost time already
 _PR_SET_CHILD_SUBREAPER = 36
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _ENOUGH = 1 << 20  # bytes that wait for the launcher; until it has taken them, the job's own writes wait
 _TICK = 0.02  # seconds between two looks at what still runs, while the job is being ended
 
@@ -141,6 +144,23 @@ class Node:
             probe.connect((address, 1))  # sends nothing
             return {"address": probe.getsockname()[0]}
 
+    def do_addresses(self) -> dict[str, Any]:
+        """Those on which others may reach this node: that of its name, the one on the way out, and all others."""
+        found: list[str] = []
+        with suppress(OSError):
+            found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            with suppress(OSError):
+                probe.connect(("192.0.2.1", 1))  # sends nothing
+                found.append(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                with suppress(OSError):  # an interface without an address
+                    reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                    found.append(socket.inet_ntoa(reply[20:24]))
+        known = [(text, ipaddress.ip_address(text.partition("%")[0])) for text in dict.fromkeys(found)]
+        usable = [text for text, address in known if not (address.is_loopback or address.is_link_local)]
+        return {"addresses": usable or ["127.0.0.1"]}
+
     def do_listen(self, address: str, port: int) -> dict[str, Any]:
         """Hold a port for the rendezvous store; 0 finds a free one."""
         family, kind, proto, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -219,7 +239,7 @@ class Node:
 
     def do_beat(self) -> None:
         """The launcher lives; so does this."""
-        self._outbox += HEADER.pack(b"b", -1, 0)
+        self._put(b"b", -1, b"")
 
     def do_end(self, at_once: bool) -> None:
         """End the job."""
@@ -284,8 +304,10 @@ class Node:
             self._send(b"r", answer)
 
     def _send(self, kind: bytes, message: dict[str, Any]) -> None:
-        data = json.dumps(message).encode()
-        self._outbox += HEADER.pack(kind, -1, len(data)) + data
+        self._put(kind, -1, json.dumps(message).encode())
+
+    def _put(self, kind: bytes, rank: int, data: bytes) -> None:
+        self._outbox += HEADER.pack(kind, rank, len(data)) + data + b"\n"
 
     def _speak(self) -> None:
         try:
@@ -304,7 +326,7 @@ class Node:
         except BlockingIOError:
             return False
         if data:
-            self._outbox += HEADER.pack(kind, rank, len(data)) + data
+            self._put(kind, rank, data)
         else:
             os.close(descriptor)
             del self._streams[descriptor]

@@ -6,6 +6,8 @@ import ast
 import math
 import os
 import re
+import shlex
+import shutil
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter, _ActionsContainer
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +28,17 @@ Start a script on every process of every node: one torchrun agent a node, over s
   ddprun -H node1:4,node2:4 train.py --lr 0.1     four processes on each of two nodes
   ddprun --hostfile hosts train.py                the nodes of a file: HOST slots=N, or HOST:N, a line each
   ddprun train.py                                 inside a PBS, Slurm or LSF job: the nodes of the job
+  ddprun --rsh 'srun --overlap -N1 -n1 -w {host}' train.py                      likewise, without ssh
   ddprun doctor -H node1,node2                    is everything there that a run needs?
   ddprun bench -H node1:4,node2:4                 what would a step take, on how many hosts?
 """
+# The variables that are given to all nodes: what begins so sets up a library that takes part in training.
+FORWARDED = (
+    *("CUDA_", "CUBLAS_", "DDP_CALLBACKS_", "GLOO_", "GOMP_", "HF_", "HIP_", "HSA_", "KMP_", "LD_LIBRARY_PATH"),
+    *("LIGHTNING_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PL_", "PYTHON", "PYTORCH_", "ROCR_", "TOKENIZERS_"),
+    *("TORCH_", "TORCHINDUCTOR_", "UCX_"),
+    "PET_",  # torchrun takes each of its flags from a variable, too
+)
 _NO_SCRIPT = "name a script to run: ddprun train.py. See ddprun --help."
 _USAGE = "ddprun [flags] [torchrun's flags] SCRIPT [the script's arguments]"
 
@@ -41,11 +51,13 @@ class NodeOptions:
         hosts: The nodes, the first one first; ``None`` for this machine alone.
         python: The interpreter on the nodes; ``None`` for the one that runs this.
         chdir: The working directory on the nodes; ``None`` for this one.
+        rsh: The words of the command that leads to a node, with ``{host}`` for its name; ``None`` for ssh.
     """
 
     hosts: list[Host] | None
     python: str | None
     chdir: str | None
+    rsh: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,8 @@ class Options:
 
     Attributes:
         nodes: Which nodes.
-        environ: Variables for the nodes.
+        environ: Variables for the nodes that the user has named.
+        forwarded: Those that are given to all nodes anyway.
         shown: The ranks whose output goes to the terminal; ``None`` for all.
         prefix: Whether lines begin with ``[node:rank]``.
         heartbeat_timeout: After this many seconds without a sign of life a connection counts as lost.
@@ -97,6 +110,7 @@ class Options:
 
     nodes: NodeOptions
     environ: dict[str, str]
+    forwarded: dict[str, str]
     shown: frozenset[int] | None
     prefix: bool
     heartbeat_timeout: float
@@ -177,7 +191,8 @@ def _add_variables(parser: _ActionsContainer) -> None:
         action="append",
         default=[],
         dest="variables",
-        help="give this variable to every process, with its value here if none is said; may be repeated",
+        help="give this variable to every process, with its value here if none is said; may be repeated. Those of "
+        f"the libraries are given anyway: {', '.join(f'{name}*' for name in FORWARDED)}",
     )
 
 
@@ -192,6 +207,13 @@ def _add_host_flags(parser: ArgumentParser) -> None:
         "--nproc-per-node says it for all; without both, one for each GPU, else one for each CPU socket",
     )
     hosts.add_argument("--hostfile", metavar="FILE", help="the same in a file; a line may say python= and chdir=, too")
+    hosts.add_argument(
+        "--rsh",
+        metavar="COMMAND",
+        help="what leads to a node in place of ssh: any command that runs /bin/sh there and passes its input and "
+        "output, such as 'srun --overlap -N1 -n1 -w {host}', blaunch, pbs_tmrsh, or 'kubectl exec -i {host} --'; "
+        "without {host} the name is added at its end",
+    )
     hosts.add_argument("--python", metavar="PATH", help="the interpreter on the nodes (default: this one's path)")
     hosts.add_argument("--chdir", metavar="DIR", help="the working directory on the nodes (default: this one)")
 
@@ -217,6 +239,7 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     return Options(
         nodes=_nodes(args, environ),
         environ=_variables(args.variables, environ),
+        forwarded=_forwarded(args, environ),
         shown=_ranks(args.show_ranks),
         prefix=not args.no_prefix,
         heartbeat_timeout=args.heartbeat_timeout,
@@ -278,7 +301,7 @@ def parse_bench_options(argv: Sequence[str], environ: Mapping[str, str]) -> Benc
     flags += ["--nproc-per-node", processes] if processes else []
     run = parse_options([*flags, *module, *model], environ)
     return BenchOptions(
-        run=replace(run, nodes=nodes, environ=_variables(args.variables, environ)),
+        run=replace(run, nodes=nodes, environ=_variables(args.variables, environ), forwarded=_forwarded(args, environ)),
         script=_script_of(args.model),
         every=args.every,
         latency=None if args.latency is None else args.latency * 1e-6,
@@ -313,7 +336,21 @@ def _script_of(model: str | None) -> str | None:
 
 
 def _nodes(args: Namespace, environ: Mapping[str, str]) -> NodeOptions:
-    return NodeOptions(_hosts(args, environ), args.python, args.chdir)
+    return NodeOptions(_hosts(args, environ), args.python, args.chdir, _rsh(args.rsh))
+
+
+def _rsh(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigurationError(f"--rsh takes a command, got {text!r}: {error}.") from None
+    if not words:
+        raise ConfigurationError("--rsh takes a command, got an empty one.")
+    if shutil.which(words[0]) is None:
+        raise ConfigurationError(f"--rsh {text!r}: there is no program {words[0]} in PATH here.")
+    return tuple(words) if "{host}" in text else (*words, "{host}")
 
 
 def _hosts(args: Namespace, environ: Mapping[str, str]) -> list[Host] | None:
@@ -356,9 +393,17 @@ def _is_accelerator(name: str) -> bool:
     return name == torch._C._get_privateuse1_backend_name()
 
 
+def _forwarded(args: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings of the libraries as they are here, so that all nodes have the same."""
+    found = {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
+    if args.rsh is None:
+        return found
+    # A scheduler's or a container's command decides which devices there are.
+    return {name: value for name, value in found.items() if not name.endswith("_VISIBLE_DEVICES")}
+
+
 def _variables(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    # torchrun takes each of its flags from a variable, too.
-    variables = {name: value for name, value in environ.items() if name.startswith("PET_")}
+    variables = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not name:

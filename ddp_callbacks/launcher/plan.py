@@ -26,6 +26,7 @@ class NodePlan:
         processes: As in ``--nproc-per-node``; empty if the node is to decide.
         python: The interpreter.
         cwd: The working directory.
+        rsh: The command that leads there in place of ssh.
     """
 
     name: str
@@ -34,11 +35,14 @@ class NodePlan:
     processes: str
     python: str
     cwd: str
+    rsh: tuple[str, ...] | None = None
 
     @property
     def shell(self) -> str:
         """What comes before a command that is to be typed for this node; empty for this machine."""
-        return "" if self.host is None else f"ssh {self.host} "
+        if self.host is None:
+            return ""
+        return f"ssh {self.host} " if self.rsh is None else f"{shlex.join(self.rsh)} "
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class Plan:
         script: The file that must exist on each node, ``None`` if there is none to look for.
         torchrun: torchrun's arguments, without those of :class:`NodePlan`.
         command: The script and its arguments.
-        environ: Variables for each node.
+        environ: Variables for each node that the user has named.
+        forwarded: Those that each node is given anyway.
     """
 
     nodes: tuple[NodePlan, ...]
@@ -66,6 +71,7 @@ class Plan:
     torchrun: dict[str, Any]
     command: tuple[str, ...]
     environ: dict[str, str]
+    forwarded: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class Here:
 
 def plan_nodes(options: NodeOptions, processes: str, here: Here) -> tuple[NodePlan, ...]:
     """The nodes in the order of their ranks, with ``processes`` each (``--nproc-per-node``), else with their slots."""
+    hosts = options.hosts or [Host("localhost")]
     return tuple(
         NodePlan(
             name=host.name.rpartition("@")[2],
@@ -87,8 +94,9 @@ def plan_nodes(options: NodeOptions, processes: str, here: Here) -> tuple[NodePl
             processes=processes or ("" if host.slots is None else str(host.slots)),
             python=host.python or options.python or here.python,
             cwd=host.chdir or options.chdir or here.cwd,
+            rsh=None if options.rsh is None else tuple(word.replace("{host}", host.name) for word in options.rsh),
         )
-        for rank, host in enumerate(options.hosts or [Host("localhost")])
+        for rank, host in enumerate(hosts)
     )
 
 
@@ -123,6 +131,7 @@ def make_plan(options: Options, here: Here) -> Plan:
         torchrun=torchrun,
         command=options.command,
         environ=options.environ,
+        forwarded=options.forwarded,
     )
 
 
@@ -176,27 +185,32 @@ def _is_own(family: int, address: Any) -> bool:
         return bool(probe.getsockname()[0] == address[0])
 
 
-def describe(plan: Plan, ssh: Callable[[str], list[str]]) -> str:
-    """The plan for people; ``ssh`` gives the command line that reaches a host."""
-    return "\n".join(_describe_node(plan, node, ssh) for node in plan.nodes)
+def describe(plan: Plan, command_to: Callable[[NodePlan], list[str]]) -> str:
+    """The plan for people; ``command_to`` gives the command line that reaches a node."""
+    return "\n".join(_describe_node(plan, node, command_to) for node in plan.nodes)
 
 
-def _describe_node(plan: Plan, node: NodePlan, ssh: Callable[[str], list[str]]) -> str:
+def _describe_node(plan: Plan, node: NodePlan, command_to: Callable[[NodePlan], list[str]]) -> str:
     per_process = f"cores // {node.processes}" if node.processes.isdigit() else "cores // processes"
     lines = {
-        "reached by": "a process of its own" if node.host is None else shlex.join(ssh(node.host)),
+        "reached by": "a process of its own" if node.host is None else shlex.join(command_to(node)),
         "directory": node.cwd,
         "processes": node.processes or "one for each GPU, else one for each CPU socket",
         "command": _command(plan, node),
         "variables": " ".join(
             [
                 *(f"{shlex.quote(f'{name}={value}')}" for name, value in plan.environ.items()),
-                *([] if "OMP_NUM_THREADS" in plan.environ else [f"OMP_NUM_THREADS={per_process} (if not set there)"]),
+                *(
+                    []
+                    if "OMP_NUM_THREADS" in {*plan.environ, *plan.forwarded}
+                    else [f"OMP_NUM_THREADS={per_process} (if not set there)"]
+                ),
             ]
         ),
+        "forwarded": " ".join(sorted(plan.forwarded.keys() - plan.environ.keys())),
         "rendezvous": _rendezvous(plan),
     }
-    text = "".join(f"  {name:<11} {value}\n" for name, value in lines.items())
+    text = "".join(f"  {name:<11} {value}\n" for name, value in lines.items() if value)
     return f"node {node.rank}: {node.name}\n{text}"
 
 

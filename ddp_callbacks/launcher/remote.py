@@ -4,6 +4,7 @@ The command line holds a fixed bootstrap only, the same for every job: the job t
 argument, path or value of a variable is ever quoted for a shell, or seen in a list of processes. In this order:
 
 =======================  =============================================================================
+a line                   where not ssh but another command leads to the node: the bootstrap, for ``/bin/sh``
 a line                   the interpreter's path, each byte as ``\\0ooo``; ``/bin/sh`` reads it and starts it
 a line, and as many      the length of ``node.py``, and ``node.py``
 bytes
@@ -26,6 +27,12 @@ BOOTSTRAP = (
     'IFS= read -r p; p=$(printf "%bx" "$p"); exec "${p%x}" -I -c '
     '"import sys; f = sys.stdin.buffer; exec(f.read(int(f.readline())))"\''
 )
+
+# Another command than ssh may start what it is given as it is, or give it to a shell. To both, one word is the same.
+SHELL = "/bin/sh"
+READY = b"\0ddprun is ready\0\n"
+# What that shell is told. It may read more than this line at once, so nothing else is sent before it has said READY.
+FIRST_LINE = rb"printf '\000ddprun is ready\000\n'; " + BOOTSTRAP.encode() + b"\n"
 
 
 def opening(python: str) -> bytes:
