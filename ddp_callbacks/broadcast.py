@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.batch_norm import SynchronizedLayer
-from ddp_callbacks.collectives import all_reduce, broadcast, broadcast_tensors, pack, unpack
-from ddp_callbacks.process_group import get_rank, get_world_size
+from ddp_callbacks.collectives import all_gather_json, all_reduce, broadcast, broadcast_tensors, pack, unpack
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.failures import describe_rank
+from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 
 MESSAGE_NBYTES = 1 << 18
 """Tensors of at least so many bytes travel alone: their copies would cost more time and memory than a message.
@@ -32,8 +34,10 @@ def broadcast_parameters(module: torch.nn.Module, group: dist.ProcessGroup | Non
         group: ``None`` is the default group; rank 0 is that of the group.
 
     Raises:
+        ConfigurationError: Two ranks have their model on the same GPU, which NCCL cannot do.
         PeerError: Another rank failed or died.
     """
+    _require_own_gpus(module, group)
     _broadcast_all([*module.parameters(), *module.buffers()], "the model's parameters", group)
 
 
@@ -93,6 +97,27 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.Proc
     header, tensors = broadcast_tensors(header, tensors, "the optimizer's state", group)
     if get_rank(group) != 0:
         optimizer.load_state_dict(unpack(header, tensors))
+
+
+def _require_own_gpus(module: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
+    """NCCL's own words for it name a bus, and no remedy."""
+    if get_world_size(group) == 1 or "cuda:nccl" not in dist.get_backend_config(group).split(","):
+        return
+    seen = all_gather_json(_gpus_of(module), "the GPUs of the ranks", group)
+    for gpu in sorted(set().union(*seen)):
+        sharing = [describe_rank(resolve_group(group), rank) for rank, gpus in enumerate(seen) if gpu in gpus]
+        if len(sharing) > 1:
+            raise ConfigurationError(
+                f"every rank needs a GPU of its own, but the models of {' and '.join(sharing)} are on the same one, "
+                f"{gpu}. Start at most as many processes on a host as it has GPUs, move the model to the device "
+                '"cuda" without a number, or train on CPUs.'
+            )
+
+
+def _gpus_of(module: torch.nn.Module) -> list[str]:
+    """What tells the GPUs that hold the model from all others in the world."""
+    gpus = {tensor.device for tensor in [*module.parameters(), *module.buffers()] if tensor.device.type == "cuda"}
+    return sorted(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus)
 
 
 def _broadcast_all(tensors: list[torch.Tensor], doing: str, group: dist.ProcessGroup | None) -> None:

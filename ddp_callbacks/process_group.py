@@ -49,6 +49,7 @@ def join_process_group(
     *,
     init_method: str | None = None,
     backend: str | None = None,
+    device: torch.device | str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> WorkerEnv:
     """Meet the other processes; call it once in each. A callback or strategy of this library calls it by itself.
@@ -66,6 +67,8 @@ def join_process_group(
             ``file:///PATH`` (a file that all processes see), or ``env://``, which is the same as ``None``.
         backend: As in :func:`torch.distributed.init_process_group`. ``None`` means gloo, with NCCL for CUDA tensors
             where CUDA is there.
+        device: What this process computes on; a GPU becomes the current one, and for ``"cpu"`` no GPU is touched.
+            ``None``: where the process sees several GPUs, the one with the number of its local rank.
         timeout: How long to wait for the other processes, and afterwards the longest silence in a collective.
 
     Returns:
@@ -79,14 +82,16 @@ def join_process_group(
         env = WorkerEnv(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0)), file="")
         announce_join()
         return env
-    chosen = _choose_backend(backend)
+    device = None if device is None else torch.device(device)
+    chosen = _choose_backend(backend, device)
     if chosen == MPI4PY and (rank, world_size, host, port) == (None,) * 4 and init_method in (None, "env://"):
         env = _mpi().place(timeout)
     else:
         env = _place(rank, world_size, host, port, init_method)
     if env.world_size == 1:
         return env
-    _select_device(env)
+    if chosen != MPI4PY:  # which is for CPUs
+        _select_gpu(env.local_rank, device)
     store = _meet(env, timeout)
     _choose_interface(env)
     dist.init_process_group(chosen, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
@@ -124,15 +129,16 @@ def leave_process_group() -> None:
         pass  # the peers or the store went first
 
 
-def _select_device(env: WorkerEnv) -> None:
-    if not torch.cuda.is_available():
-        return
-    if env.local_rank >= torch.cuda.device_count():
-        raise ConfigurationError(
-            f"local_rank must be below the number of GPUs, got local_rank {env.local_rank} on a node with "
-            f"{torch.cuda.device_count()}. Start at most one process per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=)."
-        )
-    torch.cuda.set_device(env.local_rank)
+def _select_gpu(local_rank: int, device: torch.device | None) -> None:
+    """Make the GPU of this process the current one. Not where it is already: that would start CUDA for a run on CPUs.
+
+    A launcher may show each process a GPU of its own, so that all see one (``--gpus-per-task=1`` of Slurm).
+    """
+    if device is not None:
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
+    elif torch.cuda.is_available() and local_rank < torch.cuda.device_count() > 1:
+        torch.cuda.set_device(torch.device("cuda", local_rank))
 
 
 def _choose_interface(env: WorkerEnv) -> None:
@@ -147,7 +153,7 @@ def _choose_interface(env: WorkerEnv) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = route.interface
 
 
-def _choose_backend(backend: str | None) -> str:
+def _choose_backend(backend: str | None, device: torch.device | None) -> str:
     if backend == "mpi" and not dist.is_mpi_available():
         raise ConfigurationError(
             'backend="mpi" needs a torch that was built with MPI, which an installed wheel never is. Take '
@@ -158,7 +164,8 @@ def _choose_backend(backend: str | None) -> str:
         _mpi()
     if backend is not None:
         return backend
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    for_gpus = torch.cuda.is_available() and dist.is_nccl_available() and (device is None or device.type != "cpu")
+    return "cpu:gloo,cuda:nccl" if for_gpus else "gloo"
 
 
 def _mpi() -> Any:

@@ -138,13 +138,13 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     def root_device(self) -> torch.device:
         """The device of this process."""
         devices: list[torch.device] = self.parallel_devices
-        if devices[0].type == "cpu":
-            return devices[0]
+        if devices[0].type == "cpu" or torch.cuda.device_count() == 1:
+            return devices[0]  # a launcher may show each process a GPU of its own
         if self.local_rank >= len(devices):
             raise ConfigurationError(
                 f"local_rank must be below the number of devices, got local_rank {self.local_rank} and "
                 f"{len(devices)} devices. Start at most one process per GPU, and let the Trainer see all "
-                '(devices="auto"; in a Slurm job --gpus-per-node, not --gpus-per-task).'
+                '(devices="auto").'
             )
         return devices[self.local_rank]
 
@@ -171,7 +171,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
                 'gradients by gloo or NCCL. Use accelerator="cpu" or "cuda".'
             )
         self.set_world_ranks()
-        join(self.cluster_environment, self._process_group_backend, self._timeout)
+        join(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
 
     # --- a run of the Trainer -----------------------------------------------------------------------------------------
 

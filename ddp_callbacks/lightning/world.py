@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from datetime import timedelta
 from typing import Any
+
+import torch
 
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.process_group import MPI4PY, join_process_group
@@ -73,16 +76,16 @@ def environment_of_job(chosen: Any) -> Any:
     return LauncherEnvironment(env) if env.world_size > 1 else chosen
 
 
-def join(environment: Any, backend: str | None, timeout: timedelta) -> None:
-    """Meet the other processes of ``environment``. Blocks until all are there."""
+def join(environment: Any, device: torch.device, backend: str | None, timeout: timedelta) -> None:
+    """Meet the other processes of ``environment``, to compute on ``device``. Blocks until all are there."""
     rank, size = environment.global_rank(), environment.world_size()
+    meet = functools.partial(join_process_group, backend=backend, device=device, timeout=timeout)
     if backend == MPI4PY:  # which knows the place, and where to meet
-        join_process_group(backend=backend, timeout=timeout)
+        meet()
         return
     if type(environment).__name__ != "LightningEnvironment":
         env = WorkerEnv.from_environ()
         if (env.rank, env.world_size) == (rank, size):
-            join_process_group(backend=backend, timeout=timeout)
+            meet()
             return
-    at = (environment.main_address, environment.main_port) if size > 1 else (None, None)
-    join_process_group(rank, size, *at, backend=backend, timeout=timeout)
+    meet(rank, size, *((environment.main_address, environment.main_port) if size > 1 else (None, None)))
