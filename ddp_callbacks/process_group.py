@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.environment import WorkerEnv, route_to, worker_env, worker_env_of
+from ddp_callbacks.environment import WorkerEnv, worker_env, worker_env_of
 from ddp_callbacks.errors import ConfigurationError, PeerError, RendezvousError
 from ddp_callbacks.failures import announce_join, announce_leave, outlive_readers, report_failure
+from ddp_callbacks.network import route_to
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for gloo
 MPI4PY = "mpi4py"  # the backend of ddp_callbacks.mpi, which is imported when it is asked for

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ddp_callbacks import WorkerEnv, join_process_group
-from ddp_callbacks.environment import DEFAULT_PORT, hosts_of_job, worker_env
+from ddp_callbacks.environment import DEFAULT_PORT, worker_env
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.jobs import hosts_of_job
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29511"}
 
@@ -89,6 +90,28 @@ SLURM = {
 BATCH_SCRIPT = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
 ORTED_IN_SLURM = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # mpirun starts its daemons by srun
 SRUN_PMI2 = {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}
+CRAY = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+PALS = {"PMI_RANK": "5", "PMI_SIZE": "8", "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PALS_APID": "99.pbs"}
+FLUX = {
+    "FLUX_TASK_RANK": "5",
+    "FLUX_JOB_SIZE": "8",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "1",
+    "FLUX_JOB_ID": "42.0",
+}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "1",
+    "MV2_COMM_WORLD_SIZE": "2",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "5",
+    "JSM_NAMESPACE_SIZE": "8",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "LSB_JOBID": "99.pbs",
+    "LSB_MCPU_HOSTS": "batch1 1 h1 42 h2 42",  # jsrun starts nothing on the first
+}
 # CRC-32 of "181403649" is 2682416830, of "42.0" 1413265556, of "99.pbs" 3026040015.
 PORT_OPEN_MPI, PORT_SLURM, PORT_PBS = 26830, 25556, 20015
 
@@ -106,6 +129,21 @@ LAUNCHED: list[tuple[dict[str, str], WorkerEnv]] = [
     ({**SLURM, "SLURM_STEP_NODELIST": "b,a[1-2]"}, WorkerEnv(5, 8, 1, "b", PORT_SLURM)),
     ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, WorkerEnv(5, 8, 1, "127.0.0.1", PORT_SLURM)),
     (BATCH_SCRIPT, WorkerEnv()),
+    ({**PALS, "PALS_LOCAL_SIZE": "8"}, WorkerEnv(5, 8, 1, "127.0.0.1", PORT_PBS)),
+    ({**PALS, "MASTER_ADDR": "node0"}, WorkerEnv(5, 8, 1, "node0", PORT_PBS)),
+    (
+        {**MPICH, "MPI_LOCALRANKID": "", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"},
+        WorkerEnv(1, 2, 1, "127.0.0.1", 29500),
+    ),
+    (FLUX, WorkerEnv(5, 8, 1, "127.0.0.1", PORT_SLURM)),
+    ({**FLUX, "FLUX_JOB_NNODES": "2", "MASTER_ADDR": "node0"}, WorkerEnv(5, 8, 1, "node0", PORT_SLURM)),
+    (MVAPICH, WorkerEnv(1, 2, 1, "127.0.0.1", 29500)),
+    (JSRUN, WorkerEnv(5, 8, 1, "h1", PORT_PBS)),
+    ({"PMI_RANK": "0", "PMI_SIZE": "1"}, WorkerEnv()),
+    (
+        {"PMIX_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        WorkerEnv(1, 2, 0, "a", 1),
+    ),
     ({**SLURM, **TORCHRUN}, WorkerEnv(5, 8, 1, "node0", 29511)),
 ]
 
@@ -115,6 +153,44 @@ def test_the_variables_of_mpi_and_slurm_give_the_place_in_the_world(
     environ: dict[str, str], expected: WorkerEnv
 ) -> None:
     assert worker_env(environ=environ) == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        {"PMIX_RANK": "1"},
+        {"PALS_RANKID": "1"},
+        {"FLUX_TASK_RANK": "1"},
+        {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4"},
+        {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
+        {"ALPS_APP_PE": "3"},
+    ],
+)
+def test_processes_of_an_unknown_launcher_do_not_train_alone_in_silence(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        worker_env(environ=environ)
+    name, value = next(iter(environ.items()))
+    assert_says(caught.value, [f"{name}={value} says", "one of several", "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"])
+    assert_says(caught.value, [f"RANK=${name}", "alone: RANK=0 WORLD_SIZE=1"])
+    assert worker_env(environ={**environ, "RANK": "0", "WORLD_SIZE": "1"}) == WorkerEnv()
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, True),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, False),
+        (TORCHRUN, None),
+        ({**OPEN_MPI, "MASTER_ADDR": "a"}, True),
+        (MPICH, False),
+        (SLURM, True),
+        (FLUX, False),
+        ({**PALS, "MASTER_ADDR": "a"}, True),
+    ],
+)
+def test_whether_the_processes_are_on_several_hosts_is_known(environ: dict[str, str], expected: bool | None) -> None:
+    assert worker_env(environ=environ).several_hosts is expected
 
 
 def test_in_a_pbs_job_rank_0_is_on_the_first_host_of_the_node_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ddp_callbacks.environment import route_to
+from ddp_callbacks.network import route_to
 
 
 def choose_interface(address: str | None) -> str:

@@ -15,8 +15,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_callbacks.environment import hosts_of_job
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.jobs import hosts_of_job
 from ddp_callbacks.launcher.hosts import Host, parse_hosts, read_hostfile
 from ddp_callbacks.launcher.torchrun_flags import FLAGS, TORCH, torchrun_parser
 from ddp_callbacks.version import __version__

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ddp_callbacks.environment import WorkerEnv
+from ddp_callbacks.launchers import unknown_launcher
 from ddp_callbacks.process_group import MPI4PY, join_process_group
 
 
@@ -83,7 +84,7 @@ def join(environment: Any, device: torch.device, backend: str | None, timeout: t
     if backend == MPI4PY:  # which knows the place, and where to meet
         meet()
         return
-    if type(environment).__name__ != "LightningEnvironment":
+    if type(environment).__name__ != "LightningEnvironment" and not unknown_launcher(os.environ):
         env = WorkerEnv.from_environ()
         if (env.rank, env.world_size) == (rank, size):
             meet()

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_callbacks.environment import WorkerEnv, route_to
+from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError, RendezvousError
+from ddp_callbacks.launchers import unknown_launcher
 from ddp_callbacks.mpi.progress import pause
 from ddp_callbacks.mpi.runtime import MPI, check_world, initialize
+from ddp_callbacks.network import route_to
 
 _TAG = 29500  # of these messages on MPI_COMM_WORLD
 _MESSAGE = 1024  # bytes; a host name has 64 at most, and an address 45
@@ -40,8 +42,8 @@ def place(timeout: timedelta, environ: Mapping[str, str] = os.environ) -> Worker
     if size > 1 and not environ.get("MASTER_ADDR"):
         host, port = _exchange(rank, size, timeout)
         environ = {**environ, "MASTER_ADDR": host, "MASTER_PORT": port}
-    env = WorkerEnv.from_environ(environ)
-    if env.world_size == 1 < size:  # a launcher whose variables are not known
+    env = WorkerEnv() if unknown_launcher(environ) else WorkerEnv.from_environ(environ)
+    if env.world_size == 1 < size:  # its variables are not known
         env = WorkerEnv(rank, size, _local_rank(), environ["MASTER_ADDR"], int(environ.get("MASTER_PORT") or 29500))
     check_world(env)
     return env
