@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
-import sys
 import weakref
 from collections.abc import Sequence
 
@@ -14,12 +12,13 @@ import torch.distributed as dist
 
 from ddp_callbacks import segments
 from ddp_callbacks.collectives import all_gather_json
+from ddp_callbacks.notices import say
 from ddp_callbacks.shared_memory import SharedMemory, open_shared_memory, refusal
 from ddp_callbacks.summation import AllReduce, GroupAllReduce, allocate
 from ddp_callbacks.two_level import HostMemory, OwnMemory, Threads, TwoLevelAllReduce
 from ddp_callbacks.wire import SLICE_NBYTES, Column, Wire, open_column
 
-_log = logging.getLogger("ddp_callbacks")
+_say_once = functools.cache(say)
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, Levels] = weakref.WeakKeyDictionary()
 
 
@@ -104,12 +103,3 @@ class Levels:
             return "shared memory"
         sizes = ", ".join(str(len(ranks)) for ranks in self.hosts)
         return f"shared memory on each of {len(self.hosts)} hosts (with {sizes} ranks), and gloo between them"
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    """On standard error, unless the program has set up logging: then it decides."""
-    if _log.hasHandlers():
-        _log.info(text)
-    else:
-        print(f"ddp_callbacks: {text}", file=sys.stderr)

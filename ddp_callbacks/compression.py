@@ -6,6 +6,7 @@ stays exact altogether.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -33,6 +34,8 @@ class PowerSGD:
         rank: Columns of the thin matrices. An n x m gradient is sent as rank * (n + m) numbers, where that is less than
             half of it; vectors are sent as they are.
         start: The first so many steps are exact; at least 2.
+
+    It needs numpy; and for gradients on the CPU, between hosts, a process that sees no GPU.
 
     Raises:
         ConfigurationError: One of them is too small.
@@ -74,11 +77,23 @@ def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.de
     on_cpu = all(device.type == "cpu" for device in devices)
     if compress is None or not devices:
         return None, None
+    if isinstance(compress, PowerSGD) and not (on_cpu and levels_of(group).on_one_host):
+        _require_what_powersgd_needs(on_cpu)
     if not on_cpu:
         return (_HOOKS[compress], group) if isinstance(compress, str) else (powerSGD_hook, _state(compress, group))
     if isinstance(compress, str) or levels_of(group).on_one_host:
         return None, None
     return PowerSGDBetweenHosts(group, compress), None
+
+
+def _require_what_powersgd_needs(on_cpu: bool) -> None:
+    if importlib.util.find_spec("numpy") is None:
+        raise ConfigurationError("compress=PowerSGD(...) needs numpy, which torch's hook imports: pip install numpy.")
+    if on_cpu and torch.cuda.is_available():
+        raise ConfigurationError(
+            "compress=PowerSGD(...) for gradients on the CPU needs a process that sees no GPU: torch's hook would "
+            'synchronize with one, and fail. Hide the GPUs (CUDA_VISIBLE_DEVICES=), or take compress="bf16".'
+        )
 
 
 class PowerSGDBetweenHosts:

@@ -4,6 +4,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddp_callbacks.all_reduce import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
@@ -19,20 +20,22 @@ def two_level_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> 
         model.register_comm_hook(None, two_level_hook)
 
     :class:`ddp_callbacks.GradientSynchronizer` does so by itself; here the buckets are DDP's, so they are copied into
-    memory that the ranks share, and out. For CPUs; GPUs are left to the process group. The first call is a collective
-    that blocks; the others do not.
+    memory that the ranks share, and out. For CPUs; gradients on GPUs go by torch's own ``allreduce_hook``. The first
+    call is a collective that blocks; the others do not.
 
     Args:
         state: The process group of the model; ``None`` is the default group.
         bucket: The gradients, flat.
     """
     group, gradients = resolve_group(state), bucket.buffer()
+    if gradients.device.type != "cpu":
+        return allreduce_hook(group, bucket)  # whose future knows the streams of the GPU
     gradients.div_(group.size())
     return future_of(choose_all_reduce(group, [gradients.device]).launch(gradients), gradients)
 
 
 def future_of(pending: Pending, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """A future with the value ``tensor``, completed when ``pending`` is, in a thread."""
+    """A future with the value ``tensor``, which lies on the CPU, completed when ``pending`` is, in a thread."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
     def complete() -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
-import time
-import uuid
 from datetime import timedelta
 from importlib import import_module
 from types import TracebackType
@@ -17,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.environment import WorkerEnv, worker_env, worker_env_of
-from ddp_callbacks.errors import ConfigurationError, PeerError, RendezvousError
+from ddp_callbacks.errors import ConfigurationError, PeerError
 from ddp_callbacks.failures import announce_join, announce_leave, outlive_readers, report_failure
-from ddp_callbacks.network import route_to
+from ddp_callbacks.rendezvous import agent_hosts_store, choose_interface, meet
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for gloo
 MPI4PY = "mpi4py"  # the backend of ddp_callbacks.mpi, which is imported when it is asked for
@@ -62,7 +59,8 @@ def join_process_group(
     Args:
         rank, world_size: Number of this process, and of all. Given together, or neither.
         host: Address of rank 0, the same on every process. On rank 0 the rendezvous store listens there and nowhere
-            else, so it must be one of that machine's own addresses.
+            else, so it must be one of that machine's own addresses. A name that does not resolve yet is looked up again
+            within ``timeout``; one that means 127.0.1.1 on rank 0 stands for the address that other machines reach.
         port: Port of the store, 29500 if not given.
         init_method: Where to meet, in torch's words and in place of host and port: ``tcp://HOST:PORT``,
             ``file:///PATH`` (a file that all processes see), or ``env://``, which is the same as ``None``.
@@ -76,7 +74,8 @@ def join_process_group(
         The place of this process. Blocks until all processes are there.
 
     Raises:
-        ConfigurationError: The arguments or variables contradict each other, or torch lacks the backend.
+        ConfigurationError: The arguments or variables contradict each other, torch lacks the backend, or the address
+            of rank 0 cannot be reached from other hosts on which there are processes.
         RendezvousError: Nobody answers at the address, or some rank did not come within ``timeout``.
     """
     if dist.is_initialized():
@@ -93,8 +92,8 @@ def join_process_group(
         return env
     if chosen != MPI4PY:  # which is for CPUs
         _select_gpu(env.local_rank, device)
-    store = _meet(env, timeout)
-    _choose_interface(env)
+    env, store = meet(env, timeout)
+    choose_interface(env.host)
     dist.init_process_group(chosen, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     announce_join()
     atexit.register(leave_process_group)
@@ -120,7 +119,7 @@ def leave_process_group() -> None:
     if not dist.is_initialized():
         return
     group = resolve_group()
-    store, hosts_store = group.get_group_store(), group.rank() == 0 and not _agent_hosts_store()
+    store, hosts_store = group.get_group_store(), group.rank() == 0 and not agent_hosts_store()
     try:
         announce_leave()
         dist.destroy_process_group()
@@ -142,18 +141,6 @@ def _select_gpu(local_rank: int, device: torch.device | None) -> None:
         torch.cuda.set_device(torch.device("cuda", local_rank))
 
 
-def _choose_interface(env: WorkerEnv) -> None:
-    """Let gloo listen on the network on which the processes meet, unless GLOO_SOCKET_IFNAME says otherwise.
-
-    By itself gloo takes the address that the host's own name resolves to, and Debian resolves that to 127.0.1.1, which
-    the other hosts cannot reach.
-    """
-    if env.host is not None and not os.environ.get("GLOO_SOCKET_IFNAME"):
-        route = route_to(env.host)
-        if route.interface and not route.address.startswith("127."):
-            os.environ["GLOO_SOCKET_IFNAME"] = route.interface
-
-
 def _choose_backend(backend: str | None, device: torch.device | None) -> str:
     if backend == "mpi" and not dist.is_mpi_available():
         raise ConfigurationError(
@@ -172,121 +159,6 @@ def _choose_backend(backend: str | None, device: torch.device | None) -> str:
 def _mpi() -> Any:
     """Registers the backend with torch. Raises ConfigurationError where mpi4py is missing."""
     return import_module("ddp_callbacks.mpi")
-
-
-def _meet(env: WorkerEnv, timeout: timedelta) -> dist.Store:
-    try:
-        return _await_all(dist.PrefixStore("ddp_callbacks", _open_store(env, timeout)), env, timeout)
-    except (dist.DistError, OSError) as error:
-        raise RendezvousError(
-            f"rank {env.rank} on host {socket.gethostname()} could not meet the other {env.world_size - 1} at "
-            f"{_where(env)} within {timeout.total_seconds():g} s. Check that rank 0 runs on that address, that "
-            f"the port is free there and open in the firewall. Cause: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _where(env: WorkerEnv) -> str:
-    return env.file or f"{env.host}:{env.port}"
-
-
-def _open_store(env: WorkerEnv, timeout: timedelta) -> dist.Store:
-    if env.file is not None:
-        store = dist.FileStore(env.file, env.world_size)
-        store.set_timeout(timeout)
-        return store
-    assert env.host is not None and env.port is not None
-    listens = env.rank == 0 and not _agent_hosts_store()
-    return _listen(env.host, env.port, timeout) if listens else _connect(env.host, env.port, timeout)
-
-
-def _agent_hosts_store() -> bool:
-    """torchrun's agent hosts the store itself and says so with this variable of its own."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _listen(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens on ``host`` alone: torch's own binds every interface (pytorch issue 173909)."""
-    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, proto)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(128)
-        return dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-        )
-    finally:
-        listener.close()
-
-
-def _connect(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def _await_all(store: dist.Store, env: WorkerEnv, timeout: timedelta) -> dist.Store:
-    """Wait until every rank has come, so that whoever has not can be named; the part of the store that is theirs alone.
-
-    A store can hold the keys of an earlier life: an agent's when it starts its workers again, a file that was left.
-    So rank 0 opens a new part, and lets in the processes that it has seen there: each knows itself by its ticket.
-    (TORCHELASTIC_RESTART_COUNT would not do: torchrun counts on each node alone.)
-    """
-    ticket, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
-    if env.rank == 0:
-        store.set("part", ticket)
-    part, missing = None, set[int]()
-    try:
-        while time.monotonic() < end:
-            opened = _read(store, "part")
-            if opened is not None and (part is None or part.name != opened):
-                part = _Part(opened, store, env.world_size)
-                part.store.set(f"present/{env.rank}", ticket)
-            if part is not None:
-                missing = part.admit() if env.rank == 0 else part.missing()
-                if ticket in (_read(part.store, "admitted") or "").split(","):
-                    return part.store
-            time.sleep(0.05)
-    except dist.DistError as error:
-        if part is None:
-            raise  # the first look failed, so nothing is known
-        raise _never_came(missing or {0}, env, "before rank 0, which hosts the store, gave up or died") from error
-    raise _never_came(missing or {0}, env, f"within {timeout.total_seconds():g} s")
-
-
-class _Part:
-    """The part of a store that one rank 0 has opened."""
-
-    def __init__(self, name: str, store: dist.Store, world_size: int) -> None:
-        self.name = name
-        self.store = dist.PrefixStore(name, store)
-        self._tickets: dict[int, str | None] = dict.fromkeys(range(world_size))
-
-    def admit(self) -> set[int]:
-        """For rank 0: who is missing; let all in once nobody is."""
-        for rank, found in self._tickets.items():
-            if found is None:
-                self._tickets[rank] = _read(self.store, f"present/{rank}")
-        missing = {rank for rank, found in self._tickets.items() if found is None}
-        self.store.set("missing", ",".join(map(str, sorted(missing))))
-        if not missing:
-            self.store.set("admitted", ",".join(map(str, self._tickets.values())))
-        return missing
-
-    def missing(self) -> set[int]:
-        """For the other ranks: whom rank 0 misses."""
-        return {int(rank) for rank in (_read(self.store, "missing") or "").split(",") if rank}
-
-
-def _read(store: dist.Store, key: str) -> str | None:
-    """Does not block."""
-    return store.get(key).decode() if store.check([key]) else None
-
-
-def _never_came(missing: set[int], env: WorkerEnv, when: str) -> RendezvousError:
-    ranks = ", ".join(str(rank) for rank in sorted(missing))
-    return RendezvousError(
-        f"rank {ranks} of a world of {env.world_size} did not come to {_where(env)} {when}; rank {env.rank} on "
-        f"host {socket.gethostname()} waited. Start every rank, each with its own number, or lower world_size."
-    )
 
 
 def _report_uncaught_exceptions() -> None:

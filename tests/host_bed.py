@@ -132,9 +132,13 @@ class HostBed:
     """``count`` hosts ``h1``, ``h2``, ... on one switch; use it in a ``with`` block.
 
     Each has a login by key to all the others, whose host keys it knows.
+
+    Args:
+        own_name: What the name of each host means to itself, 127.0.1.1 on Debian; if empty, its address.
     """
 
-    def __init__(self, count: int, prefix: str = "h") -> None:
+    def __init__(self, count: int, prefix: str = "h", own_name: str = "") -> None:
+        self._own_name = own_name
         self._folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/var/tmp"))
         self._switch: subprocess.Popen[str] | None = None
         self.hosts = [Host(f"{prefix}{i}", f"10.83.0.{i}", self._folder / f"{prefix}{i}") for i in range(1, count + 1)]
@@ -204,13 +208,14 @@ class HostBed:
             _check(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(host.folder / "hostkey")])
             kind, public = (host.folder / "hostkey.pub").read_text().split()[:2]
             known.append(f"{host.name},{host.address} {kind} {public}\n")
-        names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in self.hosts)
         for host in self.hosts:
             ssh = host.home / ".ssh"
             shutil.copy(key, ssh / "id_ed25519")
             shutil.copy(f"{key}.pub", ssh / "authorized_keys")
             (ssh / "known_hosts").write_text("".join(known))
-            (host.folder / "hosts").write_text(names)
+            names = {other.name: other.address for other in self.hosts} | {"localhost": "127.0.0.1"}
+            names[host.name] = self._own_name or host.address
+            (host.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in names.items()))
             (host.folder / "passwd").write_text(_PASSWD.format(home=host.home))
             (host.folder / "sshd_config").write_text(_SSHD_CONFIG.format(address=host.address, folder=host.folder))
 

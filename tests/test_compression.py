@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +12,12 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from two_hosts import live_on_hosts
 
-from ddp_callbacks import GradientSynchronizer, PowerSGD, two_level_hook
+from ddp_callbacks import GradientSynchronizer, PowerSGD, ddp_hook, two_level_hook
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group import resolve_group
 
@@ -147,6 +150,37 @@ def under_ddp(layout: tuple[int, ...] | None) -> list[float]:
 def test_the_hook_gives_distributed_data_parallel_the_same_gradients(layout: tuple[int, ...] | None) -> None:
     for errors in run_distributed(under_ddp, 3 if layout is None else sum(layout), layout):
         assert max(errors) < 1e-6
+
+
+def test_gradients_on_a_gpu_go_by_torchs_own_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its future knows the streams of the GPU; a plain one would be done before the sum is."""
+    with FakeTensorMode():
+        on_a_gpu = torch.ones(3, device="cuda")
+    bucket: Any = SimpleNamespace(buffer=lambda: on_a_gpu)
+    group: Any = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(ddp_hook, "allreduce_hook", lambda *arguments: arguments)
+    assert two_level_hook(group, bucket) == (group, bucket)
+
+
+def power_sgd_where_it_cannot_work() -> list[str]:
+    live_on_hosts((1, 1), resolve_group())
+    messages = []
+    for module, name, value in (
+        (torch.cuda, "is_available", lambda: True),
+        (importlib.util, "find_spec", lambda name: None),
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigurationError) as caught:
+            patch.setattr(module, name, value)
+            GradientSynchronizer(model(), compress=PowerSGD())
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_power_sgd_that_would_fail_after_its_first_steps_is_refused_before_them() -> None:
+    for beside_a_gpu, without_numpy in run_distributed(power_sgd_where_it_cannot_work, 2):
+        assert "on the CPU needs a process that sees no GPU" in beside_a_gpu
+        assert "CUDA_VISIBLE_DEVICES=" in beside_a_gpu and 'compress="bf16"' in beside_a_gpu
+        assert "needs numpy" in without_numpy and "pip install numpy" in without_numpy
 
 
 def compress_on_one_rank() -> str:

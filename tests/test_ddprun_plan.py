@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
@@ -283,3 +284,9 @@ def test_the_working_directory_keeps_the_name_that_the_user_knows(
     assert working_directory({"PWD": str(tmp_path / "link")}) == str(tmp_path / "link")
     for wrong in ("", "relative", str(tmp_path), "/no/such"):
         assert working_directory({"PWD": wrong}) == str(tmp_path / "real")
+
+
+def test_a_host_whose_own_name_is_127_0_1_1_needs_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+    meaning = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: meaning)
+    assert is_this_machine("node1.example.com")

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ import torch.distributed as dist
 from machine import Slowness
 from nursery import DEADLINE, HOST, HOSTNAME, Nursery, Rank, free_port, note, noting_errors, wait_all
 
-from ddp_callbacks import WorkerEnv, join_process_group, leave_process_group
-from ddp_callbacks.errors import RendezvousError
+from ddp_callbacks import WorkerEnv, join_process_group, leave_process_group, network, rendezvous
+from ddp_callbacks.errors import ConfigurationError, RendezvousError
 
 # --- bodies ---------------------------------------------------------------------------------------------------------
 
@@ -211,12 +212,63 @@ def test_a_taken_port_is_named_at_once() -> None:
     assert "that the port is free there" in str(caught.value)
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
-def test_an_address_that_is_not_rank_0s_own_is_named_at_once(host: str) -> None:
-    """192.0.2.0/24 and .invalid are reserved (RFC 5737, RFC 6761): no machine has them."""
-    with Slowness() as slowness, pytest.raises(RendezvousError, match=f"{host}:29500"):
-        join_process_group(0, 2, host, timeout=timedelta(seconds=30))
+def test_an_address_that_is_not_rank_0s_own_is_named_at_once() -> None:
+    """192.0.2.0/24 is reserved (RFC 5737): no machine has it."""
+    with Slowness() as slowness, pytest.raises(RendezvousError) as caught:
+        join_process_group(0, 2, "192.0.2.1", timeout=timedelta(seconds=30))
     assert slowness.took < 15 * slowness.factor
+    assert "192.0.2.1:29500" in str(caught.value)
+    assert "192.0.2.1 is no address of this machine" in str(caught.value)
+    assert "DDP_CALLBACKS_BIND=0.0.0.0 for all interfaces" in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_never_resolves_is_named_within_the_timeout(
+    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """.invalid is reserved (RFC 6761)."""
+    monkeypatch.setattr(network, "_PATIENCE", 0.1)
+    with Slowness() as slowness, pytest.raises(RendezvousError, match=r"no-such-host.invalid:29500 within 2 s"):
+        join_process_group(rank, 2, "no-such-host.invalid", timeout=timedelta(seconds=2))
+    assert slowness.took < 15 * slowness.factor
+    (said,) = caplog.messages
+    assert said.startswith("the name no-such-host.invalid does not resolve yet (") and "trying for 2 s" in said
+
+
+def names_of_this_machine(meaning: str) -> Callable[..., Any]:
+    """A resolver that takes ``node1`` for ``meaning``, and knows what addresses are."""
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host: str, *args: Any, **options: Any) -> Any:
+        return real(meaning if host == "node1" else host, *args, **options)
+
+    return getaddrinfo
+
+
+ON_SEVERAL_HOSTS = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("127.0.0.1", "is every machine's own"),
+        ("localhost", "is every machine's own"),
+        ("node1", "means this machine alone here"),
+    ],
+)
+def test_an_address_that_other_hosts_cannot_reach_is_refused_at_once(
+    address: str, says: str, rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**ON_SEVERAL_HOSTS, "OMPI_COMM_WORLD_RANK": rank, "MASTER_ADDR": address}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(socket, "getaddrinfo", names_of_this_machine("127.0.1.1"))
+    monkeypatch.setattr(rendezvous, "address_for_others", lambda others: None)  # a machine without a network
+    with Slowness() as slowness, pytest.raises(ConfigurationError) as caught:
+        join_process_group(timeout=timedelta(seconds=60))
+    assert slowness.took < 5 * slowness.factor
+    assert f"the 4 processes are on several hosts, but the address of rank 0, {address}, {says}" in str(caught.value)
+    assert "Set MASTER_ADDR to an address of rank 0's host" in str(caught.value)
 
 
 def test_a_world_of_one_starts_nothing() -> None:

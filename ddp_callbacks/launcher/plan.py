@@ -11,6 +11,7 @@ from typing import Any
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.hosts import Host
 from ddp_callbacks.launcher.options import NodeOptions, Options
+from ddp_callbacks.network import is_loopback
 
 _FOR_ONE_NODE = ("node_rank", "local_addr", "standalone")  # what torchrun's user says on each node
 
@@ -176,7 +177,9 @@ def is_this_machine(name: str) -> bool:
 
 
 def _is_own(family: int, address: Any) -> bool:
-    """What goes to an address of its own comes from there."""
+    """What goes to an address of its own comes from there; from 127.0.1.1, which Debian calls itself, it does not."""
+    if is_loopback(address[0]):
+        return True
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address[0], 1, *address[2:]))  # sends nothing

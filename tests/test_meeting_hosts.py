@@ -1,0 +1,141 @@
+"""Where processes of several hosts meet when the first host's name or address is not what it seems; real hosts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import host_bed
+import pytest
+from host_bed import Host, HostBed
+from test_ddprun_hosts import LIMIT, WANTED
+
+REASON = host_bed.missing() if WANTED else "real hosts are made with SETUP_HOSTS=1"
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.hosts,
+    pytest.mark.cold,
+    pytest.mark.xdist_group("hosts-meeting"),
+]
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+from ddp_callbacks import join_process_group
+
+env = join_process_group()
+total = torch.tensor([env.rank + 1.0])
+dist.all_reduce(total)
+print("met at", env.host, "sum", total.item())
+"""
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[HostBed]:
+    """Debian hosts: the name of each means 127.0.1.1 to itself."""
+    with HostBed(3, own_name="127.0.1.1") as made:
+        yield made
+
+
+def start(host: Host, **variables: str) -> subprocess.Popen[bytes]:
+    environ = host.environ(OMP_NUM_THREADS="1", **variables)
+    return host.start(sys.executable, "-c", PROGRAM, environ=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def ends(ranks: list[subprocess.Popen[bytes]]) -> list[tuple[str, str]]:
+    """What each has printed, and said on standard error."""
+    try:
+        said = [tuple(stream.decode() for stream in rank.communicate(timeout=LIMIT)) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * len(ranks), said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [(out, error) for out, error in said]
+
+
+def of_srun(rank: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "42",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_LOCALID": str(rank % 2),
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "h[1-2]",
+        "SLURM_JOB_NODELIST": "h[1-2]",  # without scontrol nobody can read it
+    }
+
+
+def test_a_host_whose_own_name_is_127_0_1_1_is_reached_by_the_others(bed: HostBed) -> None:
+    """Under srun two ranks are on the first host; then, started by hand, one on each."""
+    first, second, _ = bed.hosts
+    said = ends([start(host, **of_srun(rank)) for rank, host in enumerate((first, first, second))])
+    assert [out for out, _ in said[:2]] == ["met at 10.83.0.1 sum 6.0\n"] * 2
+    assert said[2][0] == "met at h1 sum 6.0\n"
+    assert "h1 means this machine alone here; the processes meet at 10.83.0.1" in said[0][1]
+
+    by_hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "h1", "MASTER_PORT": "29533"}
+    said = ends([start(host, RANK=str(rank), **by_hand) for rank, host in enumerate((first, second))])
+    assert [out for out, _ in said] == ["met at 10.83.0.1 sum 3.0\n", "met at h1 sum 3.0\n"]
+
+
+def test_a_name_that_does_not_resolve_yet_is_waited_for(bed: HostBed) -> None:
+    """As that of a pod of Kubernetes, until it is ready."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "trainer-0.trainer", "MASTER_PORT": "29534"}
+    hosts = bed.hosts[:2]
+    ranks = [start(host, RANK=str(rank), **place) for rank, host in enumerate(hosts)]
+    for rank in ranks:
+        assert rank.stderr is not None
+        line = rank.stderr.readline().decode()
+        assert line.startswith("ddp_callbacks: the name trainer-0.trainer does not resolve yet ("), line
+    for host in hosts:
+        with (host.folder / "hosts").open("a") as names:
+            names.write("10.83.0.1 trainer-0.trainer\n")
+    assert [out for out, _ in ends(ranks)] == ["met at trainer-0.trainer sum 3.0\n"] * 2
+
+
+# What connects to the first address is passed on to the second, as by a Service of Kubernetes.
+FORWARDER = """
+import socket
+import sys
+import threading
+
+def pass_on(source, target):
+    while data := source.recv(65536):
+        target.sendall(data)
+    target.shutdown(socket.SHUT_WR)
+
+listener = socket.create_server((sys.argv[1], 29535))
+print("listens", flush=True)
+while True:
+    here, _ = listener.accept()
+    there = socket.create_connection((sys.argv[2], 29535))
+    for pair in ((here, there), (there, here)):
+        threading.Thread(target=pass_on, args=pair, daemon=True).start()
+"""
+
+
+def test_behind_an_address_that_is_none_of_its_own_rank_0_listens_where_the_variable_says(bed: HostBed) -> None:
+    first, second, service = bed.hosts
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": service.address, "MASTER_PORT": "29535"}
+    refused = start(first, RANK="0", **place)
+    _, error = refused.communicate(timeout=LIMIT)
+    assert refused.returncode == 1
+    assert f"{service.address} is no address of this machine".encode() in error
+    assert b"let rank 0 listen elsewhere: DDP_CALLBACKS_BIND=0.0.0.0 for all interfaces" in error
+
+    forwarder = service.start(sys.executable, "-c", FORWARDER, service.address, first.address, stdout=subprocess.PIPE)
+    try:
+        assert forwarder.stdout is not None and forwarder.stdout.readline() == b"listens\n"
+        ranks = [
+            start(host, RANK=str(rank), DDP_CALLBACKS_BIND="0.0.0.0", **place)
+            for rank, host in enumerate((first, second))
+        ]
+        assert [out for out, _ in ends(ranks)] == [f"met at {service.address} sum 3.0\n"] * 2
+    finally:
+        bed.end_all()
+        forwarder.wait(LIMIT)
+        assert forwarder.stdout is not None
+        forwarder.stdout.close()
