@@ -17,8 +17,20 @@ from ddp_callbacks.environment import WorkerEnv, worker_env, worker_env_of
 from ddp_callbacks.errors import ConfigurationError, PeerError
 from ddp_callbacks.failures import announce_join, announce_leave, outlive_readers, report_failure
 from ddp_callbacks.rendezvous import agent_hosts_store, choose_interface, meet
+from ddp_callbacks.requirements import how_to_install, require_names
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for gloo
+PRIVATE = (
+    "torch.distributed:ProcessGroup._get_backend",
+    "torch.distributed:ProcessGroup._device_types",
+    "torch.distributed:ProcessGroup._allgather_base",
+    "torch.distributed:distributed_c10d._world",
+    "torch.autograd:Variable._execution_engine.queue_callback",
+    "torch:UntypedStorage._new_shared_fd_cpu",
+    "torch:UntypedStorage._share_fd_cpu_",
+)
+"""What is used of torch beside its public names."""
+
 MPI4PY = "mpi4py"  # the backend of ddp_callbacks.mpi, which is imported when it is asked for
 
 
@@ -76,6 +88,7 @@ def join_process_group(
     Raises:
         ConfigurationError: The arguments or variables contradict each other, torch lacks the backend, or the address
             of rank 0 cannot be reached from other hosts on which there are processes.
+        ImportError: This version of torch lacks something that is needed.
         RendezvousError: Nobody answers at the address, or some rank did not come within ``timeout``.
     """
     if dist.is_initialized():
@@ -90,6 +103,7 @@ def join_process_group(
         env = _place(rank, world_size, host, port, init_method)
     if env.world_size == 1:
         return env
+    require_names("torch", PRIVATE)
     if chosen != MPI4PY:  # which is for CPUs
         _select_gpu(env.local_rank, device)
     env, store = meet(env, timeout)
@@ -145,7 +159,7 @@ def _choose_backend(backend: str | None, device: torch.device | None) -> str:
     if backend == "mpi" and not dist.is_mpi_available():
         raise ConfigurationError(
             'backend="mpi" needs a torch that was built with MPI, which an installed wheel never is. Take '
-            'backend="mpi4py" (pip install "ddp_callbacks[mpi]"), or leave backend out: gloo and NCCL work under '
+            f'backend="mpi4py" ({how_to_install("mpi4py")}), or leave backend out: gloo and NCCL work under '
             "mpirun, too."
         )
     if backend == MPI4PY:

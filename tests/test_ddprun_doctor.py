@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,7 +69,8 @@ def test_equal_nodes_are_green() -> None:
             "ddp_callbacks",
             "red",
             "missing",
-            "ddp_callbacks is not installed: ssh n3 /p/python -m pip install ddp_callbacks==0.1.0",
+            f"ddp_callbacks is not installed: ssh n3 /p/python -m pip install {Path(__file__).parents[1]} "
+            "(the folder of its repository; no package index has it)",
         ),
         (
             {"packages": packages(lightning="2.6.5")},

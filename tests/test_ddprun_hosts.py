@@ -975,7 +975,8 @@ NODES = {
     "no folder": r"h6: the working directory /no cannot be entered: .*",
     "no folder here": r"h1: the working directory /no cannot be entered: .*",
     "no script": r"h8: there is no file script.py \(working directory /usr\)\.",
-    "not installed": r"h7: ddp_callbacks is not installed .*: ssh h7 /usr/bin/python3 -m pip install ddp_callbacks\.",
+    "not installed": r"h7: ddp_callbacks is not installed .*: ssh h7 /usr/bin/python3 -m pip install /.* "
+    r"\(the folder of its repository; no package index has it\)\.",
 }
 
 

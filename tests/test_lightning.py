@@ -862,7 +862,7 @@ except ImportError as error:
     [
         (OTHER_PACKAGE, 2, "trained on 2 True"),
         (BOTH, 1, "both"),
-        (NEITHER, 1, 'Lightning is not installed: pip install "ddp_callbacks[lightning]" (or pytorch-lightning, which'),
+        (NEITHER, 1, 'Lightning is not installed: pip install "lightning'),
     ],
 )
 def test_either_package_will_do(script: str, ranks: int, says: str, tmp_path: Path) -> None:

@@ -101,6 +101,14 @@ FORWARDER = """
 import socket
 import sys
 import threading
+import time
+
+def reach(address):
+    while True:
+        try:
+            return socket.create_connection(address)
+        except ConnectionRefusedError:
+            time.sleep(0.1)
 
 def pass_on(source, target):
     while data := source.recv(65536):
@@ -111,7 +119,7 @@ listener = socket.create_server((sys.argv[1], 29535))
 print("listens", flush=True)
 while True:
     here, _ = listener.accept()
-    there = socket.create_connection((sys.argv[2], 29535))
+    there = reach((sys.argv[2], 29535))
     for pair in ((here, there), (there, here)):
         threading.Thread(target=pass_on, args=pair, daemon=True).start()
 """

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ddp_callbacks.requirements import how_to_install_this
+
 Level = Literal["green", "amber", "red"]
 GIB = 1 << 30
 _CLOCK = 1.0  # seconds of difference from which on files of one node look too new on another
@@ -81,7 +83,8 @@ def _versions(package: str, nodes: Mapping[str, Facts]) -> list[Finding]:
             continue
         wanted = package if usual is None else f"{package}=={usual.partition('+')[0]}"
         what = f"{package} is not installed" if version is None else f"{package} is {version}, the others' {usual}"
-        command = f"{nodes[name].shell}{nodes[name].python} -m pip install {wanted}"
+        python = f"{nodes[name].shell}{nodes[name].python}"
+        command = how_to_install_this(python) if package == "ddp_callbacks" else f"{python} -m pip install {wanted}"
         level: Level = "amber" if package == "numpy" else "red"
         findings.append(Finding(name, package, level, version or "missing", f"{what}: {command}"))
     return findings

@@ -14,6 +14,7 @@ from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, ad
 from ddp_callbacks.launcher.node import GRACE
 from ddp_callbacks.launcher.plan import Plan
 from ddp_callbacks.launcher.remote import as_hex
+from ddp_callbacks.requirements import how_to_install_this
 
 AGENT = ("-P", "-m", "ddp_callbacks.launcher.agent")  # what the interpreter of a node runs
 _IS_INSTALLED = "import importlib.util, sys; sys.exit(importlib.util.find_spec('ddp_callbacks') is None)"
@@ -231,7 +232,7 @@ class Launch:
             node.ask("find", path=as_hex(self._plan.script))
         argv = [as_hex(word) for word in (node.plan.python, "-P", "-c", _IS_INSTALLED)]
         if node.ask("output", argv=argv, seconds=_LOOK_TIMEOUT)["code"]:
-            command = f"{node.plan.shell}{node.plan.python} -m pip install ddp_callbacks"
+            command = how_to_install_this(f"{node.plan.shell}{node.plan.python}")
             raise NodeProblem(f"ddp_callbacks is not installed for Python 3.11 or newer there: {command}")
 
     def _numbers(self, node: Connection) -> dict[str, Any]:

@@ -14,9 +14,20 @@ from typing import Any
 from ddp_callbacks.lightning.callback import DDPCallbackMixin
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
+from ddp_callbacks.requirements import how_to_install, require_names
 
 NAME = "ddp_callbacks"  # of the strategy; Lightning looks for it in lower case
 _HOME = "ddp_callbacks.lightning"
+PRIVATE = (
+    "trainer.connectors.logger_connector.result:_ResultCollection.log",
+    "trainer.connectors.logger_connector.result:_ResultMetric",
+    "trainer.connectors.logger_connector.logger_connector:_LoggerConnector.epoch_end_reached",
+    "trainer.connectors.signal_connector:_SignalConnector._sigterm_notifier_fn",
+    "loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
+    "strategies:DDPStrategy._setup_model",
+    "strategies:DDPStrategy._configure_launcher",
+)
+"""What is used of Lightning beside its public names."""
 
 STRATEGY_DOC = """Train on many processes without wrapping the module; the strategy's name is ``"ddp_callbacks"``.
 
@@ -75,8 +86,7 @@ def installed() -> list[str]:
     names = [name for name in ("lightning", "pytorch_lightning") if importlib.util.find_spec(name) is not None]
     if not names:
         raise ImportError(
-            'Lightning is not installed: pip install "ddp_callbacks[lightning]" (or pytorch-lightning, which works '
-            "as well)"
+            f"Lightning is not installed: {how_to_install('lightning')} (or pytorch-lightning, which works as well)"
         )
     return sorted(names, key=lambda name: _root(name) not in sys.modules)
 
@@ -91,6 +101,7 @@ def wanted() -> list[str]:
 def make(name: str) -> Package:
     """Make the classes for a package, and register the strategy there."""
     root = _root(name)
+    require_names(name.replace("_", "-"), (f"{root}.{private}" for private in PRIVATE))
     fabric = "lightning.fabric" if name == "lightning" else "lightning_fabric"
     strategies = importlib.import_module(f"{root}.strategies")
     results = importlib.import_module(f"{root}.trainer.connectors.logger_connector.result")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.requirements import how_to_install
 
 try:
     import mpi4py
@@ -16,8 +17,8 @@ try:
     from mpi4py import MPI as MPI
 except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
     raise ConfigurationError(
-        f'backend="mpi4py" needs mpi4py and an MPI library: pip install "ddp_callbacks[mpi]". On a cluster that has an '
-        f"MPI of its own, pip install mpi4py is enough. Cause: {error}"
+        f'backend="mpi4py" needs mpi4py and an MPI library: {how_to_install("mpi4py", "mpich")}. On a cluster that has '
+        f"an MPI of its own leave mpich out. Cause: {error}"
     ) from error
 
 # A variable that only this launcher sets, its name, and what mpi4py calls its library.

@@ -21,10 +21,12 @@ With ``sync=LocalSGD(...)`` or ``DiLoCo(...)`` AverageParameters stands in the p
 stay the rank's own, and windows close in on_step_training and on_end_training.
 """
 
+from ddp_callbacks.requirements import how_to_install
+
 try:
     import torchbearer as _torchbearer  # noqa: F401
 except ImportError as error:
-    raise ImportError('Torchbearer is not installed: pip install "ddp_callbacks[torchbearer]"') from error
+    raise ImportError(f"Torchbearer is not installed: {how_to_install('torchbearer', 'packaging', 'tqdm')}") from error
 
 from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback
 from ddp_callbacks.torchbearer.batch_norm import SynchronizeBatchNorm
