@@ -1,6 +1,7 @@
 """Random state over the ranks: shared where the ranks must draw the same, distinct everywhere else.
 
-"Global" are torch's CPU generator, Python's :mod:`random` and, where the program has imported it, NumPy's.
+"Global" are torch's CPU generator, Python's :mod:`random`, where the program has imported it NumPy's, and where the
+process uses CUDA the generator of its device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from ddp_callbacks.collectives import broadcast_tensors
 from ddp_callbacks.process_group import get_rank, get_world_size
 
-State = tuple[Any, ...]  # JSON for Python's and NumPy's, a uint8 tensor for torch's
+State = tuple[Any, ...]  # torch's as uint8 tensors, Python's and NumPy's as they are or as JSON has them
+_TENSOR = "tensor"  # in JSON, the place of one
 
 
 class SharedRandomState:
@@ -80,14 +82,8 @@ def make_distinct(group: dist.ProcessGroup | None = None) -> None:
     if get_world_size(group) == 1:
         return
     (state,) = _broadcast_states([get_global_state(False)], group)
-    rank = get_rank(group)
-    if rank == 0:
-        return
-    seed = zlib.crc32(f"{rank}".encode(), zlib.crc32(bytes(state[0].tolist())))
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)
+    if rank := get_rank(group):
+        _seed_global(f"{rank}", _checksum(state))
 
 
 def make_equal(group: dist.ProcessGroup | None = None) -> None:
@@ -100,13 +96,106 @@ def make_equal(group: dist.ProcessGroup | None = None) -> None:
         set_global_state(_broadcast_states([get_global_state(False)], group)[0])
 
 
+class RunRandomState:
+    """The global random state during a run: each rank's own while it computes, and one for all in :meth:`alike`.
+
+    What changes parameters at random (a hook that prunes, or initializes a layer again) must draw alike on all ranks;
+    dropout, augmentation and the workers of loaders must not. The shared state is rank 0's, the user's: a hook draws
+    what it would draw in one process, as far as nothing on rank 0 draws by the part of the batch. In a world of one
+    nothing changes.
+
+    Args:
+        group: ``None`` is the default group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._rank = get_rank(group)
+        self._shared: State | None = None  # between the first synchronize and the end
+        self._in_batch: State | None = None
+        self._own: State | None = None  # while all draw alike; None where rank 0's own is the shared one
+        self._is_alike = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the ranks have states of their own: between the first :meth:`synchronize` and :meth:`end`."""
+        return self._shared is not None
+
+    def synchronize(self) -> None:
+        """All follow rank 0 from here on: the shared state is rank 0's, and the others derive their own from it.
+
+        A collective. What follows depends on rank 0's state alone, so that a run can go on from it.
+        """
+        if get_world_size(self._group) == 1:
+            return
+        (self._shared,) = _broadcast_states([get_global_state(False)], self._group)
+        checksum, self._own = _checksum(self._shared), None
+        _seed_global("hooks of a batch", checksum)
+        self._in_batch = get_global_state(False)
+        if self._rank:
+            _seed_global(f"{self._rank}", checksum)
+            self._own = get_global_state(False)
+        set_global_state(self._shared if self._is_alike or self._own is None else self._own)
+
+    def end(self) -> None:
+        """What follows draws from the shared state on all ranks. Local."""
+        if self._shared is not None and not self._is_alike:
+            set_global_state(self._shared)
+        self._shared = None
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Draw alike inside. Local, no communication; every rank must draw equally much."""
+        if self._is_alike:
+            yield
+            return
+        self._is_alike = True
+        self._enter()
+        try:
+            yield
+        finally:
+            self._is_alike = False
+            self._leave()
+
+    @contextmanager
+    def alike_in_batch(self) -> Iterator[None]:
+        """The same in the middle of a batch, where rank 0's state has moved on by itself: from a state of its own."""
+        if self._is_alike or self._in_batch is None or self._shared is None:
+            yield
+            return
+        before, self._is_alike = get_global_state(False), True
+        set_global_state(self._in_batch)
+        try:
+            yield
+        finally:
+            self._is_alike, self._in_batch = False, get_global_state(False)
+            set_global_state(before)
+
+    def _enter(self) -> None:
+        if self._shared is None:
+            return
+        self._own = get_global_state(False)
+        if self._rank == 0 and _same(self._own, self._shared):
+            self._own = None
+        else:
+            set_global_state(self._shared)
+
+    def _leave(self) -> None:
+        if self._shared is None:
+            return
+        self._shared = get_global_state(False)
+        if self._own is not None:
+            set_global_state(self._own)
+
+
 def get_global_state(torch_only: bool) -> State:
-    """torch's state, and unless ``torch_only`` Python's and NumPy's (``None`` where NumPy is not imported)."""
+    """torch's state; unless ``torch_only`` Python's, NumPy's and CUDA's, too (``None`` where these are not in use)."""
     state = torch.get_rng_state()
     if torch_only:
         return (state,)
     numpy = sys.modules.get("numpy")
-    return state, random.getstate(), _plain(numpy.random.get_state(legacy=False)) if numpy else None
+    of_numpy = numpy.random.get_state(legacy=False) if numpy else None
+    return state, random.getstate(), of_numpy, torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
 
 def set_global_state(state: State) -> None:
@@ -116,6 +205,26 @@ def set_global_state(state: State) -> None:
         random.setstate(_tuples(state[1]))
         if state[2] is not None and (numpy := sys.modules.get("numpy")):
             numpy.random.set_state(state[2])
+        if state[3] is not None and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(state[3])
+
+
+def plain_global_state() -> list[Any]:
+    """The global random state as tensors and plain data, for a checkpoint; :func:`set_global_state` takes it."""
+    return [_plain(part) for part in get_global_state(False)]
+
+
+def _seed_global(*salt: str | int) -> None:
+    """Seed everything that is global by ``salt``."""
+    seed = zlib.crc32(repr(salt).encode())
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+
+
+def _checksum(state: State) -> int:
+    return zlib.crc32(bytes(state[0].tolist()))
 
 
 def own_generators(source: object) -> list[Any]:
@@ -150,25 +259,28 @@ def _set_state(generator: Any, state: State) -> None:
 
 
 def _broadcast_states(states: list[State], group: dist.ProcessGroup | None) -> list[State]:
-    header = [[part for part in state if not isinstance(part, torch.Tensor)] for state in states]
     tensors = [part for state in states for part in state if isinstance(part, torch.Tensor)]
-    holds_tensor = [isinstance(state[0], torch.Tensor) for state in states]
-    (header, holds_tensor), tensors = broadcast_tensors([header, holds_tensor], tensors, "the random state", group)
+    header = [[_TENSOR if isinstance(part, torch.Tensor) else _plain(part) for part in state] for state in states]
+    header, tensors = broadcast_tensors(header, tensors, "the random state", group)
     remaining = iter(tensors)
-    return [
-        (next(remaining), *rest) if tensor else tuple(rest) for rest, tensor in zip(header, holds_tensor, strict=True)
-    ]
+    return [tuple(next(remaining) if part == _TENSOR else part for part in state) for state in header]
 
 
 def _same(one: State, other: State) -> bool:
-    return torch.equal(one[0], other[0]) and _tuples(one[1:]) == _tuples(other[1:])
+    return all(map(_same_part, one, other))
+
+
+def _same_part(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(_tuples(_plain(one)) == _tuples(_plain(other)))
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's state as JSON can hold it."""
+    """Tensors as they are, and NumPy's state as JSON can hold it."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return value.tolist() if hasattr(value, "tolist") else value
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, torch.Tensor) else value
 
 
 def _tuples(value: Any) -> Any:

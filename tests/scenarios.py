@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torchbearer
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler
-from torchbearer import Trial
+from torchbearer import Callback, Trial
 from torchbearer.callbacks import (
     CosineAnnealingLR,
     EarlyStopping,
@@ -469,6 +470,37 @@ def several_trials_in_one_process(extra: Extra) -> Any:
         made = trial(extra if fold == 0 else [type(item)() for item in extra], model=network(fold))
         folds.append(run(made, DataLoader(data(20, fold), 6, shuffle=True), DataLoader(data(9, fold), 4), epochs=2))
     return folds
+
+
+class DrawsAtEpochs(Callback):
+    """Changes parameters at random, by all three libraries."""
+
+    def on_start_epoch(self, state: Any) -> None:
+        self._add(state, 0.05)
+
+    def on_end_training(self, state: Any) -> None:
+        self._add(state, 0.1)
+
+    def on_end_epoch(self, state: Any) -> None:
+        with torch.no_grad():
+            weight = state[torchbearer.MODEL][0].weight
+            weight.mul_(torch.rand_like(weight) > 0.1)
+
+    def _add(self, state: Any, scale: float) -> None:
+        with torch.no_grad():
+            for parameter in state[torchbearer.MODEL].parameters():
+                noise = torch.randn_like(parameter) + random.gauss(0, 1) + float(numpy.random.normal())
+                parameter.add_(scale * noise)
+
+
+@scenario
+def parameters_changed_at_random_in_callbacks(extra: Extra) -> Any:
+    made = trial(extra, callbacks=[DrawsAtEpochs()])
+    random.seed(3)
+    numpy.random.seed(3)
+    result = run(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4))
+    again = run(made, DataLoader(data(30), 8, shuffle=True), epochs=5)
+    return result, again, [float(torch.rand(())), random.random(), float(numpy.random.rand())]
 
 
 @scenario

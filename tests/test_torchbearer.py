@@ -192,6 +192,52 @@ def test_ranks_draw_different_numbers_and_rank_0_the_users() -> None:
         assert len({rank[0][column] for rank in ranks}) == WORLD_SIZE
 
 
+class DrawsInBatches(Callback):
+    """Noise on gradients and parameters, as some optimizers add it; on one rank less is drawn in the data's events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def on_sample(self, state: Any) -> None:
+        self.drawn.append(float(torch.rand(max(state[SHARE].local, 1))[0]))
+
+    def on_backward(self, state: Any) -> None:
+        for parameter in state[torchbearer.MODEL].parameters():
+            parameter.grad.add_(0.01 * torch.randn_like(parameter) + 0.01 * random.random())
+
+    def on_step_training(self, state: Any) -> None:
+        with torch.no_grad():
+            for parameter in state[torchbearer.MODEL].parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter) + 0.01 * float(numpy.random.normal()))
+
+    def on_end_epoch(self, state: Any) -> None:
+        if dist.get_rank() == 0:
+            torch.rand(3)  # a picture for the log, say
+
+    def on_start_epoch(self, state: Any) -> None:
+        self.on_step_training(state)
+
+
+@case
+def random_changes() -> Any:
+    torch.manual_seed(dist.get_rank())  # a user who seeds nothing
+    draws = DrawsInBatches()
+    made = trial([DDPCallback(), draws])
+    torch.manual_seed(dist.get_rank())
+    made.with_train_generator(DataLoader(data(20), 8, shuffle=True)).run(3)
+    after = [float(torch.rand(())), random.random(), float(numpy.random.rand())]
+    return outcome(made, [])["parameters"], draws.drawn, after
+
+
+def test_callbacks_that_change_parameters_at_random_change_them_alike_on_all_ranks() -> None:
+    (first, own, after), *others = by_rank(random_changes)
+    for parameters, drawn, drawn_after in others:
+        assert_equal(parameters, first, 0.0)
+        assert len({*drawn, *own}) == 2 * len(own)
+        assert drawn_after == after
+
+
 # --- data ------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 import torchbearer
 
-from ddp_callbacks.random_state import make_distinct, make_equal
+from ddp_callbacks.random_state import RunRandomState, make_equal
 from ddp_callbacks.sharding import (
     BatchSize,
     ShardedIterator,
@@ -19,6 +19,7 @@ from ddp_callbacks.sharding import (
     slice_batch,
 )
 from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, State
+from ddp_callbacks.torchbearer.events import draw_alike
 
 DATA_KEYS = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA, torchbearer.TEST_DATA)
 STEPS_KEYS = (torchbearer.TRAIN_STEPS, torchbearer.VALIDATION_STEPS, torchbearer.TEST_STEPS)
@@ -32,7 +33,8 @@ class ShardData(DistributedCallback):
     batch under rank 0's random state and keeps its slice; a Trial without any data has nothing to divide, so every
     rank computes the same step, as one process would.
 
-    Rank 0 keeps the user's random state; where there are data, every other rank gets one of its own.
+    Rank 0 keeps the user's random state; where there are data, every other rank gets one of its own. In callbacks all
+    draw from rank 0's (:mod:`ddp_callbacks.torchbearer.events`), and when ``run`` returns they go on with it.
 
     Args:
         batch_size: ``"global"``: the loader's batch is the batch of the step, divided among the ranks.
@@ -50,6 +52,13 @@ class ShardData(DistributedCallback):
         self.batch_size: BatchSize = batch_size
         self._sharded: dict[int, tuple[Any, Any]] = {}
         self._originals: dict[Any, Any] = {}
+        self._random_state: RunRandomState | None = None
+
+    def on_init(self, state: State) -> None:
+        super().on_init(state)
+        if self.world_size > 1:
+            self._random_state = RunRandomState(self.process_group)
+            draw_alike(state[torchbearer.CALLBACK_LIST], self._random_state)
 
     def on_start(self, state: State) -> None:
         if self.world_size == 1:
@@ -69,7 +78,8 @@ class ShardData(DistributedCallback):
             state[torchbearer.GENERATOR], state[torchbearer.STEPS] = data
         has_generator = any(data is not None and data[0] is not None for data in map(self._originals.get, DATA_KEYS))
         if has_generator or self.batch_size == "per_process":
-            make_distinct(self.process_group)
+            assert self._random_state is not None
+            self._random_state.synchronize()
         else:
             make_equal(self.process_group)
 
@@ -92,6 +102,8 @@ class ShardData(DistributedCallback):
         for key, value in self._originals.items():
             state[torchbearer.SELF].state[key] = value
         self._originals = {}
+        if self._random_state is not None:
+            self._random_state.end()
 
     def _shard(self, generator: Any, steps: int | None) -> tuple[Any, int | None]:
         if id(generator) not in self._sharded:

@@ -71,6 +71,11 @@ def _may_stop(callback: Callback, events: tuple[str, ...]) -> bool:
         return bool(callback.step_on_batch)
     if isinstance(callback, TerminateOnNaN):
         return True
+    return handles(callback, events)
+
+
+def handles(callback: Callback, events: tuple[str, ...]) -> bool:
+    """Whether a callback of the user's own, not Torchbearer's, has one of these events."""
     kind = type(callback)
     if kind.__module__.startswith(("torchbearer.", "ddp_callbacks.")) and not _is_decorated(callback):
         return False
