@@ -163,13 +163,27 @@ class RunRandomState:
         if self._is_alike or self._in_batch is None or self._shared is None:
             yield
             return
-        before, self._is_alike = get_global_state(False), True
+        self._own, self._is_alike = get_global_state(False), True
         set_global_state(self._in_batch)
         try:
             yield
         finally:
             self._is_alike, self._in_batch = False, get_global_state(False)
-            set_global_state(before)
+            set_global_state(self._own)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside of :meth:`alike_in_batch`, draw each its own."""
+        if not self._is_alike or self._own is None:
+            yield
+            return
+        state, self._is_alike = get_global_state(False), False
+        set_global_state(self._own)
+        try:
+            yield
+        finally:
+            self._own, self._is_alike = get_global_state(False), True
+            set_global_state(state)
 
     def _enter(self) -> None:
         if self._shared is None:

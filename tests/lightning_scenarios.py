@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers.logger import Logger
@@ -233,6 +236,31 @@ def overfit_and_limits(strategy: str) -> Any:
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
+
+
+class DrawsAtEpochs(pl.Callback):
+    """Changes parameters at random, by all three libraries."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self._add(module)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self._add(module)
+
+    def _add(self, module: Any) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                noise = torch.randn_like(parameter) + random.gauss(0, 1) + float(numpy.random.normal())
+                parameter.add_(0.1 * noise)
+
+
+@scenario
+def parameters_changed_at_random_in_hooks(strategy: str) -> Any:
+    pruned = fit(strategy, None, callbacks=[ModelPruning("random_unstructured", amount=0.2)], max_epochs=3)
+    module = Net()
+    result = fit(strategy, module, callbacks=[DrawsAtEpochs()], max_epochs=3)
+    after = [float(torch.rand(())), random.random(), float(numpy.random.rand())]
+    return pruned, result, after
 
 
 class Stream(IterableDataset[Any]):

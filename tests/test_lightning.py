@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from test_equivalence import assert_equal
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from ddp_callbacks.errors import ConfigurationError, MismatchError, PeerError
 from ddp_callbacks.lightning import CallbackStrategy, DDPCallback
@@ -490,6 +491,72 @@ def test_ranks_draw_apart_in_the_step_and_in_the_workers() -> None:
     )
     # Each process fills one row with one number, so each appears twice there.
     assert len(drawn.unique()) == len(drawn) - 2 * WORLD_SIZE
+
+
+class Langevin(torch.optim.SGD):
+    """Adds noise to the parameters, as some samplers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(0.01 * torch.randn_like(parameter))
+        return loss
+
+
+class DrawsInBatches(pl.Callback):
+    """Noise on gradients and parameters, and a picture for the log of rank 0."""
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        for parameter in module.parameters():
+            parameter.grad.add_(0.01 * torch.randn_like(parameter) + 0.01 * random.random())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter) + 0.01 * float(numpy.random.normal()))
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.is_global_zero:
+            torch.rand(3)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.on_train_batch_end(trainer, module)
+
+
+class SplitsItsData(Net):
+    """Splits in ``setup``, and draws by the part of the batch."""
+
+    def setup(self, stage: str) -> None:
+        self.order = torch.randperm(20).tolist()
+        self.drawn: list[float] = []
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Subset(data(20), self.order), 8, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return loader(8, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.drawn.append(float(torch.rand(len(batch[0]))[0]))
+        return self.loss(batch)
+
+
+@case
+def random_changes() -> Any:
+    module = SplitsItsData(optimizer=lambda net: Langevin(net.parameters(), 0.1))
+    made = trainer(OURS, max_epochs=3, callbacks=[DrawsInBatches()])
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(made.global_rank)  # a user who seeds nothing
+    made.fit(module)
+    after = [float(torch.rand(())), random.random(), float(numpy.random.rand())]
+    return module.state_dict(), module.order, after, module.drawn
+
+
+def test_hooks_that_change_parameters_at_random_change_them_alike_on_all_processes() -> None:
+    (*first, own), (*second, other) = by_rank(random_changes)
+    assert_equal(second, first, 0.0)
+    assert len({*own, *other}) == 2 * len(own)
 
 
 @case

@@ -16,6 +16,7 @@ from ddp_callbacks.broadcast import merge_buffers
 from ddp_callbacks.collectives import all_gather_tensors, pack, unpack
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning.batches import Batches, Weight
+from ddp_callbacks.lightning.hooks import HookDrawing
 from ddp_callbacks.lightning.kinds import like, with_tensors
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
@@ -43,6 +44,8 @@ class Run:
         self._local = local
         self.batches = Batches(batch_size, weight, self._exchange, sums_weights=local is None)
         self._metrics = SyncedMetrics([model, *trainer.callbacks], self._is_stand_in)
+        self.drawing = HookDrawing(trainer)
+        self.drawing.random_state.synchronize()
         self._undo: Callable[[], None] | None = None  # what a stand-in has left behind
         self._held = [False, False]  # flags that the other ranks have not heard of yet
         self._trained = 0  # samples of this rank since the buffers were merged
@@ -65,6 +68,7 @@ class Run:
         """Give Lightning's objects and the module's layers back."""
         if self._batch_norm is not None:
             self._batch_norm.close()
+        self.drawing.close()
         self._metrics.close()
         for name in self._wrapped:
             delattr(self._trainer._logger_connector, name)
@@ -199,10 +203,13 @@ class Run:
             for loader in self._loaders():
                 if isinstance(loader, ShardedLoader) and isinstance(loader.iterator, ShardedIterator):
                     loader.iterator.check_agreement()
+            self.drawing.random_state.synchronize()
 
     def _before_epoch_end(self) -> None:
         self._trainer._results.join_epoch()
         self._trainer._results.end_pass()
+        if self._trainer.training:
+            self.drawing.random_state.synchronize()
         for loader in self._loaders():
             if isinstance(loader, ShardedLoader):
                 loader.shares.clear()  # of batches that were fetched ahead, where a limit has ended the pass

@@ -36,7 +36,7 @@ from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.world import environment_of_job, join
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
-from ddp_callbacks.random_state import make_distinct
+from ddp_callbacks.random_state import make_equal
 from ddp_callbacks.sharding import BatchSize, check_batch_size
 from ddp_callbacks.verification import Verify, check_verify
 from ddp_callbacks.version import __version__
@@ -172,6 +172,8 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             )
         self.set_world_ranks()
         join(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
+        if self._batch_size == "global":
+            make_equal()  # where nobody has seeded, the ranks would split their data differently in setup()
 
     # --- a run of the Trainer -----------------------------------------------------------------------------------------
 
@@ -197,7 +199,6 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
                 self._local = LocalSteps(self._trainer, model, make)
         if self.world_size > 1:
             broadcast_parameters(model)
-            make_distinct()
             self._run = Run(self._trainer, model, self._batch_size, self._weight, self.results_class, self._local)
             self._is_to_verify = self._verify is not None
             if self._syncs_batch_norm:
@@ -272,7 +273,8 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         inner = getattr(optimizer, "_optimizer", optimizer)
         if self._run is not None and self._local is None and isinstance(inner, torch.optim.LBFGS):
             closure = functools.partial(self._run.joint_loss, closure)
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        step = functools.partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        output = step(closure) if self._run is None else self._run.drawing.optimizer_step(inner, step, closure)
         if self._local is not None:
             self._local.note_step()
         return output
@@ -280,6 +282,8 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     def on_train_start(self) -> None:
         """Parameters are those to train from."""
         super().on_train_start()
+        if self._run is not None:
+            self._run.drawing.random_state.synchronize()  # rank 0 has drawn for the sanity check
         if self._local is not None:
             self._local.begin()
 
@@ -296,9 +300,26 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         if self._local is not None:
             self._local.close_window()
 
+    def on_train_end(self) -> None:
+        """The processes draw alike from here on, as they did before."""
+        super().on_train_end()
+        self._end_drawing()
+
+    def on_test_end(self) -> None:
+        """As at the end of a training."""
+        super().on_test_end()
+        self._end_drawing()
+
+    def on_predict_end(self) -> None:
+        """As at the end of a training."""
+        super().on_predict_end()
+        self._end_drawing()
+
     def on_validation_end(self) -> None:
         """Parameters that hooks have exchanged for the validation are back."""
         super().on_validation_end()
+        if self._trainer.state.fn == "validate":
+            self._end_drawing()
         if self._local is not None:
             self._local.close_window()
 
@@ -364,6 +385,11 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         return torch.stack([part for _, (part,) in all_gather_tensors(None, [tensor], "a tensor")]).to(tensor.device)
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _end_drawing(self) -> None:
+        if self._run is not None:
+            self._run.drawing.random_state.synchronize()
+            self._run.drawing.random_state.end()
 
     def _is_alone(self) -> bool:
         """Whether a question is answered by this rank alone: in a world of one, and where it has failed.

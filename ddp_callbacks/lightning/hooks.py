@@ -1,0 +1,125 @@
+"""In which hooks of a Trainer all ranks draw the same random numbers.
+
+==========================================================  ==========================================================
+``*_step``, ``forward``, transfers of a batch                each rank its own: they handle its part of the batch
+hooks of a batch of an evaluation                            likewise
+hooks of a training batch, where the user has one            alike: they may change parameters
+``step`` of an optimizer that is not torch's                 alike, and its closure each rank its own
+all others, of the module, the datamodule and callbacks      alike
+==========================================================  ==========================================================
+
+What draws alike must be called on all ranks, and draw equally much. Where it does not (it asks for rank 0), the ranks
+are together again at the end of the training data and of the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from ddp_callbacks.random_state import RunRandomState
+
+_OWN = {
+    "forward",
+    "training_step",
+    "validation_step",
+    "test_step",
+    "predict_step",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "optimizer_step",  # the step itself, its closure included
+    "on_exception",
+} | {f"on_{stage}_batch_{end}" for stage in ("validation", "test", "predict") for end in ("start", "end")}
+_OF_TRAINING_BATCH = {
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "configure_gradient_clipping",
+    "optimizer_zero_grad",
+    "lr_scheduler_step",
+}
+
+
+class HookDrawing:
+    """Lets the hooks of a Trainer draw as the module says, from construction to :meth:`close`.
+
+    Every call of a hook is an action of the Trainer's profiler.
+
+    Attributes:
+        random_state: Of the run.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.random_state = RunRandomState()
+        self._trainer = trainer
+        self._profiler = trainer.profiler
+        self._package = type(trainer._logger_connector).__module__.partition(".trainer.")[0]
+        self._contexts: dict[str, Callable[[], AbstractContextManager[None]] | None] = {}
+        self._profile = self._profiler.profile
+        self._profiler.profile = self.profile
+
+    def close(self) -> None:
+        """Give the profiler back; the ranks go on alike."""
+        vars(self._profiler).pop("profile", None)
+        self.random_state.end()
+
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:
+        """The profiler's, and around a hook the random state that it draws from."""
+        if action_name not in self._contexts:
+            self._contexts[action_name] = self._context(action_name)
+        context = self._contexts[action_name]
+        profiled: AbstractContextManager[Any] = self._profile(action_name)
+        return profiled if context is None else _both(context(), profiled)
+
+    def optimizer_step(self, optimizer: Any, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+        """``step(closure)``, which may add noise to the parameters unless it is torch's."""
+        if type(optimizer).__module__.startswith("torch."):
+            return step(closure)
+
+        def apart() -> Any:
+            with self.random_state.apart():
+                return closure()
+
+        with self.random_state.alike_in_batch():
+            return step(apart)
+
+    def _context(self, action_name: str) -> Callable[[], AbstractContextManager[None]] | None:
+        owner, _, hook = action_name.rpartition(".")
+        home = self._home(owner, hook)
+        if hook in _OWN or home is None or home.startswith((f"{self._package}.core.", _base(self._package))):
+            return None
+        if hook not in _OF_TRAINING_BATCH:
+            return self.random_state.alike
+        return None if home.startswith(f"{self._package}.") else self.random_state.alike_in_batch
+
+    def _home(self, owner: str, hook: str) -> str | None:
+        """The module that defines this hook; ``None`` if the action is none."""
+        kind, _, name = owner.partition("]")
+        trainer = self._trainer
+        candidates: list[Any] = {
+            "[Callback": [callback for callback in trainer.callbacks if callback.state_key == name],
+            "[LightningModule": [trainer.lightning_module],
+            "[LightningDataModule": [trainer.datamodule],
+        }.get(kind, [])
+        for candidate in candidates:
+            if hook in vars(candidate):
+                return "an attribute of the object"
+            for owner_type in type(candidate).__mro__:
+                if hook in vars(owner_type):
+                    return owner_type.__module__
+        return None
+
+
+def _base(package: str) -> str:
+    return f"{package}.callbacks.callback"
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[Any]) -> Iterator[Any]:
+    with outer, inner as value:
+        yield value
