@@ -511,6 +511,7 @@ def test_the_bundle_is_a_list_of_public_callbacks() -> None:
         "AllReduceGradients",
         "ReduceMetrics",
         "GatherPredictions",
+        "CompareReplicas",
         "RankZeroOutput",
         "AgreeToStop",
     ]

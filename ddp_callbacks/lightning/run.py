@@ -22,6 +22,7 @@ from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember
 from ddp_callbacks.lightning.verification import verify_first_batch
+from ddp_callbacks.replicas import require_equal_replicas
 from ddp_callbacks.rows import RowExchange
 from ddp_callbacks.sharding import BatchSize, ShardedIterator, ShardedLoader, join_batch
 
@@ -210,6 +211,7 @@ class Run:
         self._trainer._results.end_pass()
         if self._trainer.training:
             self.drawing.random_state.synchronize()
+            require_equal_replicas(self._model, f"at the end of epoch {self._trainer.current_epoch}")
         for loader in self._loaders():
             if isinstance(loader, ShardedLoader):
                 loader.shares.clear()  # of batches that were fetched ahead, where a limit has ended the pass

@@ -14,7 +14,7 @@ What happens in a step, Torchbearer's events in their order and what listens to 
         on_step_training       AgreeToStop
       on_end_training          ReduceMetrics has merged before; MergeBuffers
       ... validation likewise; GatherPredictions in predict()
-      on_end_epoch, on_checkpoint   with the merged metrics; AgreeToStop
+      on_end_epoch, on_checkpoint   with the merged metrics; CompareReplicas, AgreeToStop
     on_end                     hooks are removed, generators given back; BatchNorm layers when run() returns or raises
 
 With ``sync=LocalSGD(...)`` or ``DiLoCo(...)`` AverageParameters stands in the place of AllReduceGradients: gradients
@@ -40,7 +40,7 @@ from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.predictions import GatherPredictions
 from ddp_callbacks.torchbearer.reports import ReportFailures
-from ddp_callbacks.torchbearer.start import BroadcastParameters, MergeBuffers
+from ddp_callbacks.torchbearer.start import BroadcastParameters, CompareReplicas, MergeBuffers
 from ddp_callbacks.torchbearer.verification import VerifyGradient
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "AllReduceGradients",
     "AverageParameters",
     "BroadcastParameters",
+    "CompareReplicas",
     "DDPCallback",
     "DistributedCallback",
     "Flatten",

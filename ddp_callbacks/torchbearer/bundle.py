@@ -23,7 +23,7 @@ from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.predictions import GatherPredictions
 from ddp_callbacks.torchbearer.reports import ReportFailures
-from ddp_callbacks.torchbearer.start import BroadcastParameters, MergeBuffers
+from ddp_callbacks.torchbearer.start import BroadcastParameters, CompareReplicas, MergeBuffers
 from ddp_callbacks.torchbearer.verification import VerifyGradient
 from ddp_callbacks.torchbearer.weights import Weight
 from ddp_callbacks.verification import Verify, check_verify
@@ -94,6 +94,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             synchronize,
             ReduceMetrics(weight, reduction, process_group),
             GatherPredictions(process_group),
+            CompareReplicas(process_group),
             RankZeroOutput(also_rank_zero, process_group),
             AgreeToStop(process_group),
         ]

@@ -18,6 +18,7 @@ from ddp_callbacks.broadcast import (
     running_statistics,
 )
 from ddp_callbacks.collectives import all_gather_json, broadcast_tensors, pack, unpack
+from ddp_callbacks.replicas import require_equal_replicas
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of, wrap_methods
 from ddp_callbacks.torchbearer.data import DATA_KEYS
 from ddp_callbacks.version import __version__
@@ -120,6 +121,23 @@ class MergeBuffers(DistributedCallback):
     def on_end_training(self, state: State) -> None:
         merge_buffers(state[torchbearer.MODEL], self._samples, self.process_group)
         self._samples = 0
+
+
+class CompareReplicas(DistributedCallback):
+    """At the end of each epoch of ``run``: raise unless parameters and buffers are equal on all ranks.
+
+    See :func:`ddp_callbacks.replicas.require_equal_replicas`; it costs about one pass over the model's memory.
+
+    Args:
+        process_group: ``None`` is the default group.
+
+    Raises:
+        MismatchError: On every rank, naming the tensors that differ, the ranks and hosts.
+    """
+
+    def on_checkpoint(self, state: State) -> None:
+        when = f"at the end of epoch {state[torchbearer.EPOCH]}"
+        require_equal_replicas(state[torchbearer.MODEL], when, self.process_group)
 
 
 def _versions() -> dict[str, str]:

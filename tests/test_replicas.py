@@ -1,0 +1,173 @@
+"""Replicas that differ are named at the end of the epoch, and those that do not are left alone."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torchbearer
+from distributed import run_distributed
+from lightning_scenarios import Net, fit, quiet
+from nursery import HOSTNAME
+from scenarios import data, trial
+from torch import nn
+from torch.utils.data import DataLoader
+from torchbearer import Callback
+
+from ddp_callbacks import replicas
+from ddp_callbacks.errors import MismatchError
+from ddp_callbacks.replicas import require_equal_replicas
+from ddp_callbacks.torchbearer import DDPCallback
+
+
+class Odd(nn.Module):
+    """Tensors of all kinds; the cache differs between ranks by its nature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.large = nn.Parameter(torch.randn(300, 301, generator=generator).t())
+        self.small = nn.Parameter(torch.randn(7, dtype=torch.bfloat16, generator=generator))
+        self.wave = nn.Parameter(torch.randn(5, dtype=torch.complex64, generator=generator))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("nothing", torch.zeros(0))
+        self.register_buffer("broken", torch.tensor([torch.nan, 0.0, torch.inf]))
+        self.register_buffer("graph", torch.eye(3).to_sparse())
+        self.register_buffer("cache", torch.zeros(4), persistent=False)
+
+
+def changes(model: Odd) -> dict[str, Any]:
+    """By name: what a rank may do to its replica."""
+    return {
+        "nothing": lambda: None,
+        "the cache": lambda: model.cache.fill_(dist.get_rank()),
+        "a bit": lambda: model.large.view(torch.int32)[7, 9].bitwise_xor_(1),
+        "an order": lambda: model.large.copy_(model.large[torch.randperm(301)]),
+        "a small one": lambda: model.small[6].mul_(2),
+        "a number": lambda: model.wave[0].add_(1j),
+        "a flag": lambda: model.flags.logical_not_(),
+        "a count": lambda: model.count.add_(1),
+        "a NaN": lambda: model.broken[1].fill_(torch.nan),
+        "the sign of zero": lambda: model.broken[1].neg_(),
+        "the bits of a NaN": lambda: model.broken.view(torch.int32)[0].add_(1),
+    }
+
+
+def compared() -> dict[str, str]:
+    found = {}
+    for name in changes(Odd()):
+        model = Odd()
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                changes(model)[name]()
+        found[name] = message(model)
+    model = Odd()
+    with torch.no_grad():
+        model.large.add_(dist.get_rank() == 0)
+        model.count.add_(dist.get_rank() == 0)
+    found["all but one"] = message(model)
+    replicas._processor = lambda _: f"processor {dist.get_rank()}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = Odd()
+        with torch.no_grad():
+            model.large.add_(1e-6 * dist.get_rank())
+        found["other processors"] = (
+            message(model) + str(caught[0].message) + str(bool(torch.equal(model.large, Odd().large)))
+        )
+    return found
+
+
+def message(model: nn.Module) -> str:
+    try:
+        require_equal_replicas(model, "at the end of epoch 3")
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_replica_that_differs_is_named_with_tensor_rank_host_and_distance() -> None:
+    ranks = run_distributed(compared, 3)
+    assert ranks[0] == ranks[1] == ranks[2]
+    found = ranks[0]
+    equal = {name for name, text in found.items() if not text}
+    assert equal == {"nothing", "the cache", "the sign of zero", "the bits of a NaN"}
+    named = {name: text.splitlines()[1].strip() for name, text in found.items() if text}
+    who = f"rank 1 ({HOSTNAME}) differs from rank 0, 2, by up to"
+    assert named["a bit"].startswith(f"parameter large: {who} ") and 0 < float(named["a bit"].split()[-1]) < 1e-5
+    assert named["an order"].startswith(f"parameter large: {who} ")
+    assert named["a small one"].startswith(f"parameter small: {who} ")
+    assert named["a number"] == f"parameter wave: {who} 1"
+    assert named["a flag"] == f"buffer flags: {who} 1"
+    assert named["a count"] == f"buffer count: {who} 1"
+    assert named["a NaN"] == f"buffer broken: {who} inf"
+    assert named["all but one"] == f"parameter large: rank 0 ({HOSTNAME}) differs from rank 1, 2, by up to 1"
+    assert "the ranks hold different models at the end of epoch 3" in found["a bit"]
+    assert "all go on with rank 0's" in found["other processors"] and found["other processors"].endswith("True")
+
+
+class Perturbs(Callback):
+    def on_step_training(self, state: Any) -> None:
+        if dist.get_rank() == 1 and state[torchbearer.EPOCH] == 1 and state[torchbearer.BATCH] == 0:
+            with torch.no_grad():
+                state[torchbearer.MODEL][0].weight[0, 0].add_(1e-6)
+
+
+def trial_with_a_perturbed_replica() -> tuple[str, int]:
+    made = trial([DDPCallback(), Perturbs()]).with_train_generator(DataLoader(data(16), 8))
+    with pytest.raises(MismatchError) as error:
+        made.run(4)
+    return str(error.value), len(made.state[torchbearer.HISTORY])
+
+
+def test_a_trial_whose_replicas_have_gone_apart_says_so_at_the_end_of_the_epoch() -> None:
+    (text, epochs), (other, _) = run_distributed(trial_with_a_perturbed_replica, 2)
+    assert text == other and epochs == 2
+    assert "at the end of epoch 1:\n  parameter 0.weight: rank 1 (" in text
+
+
+class PerturbsModule(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.current_epoch == 1:
+            with torch.no_grad():
+                module.layers[2].bias[0].add_(1e-6)
+
+
+def trainer_with_a_perturbed_replica() -> str:
+    with quiet(), pytest.raises(MismatchError) as error:
+        fit("ddp_callbacks", Net(), callbacks=[PerturbsModule()], max_epochs=4)
+    return str(error.value)
+
+
+def test_a_trainer_whose_replicas_have_gone_apart_says_so_at_the_end_of_the_epoch() -> None:
+    text, other = run_distributed(trainer_with_a_perturbed_replica, 2)
+    assert text == other
+    assert "at the end of epoch 1:\n  parameter layers.2.bias: rank 1 (" in text
+
+
+def test_to_compare_costs_no_more_than_three_steps_of_sgd() -> None:
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    def compare() -> None:
+        named = dict(replicas._compared(model))
+        list(map(replicas._checksum, replicas._joined(list(map(replicas._memory, named.values())))))
+
+    def fastest(function: Any) -> float:
+        times = []
+        for _ in range(20):
+            begin = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    optimizer.step()
+    assert fastest(compare) < 3 * fastest(optimizer.step)
