@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import socket
 import warnings
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.agreement import SHOWN
+from ddp_callbacks.agreement import SHOWN, require_agreement
 from ddp_callbacks.collectives import all_gather_json, broadcast
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -69,6 +72,49 @@ def require_equal_replicas(module: torch.nn.Module, when: str, group: dist.Proce
     if len(set(processors)) == 1:
         raise MismatchError(text + _REMEDY)
     warnings.warn(f"{text}They compute on {', '.join(processors)}; all go on with rank 0's.", stacklevel=2)
+
+
+def require_same_checkpoint(loaded: str | None, source: str, group: dist.ProcessGroup | None = None) -> None:
+    """Raise unless all ranks go on from the same. A collective.
+
+    Args:
+        loaded: What :func:`describe_checkpoint` says of it; ``None``: this rank has loaded nothing.
+        source: Where it comes from, for the message; the same state may come from several places.
+        group: ``None`` is the default group.
+
+    Raises:
+        MismatchError: On every rank, naming what each goes on from.
+        PeerError: Another rank failed or died.
+    """
+    gathered = all_gather_json([loaded, source], "what the ranks resume from", group)
+    if all(found == loaded for found, _ in gathered):
+        return
+    mine = "nothing" if loaded is None else f"{source} ({loaded})"
+    remedy = "Give every process the same checkpoint, by the same path or by equal copies of the file."
+    require_agreement({"resumes from": mine}, "what they resume from", remedy, group)
+
+
+def describe_checkpoint(state: Any, **counters: int) -> str:
+    """``epoch 3, checksum 1f2e3d4c``: equal for equal states.
+
+    Args:
+        state: Nested dicts, lists and tuples. Tensors and plain data count; of other objects their class.
+        counters: What to mention by name.
+    """
+    named = [f"{name} {value}" for name, value in counters.items()]
+    return ", ".join([*named, f"checksum {_checksum_of(state, 0):08x}"])
+
+
+def _checksum_of(value: Any, checksum: int) -> int:
+    if isinstance(value, torch.Tensor):
+        number = _checksum(_memory(value)) if _is_dense(value) else 0
+        return zlib.crc32(repr((value.dtype, value.shape, number)).encode(), checksum)
+    if isinstance(value, Mapping):
+        value = [entry for item in value.items() for entry in item]
+    if isinstance(value, list | tuple):
+        return functools.reduce(lambda found, entry: _checksum_of(entry, found), value, zlib.crc32(b"[", checksum))
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return zlib.crc32(repr(value if plain else type(value).__name__).encode(), checksum)
 
 
 def _compared(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

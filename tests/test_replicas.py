@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torchbearer
 from distributed import run_distributed
-from lightning_scenarios import Net, fit, quiet
+from lightning_scenarios import Net, fit, loader, quiet, trainer
 from nursery import HOSTNAME
-from scenarios import data, trial
+from scenarios import data, network, trial
 from torch import nn
 from torch.utils.data import DataLoader
 from torchbearer import Callback
@@ -23,6 +25,9 @@ from ddp_callbacks import replicas
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.replicas import require_equal_replicas
 from ddp_callbacks.torchbearer import DDPCallback
+
+
+pytestmark = pytest.mark.usefixtures("seed_variables")
 
 
 class Odd(nn.Module):
@@ -171,3 +176,55 @@ def test_to_compare_costs_no_more_than_three_steps_of_sgd() -> None:
 
     optimizer.step()
     assert fastest(compare) < 3 * fastest(optimizer.step)
+
+
+# --- what ranks resume from -------------------------------------------------------------------------------------------
+
+
+def resume_trainer(paths: list[str]) -> tuple[int, str]:
+    """From equal copies, then from two checkpoints."""
+    same, other = paths[dist.get_rank()], paths[-1 if dist.get_rank() else 0]
+    with quiet():
+        made = trainer("ddp_callbacks", max_epochs=3)
+        made.fit(Net(), loader(), ckpt_path=same)
+        with pytest.raises(MismatchError) as error:
+            trainer("ddp_callbacks", max_epochs=3).fit(Net(), loader(), ckpt_path=other)
+    return made.current_epoch, str(error.value)
+
+
+def test_ranks_of_a_trainer_that_resume_from_two_checkpoints_are_named_with_both(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("one.ckpt", "copy.ckpt", "two.ckpt")]
+    with quiet():
+        for epochs, path in ((1, paths[0]), (2, paths[2])):
+            made = trainer("auto", max_epochs=epochs)
+            made.fit(Net(), loader())
+            made.save_checkpoint(path)
+    shutil.copy(paths[0], paths[1])
+    for epochs, text in run_distributed(resume_trainer, 2, paths):
+        assert epochs == 3
+        assert f"resumes from: {paths[0]} (epoch 1, global_step 4, checksum " in text
+        assert f"on rank 0; {paths[2]} (epoch 2, global_step 8, checksum " in text
+
+
+def resume_trial(paths: list[str]) -> tuple[int, str]:
+    def resumed(path: str) -> Any:
+        made = trial([DDPCallback()]).with_train_generator(DataLoader(data(16), 8))
+        return made.load_state_dict(torch.load(path, weights_only=False))
+
+    same = resumed(paths[0])
+    same.run(3)
+    with pytest.raises(MismatchError) as error:
+        resumed(paths[dist.get_rank()]).run(3)
+    return len(same.state[torchbearer.HISTORY]), str(error.value)
+
+
+def test_ranks_of_a_trial_that_resume_from_two_checkpoints_are_named_with_both(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("one.pt", "other.pt")]
+    for seed, path in enumerate(paths):
+        made = trial([], model=network(seed)).with_train_generator(DataLoader(data(16), 8))
+        made.run(1)
+        torch.save(made.state_dict(), path)
+    for epochs, text in run_distributed(resume_trial, 2, paths):
+        assert epochs == 3
+        assert "resumes from: a state (epochs 1, checksum " in text
+        assert "on rank 0; a state (epochs 1, checksum " in text

@@ -37,6 +37,7 @@ from ddp_callbacks.lightning.world import environment_of_job, join
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.random_state import make_equal
+from ddp_callbacks.replicas import describe_checkpoint, require_same_checkpoint
 from ddp_callbacks.sharding import BatchSize, check_batch_size
 from ddp_callbacks.verification import Verify, check_verify
 from ddp_callbacks.version import __version__
@@ -56,6 +57,7 @@ _OF_DDP = {
     "ddp_comm_hook": "it is called comm_hook here",
     "ddp_comm_state": "it is called comm_state here",
 }
+_RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # of a checkpoint
 _SAME_EVERYWHERE = "Run the same script with the same arguments and libraries everywhere."
 
 
@@ -112,6 +114,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self._local: LocalSteps | None = None  # in its place, if the gradients are not synchronized
         self._run: Run | None = None
         self._is_to_verify = False  # the next batch
+        self._loaded: tuple[str | None, str] = (None, "")  # since the last run, and from where
 
     # --- the world ----------------------------------------------------------------------------------------------------
 
@@ -188,7 +191,9 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         self._close()
+        loaded, self._loaded = self._loaded, (None, "")
         if self.world_size > 1:
+            require_same_checkpoint(*loaded)
             _require_same_run(self._trainer, model, self._batch_size)
         if self._trainer.state.fn == "fit":
             if self._sync == "every_step":
@@ -224,6 +229,15 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         """Tell the other processes why this one fails; they raise ``PeerError`` within about two seconds."""
         if dist.is_initialized():
             report_failure(exception)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As Lightning's; when the run begins, the processes must all have loaded the same."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        if self.world_size > 1 and isinstance(checkpoint, dict):
+            counters = {name: checkpoint[name] for name in ("epoch", "global_step") if name in checkpoint}
+            state = [checkpoint.get(name) for name in _RESUMED]
+            self._loaded = describe_checkpoint(state, **counters), str(checkpoint_path)
+        return checkpoint
 
     def process_dataloader(self, dataloader: object) -> object:
         """This rank's part of a loader. A collective."""

@@ -18,7 +18,7 @@ from ddp_callbacks.broadcast import (
     running_statistics,
 )
 from ddp_callbacks.collectives import all_gather_json, broadcast_tensors, pack, unpack
-from ddp_callbacks.replicas import require_equal_replicas
+from ddp_callbacks.replicas import describe_checkpoint, require_equal_replicas, require_same_checkpoint
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of, wrap_methods
 from ddp_callbacks.torchbearer.data import DATA_KEYS
 from ddp_callbacks.version import __version__
@@ -42,15 +42,18 @@ class BroadcastParameters(DistributedCallback):
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(process_group)
         self._called = ""
+        self._loaded: str | None = None
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
         if self.world_size > 1:
             wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict", "replay"), self._noting)
+            wrap_methods(state[torchbearer.SELF], ("load_state_dict",), self._noting_checkpoint)
 
     def on_start(self, state: State) -> None:
         if self.world_size == 1:
             return
+        self._require_same_checkpoint()
         resumed = self._follow_resumed(state)
         settings = module_settings(state[torchbearer.MODEL]) | _versions() | _lengths(state)
         settings["what is called"] = self._called
@@ -76,6 +79,23 @@ class BroadcastParameters(DistributedCallback):
             return method(*args, **kwargs)
 
         return noting
+
+    def _noting_checkpoint(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            loaded = method(state_dict, *args, **kwargs)
+            keys = (torchbearer.MODEL, torchbearer.OPTIMIZER)
+            state = [state_dict.get(key) for key in keys] if torchbearer.MODEL in state_dict else state_dict
+            self._loaded = describe_checkpoint(state, epochs=len(state_dict.get(torchbearer.HISTORY, ())))
+            return loaded
+
+        return noting
+
+    def _require_same_checkpoint(self) -> None:
+        """The others follow rank 0 where it alone has loaded one."""
+        loaded, self._loaded = self._loaded, None
+        found = all_gather_json(loaded, "who resumes", self.process_group)
+        if found[0] is None or any(other is not None for other in found[1:]):
+            require_same_checkpoint(loaded, "a state", self.process_group)
 
     def _follow_resumed(self, state: State) -> bool:
         """Take rank 0's history where it alone has loaded one; whether that was so."""
