@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from distributed import run_distributed
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import BasePredictionWriter, EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning_scenarios import FEATURES, LogsAll, Net, Normalized, data, fit, loader, outcome, quiet, trainer
@@ -557,6 +557,19 @@ def test_hooks_that_change_parameters_at_random_change_them_alike_on_all_process
     (*first, own), (*second, other) = by_rank(random_changes)
     assert_equal(second, first, 0.0)
     assert len({*own, *other}) == 2 * len(own)
+
+
+@case
+def averaged_statistics() -> Any:
+    module = Normalized()
+    fit(OURS, module, callbacks=[EMAWeightAveraging(decay=0.7)], max_epochs=2)
+    return module.state_dict()
+
+
+def test_the_statistics_of_an_averaged_model_are_equal_on_all_processes() -> None:
+    first, second = by_rank(averaged_statistics)
+    assert any("running_mean" in name for name in first)
+    assert_equal(second, first, 0.0)
 
 
 @case

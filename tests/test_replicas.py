@@ -26,7 +26,6 @@ from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.replicas import require_equal_replicas
 from ddp_callbacks.torchbearer import DDPCallback
 
-
 pytestmark = pytest.mark.usefixtures("seed_variables")
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import treespec_leaf
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
@@ -158,8 +159,11 @@ class Run:
 
     def merge_buffers(self) -> None:
         """Running statistics averaged over the ranks, other buffers rank 0's."""
-        if next(self._model.buffers(), None) is not None:
-            merge_buffers(self._model, self._trained)
+        of_callbacks = (value for callback in self._trainer.callbacks for value in vars(callback).values())
+        averages = [value for value in of_callbacks if isinstance(value, AveragedModel)]
+        for model in (self._model, *averages):  # an average has averaged each rank's own statistics
+            if next(model.buffers(), None) is not None:
+                merge_buffers(model, self._trained)
         self._trained = 0
 
     def _before_batch_end(self) -> None:
