@@ -13,6 +13,7 @@ from ddp_callbacks.collectives import all_gather_tensors, message_device
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.failures import describe_rank
 from ddp_callbacks.process_group import resolve_group
+from ddp_callbacks.summation import Pending
 
 _CAPACITY = 96  # numbers in a row, until a longer one was sent
 _HEADER = 2  # numbers before the row: its length, and a checksum of what it is for
@@ -23,13 +24,18 @@ class RowExchange:
 
     The rows are gathered as a sum, in which each rank writes its own row and leaves the others zero: a sum is what
     goes through shared memory. Numbers travel as float64.
+
+    Attributes:
+        unattended: Whether rows that every rank has launched arrive though no other rank waits for them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = resolve_group(group)
         self._device = message_device(group)
         self._all_reduce = choose_all_reduce(self._group, [self._device])
-        self._allocate(_CAPACITY)
+        self.unattended = self._all_reduce.unattended
+        self._capacity = _CAPACITY
+        self._spare: list[torch.Tensor] = []
 
     def exchange(self, row: Sequence[float], doing: str) -> list[list[float]]:
         """Send this rank's row; every rank's, by rank. Lengths may differ. Blocks until all have called it.
@@ -38,25 +44,36 @@ class RowExchange:
             MismatchError: Some rank exchanges something else.
             PeerError: As :func:`ddp_callbacks.failures.wait` does.
         """
-        tag = float(zlib.crc32(doing.encode()))
-        rows = self._memory.zero_().view(self._group.size(), _HEADER + self._capacity)
-        fits = row if len(row) <= self._capacity else ()
-        rows[self._group.rank(), : _HEADER + len(fits)] = torch.tensor([len(row), tag, *fits], dtype=torch.float64)
-        self._all_reduce.launch(self._memory).wait(doing)
-        received = rows.tolist()
-        self._require_tag(tag, [own[1] for own in received], doing)
-        longest = int(max(own[0] for own in received))
-        if longest <= self._capacity:
-            return [own[_HEADER : _HEADER + int(own[0])] for own in received]
-        # Too long for the others to have left room: all have seen that, and send again.
-        self._allocate(2 * longest)
-        whole = torch.tensor(row, dtype=torch.float64)
-        return [tensor.tolist() for _, (tensor,) in all_gather_tensors(None, [whole], doing, self._group)]
+        return self.launch(row, doing).wait()
 
-    def _allocate(self, capacity: int) -> None:
-        self._capacity = capacity
-        numel = self._group.size() * (_HEADER + capacity)
-        self._memory = self._all_reduce.allocate(numel, torch.float64, self._device)
+    def launch(self, row: Sequence[float], doing: str) -> PendingRows:
+        """Send this rank's row without waiting for the others'. Every rank launches the same, in the same order."""
+        tag = float(zlib.crc32(doing.encode()))
+        memory = self._spare.pop() if self._spare else self._allocate()
+        rows = memory.zero_().view(self._group.size(), _HEADER + self._capacity)
+        sent = [len(row), tag, *row[: self._capacity]]
+        rows[self._group.rank(), : len(sent)] = torch.tensor(sent, dtype=torch.float64)
+        return PendingRows(self, list(row), doing, rows, self._all_reduce.launch(memory))
+
+    def receive(self, rows: torch.Tensor, doing: str) -> tuple[list[list[float]], bool]:
+        """What has arrived: every rank's row, cut where it was too long; and whether none was. Local."""
+        received = rows.tolist()
+        if rows.shape[1] == _HEADER + self._capacity:
+            self._spare.append(rows.view(-1))
+        self._require_tag(float(zlib.crc32(doing.encode())), [own[1] for own in received], doing)
+        capacity = len(received[0]) - _HEADER
+        return [own[_HEADER : _HEADER + int(own[0])] for own in received], max(own[0] for own in received) <= capacity
+
+    def send_whole(self, row: Sequence[float], doing: str) -> list[list[float]]:
+        """Every rank's row, of any length; from now on there is room for them. A collective."""
+        whole = torch.tensor(row, dtype=torch.float64)
+        rows = [tensor.tolist() for _, (tensor,) in all_gather_tensors(None, [whole], doing, self._group)]
+        self._capacity, self._spare = max(self._capacity, 2 * max(map(len, rows))), []
+        return rows
+
+    def _allocate(self) -> torch.Tensor:
+        numel = self._group.size() * (_HEADER + self._capacity)
+        return self._all_reduce.allocate(numel, torch.float64, self._device)
 
     def _require_tag(self, tag: float, tags: list[float], doing: str) -> None:
         others = [rank for rank, found in enumerate(tags) if found != tag]
@@ -67,3 +84,33 @@ class RowExchange:
                 f"{me} exchanges {doing}, while {names} exchanges something else. Every rank must make the same calls "
                 "in the same order, also in hooks, wherever the others have to take part."
             )
+
+
+class PendingRows:
+    """Rows that are under way; :meth:`RowExchange.launch` makes it."""
+
+    def __init__(
+        self, exchange: RowExchange, row: list[float], doing: str, rows: torch.Tensor, pending: Pending
+    ) -> None:
+        self._exchange, self._row, self._doing = exchange, row, doing
+        self._rows, self._pending = rows, pending
+        self._received: tuple[list[list[float]], bool] | None = None
+
+    def arrive(self) -> tuple[list[list[float]], bool]:
+        """Block until every rank has launched; every rank's row, cut where it was too long, and whether none was.
+
+        One rank may call it alone where the exchange is :attr:`RowExchange.unattended`.
+
+        Raises:
+            MismatchError: Some rank exchanges something else.
+            PeerError: As :func:`ddp_callbacks.failures.wait` does.
+        """
+        if self._received is None:
+            self._pending.wait(self._doing)
+            self._received = self._exchange.receive(self._rows, self._doing)
+        return self._received
+
+    def wait(self) -> list[list[float]]:
+        """Every rank's row. A collective: all have seen whether a row was too long, and then send again."""
+        rows, are_whole = self.arrive()
+        return rows if are_whole else self._exchange.send_whole(self._row, self._doing)

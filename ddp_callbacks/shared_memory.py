@@ -68,6 +68,7 @@ class SharedMemory:
     """
 
     exact = True
+    unattended = False  # each rank sums its slice when it waits
 
     def __init__(self, group: dist.ProcessGroup, neighbours: Neighbours, control: int) -> None:
         self._group = weakref.ref(group)

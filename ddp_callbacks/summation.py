@@ -25,9 +25,11 @@ class AllReduce(Protocol):
 
     Attributes:
         exact: Whether nothing is rounded but the sums themselves.
+        unattended: Whether a sum that every rank has launched is made though no other rank waits for it.
     """
 
     exact: bool
+    unattended: bool
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor in which this way sums best. Local."""
@@ -40,6 +42,7 @@ class GroupAllReduce:
     """By the collectives of the process group (gloo, NCCL)."""
 
     exact = True
+    unattended = True
 
     def __init__(self, group: dist.ProcessGroup, allocate: Allocator) -> None:
         self._group = group

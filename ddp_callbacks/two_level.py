@@ -69,6 +69,8 @@ class TwoLevelAllReduce:
             is everything.
     """
 
+    unattended = True
+
     def __init__(
         self,
         memory: HostMemory,

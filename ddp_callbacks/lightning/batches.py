@@ -22,11 +22,19 @@ from ddp_callbacks.sharding import BatchSize, ShardedLoader, Share, common_size,
 Weight = Callable[[Any], float | torch.Tensor]
 
 
+def shard(loader: Any, batch_size: BatchSize, name: str) -> Any:
+    """This rank's part of a loader. A collective."""
+    sharded = shard_loader(loader, batch_size)
+    if sharded is not loader:
+        remedy = "Give every process the same data, or divide them yourself with a DistributedSampler."
+        require_agreement({"batches": _length(loader)}, f"the {name} dataloader", remedy)
+    return sharded
+
+
 class Batches:
     """The batches of one Trainer on this rank.
 
     Args:
-        batch_size: See :func:`ddp_callbacks.sharding.shard_loader`.
         weight: A function of a training batch, this rank's part: the number that the loss of that part is a mean over
             (tokens that count, say). ``None``: the number of samples.
         exchange: To the other ranks.
@@ -38,10 +46,7 @@ class Batches:
         total: The sum of the weights over the ranks; during training it is known where it is needed.
     """
 
-    def __init__(
-        self, batch_size: BatchSize, weight: Weight | None, exchange: RowExchange, sums_weights: bool = True
-    ) -> None:
-        self._batch_size: BatchSize = batch_size
+    def __init__(self, weight: Weight | None, exchange: RowExchange, sums_weights: bool = True) -> None:
         self._weight_of = weight
         self._exchange = exchange
         self._sums_weights = sums_weights
@@ -63,14 +68,6 @@ class Batches:
     def scale(self) -> float:
         """What the loss of this rank is multiplied with, so that the mean over the ranks is that of the whole batch."""
         return self.weight * get_world_size() / self.total if self.total else 1.0
-
-    def shard(self, loader: Any, name: str) -> Any:
-        """This rank's part of a loader. A collective."""
-        sharded = shard_loader(loader, self._batch_size)
-        if sharded is not loader:
-            remedy = "Give every process the same data, or divide them yourself with a DistributedSampler."
-            require_agreement({"batches": _length(loader)}, f"the {name} dataloader", remedy)
-        return sharded
 
     def take(self, batch: Any, loaders: list[Any], spec: TreeSpec, training: bool) -> Any:
         """Note the share of a batch that comes from ``loaders``; the batch to compute.

@@ -5,10 +5,10 @@ logs where the ranks' parts differ in size. Here every value is recorded with th
 of, and joined to the value of the whole batch before Lightning averages over batches, so ``sync_dist`` makes no
 difference. When::
 
-    end of training_step        the values of the step
+    end of training_step        the values of the step are sent; they are taken behind backward, or when somebody reads
     end of a batch              the same for what later hooks have logged, and for the steps of evaluations
-    end of a pass               the values of the epoch, from the records of all batches
-    end of the epoch's hooks    the same for what they have logged
+    end of a pass               the values of the epoch and of torchmetrics, before any hook
+    end of the epoch's hooks    the same for what they have logged; in training before EarlyStopping and checkpoints
 
 With local steps the values of a step are joined only where a window closes; in the other steps they are the rank's own.
 
@@ -29,70 +29,30 @@ from torchmetrics import Metric
 
 from ddp_callbacks.collectives import all_gather_json, all_gather_tensors
 from ddp_callbacks.lightning.batches import Batches
+from ddp_callbacks.lightning.history import History, Record, join, stack
 from ddp_callbacks.lightning.metrics import SyncedMetrics, can_encode, decode_states, encode_states
-from ddp_callbacks.rows import RowExchange
+from ddp_callbacks.rows import PendingRows, RowExchange
 
 Part = tuple[float, float, float]  # weight, size and value of what one rank has logged
 
-_FOLDED = 256  # records that are kept one by one, before they become a table
+_HEADER = 4  # numbers before the flags and the parts of a row
 
 
 @dataclass
-class Record:
-    """One call of ``self.log`` with a number.
+class Sent:
+    """What this rank has sent of a step.
 
     Attributes:
-        position: Of the batch in its pass; -1 outside of a batch.
-        weight: What the value is the mean over; 0 if it is that of a stand-in.
-        size: Lightning's batch size: what the value counts among batches.
-        given: Whether the user has said that size.
-        value: What was logged.
+        numbers: What was logged, and under which keys.
+        metrics: The same for torchmetrics.
+        rows: Of all ranks.
+        is_taken: Whether the numbers have their joined values already.
     """
 
-    position: int
-    weight: float
-    size: float
-    given: bool
-    value: torch.Tensor
-
-    def part(self) -> Part:
-        """What the other ranks need for the value of the step."""
-        return self.weight, self.size, float(self.value)
-
-
-class History:
-    """The records of one key in a pass, in little memory: an epoch may have a million batches.
-
-    Attributes:
-        dtype: Of the values.
-    """
-
-    def __init__(self) -> None:
-        self.dtype = torch.get_default_dtype()
-        self._records: list[Record] = []
-        self._rows: list[list[float]] = []
-        self._tables: list[torch.Tensor] = []
-        self._last = (-2, 0)  # position, and how often the key was logged there before
-
-    def add(self, record: Record) -> None:
-        self.dtype = record.value.dtype
-        position, count = self._last
-        self._last = record.position, count + 1 if record.position == position else 0
-        self._records.append(record)
-        self._rows.append([*map(float, self._last), record.weight, record.size, float(record.given)])
-        if len(self._records) == _FOLDED:
-            self._fold()
-
-    def table(self) -> torch.Tensor:
-        """One row for each record: position, occurrence, weight, size, given, value. Shape ``[records, 6]``."""
-        self._fold()
-        return torch.cat(self._tables)
-
-    def _fold(self) -> None:
-        if self._records:
-            values = torch.stack([record.value.double() for record in self._records]).cpu()
-            self._tables.append(torch.cat([torch.tensor(self._rows, dtype=torch.float64), values[:, None]], dim=1))
-            self._records, self._rows = [], []
+    numbers: list[tuple[str, Record]]
+    metrics: list[tuple[str, Metric]]
+    rows: PendingRows
+    is_taken: bool = False
 
 
 _Lightnings: Any = object  # of either package: the class comes after this one
@@ -114,6 +74,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._step_metrics: list[tuple[str, Metric]] = []  # the same for torchmetrics
         self._epoch: dict[str, History] = {}
         self._on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
+        self._sent: Sent | None = None
         self._joins_steps = True
         self._in_batch, self._position, self._samples = False, -1, 0
 
@@ -139,14 +100,22 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         value = value.detach().clone()
         value = value if value.dtype in (torch.float32, torch.float64) else value.to(metric.value.dtype)
         self._batches.settle()
-        position, weight = (self._position, self._batches.weight) if self._in_batch else (-1, float(self._samples))
-        record = Record(position, weight, float(batch_size), self._given, value)
+        record = self._record(value, float(batch_size))
         if metric.meta.on_step:
             metric._forward_cache = value
             if self._joins_steps:
                 self._step.append((key, record))
         if metric.meta.on_epoch:
-            self._epoch.setdefault(key, History()).add(record)
+            self._epoch.setdefault(key, History(self._operation(key))).add(record)
+
+    def _get_cache(self, result_metric: Any, on_step: bool) -> torch.Tensor | None:
+        """As Lightning's, of what is joined; it communicates nothing."""
+        if on_step:
+            self._take_arrived()
+        elif result_metric.meta.on_epoch and result_metric._computed is None:
+            return self._own_value(result_metric)
+        value: torch.Tensor | None = super()._get_cache(result_metric, on_step)
+        return value
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
         """As Lightning's; what was recorded for what is reset is forgotten."""
@@ -168,9 +137,9 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         # In the first batch nobody knows yet what will be logged.
         self._metrics.watch_steps(lambda metric: joins_steps and (self._position == 0 or id(metric) in self._on_step))
 
-    def end_batch(self, flags: Sequence[bool] = ()) -> list[bool]:
+    def end_batch(self, flags: Sequence[bool] = ()) -> Sequence[bool]:
         """All hooks of the batch have run; which of ``flags`` any rank has raised. A collective if steps join."""
-        raised = self.join_step(flags) if self._joins_steps else list(flags)
+        raised = self.join_step(flags) if self._joins_steps else flags
         self._in_batch = False
         return raised
 
@@ -189,37 +158,133 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """Whether the ranks meet in this batch."""
         return self._joins_steps
 
+    def send_step(self, skipped: bool = False) -> None:
+        """Send what was logged in this step; :meth:`take_step` takes what the others send. Does not block.
+
+        Args:
+            skipped: Whether ``training_step`` has returned nothing.
+        """
+        self.take_step()
+        self._send(skipped, ())
+
+    def is_skipped(self) -> bool:
+        """Whether ``training_step`` has returned nothing on any rank, and then whether on all."""
+        assert self._sent is not None
+        return all(row[2] for row in self._sent.rows.arrive()[0])
+
+    def take_step(self) -> None:
+        """Take what was sent, if that has not been done. A collective."""
+        if self._sent is not None:
+            self._take()
+
     def join_step(self, flags: Sequence[bool] = ()) -> list[bool]:
         """Join what was logged in this step; the flags that any rank has raised. A collective."""
-        (numbers, self._step), (metrics, self._step_metrics) = (self._step, []), (self._step_metrics, [])
-        keys = [key for key, _ in (*numbers, *metrics)]
-        header = [zlib.crc32("\n".join(keys).encode()), len(metrics), len(flags), *flags]
-        parts = [number for _, record in numbers for number in record.part()]
-        rows = self._exchange.exchange([*map(float, header), *parts], "the logged values of a step")
-        checksums, counts, raised, values = zip(*map(_unpack, rows), strict=True)
-        if len(set(checksums)) == 1:
-            found = [[own[index] for own in values] for index in range(len(numbers))]
-        else:
-            found = self._parts_by_name([key for key, _ in numbers], values)
-        for (key, record), joined in zip(numbers, found, strict=True):
-            self._take_step(key, record, joined)
-        if any(counts):
-            self._join_metrics(dict(metrics))
-        return [any(flag) for flag in zip(*raised, strict=True)]
+        self.take_step()
+        self._send(False, flags)
+        return self._take()
 
     def join_epoch(self) -> None:
-        """Give Lightning the joined records. A collective."""
+        """Give Lightning the joined records, and compute torchmetrics. A collective."""
         recorded, self._epoch = self._epoch, {}
-        own = [history.table() for history in recorded.values()]
-        gathered = all_gather_tensors(list(recorded), own, "the logged values of the epoch")
-        by_rank = [dict(zip(keys, tables, strict=True)) for keys, tables in gathered]
+        own = [part for history in recorded.values() for part in history.parts()]
+        attributes = {
+            key: metric.meta.metric_attribute
+            for key, metric in self.items()
+            if not metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and metric._computed is None
+        }
+        gathered = all_gather_tensors([list(recorded), attributes], own, "the logged values of the epoch")
+        by_rank = [
+            dict(zip(keys, zip(parts[::2], parts[1::2], strict=True), strict=True)) for (keys, _), parts in gathered
+        ]
         for key, history in recorded.items():
-            rows = torch.cat([tables[key] for tables in by_rank if key in tables])
-            value, size = _join_epoch(rows, self._operation(key))
+            value, size = join([parts[key] for parts in by_rank if key in parts], self._operation(key))
             self._accumulate(key, torch.tensor(value, dtype=history.dtype), size)
+        for (_, named), _ in gathered:
+            for key, attribute in named.items():
+                self._compute(key, attribute)
+        for metric in self.values():
+            if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and metric._computed is None:
+                metric.compute()  # of the ranks that sync_dist_group names, if it does
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _record(self, value: torch.Tensor, size: float) -> Record:
+        batches = self._batches
+        if not self._in_batch:
+            return Record(-1, float(self._samples), None, size, None, self._given, value)
+        weight, share, total = batches.weight, batches.share, batches.total
+        counts = weight if weight == size else None
+        if total is None and weight == share.local and share.total is not None:
+            total = float(share.total)
+        if total is not None and share.total is not None and size == share.local:
+            counts = weight * share.total / total if total else float(share.local)
+        return Record(self._position, weight, total, size, counts, self._given, value)
+
+    def _send(self, skipped: bool, flags: Sequence[bool]) -> None:
+        (numbers, self._step), (metrics, self._step_metrics) = (self._step, []), (self._step_metrics, [])
+        keys = [key for key, _ in (*numbers, *metrics)]
+        header = [zlib.crc32("\n".join(keys).encode()), len(metrics), skipped, len(flags), *flags]
+        # One wait for the device, however many numbers there are.
+        values = stack([record.value for _, record in numbers]).tolist() if numbers else []
+        parts = [
+            part
+            for (_, record), value in zip(numbers, values, strict=True)
+            for part in (record.weight, record.size, value)
+        ]
+        row = [*map(float, header), *parts]
+        self._sent = Sent(numbers, metrics, self._exchange.launch(row, "the logged values of a step"))
+
+    def _take_arrived(self) -> None:
+        """What was sent, where that takes no other rank."""
+        sent = self._sent
+        if sent is None or sent.is_taken:
+            return
+        rows, are_whole = sent.rows.arrive()
+        checksums, _, _, values = zip(*map(_unpack, rows), strict=True)
+        if are_whole and len(set(checksums)) == 1:
+            self._take_numbers(sent, _parts_by_position([key for key, _ in sent.numbers], values))
+
+    def _take(self) -> list[bool]:
+        """What was sent, and the flags that any rank has raised. A collective."""
+        assert self._sent is not None
+        sent, self._sent = self._sent, None
+        checksums, counts, raised, values = zip(*map(_unpack, sent.rows.wait()), strict=True)
+        keys = [key for key, _ in sent.numbers]
+        alike = len(set(checksums)) == 1
+        parts = _parts_by_position(keys, values) if alike else self._parts_by_name(keys, values)
+        self._take_numbers(sent, parts)
+        if any(counts):
+            self._join_metrics(dict(sent.metrics))
+        return [any(flag) for flag in zip(*raised, strict=True)]
+
+    def _take_numbers(self, sent: Sent, parts: Sequence[list[Part]]) -> None:
+        if not sent.is_taken:
+            for (key, record), found in zip(sent.numbers, parts, strict=True):
+                self._take_step(key, record, found)
+        sent.is_taken = True
+
+    def _compute(self, key: str, attribute: str | None) -> None:
+        """Compute a torchmetric. Every rank calls it, also one that has not logged it."""
+        if key in self:
+            if self[key]._computed is None:
+                self[key].compute()
+        elif attribute is not None:
+            self._metrics.compute(attribute)
+
+    def _own_value(self, metric: Any) -> torch.Tensor | None:
+        """Of an epoch, before the ranks have joined it: what this rank has logged; of what takes the others, none."""
+        history = next((history for key, history in self._epoch.items() if self[key] is metric), None)
+        if history is not None:
+            sums, rows = history.parts()
+            value, _ = join([(sums, rows)], self._operation_of(metric))
+            return torch.tensor(value, dtype=history.dtype, device=metric.value.device)
+        if not metric.is_tensor or metric.meta.sync.should:
+            return None
+        own: torch.Tensor = metric.compute()
+        return own
 
     def _parts_by_name(self, keys: list[str], values: Sequence[list[Part]]) -> list[list[Part]]:
-        """Where the ranks have logged different keys: the parts that each of this rank's keys has."""
+        """Where the ranks have logged different keys: the parts that each of this rank's keys has. A collective."""
         named = all_gather_json(keys, "the names of the logged values")
         found: dict[tuple[str, int], list[Part]] = {}
         for names, own in zip(named, values, strict=True):
@@ -256,43 +321,27 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         metric._forward_cache = step_value
 
     def _operation(self, key: str) -> str:
-        meta = self[key].meta
-        return "mean" if meta.is_mean_reduction else str(meta.reduce_fx.__name__)
+        return self._operation_of(self[key])
+
+    @staticmethod
+    def _operation_of(metric: Any) -> str:
+        return "mean" if metric.meta.is_mean_reduction else str(metric.meta.reduce_fx.__name__)
+
+
+def _parts_by_position(keys: list[str], values: Sequence[list[Part]]) -> list[list[Part]]:
+    return [[own[index] for own in values] for index in range(len(keys))]
 
 
 def _unpack(row: list[float]) -> tuple[float, float, list[float], list[Part]]:
-    """The checksum of the keys, the number of metrics, the flags and the parts of a row."""
-    begin = 3 + int(row[2])
-    parts = [(row[index], row[index + 1], row[index + 2]) for index in range(begin, len(row), 3)]
-    return row[0], row[1], row[3:begin], parts
+    """The checksum of the keys, the number of metrics, the flags and the parts of a row; the last may be cut."""
+    begin = _HEADER + int(row[3])
+    parts = [(row[index], row[index + 1], row[index + 2]) for index in range(begin, len(row) - 2, 3)]
+    return row[0], row[1], row[_HEADER:begin], parts
 
 
 def _states_by_key(row: list[float]) -> dict[float, list[torch.Tensor]]:
     numbers = iter(row)
     return {code: decode_states(numbers) for code in numbers}
-
-
-def _join_epoch(rows: torch.Tensor, operation: str) -> tuple[float, float]:
-    """The value of an epoch from every rank's records of one key (see :meth:`History.table`), and what it counts."""
-    position, _, weight, size, given, value = rows.unbind(1)
-    _, batch = torch.unique(rows[:, :2], dim=0, return_inverse=True)
-
-    def by_batch(numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.new_zeros(int(batch.max()) + 1).index_add_(0, batch, numbers)
-
-    is_given = bool(given.any())
-    constant = is_given and bool((size == size[0]).all())  # a size that is the same for every part is the batch's
-    if is_given and not constant:
-        weight = torch.where(weight > 0, size, weight)
-    weight = torch.where(by_batch(weight)[batch] == 0, 1.0, weight)  # no rank counts: logged before the first batch
-    counted = weight > 0
-    if operation != "mean":
-        return float(getattr(value[counted], operation)()), 1.0
-    joined = by_batch(torch.where(counted, weight * value, 0.0)) / by_batch(weight)
-    one = constant | (position < 0)  # of a hook at the end of the epoch, where the value is one for all
-    sizes = by_batch(torch.where(one, size / by_batch(torch.ones_like(size))[batch], torch.where(counted, size, 0.0)))
-    total = float(sizes.sum())
-    return (float((joined * sizes).sum()) / total if total else float(joined[0])), total
 
 
 def _combine(parts: list[tuple[float, float]], operation: str) -> float:

@@ -30,7 +30,8 @@ class SyncedMetrics:
     """
 
     def __init__(self, owners: Iterable[Any], is_stand_in: Callable[[], bool]) -> None:
-        self._metrics = list({id(metric): metric for owner in owners for metric in _metrics_of(owner)}.values())
+        self._owners = list(owners)
+        self._metrics = list({id(metric): metric for owner in self._owners for metric in _metrics_of(owner)}.values())
         self._before = [(metric, metric.dist_sync_fn, metric.dist_sync_on_step) for metric in self._metrics]
         self._is_stand_in = is_stand_in
         self._syncs: dict[int, _Sync] = {}
@@ -62,6 +63,10 @@ class SyncedMetrics:
             for name, state in before.items():
                 setattr(metric, name, state)
         return value.squeeze() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+    def compute(self, attribute: str) -> None:
+        """Take part in computing a metric of the module, the first of the owners, that others have logged."""
+        self._owners[0].get_submodule(attribute).compute()
 
     def close(self) -> None:
         """Leave the metrics as they were found."""

@@ -107,6 +107,7 @@ def make(name: str) -> Package:
     results = importlib.import_module(f"{root}.trainer.connectors.logger_connector.result")
     data = importlib.import_module(f"{fabric}.utilities.data")
     interactive = importlib.import_module(f"{fabric}.utilities.imports")._IS_INTERACTIVE
+    callbacks = importlib.import_module(f"{root}.callbacks")
     joint = type("JointResults", (JointResults, results._ResultCollection), {"__module__": _HOME})
     members: dict[str, Any] = {
         "__module__": _HOME,
@@ -114,11 +115,12 @@ def make(name: str) -> Package:
         "strategy_name": NAME,
         "ddp_strategy": strategies.DDPStrategy,
         "results_class": joint,
+        "monitors": (callbacks.EarlyStopping, callbacks.Checkpoint),
         "add_worker_init_fn": staticmethod(data._auto_add_worker_init_fn),
         "interactive": interactive,
     }
     strategy = type("CallbackStrategy", (CallbackStrategyMixin, strategies.DDPStrategy), members)
-    base = importlib.import_module(f"{root}.callbacks").Callback
+    base = callbacks.Callback
     callback = type("DDPCallback", (DDPCallbackMixin, base), {"__module__": _HOME, "__doc__": CALLBACK_DOC})
     if NAME not in strategies.StrategyRegistry:
         strategies.StrategyRegistry.register(

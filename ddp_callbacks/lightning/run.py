@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ddp_callbacks.broadcast import merge_buffers
 from ddp_callbacks.collectives import all_gather_tensors, pack, unpack
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning.batches import Batches, Weight
+from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.hooks import HookDrawing
 from ddp_callbacks.lightning.kinds import like, with_tensors
 from ddp_callbacks.lightning.local_steps import LocalSteps
@@ -25,7 +25,10 @@ from ddp_callbacks.lightning.metrics import SyncedMetrics, remember
 from ddp_callbacks.lightning.verification import verify_first_batch
 from ddp_callbacks.replicas import require_equal_replicas
 from ddp_callbacks.rows import RowExchange
-from ddp_callbacks.sharding import BatchSize, ShardedIterator, ShardedLoader, join_batch
+from ddp_callbacks.sharding import ShardedIterator, ShardedLoader, join_batch
+
+SKIPPED = object()
+"""What ``training_step`` returns in Lightning's eyes where it has returned ``None`` on every rank."""
 
 
 class Run:
@@ -35,7 +38,6 @@ class Run:
         self,
         trainer: Any,
         model: torch.nn.Module,
-        batch_size: BatchSize,
         weight: Weight | None,
         results_class: Callable[..., JointResults],
         local: LocalSteps | None = None,
@@ -44,27 +46,27 @@ class Run:
         self._model = model
         self._exchange = RowExchange()
         self._local = local
-        self.batches = Batches(batch_size, weight, self._exchange, sums_weights=local is None)
+        self.batches = Batches(weight, self._exchange, sums_weights=local is None)
         self._metrics = SyncedMetrics([model, *trainer.callbacks], self._is_stand_in)
         self.drawing = HookDrawing(trainer)
         self.drawing.random_state.synchronize()
         self._undo: Callable[[], None] | None = None  # what a stand-in has left behind
-        self._held = [False, False]  # flags that the other ranks have not heard of yet
+        self._decisions = Decisions(trainer)
         self._trained = 0  # samples of this rank since the buffers were merged
         self._batch_norm: BatchNormSynchronizer | None = None
         epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
         for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             loop._results = results_class(loop._results.training, self.batches, self._metrics, self._exchange)
-        # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
-        epoch_loop._broadcast_sigterm_tensor = lambda: None
-        trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm
-        self._wrapped = {
-            "on_batch_end": self._before_batch_end,
-            "epoch_end_reached": self._at_end_of_data,
-            "on_epoch_end": self._before_epoch_end,
-        }
-        for name, before in self._wrapped.items():
-            setattr(connector, name, _after(before, getattr(connector, name)))
+        self._wrapped: list[tuple[Any, str]] = []
+        self._before(connector, "on_batch_end", self._before_batch_end)
+        self._before(connector, "epoch_end_reached", self._at_end_of_data)
+        self._before(connector, "on_epoch_end", self._before_epoch_end)
+        # Lightning calls these after all others, so that they see what a hook at the end of the epoch has logged.
+        monitors = (callback for callback in trainer.callbacks if isinstance(callback, trainer.strategy.monitors))
+        for callback in itertools.islice(monitors, 1):
+            self._before(callback, "on_train_epoch_end", lambda: trainer._results.join_epoch())
+        self._automatic = epoch_loop.automatic_optimization
+        self._automatic.output_result_cls = _may_be_skipped(self._automatic.output_result_cls)
 
     def close(self) -> None:
         """Give Lightning's objects and the module's layers back."""
@@ -72,10 +74,10 @@ class Run:
             self._batch_norm.close()
         self.drawing.close()
         self._metrics.close()
-        for name in self._wrapped:
-            delattr(self._trainer._logger_connector, name)
-        del self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
-        del self._trainer._signal_connector._sigterm_notifier_fn
+        self._decisions.close()
+        for owner, name in self._wrapped:
+            vars(owner).pop(name, None)
+        del self._automatic.output_result_cls
 
     def synchronize_batch_norm(self) -> None:
         """The module's BatchNorm layers normalize by the whole batch from now on. A collective."""
@@ -98,20 +100,30 @@ class Run:
         self._begin_batch(meets)
         return batch
 
-    @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Around ``training_step``."""
+    def training_step(self, step: Callable[[], Any]) -> Any:
+        """What ``training_step`` returns, and where that is nothing on any rank, what tells Lightning to go on."""
         results = self._trainer._results
         if not results.is_in_batch:  # training_step(dataloader_iter)
             self.batches.let_draw(self._loaders())
             self._begin_batch(self._meets())
-        yield
+        output = step()
         self.batches.settle()
-        if results.joins_steps:
-            results.join_step()
+        if not results.joins_steps:
+            return output
+        results.send_step(output is None)
+        if output is None and self._is_automatic and results.is_skipped():
+            output = SKIPPED
+        if not self._goes_backward(output):
+            results.take_step()
+        return output
 
-    def verify(self, arguments: Sequence[Any]) -> None:
-        """Compare the gradient of this batch with that of one process; metrics do not see it. A collective.
+    def after_backward(self) -> None:
+        """The gradients are there, and with them what was sent before."""
+        if self._trainer.training and self._trainer._results.joins_steps:
+            self._trainer._results.take_step()
+
+    def verified(self, step: Callable[[], Any], arguments: Sequence[Any]) -> Any:
+        """What ``step`` returns, when the gradient of this batch is that of one process. A collective.
 
         Args:
             arguments: Of ``training_step``, behind the batch.
@@ -119,6 +131,7 @@ class Run:
         undo = remember(self._model, self._metrics)
         verify_first_batch(self._trainer, self._loaders(), self.batches, arguments)
         undo()
+        return step()
 
     def end_batch(self) -> None:
         """A stand-in leaves no trace in metrics and running statistics."""
@@ -167,44 +180,33 @@ class Run:
         self._trained = 0
 
     def _before_batch_end(self) -> None:
-        flags = self._trainer._results.end_batch(self._flags())
-        if self._local is None or self._trainer._results.joins_steps:
-            self._raise_flags(flags)
-        else:
-            self._hold(flags)
+        flags = self._trainer._results.end_batch(self._decisions.flags())
         self.end_batch()
+        if self._local is None or self._trainer._results.joins_steps:
+            self._decisions.act(flags)
+        else:
+            self._decisions.hold(flags)
 
     def _meets(self) -> bool:
         """Whether the ranks join what they log in this training batch; with local steps only where a window closes."""
         return self._local is None or self._local.is_last_step
 
-    def _flags(self) -> list[bool]:
-        """To stop, which a hook may have set on one rank alone, and SIGTERM."""
-        own = (self._trainer.should_stop, self._trainer.received_sigterm)
-        return [flag or held for flag, held in zip(own, self._held, strict=True)]
+    @property
+    def _is_automatic(self) -> bool:
+        return bool(self._trainer.lightning_module.automatic_optimization)
 
-    def _hold(self, flags: list[bool]) -> None:
-        """Act on them when the ranks meet: one that stopped by itself would leave the others waiting."""
-        self._held = flags
-        self._trainer.should_stop = self._trainer._signal_connector.received_sigterm = False
-
-    def _raise_flags(self, flags: list[bool]) -> None:
-        self._held = [False, False]
-        self._trainer.should_stop, self._trainer._signal_connector.received_sigterm = flags
-
-    def _note_sigterm(self, *_: Any) -> None:
-        """The handler of the signal: all ranks hear of it at the end of the batch."""
-        if not self._trainer.received_sigterm and self._trainer.strategy.launcher is not None:
-            self._trainer.strategy.launcher.kill(signal.SIGTERM)
-        self._trainer._signal_connector.received_sigterm = True
+    def _goes_backward(self, output: Any) -> bool:
+        """Whether a backward comes next, on every rank, beside which the rows of the others can arrive."""
+        takes_none = self._exchange.unattended and self._is_automatic and not self._trainer.fit_loop._skip_backward
+        return takes_none and output is not None and output is not SKIPPED
 
     def _at_end_of_data(self) -> None:
         self._trainer._results.join_epoch()
         if self._trainer.training:
             self.merge_buffers()
             if self._local is not None:
-                rows = self._exchange.exchange([*map(float, self._flags())], "the decision to stop")
-                self._raise_flags([any(flags) for flags in zip(*rows, strict=True)])
+                rows = self._exchange.exchange([*map(float, self._decisions.flags())], "the decision to stop")
+                self._decisions.act([any(flags) for flags in zip(*rows, strict=True)])
             for loader in self._loaders():
                 if isinstance(loader, ShardedLoader) and isinstance(loader.iterator, ShardedIterator):
                     loader.iterator.check_agreement()
@@ -219,6 +221,11 @@ class Run:
         for loader in self._loaders():
             if isinstance(loader, ShardedLoader):
                 loader.shares.clear()  # of batches that were fetched ahead, where a limit has ended the pass
+
+    def _before(self, owner: Any, name: str, first: Callable[[], None]) -> None:
+        """From now on until :meth:`close`, ``first`` is called before a method of Lightning's or of a callback."""
+        setattr(owner, name, _after(first, getattr(owner, name)))
+        self._wrapped.append((owner, name))
 
     def _loaders(self) -> list[Any]:
         combined = self._trainer._active_loop._combined_loader
@@ -236,3 +243,15 @@ def _after(first: Callable[[], None], method: Callable[..., Any]) -> Callable[..
         return method(*args, **kwargs)
 
     return both
+
+
+def _may_be_skipped(result: Any) -> Any:
+    """Lightning's class of results, which takes :data:`SKIPPED` as it takes ``None`` on one process."""
+
+    class MayBeSkipped(result):  # type: ignore[misc]
+        @classmethod
+        def from_training_step_output(cls, training_step_output: Any, *args: Any, **kwargs: Any) -> Any:
+            output = None if training_step_output is SKIPPED else training_step_output
+            return super().from_training_step_output(output, *args, **kwargs)
+
+    return MayBeSkipped

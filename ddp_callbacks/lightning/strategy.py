@@ -28,7 +28,7 @@ from ddp_callbacks.compression import Compress, check_compress
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.failures import report_failure
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning.batches import Weight
+from ddp_callbacks.lightning.batches import Weight, shard
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.reductions import reduce
@@ -70,6 +70,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     ddp_strategy: Any  # the base class
     model: Any
     results_class: Callable[..., JointResults]
+    monitors: tuple[type, ...]  # callbacks that decide by what was logged
     add_worker_init_fn: Callable[[object, int], None]
     interactive: bool
 
@@ -165,6 +166,12 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         if not alone and not self.cluster_environment.creates_processes_externally:
             super()._configure_launcher()
 
+    def connect(self, model: Any) -> None:
+        """A run begins: from now on loaders are divided, also those that a hook asks for before :meth:`setup`."""
+        super().connect(model)
+        if vars(model).get("_trainer") is not None:
+            self._take_trainer(model.trainer)
+
     def setup_distributed(self) -> None:
         """Meet the other processes. Blocks until all are there."""
         accelerator = type(self.accelerator).__name__
@@ -204,7 +211,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
                 self._local = LocalSteps(self._trainer, model, make)
         if self.world_size > 1:
             broadcast_parameters(model)
-            self._run = Run(self._trainer, model, self._batch_size, self._weight, self.results_class, self._local)
+            self._run = Run(self._trainer, model, self._weight, self.results_class, self._local)
             self._is_to_verify = self._verify is not None
             if self._syncs_batch_norm:
                 self._run.synchronize_batch_norm()
@@ -241,12 +248,12 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
 
     def process_dataloader(self, dataloader: object) -> object:
         """This rank's part of a loader. A collective."""
-        if self._run is None or not self._divides:
+        if self.world_size == 1 or not self._divides:
             return dataloader
         # Where all ranks load the same batches and divide them afterwards, their workers must draw alike.
         loads_all = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
         type(self).add_worker_init_fn(dataloader, 0 if loads_all else self.global_rank)
-        return self._run.batches.shard(dataloader, self._trainer.state.stage.dataloader_prefix)
+        return shard(dataloader, self._batch_size, self._trainer.state.stage.dataloader_prefix)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Note what this rank has of the batch, then as Lightning's."""
@@ -256,11 +263,11 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's; then the logged values are joined. A collective."""
-        with nullcontext() if self._run is None else self._run.training_step():
-            if self._is_to_verify and self._run is not None:
-                self._is_to_verify = False
-                self._run.verify(args[1:])
-            output = super().training_step(*args, **kwargs)
+        step = functools.partial(super().training_step, *args, **kwargs)
+        if self._run is not None and self._is_to_verify:
+            self._is_to_verify = False
+            step = functools.partial(self._run.verified, step, args[1:])
+        output = step() if self._run is None else self._run.training_step(step)
         if self._local is not None:
             self._local.end_training_step(None if self._run is None else self._run.batches)
         return output
@@ -274,6 +281,8 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         """As Lightning's, with the loss weighed by this rank's share of the batch; its value stays what it is."""
         with self._weighed(closure_loss):
             loss: torch.Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._run is not None:
+            self._run.after_backward()
         return loss
 
     @contextmanager

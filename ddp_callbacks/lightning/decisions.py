@@ -1,0 +1,88 @@
+"""What one rank alone may know, and all have to act on in the same step: to stop, signals, that time is up."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+
+class Decisions:
+    """The decisions of one run of a Trainer; the ranks exchange them at the end of each batch, as flags.
+
+    Lightning communicates in handlers of signals, where the other ranks are anywhere, and asks each rank's own clock
+    whether to validate (``val_check_interval={"minutes": 5}``). Here a rank only notes such a thing.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._sigterm = False
+        self._requeue: int | None = None  # the signal that has asked for it
+        self._validated = math.inf  # when, by this rank's clock
+        self._held: Sequence[bool] = ()  # flags that the other ranks have not heard of yet
+        # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm
+        trainer._signal_connector._slurm_sigusr_handler_fn = self._note_requeue
+
+    def close(self) -> None:
+        """Give Lightning's objects back."""
+        del self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
+        del self._trainer._signal_connector._sigterm_notifier_fn
+        del self._trainer._signal_connector._slurm_sigusr_handler_fn
+        if self._interval is not None:
+            self._trainer._last_val_time = self._validated
+
+    def flags(self) -> list[bool]:
+        """This rank's: to stop, which a hook may have set here alone; SIGTERM; to requeue; that time is up."""
+        own = [self._trainer.should_stop, self._sigterm, self._requeue is not None, self._is_time_to_validate()]
+        return [flag or held for flag, held in itertools.zip_longest(own, self._held, fillvalue=False)]
+
+    def hold(self, flags: Sequence[bool]) -> None:
+        """Act on them when the ranks meet: one that acted by itself would leave the others waiting."""
+        self._act([False] * len(flags))
+        self._held = flags
+
+    def act(self, flags: Sequence[bool]) -> None:
+        """Act on what any rank has decided. Every rank calls it with the same; a collective."""
+        self._held = ()
+        requeue = self._act(flags)
+        if requeue:
+            number, self._requeue = self._requeue or signal.SIGUSR1, None
+            connector = self._trainer._signal_connector
+            type(connector)._slurm_sigusr_handler_fn(connector, number, None)
+
+    def _act(self, flags: Sequence[bool]) -> bool:
+        stop, sigterm, requeue, validate = flags
+        self._trainer.should_stop, self._trainer._signal_connector.received_sigterm = stop, sigterm
+        if self._interval is not None and self._trainer.training:
+            # Lightning compares this with its clock: at any moment the answer is the one that was agreed upon.
+            self._trainer._last_val_time = -math.inf if validate else math.inf
+        return requeue
+
+    @property
+    def _interval(self) -> float | None:
+        """Between validations, in seconds, if it is time that decides."""
+        return getattr(self._trainer, "_val_check_time_interval", None)
+
+    def _is_time_to_validate(self) -> bool:
+        trainer = self._trainer
+        if self._interval is None or not trainer.training:
+            return False
+        if math.isfinite(trainer._last_val_time):  # Lightning has noted a validation, or the start
+            self._validated = trainer._last_val_time
+        return time.monotonic() - self._validated >= self._interval
+
+    def _note_sigterm(self, *_: Any) -> None:
+        """The handler of the signal: all ranks hear of it at the end of the batch."""
+        launcher = self._trainer.strategy.launcher
+        if not self._sigterm and launcher is not None:
+            launcher.kill(signal.SIGTERM)
+        self._sigterm = True
+
+    def _note_requeue(self, number: int, *_: Any) -> None:
+        """The handler of Slurm's warning: Lightning saves a checkpoint and requeues, which takes all ranks."""
+        self._requeue = number
