@@ -199,9 +199,11 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         for key, history in recorded.items():
             value, size = join([parts[key] for parts in by_rank if key in parts], self._operation(key))
             self._accumulate(key, torch.tensor(value, dtype=history.dtype), size)
-        for (_, named), _ in gathered:
-            for key, attribute in named.items():
-                self._compute(key, attribute)
+        for key, attribute in {key: name for (_, names), _ in gathered for key, name in names.items()}.items():
+            if key in attributes:
+                self[key].compute()
+            else:
+                self._metrics.compute(attribute)  # only others have logged it
         for metric in self.values():
             if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and metric._computed is None:
                 metric.compute()  # of the ranks that sync_dist_group names, if it does
@@ -262,14 +264,6 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             for (key, record), found in zip(sent.numbers, parts, strict=True):
                 self._take_step(key, record, found)
         sent.is_taken = True
-
-    def _compute(self, key: str, attribute: str | None) -> None:
-        """Compute a torchmetric. Every rank calls it, also one that has not logged it."""
-        if key in self:
-            if self[key]._computed is None:
-                self[key].compute()
-        elif attribute is not None:
-            self._metrics.compute(attribute)
 
     def _own_value(self, metric: Any) -> torch.Tensor | None:
         """Of an epoch, before the ranks have joined it: what this rank has logged; of what takes the others, none."""

@@ -117,6 +117,16 @@ class Run:
             results.take_step()
         return output
 
+    def evaluation_step(self, step: Callable[[], Any]) -> Any:
+        """What ``validation_step`` or ``test_step`` returns."""
+        output = step()
+        results = self._trainer._results
+        if results.joins_steps:
+            results.send_step()
+            if not self._exchange.unattended:
+                results.take_step()
+        return output
+
     def after_backward(self) -> None:
         """The gradients are there, and with them what was sent before."""
         if self._trainer.training and self._trainer._results.joins_steps:

@@ -272,6 +272,16 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             self._local.end_training_step(None if self._run is None else self._run.batches)
         return output
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; then the logged values are joined. A collective."""
+        step = functools.partial(super().validation_step, *args, **kwargs)
+        return step() if self._run is None else self._run.evaluation_step(step)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; then the logged values are joined. A collective."""
+        step = functools.partial(super().test_step, *args, **kwargs)
+        return step() if self._run is None else self._run.evaluation_step(step)
+
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The predictions for the whole batch, on every rank. A collective."""
         output = super().predict_step(*args, **kwargs)

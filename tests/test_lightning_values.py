@@ -1,0 +1,363 @@
+"""Logged values are complete on every rank before anything reads them, and a read communicates nothing."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from distributed import run_distributed
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning_scenarios import CLASSES, LogsAll, Net, fit, loader, quiet, trainer
+from nursery import Nursery, note
+from test_equivalence import assert_equal
+
+import ddp_callbacks.lightning  # noqa: F401
+from ddp_callbacks.lightning import decisions
+from ddp_callbacks.shared_memory import SWITCH
+
+pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
+
+Case = Callable[[], Any]
+CASES: dict[str, Case] = {}
+OURS = "ddp_callbacks"
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def run_cases() -> dict[str, Any]:
+    with quiet():
+        return {name: function() for name, function in CASES.items()}
+
+
+@functools.cache
+def seen() -> list[dict[str, Any]]:
+    return run_distributed(run_cases, 2)
+
+
+def by_rank(function: Case) -> list[Any]:
+    return [results[function.__name__] for results in seen()]
+
+
+def alone(function: Callable[[], Any]) -> Any:
+    with quiet():
+        return function()
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Reads(pl.Callback):
+    """A progress bar, say: rank 0 alone reads everything in every hook."""
+
+    def __init__(self) -> None:
+        self.read: list[tuple[str, dict[str, Any]]] = []
+
+
+def _reading(hook: str) -> Callable[..., None]:
+    def read(self: Reads, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero:
+            found = {**trainer.callback_metrics, **trainer.logged_metrics, **trainer.progress_bar_metrics}
+            self.read.append((hook, {name: float(value) for name, value in sorted(found.items())}))
+
+    return read
+
+
+for _hook in (
+    "on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step on_train_batch_start "
+    "on_train_batch_end on_train_epoch_start on_train_epoch_end on_train_end on_validation_start on_validation_end "
+    "on_validation_batch_start on_validation_batch_end on_validation_epoch_start on_validation_epoch_end"
+).split():
+    setattr(Reads, _hook, _reading(_hook))
+
+
+class LogsMetrics(LogsAll):
+    def on_validation_epoch_end(self) -> None:
+        self.log("recall", self.both["MulticlassRecall"], prog_bar=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("at_end", self.accuracy)
+
+
+def read_everywhere(strategy: str) -> Any:
+    reads = Reads()
+    results = fit(strategy, LogsMetrics(), loader(29, 8), loader(13, 5, 9), callbacks=[reads], max_epochs=3)
+    return results["callback_metrics"], reads.read
+
+
+def reading_everywhere(way: str) -> Any:
+    os.environ[SWITCH] = "0" if way == "gloo" else "1"
+    with quiet():
+        return read_everywhere(OURS)
+
+
+@pytest.mark.parametrize("way", ["shared memory", "gloo"])
+def test_a_bar_on_rank_zero_alone_reads_in_every_hook_what_it_reads_on_one_process(way: str) -> None:
+    metrics, read = alone(lambda: read_everywhere("auto"))
+    (first, found), (second, nothing) = run_distributed(reading_everywhere, 2, way)
+    assert_equal([first, second], [metrics, metrics], 1e-10)
+    assert [hook for hook, _ in found] == [hook for hook, _ in read] and not nothing
+    assert_equal([values for _, values in found], [values for _, values in read], 1e-10)
+
+
+class Accurate(Net):
+    """A torchmetric that is logged per epoch, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.accuracy(self(batch[0]), batch[1])
+        if self.trainer.is_global_zero or not self.trainer.current_epoch:
+            self.log("accuracy", self.accuracy, on_step=False, on_epoch=True, prog_bar=True)
+        return self.loss(batch)
+
+
+def train_with_a_bar(strategy: str) -> Any:
+    bar = pl.callbacks.RichProgressBar(leave=True)
+    results = fit(strategy, Accurate(), loader(), callbacks=[bar], enable_progress_bar=True)
+    return results["callback_metrics"]
+
+
+@case
+def with_a_bar() -> Any:
+    return train_with_a_bar(OURS)
+
+
+def test_a_metric_of_the_epoch_beside_a_progress_bar_and_no_checkpoint() -> None:
+    expected = alone(lambda: train_with_a_bar("auto"))
+    first, second = by_rank(with_a_bar)
+    assert_equal(first, expected, 1e-10)
+    assert set(second) == {"accuracy"}  # of the first epoch: in the second rank 0 alone has logged it
+
+
+# --- what a hook at the end of an epoch logs --------------------------------------------------------------------------
+
+
+class LogsAtTheEnd(Net):
+    """Each rank has seen a part of the sum; the mean over the ranks, weighted by samples, is that of all."""
+
+    def on_train_epoch_start(self) -> None:
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.losses += [loss.detach()] * len(batch[1])
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        # It rises from the third epoch on.
+        own = torch.stack(self.losses).mean()
+        self.log("own", own + 3.0 * max(0, self.current_epoch - 2), sync_dist=True)
+
+
+def stop_by_what_the_end_logs(strategy: str, folder: str) -> Any:
+    stop = EarlyStopping("own", patience=1, check_on_train_epoch_end=True)
+    saved = ModelCheckpoint(
+        folder, "{epoch}-{own:.6f}", "own", save_top_k=-1, save_on_train_epoch_end=True, enable_version_counter=False
+    )
+    options: dict[str, Any] = {"callbacks": [stop, saved], "enable_checkpointing": True, "max_epochs": 12}
+    made, module = trainer(strategy, **options), LogsAtTheEnd()
+    made.fit(module, loader(32, 8))
+    names = sorted(Path(path).name for path in saved.best_k_models)
+    return names, stop.best_score, made.current_epoch, made.checkpoint_callback is saved
+
+
+def stops_by_what_the_end_logs(folder: str) -> Any:
+    with quiet():
+        return stop_by_what_the_end_logs(OURS, folder)
+
+
+def test_early_stopping_and_checkpoints_see_what_on_train_epoch_end_has_logged(tmp_path: Path) -> None:
+    names, best, epochs, _ = alone(lambda: stop_by_what_the_end_logs("auto", str(tmp_path / "one")))
+    assert epochs == 4 and len(names) == 4
+    for found in run_distributed(stops_by_what_the_end_logs, 2, str(tmp_path / "two")):
+        assert found[0] == names
+        torch.testing.assert_close(found[1], best, rtol=1e-10, atol=0)
+        assert found[2:] == (epochs, True)
+
+
+# --- before the strategy is set up ------------------------------------------------------------------------------------
+
+
+class AsksEarly(Net):
+    """Knows the number of steps when it is made, as warm-ups want it."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.steps = where, 0
+
+    def setup(self, stage: str) -> None:
+        if self.where == "setup":
+            self.steps = self.trainer.estimated_stepping_batches
+
+    def configure_model(self) -> None:
+        if self.where == "configure_model":
+            self.steps = self.trainer.estimated_stepping_batches
+
+
+class CallbackAsksEarly(pl.Callback):
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        if module.where == "callback":
+            module.steps = trainer.estimated_stepping_batches
+
+
+def ask_early(strategy: str) -> Any:
+    modules = [AsksEarly(where) for where in ("setup", "configure_model", "callback")]
+    return [
+        fit(strategy, module, loader(29, 8, shuffle=True), callbacks=[CallbackAsksEarly()]) | {"steps": module.steps}
+        for module in modules
+    ]
+
+
+@case
+def asking_early() -> Any:
+    return ask_early(OURS)
+
+
+def test_the_number_of_steps_is_known_in_setup_and_the_loader_divided_all_the_same() -> None:
+    expected = alone(lambda: ask_early("auto"))
+    assert [result["steps"] for result in expected] == [8, 8, 8]
+    for results in by_rank(asking_early):
+        assert_equal(results, expected, 1e-10)
+
+
+# --- what one rank alone knows ----------------------------------------------------------------------------------------
+
+
+class Validated(Net):
+    """Notes after which steps it is validated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[int] = []
+
+    def on_validation_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.validated.append(self.trainer.global_step)
+
+
+class Clock(pl.Callback):
+    """Time passes by steps, and faster on rank 1."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.now += 1.0 + 0.4 * dist.get_rank()
+
+
+@case
+def validating_by_time() -> Any:
+    clock, module = Clock(), Validated()
+    readers = (evaluation_loop, fit_loop, training_epoch_loop, decisions)
+    for reader in readers:
+        vars(reader)["time"] = clock
+    try:
+        options: dict[str, Any] = {"val_check_interval": {"seconds": 4}, "check_val_every_n_epoch": None}
+        made = trainer(OURS, callbacks=[clock], max_steps=12, max_epochs=-1, **options)
+        made.fit(module, loader(), loader(13, 5, 9))
+    finally:
+        for reader in readers:
+            vars(reader)["time"] = time
+    return module.validated
+
+
+def test_validation_by_time_is_at_the_same_step_on_all_ranks() -> None:
+    assert by_rank(validating_by_time) == [[3, 6, 9, 12]] * 2  # by the faster clock: 1.4 s a step
+
+
+class Requeued(Net):
+    """Slurm warns rank 1 in the second step, in the middle of the first epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == 1 and self.trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().training_step(batch, batch_idx)
+
+
+def get_requeued(tools: str) -> None:
+    world_size, rank = os.environ["WORLD_SIZE"], os.environ["RANK"]
+    os.environ |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_NTASKS": world_size, "SLURM_NODEID": "0"}
+    os.environ |= {"SLURM_NTASKS_PER_NODE": world_size, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+    os.environ["PATH"] = f"{tools}:{os.environ['PATH']}"
+    with quiet():
+        made = trainer(OURS, default_root_dir=str(Path.cwd()), plugins=[SLURMEnvironment()])
+        made.fit(Requeued(), loader())
+    note("steps", made.global_step)
+
+
+def test_slurm_s_warning_on_one_rank_saves_a_checkpoint_of_all_and_requeues(nursery: Nursery, tmp_path: Path) -> None:
+    tools, asked = tmp_path / "tools", tmp_path / "asked"
+    tools.mkdir()
+    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+    (tools / "scontrol").chmod(0o755)
+    ranks = nursery.run(get_requeued, 2, tmp_path, str(tools))
+    assert [rank.notes.get("steps") for rank in ranks] == [8, 8], ranks[0].stderr + ranks[1].stderr
+    assert asked.read_text() == "requeue 7\n"
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
+    assert saved["global_step"] == 2
+
+
+# --- steps that are skipped -------------------------------------------------------------------------------------------
+
+
+class SkipsSome(Net):
+    """Every second batch is skipped, on all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 2 else loss
+
+
+def skip_some(strategy: str) -> Any:
+    adam = lambda module: torch.optim.Adam(module.parameters(), 0.05)  # noqa: E731
+    return [
+        fit(strategy, SkipsSome(optimizer=adam), loader(29, 8, shuffle=True)),
+        fit(strategy, SkipsSome(), loader(29, 8), accumulate_grad_batches=3),
+    ]
+
+
+@case
+def skipping_some() -> Any:
+    return skip_some(OURS)
+
+
+def test_a_step_that_all_ranks_skip_is_skipped_as_on_one_process() -> None:
+    expected = alone(lambda: skip_some("auto"))
+    for results in by_rank(skipping_some):
+        assert_equal(results, expected, 1e-10)
+
+
+# --- advice that does not hold here -----------------------------------------------------------------------------------
+
+
+@case
+def advice() -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(OURS, LogsAll(), loader(29, 8), loader(13, 5, 9))
+    return [str(warning.message) for warning in caught if "sync_dist" in str(warning.message)]
+
+
+def test_nobody_is_advised_to_set_sync_dist() -> None:
+    assert by_rank(advice) == [[], []]
