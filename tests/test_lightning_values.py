@@ -78,11 +78,11 @@ def _reading(hook: str) -> Callable[..., None]:
     return read
 
 
-for _hook in (
-    "on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step on_train_batch_start "
-    "on_train_batch_end on_train_epoch_start on_train_epoch_end on_train_end on_validation_start on_validation_end "
-    "on_validation_batch_start on_validation_batch_end on_validation_epoch_start on_validation_epoch_end"
-).split():
+_BATCH = "on_train_batch_start on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step"
+_TRAIN = "on_train_batch_end on_train_epoch_start on_train_epoch_end on_train_end"
+_VALIDATION = "start end batch_start batch_end epoch_start epoch_end"
+
+for _hook in [*_BATCH.split(), *_TRAIN.split(), *(f"on_validation_{name}" for name in _VALIDATION.split())]:
     setattr(Reads, _hook, _reading(_hook))
 
 

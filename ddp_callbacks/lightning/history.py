@@ -38,6 +38,11 @@ class Record:
     given: bool
     value: torch.Tensor
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether it is more than a stand-in, or, where no rank counts, as good as the others'."""
+        return bool(self.weight) or self.total == 0
+
 
 class History:
     """The records of one key in a pass.
@@ -64,8 +69,8 @@ class History:
         self.dtype = record.value.dtype
         position, count = self._last
         self._last = record.position, count + 1 if record.position == position else 0
-        if record.position >= 0 and not record.weight and record.total != 0:
-            return  # a stand-in
+        if record.position >= 0 and not record.is_counted and not (record.given and self._operation == "mean"):
+            return
         if self._keeps_row(record):
             self._rows.append([*map(float, self._last), record.weight, record.size, float(record.given)])
             self._row_values.append(record.value)
@@ -124,11 +129,13 @@ def join(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], operation: str) -> 
 def _fold_mean(records: list[Record], values: torch.Tensor, _: str) -> torch.Tensor:
     """By samples: sum of values, of sizes; by batches: of values, of shares of a batch; a size; how many."""
     sizes = [record.size if record.given or record.counts is None else record.counts for record in records]
+    sizes = [size if record.is_counted else 0.0 for size, record in zip(sizes, records, strict=True)]
     shares = [record.weight / record.total if record.total else 1.0 for record in records]
     by = values.new_tensor([sizes, shares])
     # A mean over nothing may be NaN, and counts nothing.
     weighted = torch.where(by > 0, by * values, 0.0).sum(1)
-    size = sizes[0] if all(record.given and record.size == sizes[0] for record in records) else 0.0
+    first = records[0].size
+    size = first if all(record.given and record.size == first for record in records) else 0.0
     rest = values.new_tensor([sum(sizes), sum(shares), size, len(records)])
     return torch.stack([weighted[0], rest[0], weighted[1], rest[1], rest[2], rest[3]])
 

@@ -35,18 +35,36 @@ from ddp_callbacks.rows import PendingRows, RowExchange
 
 Part = tuple[float, float, float]  # weight, size and value of what one rank has logged
 
-_HEADER = 4  # numbers before the flags and the parts of a row
+
+class Row:
+    """What a rank has sent of a step.
+
+    Attributes:
+        checksum: Of the keys of its numbers.
+        flags: That it has raised.
+        parts: Of its numbers.
+        states: Of its torchmetrics, by a checksum of the key.
+    """
+
+    def __init__(self, row: list[float]) -> None:
+        self.checksum, count, _, flags = row[:4]
+        begin = 4 + int(flags)
+        end = begin + 3 * int(count)
+        self.flags = row[4:begin]
+        self.parts = [(row[index], row[index + 1], row[index + 2]) for index in range(begin, end, 3)]
+        numbers = iter(row[end:])
+        self.states = {code: decode_states(numbers) for code in numbers}
 
 
 @dataclass
 class Sent:
-    """What this rank has sent of a step.
+    """What was logged in a step, on its way.
 
     Attributes:
-        numbers: What was logged, and under which keys.
+        numbers: This rank's, and under which keys.
         metrics: The same for torchmetrics.
         rows: Of all ranks.
-        is_taken: Whether the numbers have their joined values already.
+        is_taken: Whether they have their joined values already.
     """
 
     numbers: list[tuple[str, Record]]
@@ -154,6 +172,11 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         return self._in_batch
 
     @property
+    def is_first_batch(self) -> bool:
+        """Whether it is the first of its pass."""
+        return self._position == 0
+
+    @property
     def joins_steps(self) -> bool:
         """Whether the ranks meet in this batch."""
         return self._joins_steps
@@ -224,45 +247,48 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _send(self, skipped: bool, flags: Sequence[bool]) -> None:
         (numbers, self._step), (metrics, self._step_metrics) = (self._step, []), (self._step_metrics, [])
-        keys = [key for key, _ in (*numbers, *metrics)]
-        header = [zlib.crc32("\n".join(keys).encode()), len(metrics), skipped, len(flags), *flags]
+        keys = [key for key, _ in numbers]
+        row: list[float] = [zlib.crc32("\n".join(keys).encode()), len(numbers), skipped, len(flags), *flags]
         # One wait for the device, however many numbers there are.
         values = stack([record.value for _, record in numbers]).tolist() if numbers else []
-        parts = [
-            part
-            for (_, record), value in zip(numbers, values, strict=True)
-            for part in (record.weight, record.size, value)
-        ]
-        row = [*map(float, header), *parts]
-        self._sent = Sent(numbers, metrics, self._exchange.launch(row, "the logged values of a step"))
+        for (_, record), value in zip(numbers, values, strict=True):
+            row += [record.weight, record.size, value]
+        for key, metric in metrics:
+            states = [] if self._batches.is_stand_in else self._metrics.batch_states(metric)
+            row += [zlib.crc32(key.encode()), *encode_states(states if can_encode(states) else [])]
+        doing = "the logged values of a step"
+        self._sent = Sent(numbers, metrics, self._exchange.launch([*map(float, row)], doing))
 
     def _take_arrived(self) -> None:
         """What was sent, where that takes no other rank."""
-        sent = self._sent
-        if sent is None or sent.is_taken:
+        if self._sent is None or self._sent.is_taken:
             return
-        rows, are_whole = sent.rows.arrive()
-        checksums, _, _, values = zip(*map(_unpack, rows), strict=True)
-        if are_whole and len(set(checksums)) == 1:
-            self._take_numbers(sent, _parts_by_position([key for key, _ in sent.numbers], values))
+        rows, are_whole = self._sent.rows.arrive()
+        if are_whole and len({row[0] for row in rows}) == 1:
+            self._take_values(self._sent, [Row(row) for row in rows])
 
     def _take(self) -> list[bool]:
         """What was sent, and the flags that any rank has raised. A collective."""
         assert self._sent is not None
         sent, self._sent = self._sent, None
-        checksums, counts, raised, values = zip(*map(_unpack, sent.rows.wait()), strict=True)
-        keys = [key for key, _ in sent.numbers]
-        alike = len(set(checksums)) == 1
-        parts = _parts_by_position(keys, values) if alike else self._parts_by_name(keys, values)
-        self._take_numbers(sent, parts)
-        if any(counts):
-            self._join_metrics(dict(sent.metrics))
-        return [any(flag) for flag in zip(*raised, strict=True)]
-
-    def _take_numbers(self, sent: Sent, parts: Sequence[list[Part]]) -> None:
+        rows = [Row(row) for row in sent.rows.wait()]
         if not sent.is_taken:
-            for (key, record), found in zip(sent.numbers, parts, strict=True):
-                self._take_step(key, record, found)
+            self._take_values(sent, rows)
+        return [any(flag) for flag in zip(*(row.flags for row in rows), strict=True)]
+
+    def _take_values(self, sent: Sent, rows: list[Row]) -> None:
+        """A collective where the ranks have logged different keys."""
+        if len({row.checksum for row in rows}) == 1:
+            parts = [[row.parts[index] for row in rows] for index in range(len(sent.numbers))]
+        else:
+            parts = self._parts_by_name([key for key, _ in sent.numbers], [row.parts for row in rows])
+        for (key, record), found in zip(sent.numbers, parts, strict=True):
+            self._take_step(key, record, found)
+        for key, metric in dict(sent.metrics).items():
+            code = float(zlib.crc32(key.encode()))
+            states = [row.states[code] for row in rows if row.states.get(code)]
+            if states and len({len(own) for own in states}) == 1:
+                self[key]._forward_cache = self._metrics.value_of(metric, states)
         sent.is_taken = True
 
     def _own_value(self, metric: Any) -> torch.Tensor | None:
@@ -286,19 +312,6 @@ class JointResults(_Lightnings):  # type: ignore[misc]
                 found.setdefault((name, names[:index].count(name)), []).append(part)
         return [found[key, keys[:index].count(key)] for index, key in enumerate(keys)]
 
-    def _join_metrics(self, metrics: dict[str, Metric]) -> None:
-        """The values that torchmetrics have of this batch. Every rank calls it if any has logged one."""
-        mine: list[float] = []
-        for key, metric in metrics.items():
-            states = [] if self._batches.is_stand_in else self._metrics.batch_states(metric)
-            mine += [float(zlib.crc32(key.encode())), *encode_states(states if can_encode(states) else [])]
-        states_by_rank = [_states_by_key(row) for row in self._exchange.exchange(mine, "the metrics of a step")]
-        for key, metric in metrics.items():
-            code = float(zlib.crc32(key.encode()))
-            found = [states[code] for states in states_by_rank if states.get(code)]
-            if found and len({len(states) for states in found}) == 1:
-                self[key]._forward_cache = self._metrics.value_of(metric, found)
-
     def _take_step(self, key: str, record: Record, parts: list[Part]) -> None:
         metric = self[key]
         varying = record.given and len({size for _, size, _ in parts}) > 1
@@ -320,22 +333,6 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     @staticmethod
     def _operation_of(metric: Any) -> str:
         return "mean" if metric.meta.is_mean_reduction else str(metric.meta.reduce_fx.__name__)
-
-
-def _parts_by_position(keys: list[str], values: Sequence[list[Part]]) -> list[list[Part]]:
-    return [[own[index] for own in values] for index in range(len(keys))]
-
-
-def _unpack(row: list[float]) -> tuple[float, float, list[float], list[Part]]:
-    """The checksum of the keys, the number of metrics, the flags and the parts of a row; the last may be cut."""
-    begin = _HEADER + int(row[3])
-    parts = [(row[index], row[index + 1], row[index + 2]) for index in range(begin, len(row) - 2, 3)]
-    return row[0], row[1], row[_HEADER:begin], parts
-
-
-def _states_by_key(row: list[float]) -> dict[float, list[torch.Tensor]]:
-    numbers = iter(row)
-    return {code: decode_states(numbers) for code in numbers}
 
 
 def _combine(parts: list[tuple[float, float]], operation: str) -> float:

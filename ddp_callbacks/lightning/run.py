@@ -123,7 +123,7 @@ class Run:
         results = self._trainer._results
         if results.joins_steps:
             results.send_step()
-            if not self._exchange.unattended:
+            if not self._exchange.unattended or results.is_first_batch:
                 results.take_step()
         return output
 
@@ -207,8 +207,11 @@ class Run:
 
     def _goes_backward(self, output: Any) -> bool:
         """Whether a backward comes next, on every rank, beside which the rows of the others can arrive."""
-        takes_none = self._exchange.unattended and self._is_automatic and not self._trainer.fit_loop._skip_backward
-        return takes_none and output is not None and output is not SKIPPED
+        if not self._exchange.unattended or output is None or output is SKIPPED:
+            return False
+        # In the first batch a row may be too long: only all ranks together can send it again.
+        is_first = self._trainer._results.is_first_batch
+        return self._is_automatic and not self._trainer.fit_loop._skip_backward and not is_first
 
     def _at_end_of_data(self) -> None:
         self._trainer._results.join_epoch()
