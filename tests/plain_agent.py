@@ -19,6 +19,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from ddp_callbacks.launcher.facts import usable_cores
+
 _PR_SET_PDEATHSIG = 1
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _LOOK = 0.02  # seconds between two looks at the workers
@@ -32,9 +34,9 @@ class Ended(Exception):
 
 def main() -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() == 1:
-        return 128 + signal.SIGTERM
     job = json.load(sys.stdin.buffer)
+    if os.getppid() != job["parent"]:
+        return 128 + signal.SIGTERM
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     control = socket.socket(fileno=job["control"])
     workers: list[subprocess.Popen[bytes]] = []
@@ -61,7 +63,7 @@ def _report(control: socket.socket, message: dict[str, Any], descriptors: tuple[
 def _start(job: dict[str, Any], control: socket.socket, workers: list[subprocess.Popen[bytes]]) -> list[int]:
     """The ranks of this node's workers; those that were started are in ``workers``."""
     processes = int(job["torchrun"]["nproc_per_node"] or 1)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     interface = os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_to(job["address"]))
     if interface != "lo":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)

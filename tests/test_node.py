@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 from machine import Slowness
 
 from ddp_callbacks.launcher.connection import Connection, Event
+from ddp_callbacks.launcher.launch import AGENT
 from ddp_callbacks.launcher.node import GREETING, HEADER
+from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.plan import NodePlan
 from ddp_callbacks.launcher.remote import BOOTSTRAP, as_hex, message, opening
 
@@ -352,10 +354,70 @@ def test_signals_that_reach_the_node_do_not_leave_the_job_alone() -> None:
 def test_the_folder_of_the_job_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with node() as it:
-        it.run("import json, os, sys; print(os.path.isdir(json.load(sys.stdin)['folder']))")
+        it.run("import json, os, sys; name = json.load(sys.stdin)['folder']; os.mkdir(name); print(name)")
         it.answer()
-        assert it.result()[1] == b"True\n"
+        assert it.result()[1].startswith(f"{tmp_path}/ddprun-".encode())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("killed", ["node", "agent"])
+def test_the_folder_of_the_job_is_removed_although_one_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    """The node's program, or the agent: the other one sees to it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "script.py").write_text("import time; print('up', flush=True); time.sleep(1000)")
+    events: queue.Queue[Event] = queue.Queue()
+    node = Connection(NodePlan("here", None, 0, "1", sys.executable, "/"), events, LIMIT)
+    node.greet()
+    port = node.ask("listen", address="127.0.0.1", port=0)["port"]
+    options = parse_options(["--nproc-per-node", "1", str(tmp_path / "script.py")], {})
+    job = {
+        "torchrun": options.torchrun,
+        "command": [as_hex(word) for word in options.command],
+        "rendezvous": "fixed",
+        "node_rank": 0,
+        "address": "127.0.0.1",
+        "port": port,
+    }
+    node.ask("run", argv=[as_hex(word) for word in (sys.executable, *AGENT)], environ={}, job=job)
+    while (event := events.get(timeout=LIMIT)).data != b"up\n":
+        assert event.kind in "moe", event
+    assert len(list(tmp_path.glob("ddprun-*"))) == 1
+    ours = children(os.getpid()) - {os.getpid()}
+    (program,) = [pid for pid in ours if b"sys.stdin.buffer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (agent,) = children(program)
+    os.kill({"node": program, "agent": agent}[killed], signal.SIGKILL)
+    while events.get(timeout=LIMIT).kind != "closed":
+        pass
+    end = time.monotonic() + LIMIT
+    while (left := list(tmp_path.glob("ddprun-*"))) and time.monotonic() < end:
+        time.sleep(0.05)
+    node.close(LIMIT)
+    assert left == []
+
+
+def children(pid: int) -> set[int]:
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def test_a_kernel_without_pidfd_open_does(tmp_path: Path) -> None:
+    """Linux 4.18, that of many clusters, does not have it."""
+    (tmp_path / "sitecustomize.py").write_text(NO_PIDFD)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nshift\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')  # without -I
+    python.chmod(0o755)
+    with node(python=str(python)) as it:
+        it.run("import os, sys; print(hasattr(os, 'pidfd_open')); sys.exit(3)")
+        assert it.answer() == {}
+        assert it.result()[:2] == (3, b"False\n")
+
+
+NO_PIDFD = """
+import os
+del os.pidfd_open
+"""
 
 
 class Held(queue.Queue[Event]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -47,7 +48,7 @@ class Node:
         job = {**job, "control": theirs.fileno(), "listener": None if listener is None else listener.fileno()}
         self.process = subprocess.Popen(
             [sys.executable, *agent],
-            cwd=job["folder"],
+            cwd=Path(job["folder"]).parent,
             stdin=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             pass_fds=[end.fileno() for end in ends],
@@ -105,7 +106,8 @@ def outcome(agent: tuple[str, ...], folder: Path, script: str, do: Callable[[lis
                 "node_rank": rank,
                 "address": HOST,
                 "port": port,
-                "folder": str(folder),
+                "folder": str(folder / f"node-{rank}"),
+                "parent": os.getpid(),
             }
             nodes.append(Node(agent, job, listener if rank == 0 else None))
         await_all(nodes)
@@ -167,6 +169,15 @@ def test_the_stand_in_does_what_the_agent_does(
     assert [code for _, _, code in real] == codes
     assert last in real[1][0][-1]
     assert [report["rank"] for node in real for report in node[0] if "rank" in report] == [0, 1, 2]
+
+
+@pytest.mark.cold
+def test_an_agent_whose_parent_has_ended_before_it_has_started_ends() -> None:
+    """Also where another process than the first has inherited it, as in a container."""
+    job = json.dumps({"parent": os.getppid()})
+    for agent in (AGENT, PLAIN):
+        done = subprocess.run([sys.executable, *agent], input=job, capture_output=True, text=True, timeout=LIMIT)
+        assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
 
 
 def test_the_stand_in_and_ddprun_with_it_do_without_torch() -> None:

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -35,6 +36,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
+from ddp_callbacks.launcher.facts import usable_cores
 from ddp_callbacks.launcher.meeting import choose_interface, open_store
 
 _PR_SET_PDEATHSIG = 1
@@ -48,9 +50,18 @@ SHUTDOWN_TIMEOUT = 1  # seconds that the other workers of a node have, after one
 def main() -> int:
     """Run the job on this node; its exit code."""
     gc.freeze()  # what torch has made stays: to go through it again at the end takes 0.2 s
-    _end_with_parent()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until torchrun handles it
     job = json.load(sys.stdin.buffer)
+    _end_with(job["parent"])
     _close_standard_input()
+    os.mkdir(job["folder"], 0o700)
+    try:
+        return _run_and_tell(job)
+    finally:
+        shutil.rmtree(job["folder"], ignore_errors=True)
+
+
+def _run_and_tell(job: dict[str, Any]) -> int:
     with socket.socket(fileno=job["control"]) as control:
         reports = Reports(control)
         try:
@@ -68,10 +79,10 @@ def main() -> int:
     return 0
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """If the node's program is killed, nobody else would end this process and its workers."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() == 1:
+    if os.getppid() != parent:  # it has gone before; whoever has inherited this process
         sys.exit(128 + signal.SIGTERM)
 
 
@@ -88,8 +99,7 @@ def _run(job: dict[str, Any], control: socket.socket, reports: Reports) -> None:
     if args.shutdown_timeout is None:
         args.shutdown_timeout = SHUTDOWN_TIMEOUT
     _end_workers_soon(args.shutdown_timeout, reports)
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     interface = choose_interface(job["address"])
     rounds = _Rounds(control, job["members"] if job["rendezvous"] == "elastic" else None)
     redirected = args.redirects != "0" or args.tee != "0" or args.logs_specs

@@ -23,13 +23,52 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "memory": memory.get("MemTotal"),
         "free_memory": memory.get("MemAvailable"),
         "shared_memory": _free_space("/dev/shm"),
         "gpus": _gpus(),
         "interfaces": _interfaces(),
     }
+
+
+def usable_cores(root: str = "/") -> int:
+    """On how many cores this process may run at once: its affinity, or what its container's or job's quota leaves."""
+    quotas = [quota for folder in _groups(root) if (quota := _quota(folder)) is not None]
+    return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
+
+
+def _groups(root: str) -> list[str]:
+    """The folders of this process's control groups that limit processor time, and of those above them."""
+    found = []
+    try:
+        with open(os.path.join(root, "proc/self/cgroup")) as file:
+            lines = [line.rstrip("\n").split(":", 2) for line in file]
+    except OSError:
+        return []
+    for _, controllers, path in lines:
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        names = path.strip("/").split("/")
+        for depth in range(len(names) + 1):
+            found.append(os.path.join(root, "sys/fs/cgroup", controllers, *names[:depth]))
+    return found
+
+
+def _quota(folder: str) -> float | None:
+    """In cores; ``None`` where there is no limit."""
+    try:
+        with open(os.path.join(folder, "cpu.max")) as file:  # version 2
+            quota, period = file.read().split()
+    except OSError:
+        try:
+            with open(os.path.join(folder, "cpu.cfs_quota_us")) as file:  # version 1
+                quota = file.read().strip()
+            with open(os.path.join(folder, "cpu.cfs_period_us")) as file:
+                period = file.read()
+        except OSError:
+            return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
 def _version(package: str) -> str | None:

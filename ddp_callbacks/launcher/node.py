@@ -31,6 +31,7 @@ import fcntl
 import ipaddress
 import json
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -62,11 +63,19 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The lifeline ends with whoever sends these. A handler, unlike SIG_IGN, is not inherited by the job.
         signal.signal(number, lambda *_: None)
-    node = Node()
+    node = Node(_descriptor_of_signals())
     try:
         return node.serve()
     finally:
         node.close()
+
+
+def _descriptor_of_signals() -> int:
+    """It becomes readable when a child ends. (pidfd_open(2) is not there on the kernels of older clusters.)"""
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    return read
 
 
 class Refusal(Exception):
@@ -74,7 +83,8 @@ class Refusal(Exception):
 
 
 class Node:
-    def __init__(self) -> None:
+    def __init__(self, signals: int) -> None:
+        self._signals = signals  # a descriptor, see above
         self._inbox = b""
         self._outbox = bytearray(GREETING)
         self._streams: dict[int, tuple[bytes, int]] = {}  # descriptor: kind of frame, rank
@@ -83,7 +93,7 @@ class Node:
         self._folder: str | None = None
         self._agent: int | None = None  # its process id
         self._process: subprocess.Popen[bytes] | None = None
-        self._agent_ends: int | None = None  # a descriptor that becomes readable then
+        self._agent_end_told = False
         self._codes: dict[int, int] = {}
         self._foreign: set[int] = set()  # what the job has started as another user (sudo): it is not ours to end
         self._connected = True
@@ -197,11 +207,13 @@ class Node:
         """Start the agent; its standard input holds the job as JSON, with the descriptors that it inherits."""
         if not listens:
             self._listener = None
-        self._folder = tempfile.mkdtemp(prefix="ddprun-")
+        # Made by the agent, and removed by both: either may be killed.
+        self._folder = os.path.join(tempfile.gettempdir(), f"ddprun-{secrets.token_hex(8)}")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         inherited = [theirs] if self._listener is None else [theirs, self._listener]
         job |= {
             "folder": self._folder,
+            "parent": os.getpid(),
             "control": theirs.fileno(),
             "listener": None if self._listener is None else self._listener.fileno(),
         }
@@ -224,7 +236,6 @@ class Node:
         for end in inherited:
             end.close()
         self._process, self._agent = agent, agent.pid
-        self._agent_ends = os.pidfd_open(agent.pid)
         for stream, kind in ((agent.stdout, b"o"), (agent.stderr, b"e")):
             assert stream is not None
             self._streams[os.dup(stream.fileno())] = (kind, -1)
@@ -270,8 +281,7 @@ class Node:
             ready |= {descriptor: partial(self._pass_on, descriptor) for descriptor in self._streams}
         if self._control is not None:
             ready[self._control.fileno()] = partial(self._listen_to_agent, self._control)
-        if self._agent_ends is not None:
-            ready[self._agent_ends] = self._reap
+        ready[self._signals] = partial(os.read, self._signals, 1 << 16)  # the children are looked at in any case
         return ready
 
     def _patience(self) -> float:
@@ -372,9 +382,8 @@ class Node:
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self._signal(signal.SIGKILL)
         self._reap()
-        if self._agent in self._codes and self._agent_ends is not None:
-            os.close(self._agent_ends)
-            self._agent_ends = None
+        if self._agent in self._codes and not self._agent_end_told:
+            self._agent_end_told = True
             self._send(b"m", {"agent_ended": self._codes[self._agent]})
             self._end(GRACE)  # what the job left behind
 

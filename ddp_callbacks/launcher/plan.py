@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 import socket
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from ddp_callbacks.launcher.hosts import Host
 from ddp_callbacks.launcher.options import NodeOptions, Options
 from ddp_callbacks.network import is_loopback
 
+_LOOKUP = 5.0  # seconds, for the names of all nodes
 _FOR_ONE_NODE = ("node_rank", "local_addr", "standalone")  # what torchrun's user says on each node
 
 
@@ -87,10 +90,11 @@ class Here:
 def plan_nodes(options: NodeOptions, processes: str, here: Here) -> tuple[NodePlan, ...]:
     """The nodes in the order of their ranks, with ``processes`` each (``--nproc-per-node``), else with their slots."""
     hosts = options.hosts or [Host("localhost")]
+    local = _local([host.name for host in hosts], here.is_here)
     return tuple(
         NodePlan(
             name=host.name.rpartition("@")[2],
-            host=None if here.is_here(host.name) else host.name,
+            host=None if host.name in local else host.name,
             rank=rank,
             processes=processes or ("" if host.slots is None else str(host.slots)),
             python=host.python or options.python or here.python,
@@ -99,6 +103,23 @@ def plan_nodes(options: NodeOptions, processes: str, here: Here) -> tuple[NodePl
         )
         for rank, host in enumerate(hosts)
     )
+
+
+def _local(names: Sequence[str], is_here: Callable[[str], bool]) -> set[str]:
+    """Those that are this machine. Names whose look-up takes long are somebody else's."""
+    found: set[str] = set()
+
+    def look(name: str) -> None:
+        if is_here(name):
+            found.add(name)
+
+    threads = [threading.Thread(target=look, args=(name,), daemon=True) for name in names]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + _LOOKUP
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return set(found)
 
 
 def make_plan(options: Options, here: Here) -> Plan:
