@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.console import Console
 from ddp_callbacks.launcher import facts
 from ddp_callbacks.launcher.diagnosis import GIB, Facts, Finding, judge, judge_clock
 from ddp_callbacks.launcher.doctor import show
+from ddp_callbacks.launcher.facts import usable_cores
 
 GOOD: dict[str, Any] = {
     "python": "3.11.7",
@@ -151,3 +153,44 @@ def test_the_table_is_plain_text_where_no_terminal_is() -> None:
         in text
     )
     assert text.endswith("FAIL all-reduce: mend the above\nA run would not work.\n")
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        pytest.param({"proc/self/cgroup": "0::/\n"}, None, id="no limit"),
+        pytest.param({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None, id="max"),
+        pytest.param(
+            {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1, id="docker --cpus 1.5"
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/cpu.max": "50000 100000\n",
+                "sys/fs/cgroup/a/b/cpu.max": "max 1",
+            },
+            1,
+            id="less than one, of a group above",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x\n",
+                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "100000\n",
+                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            },
+            1,
+            id="version 1",
+        ),
+        pytest.param({}, None, id="no control groups"),
+    ],
+)
+def test_cores_are_those_that_a_container_s_quota_leaves(
+    tmp_path: Path, files: dict[str, str], cores: int | None
+) -> None:
+    """Kubernetes' limits and docker's --cpus: threads for all cores of the machine would be in each other's way."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cores(str(tmp_path)) == (cores or len(os.sched_getaffinity(0)))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from machine import Slowness
 
+from ddp_callbacks.launcher.facts import usable_cores
 from ddp_callbacks.launcher.meeting import choose_interface
 
 LIMIT = 600.0  # seconds
@@ -40,7 +41,7 @@ def write(folder: Path, text: str) -> str:
 def test_two_ranks_start_with_their_output_apart(tmp_path: Path) -> None:
     script = "import os, sys; print('rank', os.environ['RANK'], repr(sys.stdin.read()), os.environ['OMP_NUM_THREADS'])"
     done = ddprun("--nproc-per-node", "2", write(tmp_path, script), cwd=tmp_path, stdin="not for the ranks")
-    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    threads = max(1, usable_cores() // 2)
     each = f"{threads} thread{'' if threads == 1 else 's'} each"
     assert (done.returncode, done.stderr) == (0, f"ddprun: localhost: ranks 0-1, {each}, lo\n")
     assert done.stdout == f"[localhost:0] rank 0 '' {threads}\n"
@@ -244,6 +245,49 @@ def test_a_command_that_does_not_reach_a_node_is_told_with_its_words(tmp_path: P
     done = ddprun("-H", "pod-7", "--rsh", enter, write(tmp_path, "print(1)"), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"ddprun: pod-7: {says}. Try: {enter} pod-7 true.\n"
+
+
+def with_ssh(tmp_path: Path, text: str) -> dict[str, str]:
+    """The environment in which ``text`` is what ssh does, in a folder of its own."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(f"#!/bin/bash\ncd {tmp_path}\n{text}\n")
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    return {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PWD": str(tmp_path)}
+
+
+TURNED_AWAY = """
+echo kex_exchange_identification: Connection closed by remote host >&2
+echo Connection closed by 10.0.0.1 port 22 >&2
+exit 255
+"""
+
+
+@pytest.mark.parametrize(("times", "code"), [(2, 0), (3, 2)])
+def test_a_login_that_an_sshd_has_no_time_for_is_tried_again(tmp_path: Path, times: int, code: int) -> None:
+    environ = with_ssh(
+        tmp_path, f'echo >>tries\n[ $(wc -l <tries) -le {times} ] && {{ {TURNED_AWAY} }}\nexec sh -c "${{@: -1}}"'
+    )
+    script = write(tmp_path, "print('started')")
+    command = [*PLAIN, "-H", "198.51.100.7", script]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout) == (code, "" if code else "[198.51.100.7:0] started\n"), done.stderr
+    assert (tmp_path / "tries").read_text().count("\n") == 3
+    if code:
+        assert done.stderr == (
+            "ddprun: 198.51.100.7: ssh cannot reach it: Connection closed by 10.0.0.1 port 22. Try: ssh 198.51.100.7 true.\n"
+        )
+
+
+def test_no_more_than_eight_log_in_at_the_same_time(tmp_path: Path) -> None:
+    """sshd turns some away as soon as ten are not done yet, of the node or of a host on the way."""
+    count = "mkdir -p running; touch running/$$; ls running | wc -l >>counts; sleep 0.2; rm running/$$"
+    environ = with_ssh(tmp_path, f"{count}\necho Permission denied >&2\nexit 255")
+    hosts = ",".join(f"198.51.100.{number}" for number in range(1, 25))
+    command = [*DDPRUN, "-H", hosts, write(tmp_path, "print('started')")]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stderr.count("the login is refused")) == (2, 24), done.stderr
+    counts = list(map(int, (tmp_path / "counts").read_text().split()))
+    assert len(counts) == 24 and 2 <= max(counts) <= 8
 
 
 def test_help_has_the_hosts_first_and_torchrun_s_flags_after(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -273,6 +275,26 @@ def test_this_machine_is_known_by_its_names_and_addresses() -> None:
     assert is_this_machine("localhost") and is_this_machine("127.0.0.1") and is_this_machine(os.uname().nodename)
     assert not is_this_machine("192.0.2.1") and not is_this_machine("no-such-host.invalid")
     assert not is_this_machine("me@localhost")  # someone else, perhaps
+
+
+def test_slow_look_ups_of_names_go_on_beside_each_other_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for all others; one never ends."""
+    monkeypatch.setattr("ddp_callbacks.launcher.plan._LOOKUP", 3.0)
+    names = [f"n{number}" for number in range(32)]
+    all_look, never = threading.Barrier(len(names)), threading.Event()
+
+    def is_here(name: str) -> bool:
+        all_look.wait(60)
+        if name == "n7":
+            never.wait()
+        return name == "n3"
+
+    options = parse_options(["-H", ",".join(names), "t.py"], {})
+    begin = time.monotonic()
+    made = make_plan(options, Here("python", "/work", is_here))
+    assert 3.0 <= time.monotonic() - begin < 60
+    never.set()
+    assert [node.name for node in made.nodes if node.host is None] == ["n3"]
 
 
 def test_the_working_directory_keeps_the_name_that_the_user_knows(
