@@ -166,7 +166,10 @@ def peer(message: str) -> Printed | None:
 
 
 def own(text: str = "ValueError: x") -> Printed | None:
-    return printed_in(text)
+    printed = printed_in(text)
+    assert printed is not None
+    printed.began = 0.5
+    return printed
 
 
 NODE = End("b", None, 0.5, 1, "torchrun's agent ended with exit code 1")
@@ -243,6 +246,15 @@ TOO = End("a", 2, 0.9, 1, printed=peer("rank 0 (host a, pid 1) left the run whil
             1,
             "rank 1 on b failed with exit code 1: ended by SIGSEGV",
             id="a broken connection follows from a signal",
+        ),
+        pytest.param(
+            [
+                End("a", 0, 1.0, 1, printed=own("RuntimeError: Connection closed by peer")),
+                End("b", 1, 3.0, 1, printed=own(), is_ours=True),
+            ],
+            1,
+            "rank 1 on b failed with exit code 1: ValueError: x",
+            id="noticed late, on a busy machine",
         ),
         pytest.param(
             [SAYS_FAILED, NODE, End("b", 1, 9.0)], 1, "b: torchrun's agent ended with exit code 1", id="agent"

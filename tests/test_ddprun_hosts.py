@@ -25,6 +25,7 @@ from host_bed import Host, HostBed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import Slowness
+from test_ddprun_here import MISFORTUNES
 from test_node import NASTY
 
 from ddp_callbacks.launcher.facts import usable_cores
@@ -768,6 +769,23 @@ time.sleep(1000)
     assert slowness.took < 9 * slowness.factor
     assert code == 137, lines
     assert "ddprun: rank 1 on h2 failed with exit code 137: ended by SIGKILL" in lines
+
+
+@ends
+@pytest.mark.cold
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("slow to exit", r"rank 1 on h2 failed(?: with exit code 1)?: ValueError: the data are gone"),
+        ("left", r"rank 1 on h2 left with exit code 0 first. rank 0 on h1 says: .*PeerError: rank 1 \(host h2, .*"),
+    ],
+)
+def test_who_came_first_is_named_although_another_host_ends_first(
+    bed: HostBed, tmp_path: Path, what: str, says: str
+) -> None:
+    done = ddprun(bed.hosts[0], "-H", "h1:1,h2:1", write(tmp_path, MISFORTUNES), what, cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.search(f"^ddprun: {says}$", done.stderr, re.M), done.stderr
 
 
 @ends

@@ -97,14 +97,22 @@ def _weight(end: End, ends: Sequence[End], votes: Counter[int | None]) -> int:
     """How sure it is that this came first; 0 is sure."""
     if end.rank is None:
         is_missed = any(other.node == end.node and other.rank in votes for other in ends)
-        return 3 if end.is_ours and not is_missed else 0
+        return 4 if end.is_ours and not is_missed else 0
     if end.rank in votes:
         return 0 if end.own_reason is not None else 1
-    if end.is_ours or end.teller is not None:
-        return 3
+    if end.is_ours:
+        return 2 if _had_failed_before(end, ends) else 4
+    if end.teller is not None:
+        return 4
     if end.own_reason is None or (end.reason is None and end.printed and end.printed.is_broken_connection):
-        return 2
+        return 3
     return 0
+
+
+def _had_failed_before(end: End, ends: Sequence[End]) -> bool:
+    """Whether a rank that ended by itself, although late, had printed its exception before all were to end."""
+    ordered = min((other.order for other in ends if other.code and not other.is_ours), default=0.0)
+    return end.own_reason is not None and 0 < (end.code or 0) < 128 and end.began < ordered
 
 
 def _tell(first: End, ends: Sequence[End], is_named: bool) -> Cause:
