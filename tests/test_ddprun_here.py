@@ -274,7 +274,8 @@ def test_a_login_that_an_sshd_has_no_time_for_is_tried_again(tmp_path: Path, tim
     assert (tmp_path / "tries").read_text().count("\n") == 3
     if code:
         assert done.stderr == (
-            "ddprun: 198.51.100.7: ssh cannot reach it: Connection closed by 10.0.0.1 port 22. Try: ssh 198.51.100.7 true.\n"
+            "ddprun: 198.51.100.7: ssh cannot reach it: Connection closed by 10.0.0.1 port 22. "
+            "Try: ssh 198.51.100.7 true.\n"
         )
 
 

@@ -199,6 +199,10 @@ def test_what_sets_up_the_libraries_here_is_given_to_all_nodes() -> None:
             ["--rsh", "no-such-program {host}", "t.py"],
             "--rsh 'no-such-program {host}': there is no program no-such-program",
         ),
+        (
+            ["--rsh", "/opt/pbs/bin/pbs_tmrsh", "t.py"],
+            "--rsh '/opt/pbs/bin/pbs_tmrsh': /opt/pbs/bin/pbs_tmrsh passes on",
+        ),
         (["--rsh", "", "t.py"], "--rsh takes a command, got an empty one."),
         (["--rsh", "a 'b", "t.py"], '--rsh takes a command, got "a \'b": No closing quotation.'),
         (["--rdzv-conf", "x", "t.py"], "--rdzv-conf takes KEY=VALUE,..., got 'x'."),

@@ -39,6 +39,7 @@ FORWARDED = (
     *("TORCH_", "TORCHINDUCTOR_", "UCX_"),
     "PET_",  # torchrun takes each of its flags from a variable, too
 )
+_WITHOUT_PIPE = ("pbs_tmrsh", "pbsdsh")  # for --rsh
 _NO_SCRIPT = "name a script to run: ddprun train.py. See ddprun --help."
 _USAGE = "ddprun [flags] [torchrun's flags] SCRIPT [the script's arguments]"
 
@@ -211,7 +212,7 @@ def _add_host_flags(parser: ArgumentParser) -> None:
         "--rsh",
         metavar="COMMAND",
         help="what leads to a node in place of ssh: any command that runs /bin/sh there and passes its input and "
-        "output, such as 'srun --overlap -N1 -n1 -w {host}', blaunch, pbs_tmrsh, or 'kubectl exec -i {host} --'; "
+        "output, such as 'srun --overlap -N1 -n1 -w {host}', blaunch, or 'kubectl exec -i {host} --'; "
         "without {host} the name is added at its end",
     )
     hosts.add_argument("--python", metavar="PATH", help="the interpreter on the nodes (default: this one's path)")
@@ -348,6 +349,11 @@ def _rsh(text: str | None) -> tuple[str, ...] | None:
         raise ConfigurationError(f"--rsh takes a command, got {text!r}: {error}.") from None
     if not words:
         raise ConfigurationError("--rsh takes a command, got an empty one.")
+    if os.path.basename(words[0]) in _WITHOUT_PIPE:
+        raise ConfigurationError(
+            f"--rsh {text!r}: {words[0]} passes on neither input nor output: what it starts writes to the job's files. "
+            "Leave --rsh out, if ssh may enter the nodes, or start the processes by mpiexec."
+        )
     if shutil.which(words[0]) is None:
         raise ConfigurationError(f"--rsh {text!r}: there is no program {words[0]} in PATH here.")
     return tuple(words) if "{host}" in text else (*words, "{host}")
