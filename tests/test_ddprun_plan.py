@@ -14,11 +14,11 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.connection import command_to, explain_ssh, ssh_command
 from ddp_callbacks.launcher.options import parse_bench_options, parse_options, working_directory
 from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, make_plan
 from ddp_callbacks.launcher.remote import BOOTSTRAP
 from ddp_callbacks.launcher.torchrun_flags import FLAGS, TORCH, Flag
+from ddp_callbacks.launcher.ways import command_to, explain_ssh, ssh_command
 
 
 def plan(*argv: str, environ: dict[str, str] | None = None) -> Plan:

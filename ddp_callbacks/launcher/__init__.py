@@ -8,7 +8,7 @@
         plan         what is to run where
     here, while the job runs
         cli          the console script
-        connection   one node: what it is told, what it answers, and why it cannot be reached
+        connection   one node: what it is told, and what it answers; ways: what leads there, and why it does not
         launch       reaches all nodes, lets them meet, starts the job on all, ends it on all
         watch        passes on what the job prints, ends all when something fails, and says why
         output       files and the terminal, line by line
@@ -18,6 +18,6 @@
     on each node
         remote       how the job gets there unchanged, over ssh or any other pipe
         node         started first, by an interpreter that knows nothing of this package; ends all with the connection
-        agent        torchrun's agent there; meeting: the store and the interface on which the agents meet
+        agent        torchrun's agent there; rounds: how the agents meet; meeting: the store and the interface for that
         facts, probe what the doctor runs there
 """

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.connection import command_to
 from ddp_callbacks.launcher.launch import CannotStart, Interrupted, Launch
 from ddp_callbacks.launcher.options import (
     Options,
@@ -25,6 +24,7 @@ from ddp_callbacks.launcher.options import (
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, make_plan, plan_nodes
 from ddp_callbacks.launcher.watch import Watch
+from ddp_callbacks.launcher.ways import command_to
 
 if TYPE_CHECKING:
     from rich.console import Console

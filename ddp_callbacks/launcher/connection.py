@@ -1,4 +1,4 @@
-"""One node as the launcher sees it: a process that speaks to it, what it answers, and why it cannot be reached."""
+"""One node as the launcher sees it: a process that speaks to it, what it answers, and how its end is explained."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from typing import Any
 
 from ddp_callbacks.launcher.node import GREETING, HEADER
 from ddp_callbacks.launcher.plan import NodePlan
-from ddp_callbacks.launcher.remote import BOOTSTRAP, FIRST_LINE, READY, SHELL, message, opening
+from ddp_callbacks.launcher.remote import FIRST_LINE, READY, message, opening
+from ddp_callbacks.launcher.ways import TURNED_AWAY, command_to, explain_command, explain_ssh
 
-CONNECT_TIMEOUT = 10  # seconds, for ssh to connect
 _ANSWER_TIMEOUT = 30.0  # seconds, for an answer
 _BEAT = 0.5  # seconds between two signs of life
 _LOGINS = 8  # by ssh, at the same time; sshd refuses some when ten are not done yet
 _PAUSES = (0.5, 1.0)  # seconds before a login is tried again, and up to twice as long
-_TURNED_AWAY = (b"Connection closed by", b"Connection reset by", b"Exceeded MaxStartups")
 _NOISE = 1 << 16  # bytes that a login shell may print before the greeting
 
 
@@ -40,32 +39,6 @@ class Event:
     kind: str
     rank: int
     data: bytes
-
-
-def ssh_command(host: str, patience: float = 3.5) -> list[str]:
-    """The user's own ssh: the configuration, agent, jump hosts and known hosts apply, and host keys are checked.
-
-    Nothing is ever asked on the terminal. A connection that is silent for ``patience`` seconds ends. A shared
-    connection (ControlPath) is used if there is one, and none is left behind.
-    """
-    options = {
-        "BatchMode": "yes",
-        "ConnectTimeout": str(CONNECT_TIMEOUT),
-        "ServerAliveInterval": "1",
-        "ServerAliveCountMax": str(max(1, round(patience) - 1)),
-        "ControlMaster": "no",
-        "ClearAllForwardings": "yes",
-        "RemoteCommand": "none",
-    }
-    flags = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    return ["ssh", "-T", "-x", *flags, "--", host, BOOTSTRAP]
-
-
-def command_to(node: NodePlan, patience: float = 3.5) -> list[str]:
-    """What leads to a node: ssh, the user's own command, or for this machine a shell."""
-    if node.host is None:
-        return ["/bin/sh", "-c", BOOTSTRAP]
-    return ssh_command(node.host, patience) if node.rsh is None else [*node.rsh, SHELL]
 
 
 def connections(
@@ -176,7 +149,7 @@ class Connection:
     def _was_turned_away(self) -> bool:
         """Whether an sshd, of the node or on the way there, had too many logins at once."""
         is_ssh = self.plan.host is not None and self.plan.rsh is None
-        return is_ssh and not self.greeted and any(words in self._errors for words in _TURNED_AWAY)
+        return is_ssh and not self.greeted and any(words in self._errors for words in TURNED_AWAY)
 
     def reach(self, addresses: list[tuple[str, int]], seconds: float) -> None:
         """Let the node connect to what others hold.
@@ -226,7 +199,7 @@ class Connection:
         if self.greeted:
             return f"the connection was lost{f' ({said[-1].strip()})' if said else ''}"
         if self._held is not None:
-            return _explain_command(self.plan, self._process.returncode, said)
+            return explain_command(self.plan, self._process.returncode, said)
         if self._process.returncode == 255 and self.plan.host is not None:
             return explain_ssh(self.plan.host, said)
         if self._process.returncode in (126, 127):
@@ -342,32 +315,3 @@ def _address_reached(node: Connection) -> str | None:
     if node.plan.host is None or node.plan.rsh is not None or not address:
         return None
     return None if ipaddress.ip_address(address.partition("%")[0]).is_loopback else str(address)
-
-
-def _explain_command(plan: NodePlan, code: int, said: list[str]) -> str:
-    """Why the command in ssh's place has ended before a shell was there."""
-    assert plan.rsh is not None
-    last = said[-1].strip() if said else "it said nothing"
-    return f"{os.path.basename(plan.rsh[0])} does not reach it (exit code {code}): {last}. Try: {plan.shell}true"
-
-
-# The first that is found counts.
-_SSH_SAYS = {
-    "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key is not the known one. If it should have changed, forget "
-    "the old one (ssh-keygen -R {host}) and accept the new one (ssh {host} true)",
-    "Host key verification failed": "its host key is not among the known hosts. Check and accept it: ssh {host} true",
-    "Permission denied": "the login is refused ({said}). This must work without a password: ssh {host} true. "
-    "Try ssh-copy-id {host}, or ssh-add",
-    "Could not resolve hostname": "the host is unknown ({said}). Check the name, or add it to ~/.ssh/config",
-}
-
-
-def explain_ssh(host: str, said: list[str]) -> str:
-    """What ssh's own words mean, and what to type."""
-    text = "\n".join(said)
-    for words, meaning in _SSH_SAYS.items():
-        if words in text:
-            line = next(line.strip() for line in said if words in line)
-            return meaning.format(host=host, said=line)
-    last = said[-1].strip() if said else "it said nothing"
-    return f"ssh cannot reach it: {last}. Try: ssh {host} true"

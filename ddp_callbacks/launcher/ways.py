@@ -1,0 +1,66 @@
+"""What leads to a node, ssh or the user's own command, and what its words mean where it does not."""
+
+from __future__ import annotations
+
+import os
+
+from ddp_callbacks.launcher.plan import NodePlan
+from ddp_callbacks.launcher.remote import BOOTSTRAP, SHELL
+
+CONNECT_TIMEOUT = 10  # seconds, for ssh to connect
+TURNED_AWAY = (b"Connection closed by", b"Connection reset by", b"Exceeded MaxStartups")  # of an sshd that is busy
+
+
+def ssh_command(host: str, patience: float = 3.5) -> list[str]:
+    """The user's own ssh: the configuration, agent, jump hosts and known hosts apply, and host keys are checked.
+
+    Nothing is ever asked on the terminal. A connection that is silent for ``patience`` seconds ends. A shared
+    connection (ControlPath) is used if there is one, and none is left behind.
+    """
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": str(CONNECT_TIMEOUT),
+        "ServerAliveInterval": "1",
+        "ServerAliveCountMax": str(max(1, round(patience) - 1)),
+        "ControlMaster": "no",
+        "ClearAllForwardings": "yes",
+        "RemoteCommand": "none",
+    }
+    flags = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    return ["ssh", "-T", "-x", *flags, "--", host, BOOTSTRAP]
+
+
+def command_to(node: NodePlan, patience: float = 3.5) -> list[str]:
+    """What leads to a node: ssh, the user's own command, or for this machine a shell."""
+    if node.host is None:
+        return ["/bin/sh", "-c", BOOTSTRAP]
+    return ssh_command(node.host, patience) if node.rsh is None else [*node.rsh, SHELL]
+
+
+def explain_command(plan: NodePlan, code: int, said: list[str]) -> str:
+    """Why the command in ssh's place has ended before a shell was there."""
+    assert plan.rsh is not None
+    last = said[-1].strip() if said else "it said nothing"
+    return f"{os.path.basename(plan.rsh[0])} does not reach it (exit code {code}): {last}. Try: {plan.shell}true"
+
+
+# The first that is found counts.
+_SSH_SAYS = {
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key is not the known one. If it should have changed, forget "
+    "the old one (ssh-keygen -R {host}) and accept the new one (ssh {host} true)",
+    "Host key verification failed": "its host key is not among the known hosts. Check and accept it: ssh {host} true",
+    "Permission denied": "the login is refused ({said}). This must work without a password: ssh {host} true. "
+    "Try ssh-copy-id {host}, or ssh-add",
+    "Could not resolve hostname": "the host is unknown ({said}). Check the name, or add it to ~/.ssh/config",
+}
+
+
+def explain_ssh(host: str, said: list[str]) -> str:
+    """What ssh's own words mean, and what to type."""
+    text = "\n".join(said)
+    for words, meaning in _SSH_SAYS.items():
+        if words in text:
+            line = next(line.strip() for line in said if words in line)
+            return meaning.format(host=host, said=line)
+    last = said[-1].strip() if said else "it said nothing"
+    return f"ssh cannot reach it: {last}. Try: ssh {host} true"
