@@ -7,6 +7,7 @@ stays exact altogether.
 from __future__ import annotations
 
 import importlib.util
+import weakref
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -102,6 +103,7 @@ class PowerSGDBetweenHosts:
     def __init__(self, group: dist.ProcessGroup, settings: PowerSGD) -> None:
         self._memory, self._column, self._threads = levels_of(group).open()
         self._state = None if self._column is None else _state(settings, self._column.group)
+        self._group = weakref.ref(group)
         self._size = group.size()
         self.allocate = self._memory.allocate
 
@@ -109,7 +111,9 @@ class PowerSGDBetweenHosts:
         wire = None if self._state is None else _PowerSGDWire(self._state, bucket, self._size)
         # One carrier: matrices are not to be cut, and its state counts the steps by seeing every bucket.
         sums = TwoLevelAllReduce(self._memory, wire, self._threads, exact=False, carriers=1)
-        return future_of(sums.launch(bucket.buffer()), bucket.buffer())
+        group = self._group()
+        assert group is not None
+        return future_of(sums.launch(bucket.buffer()), bucket.buffer(), group)
 
 
 class _PowerSGDWire:

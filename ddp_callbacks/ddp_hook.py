@@ -1,6 +1,6 @@
 """The sum in two levels as a communication hook, for plain ``DistributedDataParallel`` as well."""
 
-import functools
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,8 @@ from ddp_callbacks.all_reduce import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.summation import Pending
 from ddp_callbacks.two_level import Worker
+
+_waiters: weakref.WeakKeyDictionary[dist.ProcessGroup, Worker] = weakref.WeakKeyDictionary()
 
 
 # DDP compares the annotations, so they must not be strings.
@@ -31,11 +33,14 @@ def two_level_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> 
     if gradients.device.type != "cpu":
         return allreduce_hook(group, bucket)  # whose future knows the streams of the GPU
     gradients.div_(group.size())
-    return future_of(choose_all_reduce(group, [gradients.device]).launch(gradients), gradients)
+    return future_of(choose_all_reduce(group, [gradients.device]).launch(gradients), gradients, group)
 
 
-def future_of(pending: Pending, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """A future with the value ``tensor``, which lies on the CPU, completed when ``pending`` is, in a thread."""
+def future_of(pending: Pending, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+    """A future with the value ``tensor``, which lies on the CPU, completed when ``pending`` is, in the group's thread.
+
+    Each group has its own: the sums of two may come in another order on another rank.
+    """
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
     def complete() -> None:
@@ -45,10 +50,7 @@ def future_of(pending: Pending, tensor: torch.Tensor) -> torch.futures.Future[to
         except Exception as error:
             future.set_exception(error)  # type: ignore[arg-type]
 
-    _waiter().submit(complete)
+    if group not in _waiters:
+        _waiters[group] = Worker("ddp_callbacks futures")
+    _waiters[group].submit(complete)
     return future
-
-
-@functools.cache
-def _waiter() -> Worker:
-    return Worker("ddp_callbacks futures")

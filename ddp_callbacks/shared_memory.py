@@ -86,6 +86,7 @@ class SharedMemory:
         self._serial = 0
         self._collected = 0  # number of the last reduction that is done on all
         self._launched: deque[SharedReduction] = deque()
+        self._under_way = False  # a sum is half done
         # Kept until every rank is done: nobody may be waiting for it, but others still have to open its memory.
         self._delivered: deque[SharedReduction] = deque()
         self._spare: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -121,10 +122,23 @@ class SharedMemory:
     def finish(self, reduction: SharedReduction, doing: str) -> None:
         """Do this rank's part of all that is launched; return when ``reduction`` is done on every rank."""
         with self._lock:
+            self._require_whole()
             while self._launched:
-                self.sum(self._launched[0], doing)
-                self.deliver(self._launched.popleft())
+                first = self._launched[0]
+                self._find_slices(first, doing)  # if this raises, the sum can be made later
+                self._under_way = True
+                _sum_into_first(first.slices)
+                self.deliver(first)
+                self._launched.popleft()
+                self._under_way = False
             self.collect(reduction, doing)
+
+    def _require_whole(self) -> None:
+        if self._under_way:
+            raise RuntimeError(
+                "a sum of gradients was interrupted (Ctrl-C) when it was half done, and the other processes have parts "
+                "of it already. Start the processes again."
+            )
 
     # --- the steps of a sum -------------------------------------------------------------------------------------------
 
@@ -143,6 +157,12 @@ class SharedMemory:
 
     def sum(self, reduction: SharedReduction, doing: str) -> torch.Tensor:
         """Sum this rank's slice, and return it. Blocks until every rank of the host has filled."""
+        self._find_slices(reduction, doing)
+        _sum_into_first(reduction.slices)
+        return reduction.slices[0]
+
+    def _find_slices(self, reduction: SharedReduction, doing: str) -> None:
+        """Block until every rank of the host has filled."""
         self._await(self._filled, reduction.number, doing)
         rows = [self._row(index, reduction.number) for index in range(self._size)]
         # The usual step sums the same memory as the one before.
@@ -153,8 +173,6 @@ class SharedMemory:
         if at not in known or known[at][0] != key:
             known[at] = key, self._cut(reduction, rows, doing)
         _, reduction.slices = known[at]
-        _sum_into_first(reduction.slices)
-        return reduction.slices[0]
 
     def deliver(self, reduction: SharedReduction) -> None:
         """Write this rank's slice into everybody's memory. Does not block."""
@@ -168,12 +186,13 @@ class SharedMemory:
         """Block until every rank of the host has delivered its slice."""
         with self._lock:
             self._await(self._done, reduction.number, doing)
-            self._collected = reduction.number
+            self._collected = max(self._collected, reduction.number)
             while self._delivered and self._delivered[0].number <= reduction.number:
                 self._delivered.popleft()
         if reduction.home is not reduction.result:
             reduction.result.copy_(reduction.home)
             self._spare[reduction.home.numel(), reduction.home.dtype] = reduction.home
+            reduction.home = reduction.result  # whoever waits once more has it; the next sum may have its home
 
     def _home_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Segment]:
         """``tensor`` if it lies in a segment, else a copy that does."""
@@ -340,7 +359,7 @@ def open_shared_memory(
         weakref.finalize(group, _close, control).atexit = False
     except OSError as error:
         problem = f"rank {group.rank()} cannot open what rank {neighbours[0]} shares: {error}"
-        _close(control if here == 0 else -1)
+        _close(control)
     # Nobody signals before every rank has made its semaphores.
     problem = next(filter(None, all_gather_json(problem, doing, group)), "")
     return (None, problem) if problem else (memory, "")

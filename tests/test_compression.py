@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,6 +151,30 @@ def under_ddp(layout: tuple[int, ...] | None) -> list[float]:
 def test_the_hook_gives_distributed_data_parallel_the_same_gradients(layout: tuple[int, ...] | None) -> None:
     for errors in run_distributed(under_ddp, 3 if layout is None else sum(layout), layout):
         assert max(errors) < 1e-6
+
+
+class Group:
+    """All that is asked of a process group here is which it is."""
+
+
+def test_the_sums_of_one_group_do_not_wait_for_those_of_another() -> None:
+    """On another rank they may come in the other order, and both would wait."""
+    done, groups = threading.Event(), [Group(), Group()]
+
+    class First:
+        def wait(self, doing: str) -> None:
+            assert done.wait(60)
+
+    class Second:
+        def wait(self, doing: str) -> None:
+            done.set()
+
+    kinds: Any = (First, Second)
+    futures = [
+        ddp_hook.future_of(kind(), torch.tensor([float(index)]), group)
+        for index, (kind, group) in enumerate(zip(kinds, groups, strict=True))
+    ]
+    assert [future.wait().item() for future in futures] == [0.0, 1.0]
 
 
 def test_gradients_on_a_gpu_go_by_torchs_own_hook(monkeypatch: pytest.MonkeyPatch) -> None:

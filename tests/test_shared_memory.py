@@ -19,7 +19,7 @@ from distributed import run_distributed
 from nursery import Nursery, note, noting_errors
 from torch import Tensor
 
-from ddp_callbacks import GradientSynchronizer, join_process_group, segments
+from ddp_callbacks import GradientSynchronizer, join_process_group, segments, shared_memory
 from ddp_callbacks.all_reduce import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.shared_memory import SWITCH, SharedMemory
@@ -173,6 +173,68 @@ def alternate_and_abandon() -> list[float]:
 def test_sums_that_are_abandoned_on_every_rank_disturb_no_later_one() -> None:
     for seen in run_distributed(alternate_and_abandon, 3):
         assert seen == [111.0 * step for step in range(20)]
+
+
+def wait_twice() -> list[float]:
+    """The second sum lies in the memory of the first, which is waited for once more when the second is done."""
+    memory, first, second = opened(), torch.ones(100), torch.full((100,), 5.0)
+    one = memory.launch(first)
+    one.wait("the test")
+    two = memory.launch(second)
+    two.wait("the test")
+    one.wait("the test")
+    three, third = memory.launch(torch.zeros(100)), memory.launch(fourth := torch.full((100,), 7.0))
+    three.wait("the test")
+    third.wait("the test")
+    return [first.sum().item(), second.sum().item(), fourth.sum().item()]
+
+
+def test_a_sum_that_is_waited_for_twice_keeps_its_value() -> None:
+    assert run_distributed(wait_twice, 2) == [[200.0, 1000.0, 1400.0]] * 2
+
+
+def interrupt_between_sum_and_delivery() -> list[str]:
+    """Ctrl-C on rank 0, as if it came when the slice was summed."""
+    memory, tensor, said = opened(), torch.ones(100), []
+    reduction = memory.launch(tensor)
+    whole = shared_memory._sum_into_first
+
+    def interrupted(parts: list[Tensor]) -> None:
+        whole(parts)
+        raise KeyboardInterrupt
+
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(shared_memory, "_sum_into_first", interrupted)
+            reduction.wait("the test")
+        with pytest.raises(RuntimeError) as caught:
+            reduction.wait("the test")
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_sum_that_is_interrupted_half_done_is_an_error_not_a_wrong_sum() -> None:
+    said, _ = run_distributed(interrupt_between_sum_and_delivery, 2)
+    assert "interrupted (Ctrl-C) when it was half done" in said[0] and "Start the processes again" in said[0]
+
+
+def fail_to_open() -> tuple[int, str]:
+    """How many descriptors are left where the constructor raises, and what is done in its place."""
+    group = resolve_group()
+    choose_all_reduce(dist.new_group([0, 1]), [torch.device("cpu")])  # what is opened once for all is there now
+    before = descriptors()
+
+    def raises(self: SharedMemory, *_: object) -> None:
+        raise OSError(38, "sem_init between processes")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedMemory, "__init__", raises)
+        chosen = choose_all_reduce(group, [torch.device("cpu")])
+    return descriptors() - before, type(chosen).__name__
+
+
+def test_memory_that_cannot_be_used_after_all_leaves_no_descriptor() -> None:
+    assert run_distributed(fail_to_open, 2) == [(0, "GroupAllReduce")] * 2
 
 
 def sum_what_differs() -> str:
