@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -57,10 +58,15 @@ def spawn(
     places = [
         _place(node_rank * nprocs + local_rank, nnodes * nprocs, local_rank, nprocs) for local_rank in range(nprocs)
     ]
-    if init_method == "env://":
-        init_method = _address(nnodes)
-    for place in places:
-        worker_env_of(init_method, None, None, place)  # raises here, not there
+    with _address(init_method, nnodes) as where:
+        for place in places:
+            worker_env_of(where, None, None, place)  # raises here, not there
+        mp.start_processes(
+            _run, (fn, args, places, where, backend, timeout), nprocs=nprocs, start_method=_start_method()
+        )
+
+
+def _start_method() -> str:
     script = getattr(sys.modules["__main__"], "__file__", None)
     method = "spawn" if script and os.path.exists(script) else "fork"
     if method == "fork" and torch.cuda.is_initialized():
@@ -68,7 +74,7 @@ def spawn(
             "CUDA has been used in this notebook, and forked processes cannot use it then. Restart the kernel, and "
             "call spawn before anything uses CUDA."
         )
-    mp.start_processes(_run, (fn, args, places, init_method, backend, timeout), nprocs=nprocs, start_method=method)
+    return method
 
 
 def _check(nprocs: int, nnodes: int, node_rank: int) -> None:
@@ -84,18 +90,23 @@ def _place(rank: int, world_size: int, local_rank: int, local_world_size: int) -
     return {name: str(number) for name, number in numbers.items()}
 
 
-def _address(nnodes: int) -> str:
-    """What env:// says, or a free port of this machine."""
+@contextmanager
+def _address(init_method: str, nnodes: int) -> Iterator[str]:
+    """Where to meet: as ``init_method`` says; for env:// as the variables say, or at a port of this machine."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if host:
-        return f"tcp://{host}:{port or 29500}"
+    if init_method != "env://" or host:
+        yield init_method if init_method != "env://" else f"tcp://{host}:{port or 29500}"
+        return
     if nnodes > 1:
         raise ConfigurationError(
             f'{nnodes} nodes need an address to meet at: set MASTER_ADDR, or pass init_method="tcp://HOST:PORT" with '
             "the address of node 0."
         )
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    with socket.socket() as kept:
+        # Bound but not listening: rank 0 can bind it too (SO_REUSEADDR), and nobody else gets it before that.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield f"tcp://127.0.0.1:{kept.getsockname()[1]}"
 
 
 def _run(

@@ -19,15 +19,25 @@ pytestmark = [
     pytest.mark.xdist_group("hosts-meeting"),
 ]
 
+# Says where the processes met, what they sum, and on how many ports each listens once it has synchronized gradients.
 PROGRAM = """
+import os
+from pathlib import Path
 import torch
 import torch.distributed as dist
-from ddp_callbacks import join_process_group
+from ddp_callbacks import GradientSynchronizer, join_process_group
 
 env = join_process_group()
 total = torch.tensor([env.rank + 1.0])
 dist.all_reduce(total)
-print("met at", env.host, "sum", total.item())
+model = torch.nn.Linear(2, 2)
+synchronizer = GradientSynchronizer(model)
+model(torch.ones(1, 2)).sum().backward()
+rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+ports = sum(row[3] == "0A" and f"socket:[{row[9]}]" in own for row in rows)
+dist.barrier()
+print("met at", env.host, "sum", total.item(), "ports", ports)
 """
 
 
@@ -72,13 +82,16 @@ def test_a_host_whose_own_name_is_127_0_1_1_is_reached_by_the_others(bed: HostBe
     """Under srun two ranks are on the first host; then, started by hand, one on each."""
     first, second, _ = bed.hosts
     said = ends([start(host, **of_srun(rank)) for rank, host in enumerate((first, first, second))])
-    assert [out for out, _ in said[:2]] == ["met at 10.83.0.1 sum 6.0\n"] * 2
-    assert said[2][0] == "met at h1 sum 6.0\n"
+    assert [out for out, _ in said] == [
+        "met at 10.83.0.1 sum 6.0 ports 4\n",  # one is the store's; one rank of each host carries its sums
+        "met at 10.83.0.1 sum 6.0 ports 1\n",
+        "met at h1 sum 6.0 ports 3\n",
+    ]
     assert "h1 means this machine alone here; the processes meet at 10.83.0.1" in said[0][1]
 
     by_hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "h1", "MASTER_PORT": "29533"}
     said = ends([start(host, RANK=str(rank), **by_hand) for rank, host in enumerate((first, second))])
-    assert [out for out, _ in said] == ["met at 10.83.0.1 sum 3.0\n", "met at h1 sum 3.0\n"]
+    assert [out for out, _ in said] == ["met at 10.83.0.1 sum 3.0 ports 2\n", "met at h1 sum 3.0 ports 1\n"]
 
 
 def test_a_name_that_does_not_resolve_yet_is_waited_for(bed: HostBed) -> None:
@@ -93,7 +106,7 @@ def test_a_name_that_does_not_resolve_yet_is_waited_for(bed: HostBed) -> None:
     for host in hosts:
         with (host.folder / "hosts").open("a") as names:
             names.write("10.83.0.1 trainer-0.trainer\n")
-    assert [out for out, _ in ends(ranks)] == ["met at trainer-0.trainer sum 3.0\n"] * 2
+    assert [out.partition(" ports")[0] for out, _ in ends(ranks)] == ["met at trainer-0.trainer sum 3.0"] * 2
 
 
 # What connects to the first address is passed on to the second, as by a Service of Kubernetes.
@@ -141,7 +154,8 @@ def test_behind_an_address_that_is_none_of_its_own_rank_0_listens_where_the_vari
             start(host, RANK=str(rank), DDP_CALLBACKS_BIND="0.0.0.0", **place)
             for rank, host in enumerate((first, second))
         ]
-        assert [out for out, _ in ends(ranks)] == [f"met at {service.address} sum 3.0\n"] * 2
+        expected = [f"met at {service.address} sum 3.0"] * 2
+        assert [out.partition(" ports")[0] for out, _ in ends(ranks)] == expected
     finally:
         bed.end_all()
         forwarder.wait(LIMIT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from nursery import free_port
 
-from ddp_callbacks import spawn
+from ddp_callbacks import processes, spawn
 from ddp_callbacks.errors import ConfigurationError
 
 LIMIT = 600.0  # seconds
@@ -96,6 +97,17 @@ def fail_on_rank_1(how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("the data of rank 1 are gone")
     dist.barrier()
+
+
+def test_nobody_takes_the_port_before_rank_0_listens_there() -> None:
+    with processes._address("env://", 1) as where:
+        port = int(where.rpartition(":")[2])
+        with socket.socket() as stranger, pytest.raises(OSError, match="Address already in use"):
+            stranger.bind(("127.0.0.1", port))
+        with socket.socket() as rank_0:
+            rank_0.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            rank_0.bind(("127.0.0.1", port))
+            rank_0.listen()
 
 
 def test_the_exception_of_a_process_is_raised_here() -> None:
