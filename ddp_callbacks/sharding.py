@@ -140,12 +140,17 @@ def shard_loader(loader: Any, batch_size: BatchSize = "global", group: dist.Proc
         group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: Another ``batch_size``; or a loader that cannot be divided before loading, with workers and
-            ``in_order=False``.
+        ConfigurationError: Another ``batch_size``; torchdata's ``StatefulDataLoader``; or a loader that cannot be
+            divided before loading, with workers and ``in_order=False``.
     """
     check_batch_size(batch_size)
     if get_world_size(group) == 1 or loader is None or isinstance(loader, ShardedLoader) or is_distributed(loader):
         return loader
+    if any(kind.__name__ == "StatefulDataLoader" for kind in type(loader).__mro__):
+        raise ConfigurationError(
+            f"a StatefulDataLoader of torchdata cannot be divided among {get_world_size(group)} processes: its state "
+            "would say how far one of them has come. Give a torch.utils.data.DataLoader with the same arguments."
+        )
     return ShardedLoader(loader, batch_size, group)
 
 

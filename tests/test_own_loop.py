@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 from ddp_callbacks import GradientSynchronizer
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.sharding import Share, shard_loader, with_shares
 
 WORLD_SIZE = 3
@@ -95,6 +96,24 @@ def shares_of_a_distributed_sampler() -> list[Share]:
     data = samples()
     own = DataLoader(data, BATCH_SIZE, sampler=DistributedSampler(data, shuffle=False))
     return [share for _, share in with_shares(shard_loader(own))]
+
+
+class StatefulDataLoader(DataLoader[Any]):
+    """torchdata's is one, too."""
+
+
+def divide_a_stateful_loader() -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        shard_loader(StatefulDataLoader(TensorDataset(torch.ones(4, 1)), 2))
+    return str(caught.value)
+
+
+def test_a_loader_whose_state_would_be_wrong_is_refused_by_name() -> None:
+    for said in run_distributed(divide_a_stateful_loader, 2):
+        assert "a StatefulDataLoader of torchdata cannot be divided among 2 processes" in said
+        assert "Give a torch.utils.data.DataLoader" in said
+    alone = StatefulDataLoader(TensorDataset(torch.ones(4, 1)), 2)
+    assert shard_loader(alone) is alone
 
 
 def test_the_total_of_a_distributed_sampler_s_batches_is_not_known() -> None:
