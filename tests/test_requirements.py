@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_the_private_names_of_torch_and_lightning_are_there() -> None:
     require_names("torch", process_group.PRIVATE)
+    require_names("torchmetrics", package.OF_TORCHMETRICS)
     for home in (lightning.pytorch, pytorch_lightning):
         require_names("lightning", [f"{home.__name__}.{name}" for name in package.PRIVATE])
 

@@ -18,16 +18,23 @@ from ddp_callbacks.requirements import how_to_install, require_names
 
 NAME = "ddp_callbacks"  # of the strategy; Lightning looks for it in lower case
 _HOME = "ddp_callbacks.lightning"
+_RESULT = "trainer.connectors.logger_connector.result"
+_LOGGER = "trainer.connectors.logger_connector.logger_connector:_LoggerConnector"
 PRIVATE = (
-    "trainer.connectors.logger_connector.result:_ResultCollection.log",
-    "trainer.connectors.logger_connector.result:_ResultMetric",
-    "trainer.connectors.logger_connector.logger_connector:_LoggerConnector.epoch_end_reached",
+    *(f"{_RESULT}:_ResultCollection.{name}" for name in ("log", "metrics", "reset", "result_metrics")),
+    f"{_RESULT}:_Metadata.is_mean_reduction",
+    *(f"{_LOGGER}.{name}" for name in ("on_batch_end", "epoch_end_reached", "on_epoch_end")),
+    "trainer:Trainer._results",
+    "trainer:Trainer._active_loop",
     "trainer.connectors.signal_connector:_SignalConnector._sigterm_notifier_fn",
     "loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
+    "loops.optimization.automatic:_AutomaticOptimization.output_result_cls",
     "strategies:DDPStrategy._setup_model",
     "strategies:DDPStrategy._configure_launcher",
 )
 """What is used of Lightning beside its public names."""
+OF_TORCHMETRICS = tuple(f"torchmetrics:Metric.{name}" for name in ("_copy_state_dict", "_sync_dist", "_wrap_compute"))
+"""The same of torchmetrics, which comes with it."""
 
 STRATEGY_DOC = """Train on many processes without wrapping the module; the strategy's name is ``"ddp_callbacks"``.
 
@@ -102,6 +109,7 @@ def make(name: str) -> Package:
     """Make the classes for a package, and register the strategy there."""
     root = _root(name)
     require_names(name.replace("_", "-"), (f"{root}.{private}" for private in PRIVATE))
+    require_names("torchmetrics", OF_TORCHMETRICS)
     fabric = "lightning.fabric" if name == "lightning" else "lightning_fabric"
     strategies = importlib.import_module(f"{root}.strategies")
     results = importlib.import_module(f"{root}.trainer.connectors.logger_connector.result")
