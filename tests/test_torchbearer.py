@@ -8,6 +8,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -21,6 +22,7 @@ from test_equivalence import assert_equal
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchbearer import Callback, Metric, Trial
+from torchbearer.callbacks import MostRecent
 
 from ddp_callbacks import __version__
 from ddp_callbacks.errors import PeerError
@@ -200,7 +202,7 @@ class DrawsInBatches(Callback):
         self.drawn: list[float] = []
 
     def on_sample(self, state: Any) -> None:
-        self.drawn.append(float(torch.rand(max(state[SHARE].local, 1))[0]))
+        self.drawn.append(float(torch.rand(len(state[torchbearer.X]))[0]))
 
     def on_backward(self, state: Any) -> None:
         for parameter in state[torchbearer.MODEL].parameters():
@@ -215,7 +217,7 @@ class DrawsInBatches(Callback):
         if dist.get_rank() == 0:
             torch.rand(3)  # a picture for the log, say
 
-    def on_start_epoch(self, state: Any) -> None:
+    def on_start_training(self, state: Any) -> None:
         self.on_step_training(state)
 
 
@@ -236,6 +238,35 @@ def test_callbacks_that_change_parameters_at_random_change_them_alike_on_all_ran
         assert_equal(parameters, first, 0.0)
         assert len({*drawn, *own}) == 2 * len(own)
         assert drawn_after == after
+
+
+def goes_on_where_it_stopped(folder: str) -> Any:
+    """Parameters after four epochs with dropout, in one go and in two runs."""
+
+    def started(name: str) -> Trial:
+        model = nn.Sequential(network(), nn.Dropout(0.3), nn.Linear(CLASSES, CLASSES).double())
+        made = trial([DDPCallback(), MostRecent(f"{folder}/{name}.pt"), DrawsInBatches()], model=model)
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            seed(11)
+        return made.with_generators(DataLoader(data(20), 8, shuffle=True), DataLoader(data(7), 4))
+
+    whole = started("whole")
+    whole.run(4)
+    started("first").run(2)
+    again = started("again")
+    again.load_state_dict(torch.load(f"{folder}/first.pt", weights_only=False))
+    torch.rand(7)
+    again.evaluate()
+    again.run(4)
+    return outcome(whole, [])["parameters"], outcome(again, [])["parameters"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_trial_that_goes_on_from_its_checkpoint_ends_with_the_numbers_of_one_that_was_never_stopped(
+    world_size: int, tmp_path: Path
+) -> None:
+    for whole, resumed in run_distributed(goes_on_where_it_stopped, world_size, str(tmp_path)):
+        assert_equal(resumed, whole, 0.0)
 
 
 # --- data ------------------------------------------------------------------------------------------------

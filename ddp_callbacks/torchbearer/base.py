@@ -23,6 +23,9 @@ SHARE = torchbearer.state_key("ddp_callbacks_share")
 WEIGHS_LOSS = torchbearer.state_key("ddp_callbacks_weighs_loss")
 """State key, there where the loss has to be weighed before backward, since layers exchange gradients in it."""
 
+RANDOM_STATE = "ddp_callbacks_random_state"
+"""Key of the random state in a checkpoint that :class:`RankZeroOutput` lets Torchbearer write."""
+
 
 class DistributedCallback(Callback):  # type: ignore[misc]
     """A callback that takes part in a process group; joins the default one where none is given.

@@ -16,7 +16,8 @@ from torchbearer.callbacks import ConsolePrinter, CSVLogger, LiveLossPlot, Tqdm
 from torchbearer.callbacks.checkpointers import _Checkpointer
 from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 
-from ddp_callbacks.torchbearer.base import DistributedCallback, State, wrap_methods
+from ddp_callbacks.random_state import plain_global_state
+from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, State, wrap_methods
 from ddp_callbacks.torchbearer.decisions import flat_callbacks
 
 WRITERS = (_Checkpointer, CSVLogger, AbstractTensorBoard, LiveLossPlot, ConsolePrinter, Tqdm)
@@ -28,7 +29,8 @@ class RankZeroOutput(DistributedCallback):
 
     On the other ranks Torchbearer's writers get no events, and the Trial is silent whatever ``verbose`` says. On every
     world size a checkpoint is written to a temporary file in the same folder and renamed, and the previous one is
-    deleted only then, so that a kill at any moment leaves a checkpoint that loads.
+    deleted only then, so that a kill at any moment leaves a checkpoint that loads. With a Trial's state it holds the
+    random state, under the key ``"ddp_callbacks_random_state"``, which a plain Trial ignores.
 
     Args:
         also: Further callback classes that write, your own loggers say, to be silenced on the other ranks.
@@ -52,14 +54,17 @@ class RankZeroOutput(DistributedCallback):
 
 
 def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool = False) -> None:
-    """``_Checkpointer.save_checkpoint`` of Torchbearer, but the old file goes only once the new one is there."""
+    """``save_checkpoint`` of Torchbearer, with the random state; the old file goes only once the new one is there."""
     values = {str(key): value for key, value in {**model_state, **model_state[torchbearer.METRICS]}.items()}
     path = self.fileformat.format(**values)
-    source = model_state[torchbearer.MODEL if self.save_model_params_only else torchbearer.SELF]
+    if self.save_model_params_only:
+        saved = model_state[torchbearer.MODEL].state_dict()
+    else:
+        saved = model_state[torchbearer.SELF].state_dict() | {RANDOM_STATE: plain_global_state()}
     write_atomically(
         path,
         lambda temporary: torch.save(
-            source.state_dict(), temporary, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol
+            saved, temporary, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol
         ),
     )
     if overwrite_most_recent and self.most_recent not in (None, path):

@@ -18,8 +18,9 @@ from ddp_callbacks.broadcast import (
     running_statistics,
 )
 from ddp_callbacks.collectives import all_gather_json, broadcast_tensors, pack, unpack
+from ddp_callbacks.random_state import set_global_state
 from ddp_callbacks.replicas import describe_checkpoint, require_equal_replicas, require_same_checkpoint
-from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of, wrap_methods
+from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, State, share_of, wrap_methods
 from ddp_callbacks.torchbearer.data import DATA_KEYS
 from ddp_callbacks.version import __version__
 
@@ -30,7 +31,8 @@ class BroadcastParameters(DistributedCallback):
     Compared are which of these is called, parameter names, shapes and dtypes, the optimizer's groups, the loaders'
     lengths, the epochs trained so far and the versions of the libraries. Broadcast are parameters, buffers and the
     optimizer's state. Where only rank 0 has loaded a checkpoint, the other ranks get its history and its optimizer's
-    hyperparameters as well.
+    hyperparameters as well. A run that goes on from a checkpoint of :class:`RankZeroOutput` goes on with its random
+    state, on one process, too, and so draws the batches of a run that was never stopped.
 
     Args:
         process_group: ``None`` is the default group.
@@ -43,14 +45,17 @@ class BroadcastParameters(DistributedCallback):
         super().__init__(process_group)
         self._called = ""
         self._loaded: str | None = None
+        self._random_state: Any = None  # of a checkpoint, where the next run goes on with it
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
-        if self.world_size > 1:
-            wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict", "replay"), self._noting)
-            wrap_methods(state[torchbearer.SELF], ("load_state_dict",), self._noting_checkpoint)
+        wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict", "replay"), self._noting)
+        wrap_methods(state[torchbearer.SELF], ("load_state_dict",), self._noting_checkpoint)
 
     def on_start(self, state: State) -> None:
+        if self._random_state is not None and self._called == "run":
+            set_global_state(self._random_state)
+            self._random_state = None
         if self.world_size == 1:
             return
         self._require_same_checkpoint()
@@ -81,8 +86,9 @@ class BroadcastParameters(DistributedCallback):
         return noting
 
     def _noting_checkpoint(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            loaded = method(state_dict, *args, **kwargs)
+        def noting(state_dict: Any, resume: bool = True, **kwargs: Any) -> Any:
+            loaded = method(state_dict, resume, **kwargs)
+            self._random_state = state_dict.get(RANDOM_STATE) if resume else None
             keys = (torchbearer.MODEL, torchbearer.OPTIMIZER)
             state = [state_dict.get(key) for key in keys] if torchbearer.MODEL in state_dict else state_dict
             self._loaded = describe_checkpoint(state, epochs=len(state_dict.get(torchbearer.HISTORY, ())))
