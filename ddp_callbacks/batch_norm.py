@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,6 +119,35 @@ class BatchNormSynchronizer:
             name = "Synchronized" + original.__name__.removeprefix("Sync")
             self._made[original] = type(name, (SynchronizedLayer, original), members)
         return self._made[original]
+
+
+def samples_needed(module: torch.nn.Module, batch_size: int | None, world_size: int) -> int:
+    """How many samples of a batch a rank needs at least, if it gets any: 2 with BatchNorm, which a single one may fail.
+
+    Where a batch is short, the last of an epoch say, fewer ranks then compute it. That is so of whole batches as well
+    where they have less than two samples for each rank and a layer is a ``BatchNorm1d``, and said by a warning.
+
+    Args:
+        module: Its BatchNorm layers that normalize by the rank's part are asked for.
+        batch_size: Of the loader; ``None`` if that is unknown.
+    """
+    layers = [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, SynchronizedLayer) and not _has_group(layer)
+    ]
+    if not layers or world_size == 1:
+        return 1
+    if batch_size is None or batch_size >= 2 * world_size:
+        return 2
+    if not any(isinstance(layer, torch.nn.BatchNorm1d) for layer in layers):
+        return 1
+    warnings.warn(
+        f"a batch of {batch_size} samples has less than two for each of {world_size} processes, but BatchNorm needs "
+        f"two to normalize: only {max(1, batch_size // 2)} of them compute. Use sync_batchnorm=True or larger batches.",
+        stacklevel=2,
+    )
+    return 2
 
 
 class SynchronizedLayer:

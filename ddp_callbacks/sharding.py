@@ -72,11 +72,17 @@ def check_batch_size(batch_size: str) -> None:
         )
 
 
-def slice_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
+def slice_bounds(size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[int, int]:
     """Start and end of ``rank``'s part of ``size`` samples, divided among ``world_size`` ranks.
 
     Parts differ by one sample at most, and the first ranks have the longer ones. Local.
+
+    Args:
+        at_least: No part is smaller, but those of ranks that get nothing; where ``size`` is, the first rank has all.
     """
+    world_size = min(world_size, max(1, size // at_least))
+    if rank >= world_size:
+        return size, size
     base, extra = divmod(size, world_size)
     start = rank * base + min(rank, extra)
     return start, start + base + (rank < extra)
@@ -92,19 +98,21 @@ class ShardedLoader:
         loader: The user's, which stays as it is.
         batch_size: ``"global"`` or ``"per_process"``, see :func:`shard_loader`.
         group: ``None`` is the default group.
+        at_least: See :func:`shard_loader`.
 
     Attributes:
         shares: Of the batches that were drawn and whose share nobody has taken yet, the oldest first.
         iterator: The last one that was begun.
     """
 
-    def __init__(self, loader: Any, batch_size: BatchSize, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, loader: Any, batch_size: BatchSize, group: dist.ProcessGroup | None, at_least: int) -> None:
         self.loader = loader
         self.shares: deque[Share] = deque()
         self.iterator: ShardedIterator | None = None
         self._batch_size = batch_size
         self._group = group
-        self._sliced = _sliced_before_loading(loader, batch_size, group)
+        self._at_least = at_least
+        self._sliced = _sliced_before_loading(loader, batch_size, group, at_least)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:
@@ -119,13 +127,15 @@ class ShardedLoader:
         if isinstance(self._sliced, _Part):
             self.iterator = _PartIterator(self._sliced, self.shares)
         elif self._batch_size == "global":
-            self.iterator = _SlicingIterator(self.loader, self._group, self.shares)
+            self.iterator = _SlicingIterator(self.loader, self._group, self.shares, self._at_least)
         else:
             self.iterator = _TakingIterator(self.loader, self._group, self.shares)
         return self.iterator
 
 
-def shard_loader(loader: Any, batch_size: BatchSize = "global", group: dist.ProcessGroup | None = None) -> Any:
+def shard_loader(
+    loader: Any, batch_size: BatchSize = "global", group: dist.ProcessGroup | None = None, at_least: int = 1
+) -> Any:
     """``loader`` for this rank: a :class:`ShardedLoader`, or ``loader`` itself where it is this rank's part already.
 
     That is so in a world of one, for one that was sharded before, and for one with a ``DistributedSampler``. The
@@ -138,6 +148,8 @@ def shard_loader(loader: Any, batch_size: BatchSize = "global", group: dist.Proc
         batch_size: ``"global"``: each rank gets its slice of every batch. ``"per_process"``: each rank takes whole
             batches in turn.
         group: ``None`` is the default group.
+        at_least: A rank gets so many samples of a ``"global"`` batch, or none; what
+            :func:`ddp_callbacks.batch_norm.samples_needed` says of the model.
 
     Raises:
         ConfigurationError: Another ``batch_size``; torchdata's ``StatefulDataLoader``; or a loader that cannot be
@@ -151,7 +163,7 @@ def shard_loader(loader: Any, batch_size: BatchSize = "global", group: dist.Proc
             f"a StatefulDataLoader of torchdata cannot be divided among {get_world_size(group)} processes: its state "
             "would say how far one of them has come. Give a torch.utils.data.DataLoader with the same arguments."
         )
-    return ShardedLoader(loader, batch_size, group)
+    return ShardedLoader(loader, batch_size, group, at_least)
 
 
 def with_shares(loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
@@ -265,11 +277,13 @@ class _Draw:
 class _SlicedBatchSampler:
     """Yields this rank's indices of each batch that ``batch_sampler`` yields, under rank 0's random state."""
 
-    def __init__(self, loader: DataLoader[Any], batch_size: BatchSize, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], batch_size: BatchSize, group: dist.ProcessGroup | None, at_least: int
+    ) -> None:
         self._loader = loader
         self.batch_sampler: Any = loader.batch_sampler
         self.sampler = getattr(self.batch_sampler, "sampler", None)
-        self._divide = _slices if batch_size == "global" else _turns
+        self._divide = functools.partial(_slices, at_least=at_least) if batch_size == "global" else _turns
         self.group = group
         self.draw = _Draw()
 
@@ -321,8 +335,10 @@ class _SlicedBatchSampler:
 class _Part:
     """A ``DataLoader`` like the user's that loads this rank's samples only."""
 
-    def __init__(self, loader: DataLoader[Any], batch_size: BatchSize, group: dist.ProcessGroup | None) -> None:
-        self.sampler = _SlicedBatchSampler(loader, batch_size, group)
+    def __init__(
+        self, loader: DataLoader[Any], batch_size: BatchSize, group: dist.ProcessGroup | None, at_least: int
+    ) -> None:
+        self.sampler = _SlicedBatchSampler(loader, batch_size, group, at_least)
         self.loader = copy.copy(loader)
         # DataLoader refuses these as assignments after construction; a shallow copy keeps the user's class and options.
         # The shares are those of the batches in the sampler's order.
@@ -362,11 +378,13 @@ def _load(dataset: Any, indices: Sequence[Any]) -> Any:
     return load_many(indices) if load_many else [dataset[index] for index in indices]
 
 
-def _sliced_before_loading(loader: Any, batch_size: BatchSize, group: dist.ProcessGroup | None) -> _Part | None:
+def _sliced_before_loading(
+    loader: Any, batch_size: BatchSize, group: dist.ProcessGroup | None, at_least: int
+) -> _Part | None:
     if not isinstance(loader, DataLoader):
         return None
     if loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset):
-        return _Part(loader, batch_size, group)
+        return _Part(loader, batch_size, group, at_least)
     if loader.num_workers and not loader.in_order:
         raise ConfigurationError(
             "DataLoader(in_order=False) must be in_order=True here: every process loads all batches and takes its part "
@@ -375,10 +393,10 @@ def _sliced_before_loading(loader: Any, batch_size: BatchSize, group: dist.Proce
     return None
 
 
-def _slices(batches: Iterator[Sequence[Any]], rank: int, world_size: int) -> Iterator[_Division]:
+def _slices(batches: Iterator[Sequence[Any]], rank: int, world_size: int, at_least: int) -> Iterator[_Division]:
     for batch in batches:
-        start, end = slice_bounds(len(batch), rank, world_size)
-        # The stand-in is the whole batch: it has fewer samples than there are ranks, and as many as one process sees.
+        start, end = slice_bounds(len(batch), rank, world_size, at_least)
+        # The stand-in is the whole batch: it has too few samples for all ranks, and as many as one process sees.
         part = batch[start:end] if end > start else batch
         yield _Division(batch, part, start if end > start else 0, Share(end - start, len(batch)))
 
@@ -458,6 +476,12 @@ class _WholeIterator(ShardedIterator):
 class _SlicingIterator(_WholeIterator):
     """Keeps this rank's slice of every tensor."""
 
+    def __init__(
+        self, loader: Iterable[Any], group: dist.ProcessGroup | None, shares: deque[Share], at_least: int
+    ) -> None:
+        super().__init__(loader, group, shares)
+        self._at_least = at_least
+
     def __next__(self) -> Any:
         batch = self._next_whole()
         self._keep(batch, batch)
@@ -473,7 +497,7 @@ class _SlicingIterator(_WholeIterator):
             mine = self._position % self._world_size == self._rank
             self._shares.append(Share(int(mine), 1))
             return batch
-        part, share = slice_batch(batch, size, self._rank, self._world_size)
+        part, share = slice_batch(batch, size, self._rank, self._world_size, self._at_least)
         self._keep(batch, part)
         self._shares.append(share)
         return part
@@ -495,9 +519,9 @@ class _TakingIterator(_WholeIterator):
         return turn[self._rank if mine else 0]
 
 
-def slice_batch(batch: Any, size: int, rank: int, world_size: int) -> tuple[Any, Share]:
+def slice_batch(batch: Any, size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[Any, Share]:
     """This rank's slice of a loaded batch of ``size`` samples; the whole as a stand-in where that is empty."""
-    start, end = slice_bounds(size, rank, world_size)
+    start, end = slice_bounds(size, rank, world_size, at_least)
     part = _slice(batch, size, slice(start, end)) if end > start else batch
     return part, Share(end - start, size)
 

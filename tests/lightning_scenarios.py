@@ -485,6 +485,17 @@ class Normalized(Net):
         self.layers = nn.Sequential(first, *self.layers[:2], second, self.layers[2]).double()
 
 
+@scenario
+def a_batch_too_short_for_batchnorm_on_all(strategy: str) -> Any:
+    class Parts(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)).double()
+
+    return [fit(strategy, Parts(), loader(samples, 8), loader(5, 4)) for samples in (2, 3)]
+
+
 class NormalizedDrawsItself(Normalized, DrawsItself):
     pass
 

@@ -504,6 +504,13 @@ def parameters_changed_at_random_in_callbacks(extra: Extra) -> Any:
 
 
 @scenario
+def a_batch_too_short_for_batchnorm_on_all(extra: Extra) -> Any:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)).double()
+    return [run(trial(extra, model=model), DataLoader(data(samples), 8), DataLoader(data(5), 4)) for samples in (2, 3)]
+
+
+@scenario
 def resumed(extra: Extra) -> Any:
     def make(callbacks: Extra) -> Trial:
         made = trial(

@@ -162,6 +162,27 @@ def test_synchronized_layers_are_given_back() -> None:
         assert found == [nn.BatchNorm1d, "SynchronizedBatchNorm1d", nn.BatchNorm1d]
 
 
+@case
+def a_last_batch_too_short_for_all() -> Any:
+    model = Normalized()
+    made = trial([DDPCallback()], model=model).with_train_generator(DataLoader(data(15), 12))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.run(2)
+        small = trial([DDPCallback()], model=Normalized()).with_train_generator(DataLoader(data(8), 4))
+        small.run(2)
+    return outcome(made, [])["parameters"], [str(warning.message) for warning in caught]
+
+
+def test_a_last_batch_too_short_for_batchnorm_on_all_processes_is_trained_by_fewer() -> None:
+    (first, texts), *others = by_rank(a_last_batch_too_short_for_all)
+    for parameters, _ in others:
+        assert_equal(parameters, first, 0.0)
+    about = [text for text in texts if "BatchNorm" in text]
+    assert len(about) == 1 and about[0].startswith("a batch of 4 samples has less than two for each of 3 processes")
+    assert "sync_batchnorm=True" in about[0]
+
+
 # --- random state ----------------------------------------------------------------------------------------
 
 

@@ -22,9 +22,13 @@ from ddp_callbacks.sharding import BatchSize, ShardedLoader, Share, common_size,
 Weight = Callable[[Any], float | torch.Tensor]
 
 
-def shard(loader: Any, batch_size: BatchSize, name: str) -> Any:
-    """This rank's part of a loader. A collective."""
-    sharded = shard_loader(loader, batch_size)
+def shard(loader: Any, batch_size: BatchSize, name: str, at_least: int = 1) -> Any:
+    """This rank's part of a loader. A collective.
+
+    Args:
+        at_least: See :func:`ddp_callbacks.sharding.shard_loader`.
+    """
+    sharded = shard_loader(loader, batch_size, at_least=at_least)
     if sharded is not loader:
         remedy = "Give every process the same data, or divide them yourself with a DistributedSampler."
         require_agreement({"batches": _length(loader)}, f"the {name} dataloader", remedy)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from ddp_callbacks.agreement import module_settings, optimizer_settings, require_agreement
+from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.broadcast import broadcast_parameters
 from ddp_callbacks.buckets import check_bucket_cap_mb
 from ddp_callbacks.collectives import (
@@ -253,7 +254,10 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         # Where all ranks load the same batches and divide them afterwards, their workers must draw alike.
         loads_all = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
         type(self).add_worker_init_fn(dataloader, 0 if loads_all else self.global_rank)
-        return shard(dataloader, self._batch_size, self._trainer.state.stage.dataloader_prefix)
+        name, needed = self._trainer.state.stage.dataloader_prefix, 1
+        if name == "train" and self._batch_size == "global":
+            needed = samples_needed(self.model, getattr(dataloader, "batch_size", None), self.world_size)
+        return shard(dataloader, self._batch_size, name, needed)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Note what this rank has of the batch, then as Lightning's."""

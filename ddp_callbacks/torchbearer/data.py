@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 import torchbearer
 
+from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.random_state import RunRandomState, make_equal
 from ddp_callbacks.sharding import (
     BatchSize,
@@ -70,7 +71,8 @@ class ShardData(DistributedCallback):
         self._originals = {key: trial_state[key] for key in DATA_KEYS + STEPS_KEYS}
         for key, steps_key in zip(DATA_KEYS, STEPS_KEYS, strict=True):
             if (data := trial_state[key]) is not None:
-                trial_state[key] = self._shard(*data)
+                needed = self._samples_needed(state, data[0]) if key is torchbearer.TRAIN_DATA else 1
+                trial_state[key] = self._shard(data[0], data[1], needed)
                 trial_state[steps_key] = trial_state[key][1]
         # evaluate() and predict() have read the generator before this event; run() reads it again.
         if torchbearer.GENERATOR in state:
@@ -105,9 +107,10 @@ class ShardData(DistributedCallback):
         if self._random_state is not None:
             self._random_state.end()
 
-    def _shard(self, generator: Any, steps: int | None) -> tuple[Any, int | None]:
+    def _shard(self, generator: Any, steps: int | None, needed: int = 1) -> tuple[Any, int | None]:
         if id(generator) not in self._sharded:
-            self._sharded[id(generator)] = (generator, shard_loader(generator, self.batch_size, self.process_group))
+            sharded = shard_loader(generator, self.batch_size, self.process_group, needed)
+            self._sharded[id(generator)] = (generator, sharded)
         sharded = self._sharded[id(generator)][1]
         if self.batch_size == "per_process" and sharded is not generator and steps == _length(generator):
             steps = _length(sharded)
@@ -126,8 +129,13 @@ class ShardData(DistributedCallback):
             return Share(1 if size is None else size, None)
         if size is None:
             return Share(int(self.rank == 0), 1)
-        (state[torchbearer.X], state[torchbearer.Y_TRUE]), share = slice_batch(batch, size, self.rank, self.world_size)
+        needed = self._samples_needed(state, None) if state[torchbearer.MODEL].training else 1
+        part, share = slice_batch(batch, size, self.rank, self.world_size, needed)
+        state[torchbearer.X], state[torchbearer.Y_TRUE] = part
         return share
+
+    def _samples_needed(self, state: State, generator: Any) -> int:
+        return samples_needed(state[torchbearer.MODEL], getattr(generator, "batch_size", None), self.world_size)
 
 
 def _length(loader: Any) -> int | None:
