@@ -28,6 +28,7 @@ from ddp_callbacks import GradientSynchronizer, WorkerEnv, join_process_group, s
 from ddp_callbacks.agreement import require_agreement
 from ddp_callbacks.broadcast import broadcast_parameters
 from ddp_callbacks.collectives import all_gather_json, all_reduce
+from ddp_callbacks.files import write_atomically
 from ddp_callbacks.sharding import shard_loader, slice_bounds, with_shares
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -185,9 +186,8 @@ def load_checkpoint(path: str | None, parts: dict[str, Any], device: torch.devic
 def save_checkpoint(path: str | None, parts: dict[str, Any], epochs: int) -> None:
     """For rank 0 alone. A process that is killed while it writes leaves the last checkpoint as it is."""
     if path:
-        temporary = f"{path}.tmp"
-        torch.save({name: part.state_dict() for name, part in parts.items()} | {"epochs": epochs}, temporary)
-        os.replace(temporary, path)
+        state = {name: part.state_dict() for name, part in parts.items()} | {"epochs": epochs}
+        write_atomically(path, lambda temporary: torch.save(state, temporary))
 
 
 def report(model: nn.Module, counts: tuple[int, int], worker: WorkerEnv) -> None:

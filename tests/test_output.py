@@ -9,6 +9,8 @@ import os
 import pickle
 import re
 import signal
+import socket
+import subprocess
 import sys
 import types
 import warnings
@@ -25,8 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Callback, Trial
 from torchbearer.callbacks import Best, CallbackList, CSVLogger, Interval, ModelCheckpoint, MostRecent, TensorBoard
 
+from ddp_callbacks.files import remove_leftovers, write_atomically
 from ddp_callbacks.torchbearer import DDPCallback
-from ddp_callbacks.torchbearer.output import write_atomically
 
 pytestmark = pytest.mark.shares_results()
 
@@ -434,6 +436,46 @@ def test_a_failing_rename_leaves_no_temporary_file(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         write_atomically(str(target), lambda temporary: Path(temporary).write_bytes(b"new") and None)
     assert [path.name for path in tmp_path.iterdir()] == ["a-folder"]
+
+
+def test_what_kills_have_left_of_a_checkpoint_goes_at_the_next_start_and_nothing_else(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    host = socket.gethostname()
+    left = [f"recent.3.pt.{host}-{dead.pid}.tmp", f"recent.0.pt.{host}-{os.getpid()}.tmp"]
+    kept = [
+        f"recent.4.pt.{host}-{os.getppid()}.tmp",  # it lives
+        f"recent.3.pt.another-{dead.pid}.tmp",
+        f"other.3.pt.{host}-{dead.pid}.tmp",
+        "recent.3.pt",
+        "recent.3.pt.tmp",
+    ]
+    for name in left + kept:
+        (tmp_path / name).write_bytes(b"half")
+    trial = make_trial([DDPCallback(), MostRecent(str(tmp_path / "recent.{epoch}.pt"))], verbose=0)
+    trial.run(1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "recent.0.pt"])
+
+
+def test_a_process_that_was_killed_while_it_wrote_leaves_nothing_behind_after_the_next_write(killed: Path) -> None:
+    folder = killed / "during-save-1"
+    assert len(list(folder.glob("*.tmp"))) == 1
+    trial = make_trial([DDPCallback(), MostRecent(f"{folder}/recent.{{epoch}}.pt")], verbose=0)
+    trial.run(1)
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_path_with_braces_and_brackets_is_taken_as_it_is(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    path = f"{tmp_path}/[a]{{b}}.pt"
+    ending = f"{socket.gethostname()}-{dead.pid}.tmp"
+    for name in (f"{path}.{ending}", f"{tmp_path}/a.pt.{ending}"):
+        Path(name).write_bytes(b"half")
+    write_atomically(path, lambda temporary: Path(temporary).write_bytes(b"whole"))
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["[a]{b}.pt", f"a.pt.{ending}"]
+    remove_leftovers(f"{tmp_path}/{{epoch}}.pt")
+    assert [found.name for found in tmp_path.iterdir()] == ["[a]{b}.pt"]
 
 
 def test_a_previous_checkpoint_that_somebody_moved_away_is_no_error(tmp_path: Path) -> None:

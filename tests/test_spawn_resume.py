@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -164,7 +163,7 @@ def test_a_run_that_was_killed_goes_on_on_another_number_of_processes(tmp_path: 
         shutil.copy(tmp_path / "killed.pt", tmp_path / name)
         output = run([*COMMAND, "--nproc-per-node", processes, "--checkpoint", name], tmp_path)
         assert_equals(plain, output, tmp_path / name, processes, first=2)
-        assert not os.path.exists(tmp_path / f"{name}.tmp")
+        assert not list(tmp_path.glob(f"{name}.*"))
 
 
 def test_a_checkpoint_that_one_node_lacks_is_an_error_on_both(tmp_path: Path, example: ModuleType) -> None:

@@ -16,6 +16,7 @@ from torchbearer.callbacks import ConsolePrinter, CSVLogger, LiveLossPlot, Tqdm
 from torchbearer.callbacks.checkpointers import _Checkpointer
 from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 
+from ddp_callbacks.files import remove_leftovers, write_atomically
 from ddp_callbacks.random_state import plain_global_state
 from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, State, wrap_methods
 from ddp_callbacks.torchbearer.decisions import flat_callbacks
@@ -29,7 +30,8 @@ class RankZeroOutput(DistributedCallback):
 
     On the other ranks Torchbearer's writers get no events, and the Trial is silent whatever ``verbose`` says. On every
     world size a checkpoint is written to a temporary file in the same folder and renamed, and the previous one is
-    deleted only then, so that a kill at any moment leaves a checkpoint that loads. With a Trial's state it holds the
+    deleted only then, so that a kill at any moment leaves a checkpoint that loads. Temporary files that kills have left
+    are removed at the next start. With a Trial's state it holds the
     random state, under the key ``"ddp_callbacks_random_state"``, which a plain Trial ignores.
 
     Args:
@@ -52,6 +54,13 @@ class RankZeroOutput(DistributedCallback):
         if self.rank != 0:
             wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict", "replay"), _not_verbose)
 
+    def on_start(self, state: State) -> None:
+        """Remove what killed processes have left of the checkpoints."""
+        if self.rank == 0:
+            for callback in flat_callbacks(state[torchbearer.CALLBACK_LIST]):
+                if isinstance(callback, _Checkpointer):
+                    remove_leftovers(callback.fileformat)
+
 
 def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool = False) -> None:
     """``save_checkpoint`` of Torchbearer, with the random state; the old file goes only once the new one is there."""
@@ -73,20 +82,6 @@ def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool =
         except FileNotFoundError:
             pass  # somebody has moved it away
     self.most_recent = path
-
-
-def write_atomically(path: str, write: Callable[[str], None]) -> None:
-    """Call ``write`` with a temporary path beside ``path``, flush it to the disk, and rename it to ``path``."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        write(temporary)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-        raise
 
 
 def _silence(callback: Callback) -> None:
