@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.batch_norm import SynchronizedLayer
-from ddp_callbacks.collectives import all_gather_json, all_reduce, broadcast, broadcast_tensors, pack, unpack
+from ddp_callbacks.collectives import (
+    all_gather_json,
+    all_reduce,
+    broadcast,
+    broadcast_tensors,
+    message_device,
+    pack,
+    unpack,
+)
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.failures import describe_rank
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
@@ -81,6 +89,8 @@ def running_statistics(module: torch.nn.Module) -> Iterable[torch.Tensor]:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> None:
     """Load rank 0's state and hyperparameters of ``optimizer`` on every other rank. A collective.
 
+    Large tensors travel alone and without a copy.
+
     Args:
         optimizer: One over the same parameters on every rank.
         group: ``None`` is the default group.
@@ -92,9 +102,16 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.Proc
     """
     if get_world_size(group) == 1:
         return
+    doing, device = "the optimizer's state", message_device(group)
     tensors: list[torch.Tensor] = []
     header = pack(optimizer.state_dict(), tensors) if get_rank(group) == 0 else None
-    header, tensors = broadcast_tensors(header, tensors, "the optimizer's state", group)
+    specs = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    (header, specs), _ = broadcast_tensors([header, specs], [], doing, group)
+    if get_rank(group) == 0:
+        tensors = [tensor.detach().to(device) for tensor in tensors]
+    else:
+        tensors = [torch.empty(shape, dtype=getattr(torch, name), device=device) for name, shape in specs]
+    _broadcast_all(tensors, doing, group)
     if get_rank(group) != 0:
         optimizer.load_state_dict(unpack(header, tensors))
 

@@ -242,7 +242,9 @@ def encode(header: Json, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def decode(message: torch.Tensor, device: torch.device) -> tuple[Json, list[torch.Tensor]]:
     """The inverse of :func:`encode`; the tensors are placed on ``device``."""
     size = int.from_bytes(bytes(message[:8].tolist()), "little")
-    header, specs = json.loads(bytes(message[8 : 8 + size].tolist()))
+    text = bytearray(size)
+    torch.frombuffer(text, dtype=torch.uint8).copy_(message[8 : 8 + size])
+    header, specs = json.loads(text)
     offset, tensors = 8 + size, []
     for name, shape in specs:
         tensor = torch.empty(shape, dtype=getattr(torch, name))

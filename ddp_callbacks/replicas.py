@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import platform
 import socket
 import warnings
-import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_callbacks.agreement import SHOWN, require_agreement
+from ddp_callbacks.checksums import checksum_of, checksum_of_memory, is_dense, memory_of
 from ddp_callbacks.collectives import all_gather_json, broadcast
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
-_COLUMNS = 1024  # 8-byte words are summed in so many columns, each of which counts differently
 _SMALL = 1 << 16  # bytes
 _REMEDY = (
     "All ranks start with the same values and apply the same gradients, so something has changed them on some ranks "
@@ -50,14 +48,14 @@ def require_equal_replicas(module: torch.nn.Module, when: str, group: dist.Proce
     if get_world_size(group) == 1:
         return
     named = dict(_compared(module))
-    memories = list(map(_memory, named.values()))
-    whole = [*map(_checksum, _joined(memories)), sum(memory.numel() for memory in memories)]
+    memories = list(map(memory_of, named.values()))
+    whole = [*map(checksum_of_memory, _joined(memories)), sum(memory.numel() for memory in memories)]
     own = [whole, _processor(named), socket.gethostname()]
     gathered = all_gather_json(own, "the comparison of the replicas", group)
     if all(found == whole for found, _, _ in gathered):
         return
     _, processors, hosts = zip(*gathered, strict=True)
-    by_rank = all_gather_json(list(map(_checksum, memories)), "the checksums of the replicas", group)
+    by_rank = all_gather_json(list(map(checksum_of_memory, memories)), "the checksums of the replicas", group)
     differing = [name for name, found in zip(named, zip(*by_rank, strict=True), strict=True) if len(set(found)) > 1]
     distances = all_gather_json([_take(named[name], group) for name in differing], "distances of the replicas", group)
     lines = [
@@ -102,24 +100,12 @@ def describe_checkpoint(state: Any, **counters: int) -> str:
         counters: What to mention by name.
     """
     named = [f"{name} {value}" for name, value in counters.items()]
-    return ", ".join([*named, f"checksum {_checksum_of(state, 0):08x}"])
-
-
-def _checksum_of(value: Any, checksum: int) -> int:
-    if isinstance(value, torch.Tensor):
-        number = _checksum(_memory(value)) if _is_dense(value) else 0
-        return zlib.crc32(repr((value.dtype, value.shape, number)).encode(), checksum)
-    if isinstance(value, Mapping):
-        value = [entry for item in value.items() for entry in item]
-    if isinstance(value, list | tuple):
-        return functools.reduce(lambda found, entry: _checksum_of(entry, found), value, zlib.crc32(b"[", checksum))
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return zlib.crc32(repr(value if plain else type(value).__name__).encode(), checksum)
+    return ", ".join([*named, f"checksum {checksum_of(state):08x}"])
 
 
 def _compared(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in module.named_parameters():
-        if _is_dense(parameter):
+        if is_dense(parameter):
             yield f"parameter {name}", parameter
     caches = {
         id(buffer)
@@ -128,19 +114,8 @@ def _compared(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if name in layer._non_persistent_buffers_set
     }
     for name, buffer in module.named_buffers():
-        if id(buffer) not in caches and _is_dense(buffer):
+        if id(buffer) not in caches and is_dense(buffer):
             yield f"buffer {name}", buffer
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return not (
-        torch.nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided
-    )
-
-
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _joined(memories: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -152,16 +127,6 @@ def _joined(memories: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         else:
             small.setdefault(memory.device, []).append(memory)
     yield from map(torch.cat, small.values())
-
-
-def _checksum(memory: torch.Tensor) -> int:
-    """One number for all bits; different for almost all memories that differ."""
-    factors = torch.arange(_COLUMNS, device=memory.device).mul_(0x9E3779B97F4A7C1).add_(0x2545F4914F6CDD1D)
-    words = memory[: memory.numel() // 8 * 8]
-    words = (words.clone() if words.storage_offset() % 8 else words).view(torch.int64)
-    rows = words[: words.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
-    parts = rows.sum(0), words[rows.numel() :], memory[words.numel() * 8 :].to(torch.int64)
-    return hash(tuple(int((part * factors[: part.numel()]).sum()) for part in parts))
 
 
 def _take(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> float:

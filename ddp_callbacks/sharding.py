@@ -35,15 +35,25 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
 
 from ddp_callbacks.agreement import require_agreement
+from ddp_callbacks.checksums import checksum_of, is_dense
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.random_state import SharedRandomState
 
 BatchSize = Literal["global", "per_process"]
 BATCH_SIZES = ("global", "per_process")
+_COMPARED_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -286,6 +296,7 @@ class _SlicedBatchSampler:
         self._divide = functools.partial(_slices, at_least=at_least) if batch_size == "global" else _turns
         self.group = group
         self.draw = _Draw()
+        self._compared = type(loader.dataset).__module__ != "torch.utils.data.dataset"
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -304,9 +315,23 @@ class _SlicedBatchSampler:
         for division in divided:
             if draw.first is None:
                 draw.first = division
+                self._require_same_data()
                 self.check_agreement(draw)
             draw.shares.append(division.share)
             yield division.part
+
+    def _require_same_data(self) -> None:
+        """Raise unless what is cheap to compare of the data set is equal on all ranks; once for a loader."""
+        if self._compared:
+            return
+        self._compared = True
+        name = type(self._loader.dataset).__name__
+        require_agreement(
+            {f"{name}: checksum of its indices and labels": checksum_of(_cheaply_described(self._loader.dataset))},
+            "the data",
+            "Every process takes its part of the same data: give random_split a seed, and read the same files.",
+            self.group,
+        )
 
     def check_agreement(self, draw: _Draw) -> None:
         """Raise unless all ranks have drawn the same so far."""
@@ -328,8 +353,24 @@ class _SlicedBatchSampler:
                     batch = next(batches)
                 except StopIteration:
                     return
-            draw.checksum = zlib.crc32(repr(batch).encode(), draw.checksum)
+            draw.checksum = checksum_of(batch, draw.checksum)
             yield batch
+
+
+def _cheaply_described(dataset: Any) -> Any:
+    """Of torch's data sets what is exact and quick to compare: which samples, and integers such as labels."""
+    if isinstance(dataset, Subset):
+        return [torch.as_tensor(dataset.indices), _cheaply_described(dataset.dataset)]
+    if isinstance(dataset, ConcatDataset):
+        return list(map(_cheaply_described, dataset.datasets))
+    if isinstance(dataset, TensorDataset):
+        return [(str(found.dtype), found.shape, _integers(found)) for found in dataset.tensors]
+    return None
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor | None:
+    is_exact = is_dense(tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor[:_COMPARED_ROWS] if is_exact and tensor.dim() == 1 else None
 
 
 class _Part:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,12 +19,14 @@ from lightning_scenarios import Net, fit, loader, quiet, trainer
 from nursery import HOSTNAME
 from scenarios import data, network, trial
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 from torchbearer import Callback
 
 from ddp_callbacks import replicas
+from ddp_callbacks.checksums import checksum_of, checksum_of_memory, memory_of
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.replicas import require_equal_replicas
+from ddp_callbacks.sharding import shard_loader, with_shares
 from ddp_callbacks.torchbearer import DDPCallback
 
 pytestmark = pytest.mark.usefixtures("seed_variables")
@@ -163,7 +166,7 @@ def test_to_compare_costs_no_more_than_three_steps_of_sgd() -> None:
 
     def compare() -> None:
         named = dict(replicas._compared(model))
-        list(map(replicas._checksum, replicas._joined(list(map(replicas._memory, named.values())))))
+        list(map(checksum_of_memory, replicas._joined(list(map(memory_of, named.values())))))
 
     def fastest(function: Any) -> float:
         times = []
@@ -227,3 +230,57 @@ def test_ranks_of_a_trial_that_resume_from_two_checkpoints_are_named_with_both(t
         assert epochs == 3
         assert "resumes from: a state (epochs 1, checksum " in text
         assert "on rank 0; a state (epochs 1, checksum " in text
+
+
+# --- data that must be equal ------------------------------------------------------------------------------------------
+
+
+class Key:
+    """Has no repr of its own: Python's says the address."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class Keyed(Dataset[Any]):
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return torch.tensor(float(key.index))
+
+    def __len__(self) -> int:
+        return 6
+
+
+def divided_data() -> tuple[list[float], dict[str, str]]:
+    rank = dist.get_rank()
+    elsewhere = [Key(index) for index in range(100 * rank)]
+    keys = [Key(index) for index in range(6)]
+    del elsewhere
+    loader = DataLoader(Keyed(), batch_sampler=[keys[:4], keys[4:]])
+    seen = [float(value) for batch, _ in with_shares(shard_loader(loader)) for value in batch]
+    found = {}
+    generator = torch.Generator().manual_seed(rank)
+    labels = TensorDataset(torch.zeros(9, 2), (torch.arange(9) + rank) % 3)
+    for name, dataset in {"split": random_split(range(9), [6, 3], generator)[0], "labels": labels}.items():  # type: ignore[arg-type]
+        with pytest.raises(MismatchError) as error:
+            next(with_shares(shard_loader(DataLoader(dataset, 3))))
+        found[name] = str(error.value)
+    return seen, found
+
+
+def test_data_that_differ_are_named_and_keys_without_a_repr_are_not() -> None:
+    (first, found), (second, others) = run_distributed(divided_data, 2)
+    assert (first, second) == ([0.0, 1.0, 4.0], [2.0, 3.0, 5.0])
+    assert found.keys() == others.keys()
+    assert "the ranks disagree about the data:\n  Subset: checksum of its indices and labels: " in found["split"]
+    assert "TensorDataset: checksum of its indices and labels: " in found["labels"]
+    assert "give random_split a seed" in found["split"]
+
+
+def test_a_checksum_sees_every_entry_of_a_long_array_and_no_address() -> None:
+    long = numpy.arange(5000)
+    changed = long.copy()
+    changed[2500] = 0
+    assert checksum_of([long]) != checksum_of([changed])
+    assert checksum_of(torch.from_numpy(long)) != checksum_of(torch.from_numpy(changed))
+    assert checksum_of([Key(1), "a"]) == checksum_of([Key(1), "a"]) != checksum_of([Key(1), "b"])
+    assert checksum_of([[1], [2]]) != checksum_of([[1, 2], []])

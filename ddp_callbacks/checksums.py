@@ -1,0 +1,58 @@
+"""One number for much: for what must be equal on all ranks, and is too large to be sent."""
+
+from __future__ import annotations
+
+import functools
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_COLUMNS = 1024  # 8-byte words are summed in so many columns, each of which counts differently
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def checksum_of(value: Any, checksum: int = 0) -> int:
+    """Equal for equal values, on every process: nested collections, tensors, arrays, plain data, and what has a repr.
+
+    Args:
+        checksum: Of what came before.
+    """
+    if isinstance(value, torch.Tensor):
+        number = checksum_of_memory(memory_of(value)) if is_dense(value) else 0
+        return zlib.crc32(repr((value.dtype, value.shape, number)).encode(), checksum)
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        value = [entry for item in value.items() for entry in item]
+    if isinstance(value, list | tuple) and not all(type(entry) is int for entry in value):
+        return functools.reduce(lambda found, entry: checksum_of(entry, found), value, zlib.crc32(b"[", checksum))
+    return zlib.crc32(_ADDRESS.sub("", repr(value)).encode(), checksum)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it has a memory of its own that holds its values."""
+    return not (
+        torch.nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided
+    )
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def checksum_of_memory(memory: torch.Tensor) -> int:
+    """One number for all bits; different for almost all memories that differ. About one pass over them.
+
+    Args:
+        memory: Flat, uint8, on any device.
+    """
+    factors = torch.arange(_COLUMNS, device=memory.device).mul_(0x9E3779B97F4A7C1).add_(0x2545F4914F6CDD1D)
+    words = memory[: memory.numel() // 8 * 8]
+    words = (words.clone() if words.storage_offset() % 8 else words).view(torch.int64)
+    rows = words[: words.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
+    parts = rows.sum(0), words[rows.numel() :], memory[words.numel() * 8 :].to(torch.int64)
+    return hash(tuple(int((part * factors[: part.numel()]).sum()) for part in parts))
