@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.all_reduce import choose_all_reduce
-from ddp_callbacks.collectives import all_gather_tensors, message_device
+from ddp_callbacks.collectives import all_gather_tensors, broadcast, message_device
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.failures import describe_rank
 from ddp_callbacks.process_group import resolve_group
@@ -45,6 +45,16 @@ class RowExchange:
             PeerError: As :func:`ddp_callbacks.failures.wait` does.
         """
         return self.launch(row, doing).wait()
+
+    def lead(self, row: Sequence[float], doing: str) -> list[float]:
+        """Rank 0's row, on every rank; of one length. Rank 0 waits for nobody.
+
+        Raises:
+            PeerError: As :func:`ddp_callbacks.failures.wait` does.
+        """
+        sent = torch.tensor(row, dtype=torch.float64, device=self._device)
+        numbers: list[float] = broadcast(sent, doing, self._group).tolist()
+        return numbers
 
     def launch(self, row: Sequence[float], doing: str) -> PendingRows:
         """Send this rank's row without waiting for the others'. Every rank launches the same, in the same order."""

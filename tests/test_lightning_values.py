@@ -286,6 +286,49 @@ def test_validation_by_time_is_at_the_same_step_on_all_ranks() -> None:
     assert by_rank(validating_by_time) == [[3, 6, 9, 12]] * 2  # by the faster clock: 1.4 s a step
 
 
+class StopsOn(Net):
+    """One rank wants to stop after the first step, when its time is over, say."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("late", outputs["loss"], on_step=True)
+        if self.trainer.global_step == 1 and self.trainer.global_rank == self.rank:
+            self.trainer.should_stop = True
+
+
+class StopsAfterValidation(Net):
+    """Rank 1 wants to stop after the first validation, in the middle of the epoch."""
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking and self.trainer.global_rank == 1:
+            self.trainer.should_stop = True
+
+
+class StopsAfterEpoch(Net):
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.global_rank == 1:
+            self.trainer.should_stop = True
+
+
+def stop_alone() -> list[int]:
+    os.environ[SWITCH] = "0"
+    steps = []
+    with quiet():
+        for module in (StopsOn(0), StopsOn(1), StopsAfterValidation(), StopsAfterEpoch()):
+            made = trainer(OURS, max_epochs=5, val_check_interval=2)
+            made.fit(module, loader(), loader(13, 5, 9))
+            steps.append(made.global_step)
+    return steps
+
+
+def test_over_a_network_a_stop_of_one_rank_stops_all_with_the_next_step_at_the_latest() -> None:
+    # Rank 0 leads; what another rank decides behind the step travels with the next one.
+    assert run_distributed(stop_alone, 2) == [[1, 2, 2, 4]] * 2
+
+
 class Requeued(Net):
     """Slurm warns rank 1 in the second step, in the middle of the first epoch."""
 

@@ -41,14 +41,13 @@ class Decisions:
         own = [self._trainer.should_stop, self._sigterm, self._requeue is not None, self._is_time_to_validate()]
         return [flag or held for flag, held in itertools.zip_longest(own, self._held, fillvalue=False)]
 
-    def hold(self, flags: Sequence[bool]) -> None:
-        """Act on them when the ranks meet: one that acted by itself would leave the others waiting."""
-        self._act([False] * len(flags))
-        self._held = flags
+    def act(self, flags: Sequence[bool] = (False,) * 4) -> None:
+        """Act on what the ranks have agreed upon. Every rank calls it with the same; a collective.
 
-    def act(self, flags: Sequence[bool]) -> None:
-        """Act on what any rank has decided. Every rank calls it with the same; a collective."""
-        self._held = ()
+        What only this rank has decided is kept until the others have heard of it: one that acted by itself would leave
+        them waiting.
+        """
+        self._held = [own and not agreed for own, agreed in zip(self.flags(), flags, strict=True)]
         requeue = self._act(flags)
         if requeue:
             number, self._requeue = self._requeue or signal.SIGUSR1, None

@@ -93,6 +93,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._epoch: dict[str, History] = {}
         self._on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
         self._sent: Sent | None = None
+        self._told: list[bool] = []  # flags that came with it
         self._joins_steps = True
         self._in_batch, self._position, self._samples = False, -1, 0
 
@@ -155,9 +156,18 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         # In the first batch nobody knows yet what will be logged.
         self._metrics.watch_steps(lambda metric: joins_steps and (self._position == 0 or id(metric) in self._on_step))
 
-    def end_batch(self, flags: Sequence[bool] = ()) -> Sequence[bool]:
-        """All hooks of the batch have run; which of ``flags`` any rank has raised. A collective if steps join."""
-        raised = self.join_step(flags) if self._joins_steps else flags
+    def end_batch(self, flags: Sequence[bool]) -> Sequence[bool]:
+        """All hooks of the batch have run; which of ``flags`` the ranks agree upon. A collective if steps join.
+
+        Where the ranks meet in memory, these are the flags of any rank. Over a network nobody should wait for all: they
+        are rank 0's, and what any rank has sent with its values of the step; others come with the next values.
+        """
+        if not self._joins_steps:
+            raised: Sequence[bool] = [False] * len(flags)
+        elif not self._exchange.unattended:
+            raised = self.join_step(flags)
+        else:
+            raised = self._follow(flags)
         self._in_batch = False
         return raised
 
@@ -181,14 +191,15 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """Whether the ranks meet in this batch."""
         return self._joins_steps
 
-    def send_step(self, skipped: bool = False) -> None:
+    def send_step(self, flags: Sequence[bool], skipped: bool = False) -> None:
         """Send what was logged in this step; :meth:`take_step` takes what the others send. Does not block.
 
         Args:
+            flags: What this rank has decided so far.
             skipped: Whether ``training_step`` has returned nothing.
         """
         self.take_step()
-        self._send(skipped, ())
+        self._send(skipped, flags)
 
     def is_skipped(self) -> bool:
         """Whether ``training_step`` has returned nothing on any rank, and then whether on all."""
@@ -198,7 +209,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def take_step(self) -> None:
         """Take what was sent, if that has not been done. A collective."""
         if self._sent is not None:
-            self._take()
+            self._told = self._take()
 
     def join_step(self, flags: Sequence[bool] = ()) -> list[bool]:
         """Join what was logged in this step; the flags that any rank has raised. A collective."""
@@ -232,6 +243,15 @@ class JointResults(_Lightnings):  # type: ignore[misc]
                 metric.compute()  # of the ranks that sync_dist_group names, if it does
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _follow(self, flags: Sequence[bool]) -> list[bool]:
+        self.take_step()
+        told, self._told = self._told or [False] * len(flags), []
+        has_more = bool(self._step or self._step_metrics)
+        *led, more = self._exchange.lead([*map(float, flags), float(has_more)], "the decisions of a step")
+        if more:
+            self.join_step()
+        return [bool(own) or other for own, other in zip(led, told, strict=True)]
 
     def _record(self, value: torch.Tensor, size: float) -> Record:
         batches = self._batches

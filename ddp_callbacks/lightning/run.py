@@ -110,8 +110,10 @@ class Run:
         self.batches.settle()
         if not results.joins_steps:
             return output
-        results.send_step(output is None)
-        if output is None and self._is_automatic and results.is_skipped():
+        results.send_step(self._decisions.flags(), skipped=output is None)
+        if output is None and self._is_automatic:
+            if not results.is_skipped():
+                return None  # which Lightning refuses, while others may be in their backward
             output = SKIPPED
         if not self._goes_backward(output):
             results.take_step()
@@ -122,7 +124,7 @@ class Run:
         output = step()
         results = self._trainer._results
         if results.joins_steps:
-            results.send_step()
+            results.send_step(self._decisions.flags())
             if not self._exchange.unattended or results.is_first_batch:
                 results.take_step()
         return output
@@ -192,10 +194,7 @@ class Run:
     def _before_batch_end(self) -> None:
         flags = self._trainer._results.end_batch(self._decisions.flags())
         self.end_batch()
-        if self._local is None or self._trainer._results.joins_steps:
-            self._decisions.act(flags)
-        else:
-            self._decisions.hold(flags)
+        self._decisions.act(flags)
 
     def _meets(self) -> bool:
         """Whether the ranks join what they log in this training batch; with local steps only where a window closes."""
@@ -213,13 +212,15 @@ class Run:
         is_first = self._trainer._results.is_first_batch
         return self._is_automatic and not self._trainer.fit_loop._skip_backward and not is_first
 
+    def decide(self) -> None:
+        """All ranks act on what any of them has decided: hooks that run beside no batch may have. A collective."""
+        rows = self._exchange.exchange([*map(float, self._decisions.flags())], "the decision to stop")
+        self._decisions.act([any(flags) for flags in zip(*rows, strict=True)])
+
     def _at_end_of_data(self) -> None:
         self._trainer._results.join_epoch()
         if self._trainer.training:
             self.merge_buffers()
-            if self._local is not None:
-                rows = self._exchange.exchange([*map(float, self._decisions.flags())], "the decision to stop")
-                self._decisions.act([any(flags) for flags in zip(*rows, strict=True)])
             for loader in self._loaders():
                 if isinstance(loader, ShardedLoader) and isinstance(loader.iterator, ShardedIterator):
                     loader.iterator.check_agreement()
@@ -231,6 +232,7 @@ class Run:
         if self._trainer.training:
             self.drawing.random_state.synchronize()
             require_equal_replicas(self._model, f"at the end of epoch {self._trainer.current_epoch}")
+            self.decide()
         for loader in self._loaders():
             if isinstance(loader, ShardedLoader):
                 loader.shares.clear()  # of batches that were fetched ahead, where a limit has ended the pass

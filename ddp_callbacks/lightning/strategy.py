@@ -353,10 +353,12 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self._end_drawing()
 
     def on_validation_end(self) -> None:
-        """Parameters that hooks have exchanged for the validation are back."""
+        """Parameters that hooks have exchanged for the validation are back, and all ranks stop if one wants to."""
         super().on_validation_end()
         if self._trainer.state.fn == "validate":
             self._end_drawing()
+        if self._run is not None:
+            self._run.decide()
         if self._local is not None:
             self._local.close_window()
 
