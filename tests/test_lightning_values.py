@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from distributed import run_distributed
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.tuner import Tuner
 from lightning_scenarios import CLASSES, LogsAll, Net, fit, loader, quiet, trainer
 from nursery import Nursery, note
 from test_equivalence import assert_equal
@@ -389,6 +391,26 @@ def test_a_step_that_all_ranks_skip_is_skipped_as_on_one_process() -> None:
     expected = alone(lambda: skip_some("auto"))
     for results in by_rank(skipping_some):
         assert_equal(results, expected, 1e-10)
+
+
+# --- the learning rate finder -----------------------------------------------------------------------------------------
+
+
+def find_learning_rate(strategy: str) -> Any:
+    made, module = trainer(strategy, max_epochs=3, default_root_dir=tempfile.gettempdir()), Net()
+    finder = Tuner(made).lr_find(module, loader(29, 8), num_training=40, early_stop_threshold=None)
+    assert finder is not None
+    return finder.suggestion(), finder.results["loss"]
+
+
+@case
+def finding_a_learning_rate() -> Any:
+    return find_learning_rate(OURS)
+
+
+def test_the_learning_rate_finder_suggests_what_it_suggests_on_one_process() -> None:
+    expected = alone(lambda: find_learning_rate("auto"))
+    assert_equal(by_rank(finding_a_learning_rate), [expected] * 2, 1e-10)
 
 
 # --- advice that does not hold here -----------------------------------------------------------------------------------

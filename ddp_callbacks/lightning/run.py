@@ -179,8 +179,23 @@ class Run:
         loss = closure()
         if loss is None:
             return None
-        rows = self._exchange.exchange([float(loss) * self.batches.scale], "the loss")
-        return torch.as_tensor(sum(row[0] for row in rows) / len(rows)).to(loss)
+        own = float(loss) * self.batches.scale if self.batches.weight else 0.0
+        rows = self._exchange.exchange([own], "the loss")
+        return torch.tensor(sum(row[0] for row in rows) / len(rows), dtype=loss.dtype, device=loss.device)
+
+    def begin_training(self) -> None:
+        """Lightning's learning rate finder, which takes the callbacks' place meanwhile, looks at whole batches."""
+        for callback in self._trainer.callbacks:
+            if type(callback).__name__ == "_LRCallback":
+                callback.on_train_batch_end = self._with_joint_loss(callback.on_train_batch_end)
+
+    def _with_joint_loss(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def joint(trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+            if outputs:
+                outputs = outputs | {"loss": self.joint_loss(lambda: outputs["loss"])}
+            hook(trainer, module, outputs, *args)
+
+        return joint
 
     def merge_buffers(self) -> None:
         """Running statistics averaged over the ranks, other buffers rank 0's."""

@@ -321,6 +321,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         super().on_train_start()
         if self._run is not None:
             self._run.drawing.random_state.synchronize()  # rank 0 has drawn for the sanity check
+            self._run.begin_training()
         if self._local is not None:
             self._local.begin()
 
