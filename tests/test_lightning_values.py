@@ -28,6 +28,7 @@ from test_equivalence import assert_equal
 
 import ddp_callbacks.lightning  # noqa: F401
 from ddp_callbacks.lightning import decisions
+from ddp_callbacks.lightning.history import History, Record, join
 from ddp_callbacks.shared_memory import SWITCH
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
@@ -391,6 +392,30 @@ def test_a_step_that_all_ranks_skip_is_skipped_as_on_one_process() -> None:
     expected = alone(lambda: skip_some("auto"))
     for results in by_rank(skipping_some):
         assert_equal(results, expected, 1e-10)
+
+
+# --- an epoch of many batches -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["mean", "sum", "max", "min"])
+def test_an_epoch_of_many_batches_keeps_and_sends_a_few_numbers(operation: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 5000, generator=generator, dtype=torch.float64)
+    weights = torch.randint(0, 4, (2, 5000), generator=generator).double()
+    histories = [History(operation), History(operation)]
+    for batch in range(5000):
+        for rank, history in enumerate(histories):
+            weight, total = float(weights[rank, batch]), float(weights[:, batch].sum())
+            history.add(Record(batch, weight, total, weight or 3.0, weight, False, values[rank, batch]))
+            assert len(history._records) < 256
+    sent = [history.parts() for history in histories]
+    assert [part.numel() for parts in sent for part in parts] == [6, 0] * 2
+    found, _ = join([(sums, rows) for sums, rows in sent], operation)
+    # Where no rank counts, the mean is over nothing.
+    counted = (weights > 0) | (weights.sum(0) == 0)
+    expected = (values * weights).sum() / weights.sum() if operation == "mean" else 0.0
+    expected = expected if operation == "mean" else getattr(values[counted], operation)()
+    assert found == pytest.approx(float(expected), rel=1e-10)
 
 
 # --- the learning rate finder -----------------------------------------------------------------------------------------
