@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager
     from ddp_callbacks.process_group import join_process_group, leave_process_group
     from ddp_callbacks.processes import spawn
+    from ddp_callbacks.weighing import CrossEntropyWeight
 
 __all__ = [
+    "CrossEntropyWeight",
     "DiLoCo",
     "GradientSynchronizer",
     "LocalSGD",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "CrossEntropyWeight": "weighing",
     "DiLoCo": "local_sgd",
     "GradientSynchronizer": "gradients",
     "LocalSGD": "local_sgd",

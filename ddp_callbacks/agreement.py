@@ -60,11 +60,15 @@ def differences(gathered: list[dict[str, Any]]) -> Iterable[str]:
 
 def module_settings(module: torch.nn.Module) -> dict[str, str]:
     """The shape, dtype and trainability of each parameter and buffer, by name."""
+    return parameter_settings(module) | {f"buffer {name}": _describe(buffer) for name, buffer in module.named_buffers()}
+
+
+def parameter_settings(module: torch.nn.Module) -> dict[str, str]:
+    """The shape, dtype and trainability of each parameter, by name."""
     settings = {
         f"parameter {name}": _describe(parameter) + ("" if parameter.requires_grad else " frozen")
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
-    settings |= {f"buffer {name}": _describe(buffer) for name, buffer in module.named_buffers()}
     return settings | {"the order of the parameters": ", ".join(name for name, _ in module.named_parameters())}
 
 

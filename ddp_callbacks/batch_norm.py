@@ -340,6 +340,41 @@ def _normalize(
     return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
 
 
+def silence(loss: torch.Tensor) -> list[torch.utils.hooks.RemovableHandle]:
+    """Let the backward of ``loss`` send zeros to synchronized layers, though it may be no number.
+
+    The layers' own exchange goes on, and with it what other ranks' losses send through this rank's samples. Local.
+
+    Returns:
+        Handles that undo it. None where the graph of ``loss`` has no such layer; then nothing is changed.
+    """
+    nodes = _reachable([] if loss.grad_fn is None else [loss.grad_fn])
+    layers = {node for node in nodes if node.name() in _MIXING}
+    behind = set(_reachable([after for node in layers for after, _ in node.next_functions if after is not None]))
+    spared = behind | layers
+    before = [node for node in nodes if node not in spared] if layers else []
+    return [node.register_hook(_zeros) for node in before]
+
+
+# A checkpoint that is reentrant hides the layers inside.
+_MIXING = (f"{_Normalize.__name__}Backward", "CheckpointFunctionBackward")
+
+
+def _reachable(nodes: list[Any]) -> list[Any]:
+    """These nodes of a graph, and all that backward comes to from them."""
+    found, waiting = dict.fromkeys(nodes), list(nodes)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in found:
+                found[node] = None
+                waiting.append(node)
+    return list(found)
+
+
+def _zeros(gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
+
+
 @torch.no_grad()
 def _track(layer: _BatchNorm, batch: _Batch) -> None:
     """Update the running statistics as torch does."""

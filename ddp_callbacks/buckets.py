@@ -69,3 +69,37 @@ def assign_buckets(specs: Sequence[ParameterSpec], bucket_cap_mb: float) -> list
             closed.append(open_buckets.pop(kind))
             nbytes[kind], caps[kind] = 0, bucket_cap_mb
     return closed + list(open_buckets.values())
+
+
+class Forecast:
+    """Guesses which buckets the next backward fills, from what all ranks have seen, so that all guess alike.
+
+    A bucket is filled if one of its parameters is trainable, and that may change between backwards: a generator and a
+    discriminator take turns. The guess is what followed the last few backwards the last time, else the last one again.
+
+    Args:
+        first: The buckets that are filled at the start.
+    """
+
+    def __init__(self, first: Sequence[int]) -> None:
+        self.guess = tuple(first)
+        self._seen = (self.guess,) * _REMEMBERED
+        self._next: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
+
+    def note(self, filled: Sequence[int]) -> None:
+        """What the backward has filled; from here on ``guess`` is that for the one after it."""
+        now = tuple(filled)
+        if now == self.guess and self._is_steady(now):
+            return
+        if len(self._next) >= _PATTERNS:
+            self._next.clear()
+        self._next[self._seen] = now
+        self._seen = (*self._seen[1:], now)
+        self.guess = self._next.get(self._seen, now)
+
+    def _is_steady(self, now: tuple[int, ...]) -> bool:
+        return self._seen == (now,) * _REMEMBERED
+
+
+_REMEMBERED = 4  # backwards: those of a turn of one generator and up to three discriminator steps
+_PATTERNS = 256

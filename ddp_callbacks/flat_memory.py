@@ -60,11 +60,14 @@ class MemoryPool:
         self._tail = tail
         self._allocate = allocate
         self._memories: list[FlatMemory] = []
-        # Gradients that exist before the first step are the user's own tensors: kept, and written in place.
+        # Gradients that exist before the first step are the user's own tensors: kept, and written in place, for as long
+        # as they are the parameters' gradients.
         self._given = [parameter.grad for parameter in self.parameters]
+        self._has_given = True
 
     def take(self) -> FlatMemory:
         """Memory that nobody looks at."""
+        self.let_go()
         for memory in self._memories:
             if not memory.is_looked_at(self.parameters):
                 return memory
@@ -76,13 +79,20 @@ class MemoryPool:
         self._memories.append(memory)
         return memory
 
+    def let_go(self) -> None:
+        """Forget the gradients of before the first step that are none any more."""
+        if self._has_given:
+            pairs = zip(self.parameters, self._given, strict=True)
+            self._given = [given if parameter.grad is given else None for parameter, given in pairs]
+            self._has_given = any(given is not None for given in self._given)
+
     def abandon(self) -> None:
         """Forget all memory: a collective may still write to it."""
         self._memories = []
 
     def keeps_nothing(self) -> bool:
         """Whether no gradient can be one of an earlier step: the usual case, with ``zero_grad()`` before each step."""
-        return len(self._memories) == 1 and not any(grad is not None for grad in self._given)
+        return len(self._memories) == 1 and not self._has_given
 
     def kept_gradient(self, slot: int) -> torch.Tensor | None:
         """The gradient of parameter ``slot`` if it is the tensor of an earlier step, accumulated into since."""

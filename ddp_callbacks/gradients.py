@@ -12,10 +12,16 @@ One backward, on each rank::
 [Note: control numbers]
 Which parameters were used, and whether a bucket has to be sent again, is known only when backward ends, and differs
 between ranks where control flow does. It travels behind the gradients of the last bucket, which is therefore never
-launched before the end: ``[weight, again (one per bucket), used (one per parameter)]``, each summed over the ranks. A
-parameter that no rank used keeps its gradient as it was, ``None`` included; one that some ranks used gets the sum,
-in which the others count as zero. Where the last bucket cannot carry them (low precision, compression, or a
+launched before the end: ``[weight, trained, again (one per bucket), used (one per parameter)]``, each summed over the
+ranks. A parameter that no rank used keeps its gradient as it was, ``None`` included; one that some ranks used gets the
+sum, in which the others count as zero. Where the last bucket cannot carry them (low precision, compression, or a
 communication hook), they travel alone, in float64.
+
+[Note: which parameters are trained]
+Buckets of frozen parameters are not sent, and which are frozen may change, and by mistake on some ranks only, whose
+buckets would then be summed with others. So the buckets that a backward sends are guessed from those before, which all
+ranks have seen, and a checksum of what is trained travels among the control numbers: where it differs, all ranks raise.
+Else buckets that were not guessed follow; those guessed in vain were zeros.
 
 [Note: a gradient that comes twice]
 Under reentrant checkpointing a parameter's hook can fire more than once in a backward, the second time when its bucket
@@ -25,7 +31,9 @@ is then sent again, on all ranks, and from then on it waits for the end of backw
 
 from __future__ import annotations
 
+import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -35,16 +43,18 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from ddp_callbacks.agreement import require_agreement
+from ddp_callbacks.agreement import parameter_settings, require_agreement
 from ddp_callbacks.all_reduce import choose_all_reduce
-from ddp_callbacks.buckets import ParameterSpec, assign_buckets, check_bucket_cap_mb
+from ddp_callbacks.buckets import Forecast, ParameterSpec, assign_buckets, check_bucket_cap_mb
 from ddp_callbacks.collectives import all_gather_tensors
 from ddp_callbacks.comm_hooks import CommHook, GradBucket, check_comm_hook
 from ddp_callbacks.compression import Compress, check_compress, dtype_of, hook_of
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.failures import wait
 from ddp_callbacks.flat_memory import FlatMemory, MemoryPool, copy_in
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.summation import GroupAllReduce, Pending, allocate
+from ddp_callbacks.weighing import Undo, Weighing, hook_even_if_frozen
 
 
 class Bucket:
@@ -60,7 +70,8 @@ class Bucket:
     def start(self) -> None:
         """Forget the last backward."""
         # A frozen parameter may fire its hook, with no gradient: it was frozen after the forward pass.
-        self.ready = [not parameter.requires_grad for parameter in self.pool.parameters]
+        self.frozen = [not parameter.requires_grad for parameter in self.pool.parameters]
+        self.ready = self.frozen.copy()
         self.missing = self.ready.count(False)
         self.active = self.missing > 0
         self.again = False
@@ -83,8 +94,20 @@ class Bucket:
         copy_in(self.memory, [parameter.grad for parameter in self.pool.parameters], scale)
         return self.memory
 
-    def deliver(self, used: list[bool]) -> None:
-        """Hand the reduced gradients of the used parameters out."""
+    def scale_untouched(self, used: list[bool], factor: float) -> None:
+        """Multiply, in memory, what was there before this backward and was not added to in it."""
+        assert self.memory is not None
+        for slot, view in zip(self.slots, self.memory.views, strict=True):
+            if not used[slot]:
+                view.mul_(factor)
+
+    def has_kept(self) -> bool:
+        """Whether a gradient is the tensor of an earlier synchronization."""
+        positions = range(len(self.slots))
+        return not self.pool.keeps_nothing() and any(self.pool.kept_gradient(at) is not None for at in positions)
+
+    def deliver(self, used: list[bool], counts: bool) -> None:
+        """Hand the reduced gradients of the used parameters out; where no rank ``counts``, those there are stay."""
         assert self.memory is not None
         keeps_nothing = self.pool.keeps_nothing()
         for position, (parameter, view) in enumerate(zip(self.pool.parameters, self.memory.views, strict=True)):
@@ -92,19 +115,19 @@ class Bucket:
                 continue
             if keeps_nothing or (kept := self.pool.kept_gradient(position)) is None:
                 parameter.grad = view
-            else:
+            elif counts:
                 kept.copy_(view)
 
 
 class GradientSynchronizer:
     """Synchronize the gradients of a module over the ranks, in each backward, without wrapping the module.
 
-    From construction to :meth:`close`, each backward through the module leaves in ``parameter.grad`` the sum over the
+    From construction to :meth:`close`, each backward through the module adds to ``parameter.grad`` the sum over the
     ranks of ``weight / total weight`` times the local gradient: with the numbers of samples as weights
     (:meth:`weigh`) and a loss that is a mean, the gradient of the mean over all samples of all ranks. The call to
     backward returns when that is done, so clipping and the optimizer see it. All ranks must call backward equally
-    often. In a world of one nothing is registered and nothing changes. The constructor is a collective: it blocks until
-    every rank has called it.
+    often, and train the same parameters. In a world of one nothing is registered and nothing changes. The constructor
+    is a collective: it blocks until every rank has called it.
 
     Attributes:
         rounds: Number of synchronizations that are complete; 0 in a world of one.
@@ -119,8 +142,9 @@ class GradientSynchronizer:
         process_group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: The hook needs DDP itself, or a setting is out of range.
-        MismatchError: The ranks' models or settings differ.
+        ConfigurationError: The hook needs DDP itself, or a setting is out of range; or, here and in the first backward,
+            a parameter has a hook of somebody else's (``register_post_accumulate_grad_hook``).
+        MismatchError: The ranks' models or settings differ; or, from backward, the parameters that they train.
         PeerError: From backward, where another rank failed or died.
     """
 
@@ -145,13 +169,13 @@ class GradientSynchronizer:
         if self._world_size == 1:
             return
         self._group = resolve_group(process_group)
-        self._weight, self._total = 1.0, float(self._world_size)
-        self._total_known = True
         self._last_total = 0.0
         self._backward: Callable[[], _Backward | None] = _no_backward  # the one under way
         self._unfinished = False
         parameters = [parameter for parameter in module.parameters() if _differentiable(parameter)]
-        _require_same_way(parameters, bucket_cap_mb, comm_hook, compress, process_group)
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._refuse_foreign_hooks(parameters)
+        _require_same_way(module, bucket_cap_mb, comm_hook, compress, process_group)
         sparse = _sparse_parameters(module)
         self._dense = [parameter for parameter in parameters if id(parameter) not in sparse]
         self._sparse = [parameter for parameter in parameters if id(parameter) in sparse]
@@ -165,24 +189,47 @@ class GradientSynchronizer:
         else:
             self._all_reduce = self._exact = GroupAllReduce(self._group, getattr(comm_hook, "allocate", allocate))
         self._has_double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
-        self._used = [False] * len(parameters)  # since the last synchronization; the dense ones first
+        self._parameters = [*self._dense, *self._sparse]
+        self._used = [False] * len(parameters)  # since the last synchronization
+        self._weighing = Weighing(self._parameters, self._used, self._world_size)
         self._buckets = self._make_buckets(bucket_cap_mb)
+        self._forecast = Forecast([bucket.index for bucket in self._buckets if bucket.active])
+        self._lock = threading.RLock() if len(set(devices)) > 1 else None  # autograd has a thread for each device
         self._register()
 
     def weigh(self, weight: float, total: float | None = None) -> None:
         """Set this rank's weight in the following backwards. Local; does not block.
 
+        Outside of :meth:`no_sync` and inside, ``weight / total`` is what a backward's contribution to the gradients is
+        multiplied with, and what was accumulated before keeps the weight that it was made with. A second backward
+        outside, before the gradients are set to ``None``, adds its own sum over the ranks to the first's.
+
         Args:
             weight: Usually the number of samples (or tokens) that the local loss is the mean of. 0 means that this
-                rank takes part but counts nowhere.
-            total: The sum of the weights over the ranks where it is known. ``None`` sends the weight along; all ranks
-                must agree on which.
+                rank takes part but counts nowhere: zeros take the place of its contribution, which may be NaN.
+            total: The sum of the weights over the ranks where it is known; 1 on all ranks where weights are 1 and
+                losses are sums. ``None`` sends the weight along; all ranks must agree on which.
+
+        Raises:
+            ConfigurationError: Without ``total``: the weight changes while gradients of ``no_sync`` wait.
         """
-        if self._world_size == 1:
-            return
-        self._weight, self._total_known = float(weight), total is not None
-        if total is not None:
-            self._total = float(total)
+        if self._world_size > 1:
+            self._weighing.set(weight, total)
+
+    def weigh_loss(self, loss: torch.Tensor, weight: float, total: float) -> Undo:
+        """Weigh the backward of ``loss`` in place of :meth:`weigh`. Local; does not block.
+
+        Exact as well where layers exchange gradients in backward
+        (:class:`ddp_callbacks.batch_norm.BatchNormSynchronizer`). The loss's value stays as it is.
+
+        Args:
+            loss: Of this rank; call its ``backward()`` afterwards, as it is or scaled.
+            weight, total: As in :meth:`weigh`.
+
+        Returns:
+            What ends it: call it after the backward if others follow that nobody weighs. All ranks then count alike.
+        """
+        return _nothing if self._world_size == 1 else self._weighing.set_for(loss, weight, total)
 
     @property
     def is_enabled(self) -> bool:
@@ -193,9 +240,12 @@ class GradientSynchronizer:
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally inside; the next backward outside sends the accumulated ones.
 
-        All ranks must use it alike. Nothing blocks inside.
+        Each contribution counts by the weight that :meth:`weigh` has set for its backward. All ranks must use it alike.
+        Nothing blocks inside.
         """
         before, self._enabled = self._enabled, False
+        if self._world_size > 1:
+            self._weighing.accumulate()
         try:
             yield
         finally:
@@ -205,12 +255,12 @@ class GradientSynchronizer:
         """Take part in the other ranks' synchronization after a backward that reached none of the parameters.
 
         Such a backward fires no hook. Call it after backward if ``rounds`` did not go up; it blocks until all ranks
-        take part.
+        take part. Inside of :meth:`no_sync` it does nothing.
 
         Raises:
             PeerError: Another rank failed or died.
         """
-        if self._world_size > 1 and self._backward() is None:
+        if self._world_size > 1 and self._enabled and self._backward() is None:
             self._begin()
             self._finish()
 
@@ -219,13 +269,15 @@ class GradientSynchronizer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._world_size > 1:
+            self._weighing.close()
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
     def _make_buckets(self, bucket_cap_mb: float) -> list[Bucket]:
         specs = [ParameterSpec(p.numel(), p.dtype, p.device, p.requires_grad) for p in self._dense]
         assigned = assign_buckets(specs, bucket_cap_mb)
-        tail = 1 + len(assigned) + len(self._used)
+        tail = 2 + len(assigned) + len(self._used)
         return [
             Bucket(index, slots, MemoryPool([self._dense[slot] for slot in slots], tail, self._all_reduce.allocate))
             for index, slots in enumerate(assigned)
@@ -234,9 +286,28 @@ class GradientSynchronizer:
     def _register(self) -> None:
         for bucket in self._buckets:
             for position, (slot, parameter) in enumerate(zip(bucket.slots, bucket.pool.parameters, strict=True)):
-                self._handles.append(_hook_even_if_frozen(parameter, self._dense_hook(bucket, position, slot)))
+                self._register_hook(parameter, self._dense_hook(bucket, position, slot))
         for slot, parameter in enumerate(self._sparse, start=len(self._dense)):
-            self._handles.append(_hook_even_if_frozen(parameter, self._sparse_hook(slot)))
+            self._register_hook(parameter, self._sparse_hook(slot))
+
+    def _register_hook(self, parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
+        hook = hook if self._lock is None else _one_at_a_time(hook, self._lock)
+        register = parameter.register_post_accumulate_grad_hook
+        self._handles.append(hook_even_if_frozen(parameter, register, hook))
+
+    def _refuse_foreign_hooks(self, parameters: list[torch.nn.Parameter]) -> None:
+        """A hook of another that runs when a gradient is accumulated would see, or use up, this rank's own."""
+        ours = {handle.id for handle in self._handles}
+        for parameter in parameters:
+            for key, hook in (parameter._post_accumulate_grad_hooks or {}).items():
+                if key not in ours:
+                    name = getattr(hook, "__qualname__", type(hook).__name__)
+                    raise ConfigurationError(
+                        f"{self._names[id(parameter)]} has a hook of register_post_accumulate_grad_hook: {name}. It "
+                        "would get this process's gradient before that is summed over the processes. Remove it, and do "
+                        "after backward what it does (an optimizer that steps in backward: step after it); or close "
+                        "the GradientSynchronizer that made it."
+                    )
 
     def _dense_hook(self, bucket: Bucket, position: int, slot: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
@@ -270,10 +341,12 @@ class GradientSynchronizer:
         if self._unfinished:  # an exception ended the last backward; what was under way is abandoned with its memory
             for bucket in self._buckets:
                 bucket.pool.abandon()
+        if not self.rounds:
+            self._refuse_foreign_hooks(self._parameters)
         self._unfinished = True
         for bucket in self._buckets:
             bucket.start()
-        self._active = [bucket for bucket in self._buckets if bucket.active]
+        self._active = [self._buckets[index] for index in self._forecast.guess]
         self._launched = 0
         self._scale, self._reference = self._scales()
         self._carried = bool(self._active) and self._can_carry(self._active[-1])
@@ -283,24 +356,23 @@ class GradientSynchronizer:
         if self._comm_hook is not None or not self._all_reduce.exact:
             return False
         dtype = bucket.pool.parameters[0].dtype
-        if self._total_known or not self._has_double:
+        if self._weighing.total is not None or not self._has_double:
             return dtype in (torch.float32, torch.float64)
         return dtype == torch.float64  # the weight must not be rounded more than the gradients that it divides
 
     def _scales(self) -> tuple[float, float]:
         """What the gradients are multiplied with before the sum, and the total weight that this supposes."""
-        if self._total_known:
-            reference = self._total
-        else:
-            # The total arrives with the sum; until then the last one stands in for it, so that half precision does
-            # not overflow. There is none before the first step, so that one asks.
-            if not self._last_total:
-                weight = torch.tensor([self._weight], dtype=torch.float64, device=self._device())
-                self._exact.launch(weight).wait("the first weight")
-                self._last_total = float(weight)
-            reference = self._last_total
         average = self._world_size if self._comm_hook is not None else 1  # a hook divides by the world size
-        return (self._weight * average / reference if reference else 0.0), reference
+        if self._weighing.total is not None:
+            return self._weighing.unit * average, self._weighing.total
+        # The total arrives with the sum; until then the last one stands in for it, so that half precision does
+        # not overflow. There is none before the first step, so that one asks.
+        if not self._last_total:
+            weight = torch.tensor([self._weighing.weight], dtype=torch.float64, device=self._device())
+            self._exact.launch(weight).wait("the first weight")
+            self._last_total = float(weight)
+        reference = self._last_total
+        return (self._weighing.weight * average / reference if reference else 0.0), reference
 
     def _launch_full(self) -> None:
         """Launch every bucket that is full, in order; never the last, which carries the control numbers."""
@@ -332,32 +404,65 @@ class GradientSynchronizer:
 
     def _finish(self) -> None:
         # Gradients of no_sync, of a backward that failed or of a frozen parameter may have gone since.
-        parameters = [*self._dense, *self._sparse]
-        self._used = [used and p.grad is not None for used, p in zip(self._used, parameters, strict=True)]
+        self._used[:] = [used and p.grad is not None for used, p in zip(self._used, self._parameters, strict=True)]
         for bucket in self._active[self._launched :]:
             self._launch(bucket)
-        weight, again, used = self._exchange_control()
-        self._last_total = weight
+        weight, trained, again, used = self._exchange_control()
+        self._require_same_trained(trained)
         for bucket, count in zip(self._buckets, again, strict=True):
             if count:
                 bucket.patient = True
-                self._send(bucket)
-                self._await(bucket)
-        for bucket in self._active:
-            self._rescale(bucket, weight)
-            bucket.deliver(used)
-        for parameter, is_used in zip(self._sparse, used[len(self._dense) :], strict=True):
-            if is_used:
-                self._exchange_sparse(parameter, weight)
-        self._used = [False] * len(self._used)
+                self._send_behind(bucket)
+        filled = [bucket for bucket in self._buckets if bucket.active]
+        for bucket in filled:
+            if bucket.memory is None:  # it was not guessed
+                self._send_behind(bucket)
+        self._require_same_kind(weight, filled)
+        self._deliver(filled, weight, used)
+        self._forecast.note([bucket.index for bucket in filled])
+        self._last_total = weight
+        self._weighing.end(weight)
+        self._used[:] = [False] * len(self._used)
         self._unfinished = False
         self.rounds += 1
+
+    def _deliver(self, filled: list[Bucket], weight: float, used: list[bool]) -> None:
+        counts = weight != 0 or self._weighing.total is not None
+        for bucket in filled:
+            self._rescale(bucket, weight)
+            bucket.deliver(used, counts)
+        for slot in range(len(self._dense), len(self._parameters)):
+            if used[slot]:
+                self._exchange_sparse(slot, weight)
+
+    def _send_behind(self, bucket: Bucket) -> None:
+        self._send(bucket)
+        self._await(bucket)
+
+    def _require_same_trained(self, trained: float) -> None:
+        """Raise, on all ranks, where they train other parameters."""
+        if trained == self._trained() * self._world_size:
+            return
+        settings = {self._names[id(p)]: "trained" if p.requires_grad else "frozen" for p in self._parameters}
+        remedy = "Freeze the same parameters on every rank (requires_grad), before the same backward."
+        require_agreement(settings, "which parameters are trained", remedy, self._group)
+
+    def _require_same_kind(self, weight: float, filled: list[Bucket]) -> None:
+        """Raise where weights turn from means into sums on top of gradients: they were not prepared for it."""
+        if self._weighing.become_sums(weight) and any(bucket.has_kept() for bucket in filled):
+            raise ConfigurationError(
+                f"the ranks' weights add up to {weight:g}, not to the total {self._weighing.total:g} as those of the "
+                "backwards before, and this backward adds to the gradients of one of them. Set the gradients to None "
+                "in between, or weigh each loss by weigh_loss(loss, weight, total)."
+            )
 
     # --- the wire -----------------------------------------------------------------------------------------------
 
     def _send(self, bucket: Bucket) -> None:
         memory = bucket.fill(self._scale)
-        is_last = bucket is self._active[-1]
+        if self._weighing.kept != 1:
+            bucket.scale_untouched(self._used, self._weighing.kept)
+        is_last = bool(self._active) and bucket is self._active[-1]
         if self._comm_hook is not None:
             stand_in = GradBucket(bucket.index, memory.flat[: memory.numel], bucket.pool.parameters, is_last=is_last)
             bucket.future = self._comm_hook(self._comm_state, stand_in)
@@ -383,41 +488,52 @@ class GradientSynchronizer:
 
     def _control(self) -> torch.Tensor:
         again = [float(bucket.again) for bucket in self._buckets]
-        return torch.tensor([self._weight, *again, *map(float, self._used)], dtype=torch.float64)
+        numbers = [self._weighing.weight, self._trained(), *again, *map(float, self._used)]
+        return torch.tensor(numbers, dtype=torch.float64)
 
-    def _exchange_control(self) -> tuple[float, list[bool], list[bool]]:
-        """Await everything; the total weight, and per bucket and per parameter whether any rank says so."""
+    def _trained(self) -> float:
+        """A checksum of the parameters that are trained; float32 holds the sum of the ranks' exactly."""
+        checksum = 0
+        for bucket in self._buckets:
+            checksum = zlib.crc32(bytes(bucket.frozen), checksum)
+        if self._sparse:
+            checksum = zlib.crc32(bytes(parameter.requires_grad for parameter in self._sparse), checksum)
+        return float(checksum % ((1 << 24) // self._world_size))
+
+    def _exchange_control(self) -> tuple[float, float, list[bool], list[bool]]:
+        """Await everything; the total weight, the sum of the checksums of what is trained, and per bucket and per
+        parameter whether any rank says so."""
         for bucket in self._active:
             self._await(bucket)
         if self._carried:
             memory = self._active[-1].memory
             assert memory is not None
-            weight, *flags = memory.flat[memory.numel :].tolist()
+            weight, trained, *flags = memory.flat[memory.numel :].tolist()
         else:
             # Only now: a hook may start further collectives from its futures, at another moment on each rank.
             control = self._control().to(self._device())
             self._exact.launch(control).wait("the control numbers of the gradients")
-            weight, *flags = control.tolist()
+            weight, trained, *flags = control.tolist()
         count = len(self._buckets)
-        return weight, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]]
+        return weight, trained, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]]
 
     def _rescale(self, bucket: Bucket, weight: float) -> None:
         """Correct for a total weight that was not known when the bucket was sent."""
-        if self._total_known:
+        if self._weighing.total is not None:
             return
         assert bucket.memory is not None
         if weight != self._reference and weight:  # where no rank has a sample, all gradients are zero already
             bucket.memory.flat[: bucket.memory.numel].mul_(self._reference / weight)
 
-    def _exchange_sparse(self, parameter: torch.nn.Parameter, weight: float) -> None:
-        total = self._total if self._total_known else weight
+    def _exchange_sparse(self, slot: int, weight: float) -> None:
+        parameter = self._parameters[slot]
         grad = parameter.grad
         parts = []
         is_dense = grad is not None and not grad.is_sparse  # a layer that is tied to the embedding
         if grad is not None:
             grad = (grad.to_sparse(1) if is_dense else grad).coalesce()
-            rows = slice(None if self._weight else 0)  # none with weight 0, where the values may be NaN
-            share = self._weight / total if self._weight else 0.0
+            share = self._share_of_sum(slot, weight)
+            rows = slice(None if share else 0)
             parts = [grad.indices()[:, rows], grad.values()[rows] * share]
         gathered = all_gather_tensors(is_dense, parts, "a sparse gradient", self._group)
         sent = [part for _, part in gathered if part]
@@ -425,6 +541,12 @@ class GradientSynchronizer:
         values = torch.cat([part[1] for part in sent]).to(parameter.device)
         reduced = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
         parameter.grad = reduced.to_dense() if any(is_dense for is_dense, _ in gathered) else reduced
+
+    def _share_of_sum(self, slot: int, weight: float) -> float:
+        """What a gradient of this rank is multiplied with, when the total weight is there."""
+        if self._weighing.total is None:
+            return self._weighing.weight / weight if self._weighing.weight else 0.0
+        return self._weighing.unit * (1.0 if self._used[slot] else self._weighing.kept)
 
     def _device(self) -> torch.device:
         return (self._dense or self._sparse)[0].device
@@ -438,8 +560,20 @@ def _no_backward() -> None:
     return None
 
 
+def _nothing() -> None:
+    pass
+
+
+def _one_at_a_time(hook: Callable[[torch.Tensor], None], lock: threading.RLock) -> Callable[[torch.Tensor], None]:
+    def locked(gradient: torch.Tensor) -> None:
+        with lock:
+            hook(gradient)
+
+    return locked
+
+
 def _require_same_way(
-    parameters: list[torch.nn.Parameter],
+    module: torch.nn.Module,
     bucket_cap_mb: float,
     comm_hook: CommHook | None,
     compress: Compress,
@@ -447,9 +581,7 @@ def _require_same_way(
 ) -> None:
     """Ranks that sum other buckets, or in another way, would wait for each other."""
     hook = None if comm_hook is None else getattr(comm_hook, "__qualname__", type(comm_hook).__name__)
-    settings = {
-        "number of parameters": len(parameters),
-        "elements of all parameters": sum(parameter.numel() for parameter in parameters),
+    settings = parameter_settings(module) | {
         "bucket_cap_mb": bucket_cap_mb,
         "comm_hook": str(hook),
         "compress": str(compress),
@@ -469,14 +601,3 @@ def _sparse_parameters(module: torch.nn.Module) -> set[int]:
         for layer in module.modules()
         if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and layer.sparse
     }
-
-
-def _hook_even_if_frozen(
-    parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]
-) -> torch.utils.hooks.RemovableHandle:
-    """torch refuses the hook on a frozen parameter, but keeps it when the parameter is frozen afterwards."""
-    trainable = parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle: torch.utils.hooks.RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(trainable)
-    return handle

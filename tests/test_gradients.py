@@ -13,8 +13,11 @@ import io
 import itertools
 import os
 import pickle
+import sys
+import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -113,20 +116,31 @@ class Run:
         if not self.is_truth:
             self.sync = synchronizer(model, self.variant)
 
-    def backward(self, loss: Callable[[int], Tensor], weights: Sequence[float] | None = None, **options: Any) -> None:
-        """Backward of the mean of ``loss(rank)`` over the ranks, weighted; without ``weights`` never weighed."""
+    def backward(
+        self,
+        loss: Callable[[int], Tensor],
+        weights: Sequence[float] | None = None,
+        divide_by: float | None = None,
+        **options: Any,
+    ) -> None:
+        """Backward of the mean of ``loss(rank)`` over the ranks, weighted; without ``weights`` never weighed.
+
+        Or of the weighted sum divided by ``divide_by``, which all ranks know then.
+        """
         shares = [1.0] * self.world_size if weights is None else list(weights)[: self.world_size]
-        total = sum(shares)
+        total = sum(shares) if divide_by is None else divide_by
         if self.sync is None:
             parts = [loss(rank) * (share / total) for rank, share in enumerate(shares) if share]
-            torch.stack(parts).sum().backward(**options)
+            if parts:
+                torch.stack(parts).sum().backward(**options)
             return
         assert self.rank is not None
         if weights is not None:
-            self.sync.weigh(shares[self.rank], None if self.variant == "total unknown" else total)
+            is_unknown = self.variant == "total unknown" and divide_by is None
+            self.sync.weigh(shares[self.rank], None if is_unknown else total)
         rounds = self.sync.rounds
         loss(self.rank).backward(**options)
-        if self.sync._enabled and self.sync.rounds == rounds:
+        if self.sync.rounds == rounds:
             self.sync.synchronize()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -455,6 +469,146 @@ def accumulate(run: Run, model: nn.Module, forward: Callable[[Tensor, int], Tens
 def accumulation_in_no_sync(run: Run) -> Any:
     model = mlp()
     return accumulate(run, model, lambda x, micro: model(x))
+
+
+PARTS = [(3, 1, 0), (0, 5, 2), (4, 4, 4), (7, 0, 1), (0, 0, 3)]  # weights by micro-batch and rank
+
+
+def parts(model: nn.Module, micro: int) -> Callable[[int], Tensor]:
+    """A micro-batch of which a rank with weight 0 has a mean over nothing."""
+
+    def loss(rank: int) -> Tensor:
+        value = mean_loss(model(batch(rank, micro) * (micro + 1)))
+        return value if PARTS[micro % len(PARTS)][rank] else value * float("nan")
+
+    return loss
+
+
+def weights_of(micro: int, world_size: int) -> tuple[Sequence[float], float]:
+    weights = PARTS[micro % len(PARTS)][:world_size]
+    return weights, sum(weights)
+
+
+@case
+def each_micro_batch_of_no_sync_counts_by_its_own_weight(run: Run) -> Any:
+    model = seeded(Branches)
+    run.synchronize(model)
+    seen = []
+    for first in range(len(PARTS)):  # which weights come first and last
+        model.zero_grad(set_to_none=first % 2 == 0)
+        for at in range(3):
+            layer = nn.Sequential(model.branches[at], model.branches[3])  # one is used in one micro-batch only
+            with run.no_sync() if at < 2 else contextlib.nullcontext():
+                run.backward(parts(layer, first + at), *weights_of(first + at, run.world_size))
+        seen.append({name: 0 if grad is None else grad for name, grad in gradients(model).items()})
+    # In one process nothing reaches a parameter that only ranks with weight 0 use; there its gradient is zero.
+    return [{name: grad for name, grad in one.items() if not isinstance(grad, int) and grad.any()} for one in seen]
+
+
+@case
+def each_micro_batch_counts_by_its_own_weight_in_sparse_gradients(run: Run) -> Any:
+    model = seeded(Words)
+    run.synchronize(model)
+    for micro in range(4):
+        with run.no_sync() if micro < 3 else contextlib.nullcontext():
+            run.backward(parts(model, micro), *weights_of(micro, run.world_size))
+    return gradients(model)
+
+
+@case
+def two_synchronized_backwards_of_sums_give_the_sum_of_both(run: Run) -> Any:
+    return backwards_of_sums(run, mlp(), [1, 1, 1])
+
+
+@case
+def two_synchronized_backwards_of_sums_that_reach_other_parameters(run: Run) -> Any:
+    model = seeded(Branches)
+    use = [[0, 1], [0, 2], [3]]  # by backward; one rank leaves out the first of them
+
+    def forward(x: Tensor, rank: int, index: int) -> Tensor:
+        return sum((model.branches[at](x) for at in use[index][rank == 1 and len(use[index]) > 1 :]), torch.zeros(()))
+
+    return backwards_of_sums(run, model, [1, 1, 1], forward)
+
+
+@case
+def two_synchronized_backwards_of_sums_into_sparse_gradients(run: Run) -> Any:
+    return backwards_of_sums(run, seeded(Words), [1, 1, 1])
+
+
+@case
+def two_synchronized_backwards_of_sums_of_which_a_rank_has_no_part(run: Run) -> Any:
+    return backwards_of_sums(run, mlp(), [1, 0, 1])
+
+
+def backwards_of_sums(
+    run: Run, model: nn.Module, weights: Sequence[float], forward: Callable[[Tensor, int, int], Tensor] | None = None
+) -> Any:
+    """Three backwards in a step, of losses that are sums; two of the steps begin with gradients that are zeros."""
+    forward = forward or (lambda x, *_: model(x))
+    run.synchronize(model)
+    seen = []
+    for step in range(4):
+        model.zero_grad(set_to_none=step < 2)
+        for index in range(3):
+            run.backward(
+                lambda rank, step=step, index=index: mean_loss(forward(batch(rank, 3 * step + index), rank, index)),
+                weights if index else [1, 1, 1],
+                divide_by=1,
+            )
+            seen.append(gradients(model))
+    return seen
+
+
+@case
+def accumulation_on_top_of_a_synchronized_backward(run: Run) -> Any:
+    model = mlp()
+    run.synchronize(model)
+    seen = []
+    for divide_by in (10.0, None):
+        for step in range(2):
+            model.zero_grad()
+            for micro in range(4):  # synchronized, accumulated, accumulated, synchronized
+                weights, total = weights_of(micro + step, run.world_size)
+                with run.no_sync() if micro in (1, 2) else contextlib.nullcontext():
+                    run.backward(parts(model, micro + step), weights, divide_by or total)
+            seen.append(gradients(model))
+    return seen
+
+
+@case
+def a_backward_in_which_no_rank_counts_adds_nothing(run: Run) -> Any:
+    model = mlp()
+    run.synchronize(model)
+    seen = []
+    for step in range(2):
+        model.zero_grad()
+        for weights in (SAMPLES[step], (0, 0, 0), SAMPLES[2]):
+            run.backward(lambda rank, step=step: mean_loss(model(batch(rank, step))), weights)
+            seen.append(gradients(model))
+    return seen
+
+
+@case
+def a_loss_that_is_weighed_itself(run: Run) -> Any:
+    model = mlp()
+    run.synchronize(model)
+    seen = []
+    for micro in range(6):
+        if micro % 3 == 0:
+            model.zero_grad()
+        weights, total = weights_of(micro, run.world_size)
+        with run.no_sync() if micro % 3 == 0 else contextlib.nullcontext():
+            if run.sync is None or run.rank is None:
+                run.backward(parts(model, micro), weights)
+            else:
+                loss = parts(model, micro)(run.rank)
+                undo = run.sync.weigh_loss(loss, weights[run.rank], total)
+                loss.backward()
+                undo()
+        if micro % 3:
+            seen.append(gradients(model))
+    return seen
 
 
 @case
@@ -1077,6 +1231,192 @@ def test_a_backward_that_fails_leaves_the_same_collectives_behind_on_every_rank(
 def test_gradients_stay_synchronized_after_a_backward_that_fails_though_nobody_weighs(variant: str) -> None:
     for errors in run_distributed(fail_often, 2, variant, False):
         assert max(errors) < 1e-12
+
+
+# --- refused ----------------------------------------------------------------------------------------------------
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    """The type and the text of what it raises."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def mismatches() -> dict[str, Any]:
+    """What each of some mistakes says on this rank; the same process goes on after each."""
+    rank, said = dist.get_rank(), {}
+    for variant in ("many buckets", "gloo", "comm hook"):
+        model = mlp()
+        sync = synchronizer(model, variant)
+        mean_loss(model(batch(rank, 0))).backward()
+        model[2 * rank].requires_grad_(False)
+        said[f"frozen, {variant}"] = error_of(lambda model=model: mean_loss(model(batch(rank, 0))).backward())
+        model.requires_grad_(True)
+        model.zero_grad()
+        mean_loss(model(batch(rank, 1))).backward()
+        said[f"after, {variant}"] = gradients(model)
+        sync.close()
+    wider = nn.ModuleDict({"first": nn.Linear(2, 3 + rank), "last": nn.Linear(3, 2).requires_grad_(rank == 0)})
+    said["other shapes"] = error_of(lambda: GradientSynchronizer(wider))
+    said["weights"] = error_of(change_a_weight_without_total)
+    said["means and sums"] = error_of(a_sum_on_top_of_a_mean)
+    return said
+
+
+def change_a_weight_without_total() -> None:
+    model = mlp()
+    sync = GradientSynchronizer(model)
+    for weight in (5, 7):
+        sync.weigh(weight)
+        with sync.no_sync():
+            mean_loss(model(batch(0, 0))).backward()
+
+
+def a_sum_on_top_of_a_mean() -> None:
+    model = mlp()
+    sync = GradientSynchronizer(model)
+    for total in (2, 1):
+        sync.weigh(1, total)
+        mean_loss(model(batch(0, 0))).backward()
+
+
+@functools.cache
+def refusals() -> list[dict[str, Any]]:
+    return run_distributed(mismatches, 2)
+
+
+@pytest.mark.parametrize("variant", ["many buckets", "gloo", "comm hook"])
+def test_parameters_that_only_some_ranks_freeze_are_named_with_the_ranks(variant: str) -> None:
+    model = mlp()
+    losses = [mean_loss(model(batch(rank, 1))) / 2 for rank in range(2)]
+    truth = dict(
+        zip(dict(model.named_parameters()), torch.autograd.grad(sum(losses), list(model.parameters())), strict=True)
+    )
+    for rank, said in enumerate(refusals()):
+        text = said[f"frozen, {variant}"]
+        assert text.startswith("MismatchError: the ranks disagree about which parameters are trained:"), text
+        assert "0.weight: frozen on rank 0; trained on rank 1" in text, text
+        assert "2.bias: trained on rank 0; frozen on rank 1" in text, text
+        assert_same(said[f"after, {variant}"], truth, f"rank {rank}")  # the same buckets are summed again
+
+
+def test_parameters_of_other_shapes_or_frozen_on_some_ranks_are_named_before_training() -> None:
+    for said in refusals():
+        text = said["other shapes"]
+        assert "parameter first.weight: [3, 2] float32 on rank 0; [4, 2] float32 on rank 1" in text, text
+        assert "parameter last.bias: [2] float32 on rank 0; [2] float32 frozen on rank 1" in text, text
+
+
+def test_a_weight_that_changes_while_its_total_is_unknown_and_gradients_wait_is_refused() -> None:
+    for said in refusals():
+        text = said["weights"]
+        assert text.startswith("ConfigurationError: a weight without a total must not change while gradients"), text
+        assert "it was weigh(5), got weigh(7)" in text, text
+
+
+def test_a_sum_on_top_of_a_mean_that_nobody_could_foresee_is_refused() -> None:
+    for said in refusals():
+        text = said["means and sums"]
+        assert text.startswith("ConfigurationError: the ranks' weights add up to 2, not to the total 1"), text
+
+
+def train_with_a_hook(when: str) -> str:
+    model, moved = mlp(), []
+
+    def step_in_backward(parameter: Tensor) -> None:
+        moved.append(parameter)
+
+    if when == "before":
+        model[2].weight.register_post_accumulate_grad_hook(step_in_backward)
+        return error_of(lambda: GradientSynchronizer(model))
+    GradientSynchronizer(model)
+    model[2].weight.register_post_accumulate_grad_hook(step_in_backward)
+    return error_of(lambda: mean_loss(model(batch(0, 0))).backward())
+
+
+@pytest.mark.parametrize("when", ["before", "afterwards"])
+def test_a_hook_that_would_take_a_gradient_before_it_is_summed_is_refused_by_name(when: str) -> None:
+    for text in run_distributed(train_with_a_hook, 2, when):
+        assert text.startswith("ConfigurationError: 2.weight has a hook of register_post_accumulate_grad_hook"), text
+        assert "step_in_backward" in text, text
+
+
+# --- memory and threads -----------------------------------------------------------------------------------------
+
+
+def memory_of_an_earlier_run() -> list[bool]:
+    """Whether gradients of before are still held, and whether gradients of each step are handed out as views."""
+    model, gone = mlp(), []
+    for _ in range(2):
+        sync = GradientSynchronizer(model)
+        before = [weakref.ref(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        mean_loss(model(batch(0, 0))).backward()
+        gone += [reference() is None for reference in before]
+        gone += [bucket.pool.keeps_nothing() for bucket in sync._buckets]
+        sync.close()
+    return gone
+
+
+def test_the_gradients_of_an_earlier_run_are_let_go() -> None:
+    for gone in run_distributed(memory_of_an_earlier_run, 2):
+        assert len(gone) == 2 + len(list(mlp().parameters()))
+        assert all(gone)
+
+
+def hooks_in_two_threads() -> list[tuple[int, list[int]]]:
+    """How often each backward began, and the buckets in the order in which they were sent."""
+    model = mlp(20)
+    model.elsewhere = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)  # a second device
+    sync = synchronizer(model, "many buckets")
+    parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    kept: list[Any] = []
+    sync._call_at_end = kept.append  # type: ignore[method-assign]  # there is no backward
+    begin, send = sync._begin, sync._send
+    begun: list[int] = []
+    sent: list[int] = []
+    sync._begin = lambda: (begun.append(1), begin())[-1]  # type: ignore[method-assign]
+    sync._send = lambda bucket: (sent.append(bucket.index), send(bucket))[-1]  # type: ignore[method-assign]
+    seen = []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    for _ in range(20):
+        begun.clear()
+        sent.clear()
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        together = threading.Barrier(2, timeout=60)
+        halves = parameters[::-2], parameters[-2::-2]
+        threads = [threading.Thread(target=call_hooks, args=(half, together)) for half in halves]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        sync._backward = lambda: None
+        sync._finish()
+        seen.append((len(begun), sent.copy()))
+    sys.setswitchinterval(interval)
+    sync.close()
+    return seen
+
+
+def call_hooks(parameters: Sequence[nn.Parameter], together: threading.Barrier) -> None:
+    """As autograd's thread for a device does."""
+    for parameter in parameters:
+        hooks = parameter._post_accumulate_grad_hooks
+        assert hooks is not None
+        together.wait()
+        for hook in list(hooks.values()):
+            hook(parameter)
+
+
+def test_parameters_on_two_devices_whose_hooks_run_in_two_threads_are_sent_in_order() -> None:
+    count = len(list(mlp(20).parameters()))
+    for seen in run_distributed(hooks_in_two_threads, 2):
+        assert seen == [(1, list(range(count)))] * 20
 
 
 # --- one process ------------------------------------------------------------------------------------------------

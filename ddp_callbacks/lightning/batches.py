@@ -18,8 +18,22 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.rows import RowExchange
 from ddp_callbacks.sharding import BatchSize, ShardedLoader, Share, common_size, join_batch, shard_loader
+from ddp_callbacks.weighing import CrossEntropyWeight
 
 Weight = Callable[[Any], float | torch.Tensor]
+
+CROSS_ENTROPY = "cross_entropy"
+
+
+def check_weight(weight: Any) -> None:
+    """Raise :class:`ConfigurationError` unless it can weigh a batch."""
+    if weight is not None and weight != CROSS_ENTROPY and not callable(weight):
+        raise ConfigurationError(f'weight must be a function of a batch, or "{CROSS_ENTROPY}", got {weight!r}.')
+
+
+def weight_function(weight: Weight | str | None, module: torch.nn.Module) -> Weight | None:
+    """The function that ``weight`` stands for, in a run of ``module``."""
+    return CrossEntropyWeight.of(module) if isinstance(weight, str) else weight
 
 
 def shard(loader: Any, batch_size: BatchSize, name: str, at_least: int = 1) -> Any:
@@ -39,8 +53,8 @@ class Batches:
     """The batches of one Trainer on this rank.
 
     Args:
-        weight: A function of a training batch, this rank's part: the number that the loss of that part is a mean over
-            (tokens that count, say). ``None``: the number of samples.
+        weight: A function of a batch, this rank's part: the number that the loss of that part is a mean over (tokens
+            that count, say). ``None``: the number of samples.
         exchange: To the other ranks.
         sums_weights: Whether the total weight of a training batch is needed.
 
@@ -69,17 +83,23 @@ class Batches:
         return any(share.local for share in drawn) if drawn else not self.is_stand_in
 
     @property
-    def scale(self) -> float:
-        """What the loss of this rank is multiplied with, so that the mean over the ranks is that of the whole batch."""
-        return self.weight * get_world_size() / self.total if self.total else 1.0
+    def is_weighed(self) -> bool:
+        """Whether a function of the batch gives the weights."""
+        return self._weight_of is not None
 
-    def take(self, batch: Any, loaders: list[Any], spec: TreeSpec, training: bool) -> Any:
+    @property
+    def weight_and_total(self) -> tuple[float, float]:
+        """What this rank's loss counts, of how much; all ranks alike where the total is not known."""
+        return (1.0, float(get_world_size())) if self.total is None else (self.weight, self.total)
+
+    def take(self, batch: Any, loaders: list[Any], spec: TreeSpec, training: bool, has_loss: bool = True) -> Any:
         """Note the share of a batch that comes from ``loaders``; the batch to compute.
 
         A collective in training, and where the batch is one of several divided loaders.
 
         Args:
             spec: How the batches of the loaders make one.
+            has_loss: Whether it is weighed; those of predictions are not.
         """
         drawn = [_next_share(loader) for loader in loaders]
         shares = [share for share in drawn if share is not None]
@@ -90,14 +110,17 @@ class Batches:
         else:
             size = common_size(batch)
             share = Share(1 if size is None else size, None)
-        if training:
-            self._set(share, *self._weigh(batch, share))
-        else:
-            self._set(share, float(share.local), None)
+        weight = self._own_weight(batch, share) if has_loss else float(share.local)
+        self._set(share, weight, self._total(weight, share, training))
         return batch
 
     def let_draw(self, loaders: list[Any]) -> None:
         """The step draws from ``loaders`` itself (``training_step(dataloader_iter)``); :meth:`settle` notes what."""
+        if self._weight_of is not None:
+            raise ConfigurationError(
+                "weight= is a function of a batch, and training_step(dataloader_iter) draws batches that nobody else "
+                "sees. Leave weight= out, or write training_step(batch, batch_idx)."
+            )
         self._drawn_by_step = [loader for loader in loaders if isinstance(loader, ShardedLoader)]
         self._set(Share(1, None), 1.0, None)
 
@@ -118,14 +141,16 @@ class Batches:
         mine = len({share.local / share.total if share.total else None for share in shares}) > 1
         return any(row[0] for row in self._exchange.exchange([float(mine)], "the shares of several loaders"))
 
-    def _weigh(self, batch: Any, share: Share) -> tuple[float, float | None]:
-        weight = float(share.local if self._weight_of is None or not share.local else self._weight_of(batch))
+    def _own_weight(self, batch: Any, share: Share) -> float:
+        return float(share.local if self._weight_of is None or not share.local else self._weight_of(batch))
+
+    def _total(self, weight: float, share: Share, training: bool) -> float | None:
+        """The sum of the ranks' weights, if it is wanted. A collective in training, if the loaders do not tell it."""
         if self._weight_of is None and share.total is not None:
-            return weight, float(share.total)
-        if not self._sums_weights:
-            return weight, None
-        rows = self._exchange.exchange([weight], "the weight of the batch")
-        return weight, sum(row[0] for row in rows)
+            return float(share.total)
+        if not training or not self._sums_weights:
+            return None
+        return sum(row[0] for row in self._exchange.exchange([weight], "the weight of the batch"))
 
 
 def _next_share(loader: Any) -> Share | None:

@@ -22,11 +22,12 @@ class Record:
 
     Attributes:
         position: Of the batch in its pass; -1 outside of a batch.
-        weight: What the value is the mean over; 0 if it is that of a stand-in.
+        weight: What the value is the mean over; 0 if it is that of a stand-in, or a mean over nothing.
         total: The sum of the weights over the ranks, ``None`` where it is not known here.
         size: Lightning's batch size: what the value counts among batches.
         counts: This rank's part of what the value of the whole batch counts; ``None`` where it is not known here.
         given: Whether the user has said that size.
+        is_stand_in: Whether this rank has no sample of the batch.
         value: What was logged.
     """
 
@@ -36,11 +37,12 @@ class Record:
     size: float
     counts: float | None
     given: bool
+    is_stand_in: bool
     value: torch.Tensor
 
     @property
     def is_counted(self) -> bool:
-        """Whether it is more than a stand-in, or, where no rank counts, as good as the others'."""
+        """Whether it is more than a stand-in or nothing, or, where no rank counts, as good as the others'."""
         return bool(self.weight) or self.total == 0
 
 
@@ -69,10 +71,12 @@ class History:
         self.dtype = record.value.dtype
         position, count = self._last
         self._last = record.position, count + 1 if record.position == position else 0
-        if record.position >= 0 and not record.is_counted and not (record.given and self._operation == "mean"):
+        is_mean = self._operation == "mean"
+        if record.is_stand_in and not (record.given and is_mean) and not (is_mean and record.is_counted):
             return
         if self._keeps_row(record):
-            self._rows.append([*map(float, self._last), record.weight, record.size, float(record.given)])
+            numbers = (*self._last, record.weight, record.size, record.given, record.is_stand_in)
+            self._rows.append([*map(float, numbers)])
             self._row_values.append(record.value)
             return
         self._records.append(record)
@@ -80,10 +84,10 @@ class History:
             self._fold()
 
     def parts(self) -> list[torch.Tensor]:
-        """What the other ranks need: sums, shape ``[SUMS]``, and rows, shape ``[records, 6]``; see :func:`join`."""
+        """What the other ranks need: sums, shape ``[SUMS]``, and rows, shape ``[records, 7]``; see :func:`join`."""
         self._fold()
         sums = self._sums[0].cpu() if self._sums else torch.zeros(SUMS, dtype=torch.float64)
-        rows = torch.zeros(0, 6, dtype=torch.float64)
+        rows = torch.zeros(0, 7, dtype=torch.float64)
         if self._rows:
             values = stack(self._row_values).cpu()
             rows = torch.cat([torch.tensor(self._rows, dtype=torch.float64), values[:, None]], dim=1)
@@ -169,17 +173,19 @@ def _weights(rows: torch.Tensor) -> torch.Tensor:
     """Of every rank's rows; where no rank counts, all do: they were logged before the first batch, say."""
     batch = _batches(rows)
     weight = rows[:, 2]
-    return torch.where(_by_batch(weight, batch)[batch] == 0, 1.0, weight)
+    for instead in (1 - rows[:, 5], torch.ones_like(weight)):  # better none that are stand-ins
+        weight = torch.where(_by_batch(weight, batch)[batch] == 0, instead, weight)
+    return weight
 
 
 def _counted(rows: torch.Tensor) -> torch.Tensor:
     """The values of every rank's rows that count."""
-    return rows[:, 5][_weights(rows) > 0] if len(rows) else rows[:, 5]
+    return rows[:, 6][_weights(rows) > 0] if len(rows) else rows[:, 6]
 
 
 def _join_rows(rows: torch.Tensor) -> tuple[float, float]:
-    """From every rank's rows: position, occurrence, weight, size, given, value."""
-    position, _, weight, size, given, value = rows.unbind(1)
+    """From every rank's rows: position, occurrence, weight, size, given, is_stand_in, value."""
+    position, _, weight, size, given, is_stand_in, value = rows.unbind(1)
     batch = _batches(rows)
     is_given = bool(given.any())
     constant = is_given and bool((size == size[0]).all())  # a size that is the same for every part is the batch's
@@ -191,7 +197,7 @@ def _join_rows(rows: torch.Tensor) -> tuple[float, float]:
     joined = _by_batch(torch.where(counted, weight * value, 0.0), batch) / _by_batch(weight, batch)
     one = constant | (position < 0)  # of a hook at the end of the epoch, where the value is one for all
     parts = _by_batch(torch.ones_like(size), batch)[batch]
-    sizes = _by_batch(torch.where(one, size / parts, torch.where(counted, size, 0.0)), batch)
+    sizes = _by_batch(torch.where(one, size / parts, torch.where(is_stand_in > 0, 0.0, size)), batch)
     total = float(sizes.sum())
     return (float((joined * sizes).sum()) / total if total else float(joined[0])), total
 

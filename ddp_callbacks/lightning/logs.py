@@ -33,7 +33,7 @@ from ddp_callbacks.lightning.history import History, Record, join, stack
 from ddp_callbacks.lightning.metrics import SyncedMetrics, can_encode, decode_states, encode_states
 from ddp_callbacks.rows import PendingRows, RowExchange
 
-Part = tuple[float, float, float]  # weight, size and value of what one rank has logged
+Part = tuple[float, float, float]  # weight, size (0: a stand-in's) and value of what one rank has logged
 
 
 class Row:
@@ -256,14 +256,12 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def _record(self, value: torch.Tensor, size: float) -> Record:
         batches = self._batches
         if not self._in_batch:
-            return Record(-1, float(self._samples), None, size, None, self._given, value)
+            return Record(-1, float(self._samples), None, size, None, self._given, False, value)
         weight, share, total = batches.weight, batches.share, batches.total
-        counts = weight if weight == size else None
-        if total is None and weight == share.local and share.total is not None:
-            total = float(share.total)
+        counts = weight if weight == size and not batches.is_weighed else None
         if total is not None and share.total is not None and size == share.local:
             counts = weight * share.total / total if total else float(share.local)
-        return Record(self._position, weight, total, size, counts, self._given, value)
+        return Record(self._position, weight, total, size, counts, self._given, batches.is_stand_in, value)
 
     def _send(self, skipped: bool, flags: Sequence[bool]) -> None:
         (numbers, self._step), (metrics, self._step_metrics) = (self._step, []), (self._step_metrics, [])
@@ -272,7 +270,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         # One wait for the device, however many numbers there are.
         values = stack([record.value for _, record in numbers]).tolist() if numbers else []
         for (_, record), value in zip(numbers, values, strict=True):
-            row += [record.weight, record.size, value]
+            row += [record.weight, 0.0 if record.is_stand_in else record.size, value]
         for key, metric in metrics:
             states = [] if self._batches.is_stand_in else self._metrics.batch_states(metric)
             row += [zlib.crc32(key.encode()), *encode_states(states if can_encode(states) else [])]
@@ -334,9 +332,13 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _take_step(self, key: str, record: Record, parts: list[Part]) -> None:
         metric = self[key]
-        varying = record.given and len({size for _, size, _ in parts}) > 1
-        weighted = [(size if varying and weight else weight, value) for weight, size, value in parts]
-        joined = _combine(weighted, self._operation(key))
+        operation = self._operation(key)
+        varying = record.given and len({size for _, size, _ in parts if size}) > 1
+        by_size = varying if operation == "mean" else record.position >= 0
+        weighted = [
+            (size if by_size and (weight or operation != "mean") else weight, value) for weight, size, value in parts
+        ]
+        joined = _combine(weighted, operation)
         metric._forward_cache = torch.tensor(joined, dtype=record.value.dtype, device=record.value.device)
         if not metric.meta.on_epoch:
             metric.value = metric._forward_cache

@@ -45,8 +45,10 @@ STRATEGY_DOC = """Train on many processes without wrapping the module; the strat
     Args:
         batch_size: ``"global"``: a loader's batch is the batch of the step, divided among the processes, so that N
             processes give the numbers of one. ``"per_process"``: each takes whole batches in turn.
-        weight: A function of a training batch (this process's part) that returns the number that the loss is the mean
-            over, tokens that count, say. ``None``: the number of samples.
+        weight: A function of a batch (this process's part; in training, validation and test) that returns the number
+            that the loss is the mean over, tokens that count, say. ``"cross_entropy"``: what the module's
+            ``nn.CrossEntropyLoss`` (or ``nn.NLLLoss``) divides by, with class weights and ignored targets; see
+            :class:`ddp_callbacks.CrossEntropyWeight`. ``None``: the number of samples.
         sync: ``"every_step"``: the gradients of every backward are summed over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`: each process takes its own steps, and
             parameters are averaged now and then, for slow networks; see :class:`ddp_callbacks.ParameterAverager`.

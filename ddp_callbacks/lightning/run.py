@@ -93,7 +93,7 @@ class Run:
         loaders, spec = list(combined.flattened), combined._spec
         if combined._mode == "sequential":
             loaders, spec = loaders[dataloader_idx : dataloader_idx + 1], treespec_leaf()
-        batch = self.batches.take(batch, loaders, spec, training)
+        batch = self.batches.take(batch, loaders, spec, training, not self._trainer.predicting)
         if training:
             self._trained += self.batches.share.local
         meets = self._meets() if training else all(isinstance(loader, ShardedLoader) for loader in combined.flattened)
@@ -179,9 +179,10 @@ class Run:
         loss = closure()
         if loss is None:
             return None
-        own = float(loss) * self.batches.scale if self.batches.weight else 0.0
-        rows = self._exchange.exchange([own], "the loss")
-        return torch.tensor(sum(row[0] for row in rows) / len(rows), dtype=loss.dtype, device=loss.device)
+        weight, total = self.batches.weight_and_total
+        part = float(loss) * weight / total if weight else 0.0  # the mean over nothing is not a number
+        joined = sum(row[0] for row in self._exchange.exchange([part], "the loss"))
+        return torch.tensor(joined, dtype=loss.dtype, device=loss.device)
 
     def begin_training(self) -> None:
         """Lightning's learning rate finder, which takes the callbacks' place meanwhile, looks at whole batches."""

@@ -29,7 +29,7 @@ from ddp_callbacks.compression import Compress, check_compress
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.failures import report_failure
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning.batches import Weight, shard
+from ddp_callbacks.lightning.batches import Weight, check_weight, shard, weight_function
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.reductions import reduce
@@ -79,7 +79,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self,
         batch_size: BatchSize = "global",
         *,
-        weight: Weight | None = None,
+        weight: Weight | str | None = None,
         sync: Sync = "every_step",
         verify: Verify | None = None,
         bucket_cap_mb: float = 25.0,
@@ -212,7 +212,8 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
                 self._local = LocalSteps(self._trainer, model, make)
         if self.world_size > 1:
             broadcast_parameters(model)
-            self._run = Run(self._trainer, model, self._weight, self.results_class, self._local)
+            weight = weight_function(self._weight, model) if self._trainer.state.fn != "predict" else None
+            self._run = Run(self._trainer, model, weight, self.results_class, self._local)
             self._is_to_verify = self._verify is not None
             if self._syncs_batch_norm:
                 self._run.synchronize_batch_norm()
@@ -455,15 +456,14 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             yield
             return
         run.batches.settle()
-        scale, rounds = run.batches.scale, synchronizer.rounds
-        handle = loss.register_hook(lambda grad: grad * scale) if scale != 1.0 and loss.requires_grad else None
+        rounds = synchronizer.rounds
+        undo = synchronizer.weigh_loss(loss, *run.batches.weight_and_total)
         try:
             yield
+            if synchronizer.rounds == rounds:
+                synchronizer.synchronize()  # this rank's loss reached none of the parameters
         finally:
-            if handle is not None:
-                handle.remove()
-        if synchronizer.rounds == rounds and synchronizer.is_enabled:
-            synchronizer.synchronize()  # this rank's loss reached none of the parameters
+            undo()
 
     def _take_trainer(self, trainer: Any) -> None:
         if self._trainer is not trainer:
@@ -498,8 +498,7 @@ def _check_settings(
     check_bucket_cap_mb(bucket_cap_mb)
     if comm_hook is not None:
         check_comm_hook(comm_hook)
-    if weight is not None and not callable(weight):
-        raise ConfigurationError(f"weight must be a function of a training batch, got {weight!r}.")
+    check_weight(weight)
     for name in lightnings:
         if name not in _LIGHTNINGS:
             raise ConfigurationError(

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchbearer
-from torch.utils._pytree import tree_leaves
 
 from ddp_callbacks.buckets import check_bucket_cap_mb
 from ddp_callbacks.collectives import all_reduce, message_device
@@ -110,14 +109,7 @@ class AllReduceGradients(DistributedCallback):
         if total is None:
             own = torch.tensor([weight], dtype=torch.float64, device=message_device(self.process_group))
             total = float(all_reduce(own, "the weight of the loss", self.process_group))
-        scale = weight * self.world_size / total if total else 0.0
-        if state[torchbearer.LOSS].requires_grad:
-            state[torchbearer.LOSS].register_hook(lambda grad: grad * scale)
-        if scale == 0:  # the gradient of a mean over nothing can be NaN; zero is what it counts
-            for output in tree_leaves(state[torchbearer.Y_PRED]):
-                if isinstance(output, torch.Tensor) and output.requires_grad:
-                    output.register_hook(torch.zeros_like)
-        self._synchronizer.weigh(float(share_of(state).local > 0), float(self.world_size))
+        self._synchronizer.weigh_loss(state[torchbearer.LOSS], weight, total)
 
     def _close(self) -> None:
         if self._synchronizer is not None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torchbearer
-from torch.nn import functional as F
 
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.torchbearer.base import State, share_of
+from ddp_callbacks.weighing import cross_entropy_weight
 
 Weight = Callable[[State], float | torch.Tensor]
 
@@ -59,15 +58,3 @@ class LossWeight:
             return self._weight(state)
         target = state.get(torchbearer.Y_TRUE)
         return cross_entropy_weight(state[torchbearer.CRITERION], target)
-
-
-def cross_entropy_weight(criterion: Any, target: Any) -> torch.Tensor | None:
-    """What a mean cross entropy (or negative log likelihood) of class indices divides by; ``None`` for others."""
-    is_function = criterion is F.cross_entropy or criterion is F.nll_loss
-    if not is_function and not isinstance(criterion, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss):
-        return None
-    if not isinstance(target, torch.Tensor) or target.is_floating_point():
-        return None
-    counts = target != getattr(criterion, "ignore_index", -100)
-    weight = getattr(criterion, "weight", None)
-    return counts.sum() if weight is None else weight[target[counts]].sum()
