@@ -32,6 +32,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
+from ddp_callbacks import CrossEntropyWeight
+
 Scenario = Callable[[str], Any]
 SCENARIOS: dict[str, Scenario] = {}
 
@@ -518,6 +520,90 @@ def synchronized_batchnorm(strategy: str) -> Any:
 
 
 # --- optimization -----------------------------------------------------------------------------------------------------
+
+
+class MaskedMean(Net):
+    """The loss is the mean over the samples that are not of class 0, written by hand: over none it is 0 / 0."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        counts = (y != 0).double()
+        self.log("samples", float(len(y)), reduce_fx="sum", on_step=False, on_epoch=True)
+        return (F.cross_entropy(self(x), y, reduction="none") * counts).sum() / counts.sum()
+
+
+class NormalizedMaskedMean(MaskedMean, Normalized):
+    pass
+
+
+class WeightedClasses(Net):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        weight = torch.arange(1.0, CLASSES + 1, dtype=torch.float64)
+        self.criterion = nn.CrossEntropyLoss(weight, ignore_index=0)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.criterion(self(batch[0]), batch[1])
+
+
+def masked(samples: int, batch_size: int, seed: int, **options: Any) -> DataLoader[Any]:
+    """Each batch has a sample that counts; many parts of one have none."""
+    x, y = data(samples, seed).tensors
+    counts = (torch.arange(samples) % batch_size == 0) | (torch.arange(samples) % 7 == 5)
+    return DataLoader(TensorDataset(x, torch.where(counts, y.clamp(min=1), 0)), batch_size, **options)
+
+
+def counted(batch: Any) -> torch.Tensor:
+    return (batch[1] != 0).sum()
+
+
+def weighing(strategy: str, weight: Any, **options: Any) -> Any:
+    """The strategy that is told what losses are means over; one process needs no telling."""
+    if strategy != "ddp_callbacks":
+        return strategy
+    from ddp_callbacks.lightning import CallbackStrategy
+
+    return CallbackStrategy(weight=weight, **options)
+
+
+def fit_and_test(strategy: Any, module: pl.LightningModule, **options: Any) -> Any:
+    made = trainer(strategy, **options)
+    made.fit(module, masked(29, 8, 0), masked(13, 5, 9))
+    return outcome(made, module) | {"test": made.test(module, masked(11, 4, 3), verbose=False)}
+
+
+@scenario
+def means_over_what_counts(strategy: str) -> Any:
+    def lbfgs(net: Any) -> Any:
+        return torch.optim.LBFGS(net.parameters(), 0.05, max_iter=3)
+
+    stop = EarlyStopping("val_loss", patience=1, min_delta=0.01)
+    return [
+        fit_and_test(weighing(strategy, counted), MaskedMean()),
+        fit_and_test(weighing(strategy, counted), MaskedMean(), accumulate_grad_batches=3, gradient_clip_val=0.1),
+        fit_and_test(weighing(strategy, counted), MaskedMean(lr=0.5), callbacks=[stop], max_epochs=8),
+        fit_and_test(weighing(strategy, counted), MaskedMean(optimizer=lbfgs), max_epochs=1),
+        stop.best_score,
+    ]
+
+
+@scenario
+def means_over_what_counts_with_synchronized_batchnorm(strategy: str) -> Any:
+    options: dict[str, Any] = {"sync_batchnorm": True}
+    return [
+        fit_and_test(weighing(strategy, counted), NormalizedMaskedMean(), **options),
+        fit_and_test(weighing(strategy, counted), NormalizedMaskedMean(), accumulate_grad_batches=2, **options),
+    ]
+
+
+@scenario
+def a_cross_entropy_with_class_weights_and_ignored_targets(strategy: str) -> Any:
+    criterion = WeightedClasses().criterion
+    function = CrossEntropyWeight(criterion, target=lambda batch: batch[1])
+    return [
+        fit_and_test(weighing(strategy, "cross_entropy"), WeightedClasses()),
+        fit_and_test(weighing(strategy, function), WeightedClasses(), accumulate_grad_batches=2),
+    ]
 
 
 class GAN(Net):

@@ -362,6 +362,58 @@ def weighted_and_ignored_targets(extra: Extra) -> Any:
     return [first, second]
 
 
+def ignored(rows: TensorDataset) -> TensorDataset:
+    """Some targets are; of a batch of 8 four ranks' parts are without a target, but one."""
+    x, y = rows.tensors
+    y = y.clone()
+    y[::4] = -100
+    y[8:12] = -100
+    return TensorDataset(x, y)
+
+
+def own_mean(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Over the targets that are not ignored, written by hand: over none it is 0 / 0."""
+    counts = target != -100
+    losses = nn.functional.cross_entropy(prediction, target, reduction="none")
+    return (losses * counts).sum() / counts.sum()
+
+
+def counted(state: Any) -> torch.Tensor:
+    return (state[torchbearer.Y_TRUE] != -100).sum()
+
+
+@scenario
+def means_over_what_counts(extra: Extra) -> Any:
+    """In training, validation and evaluation; the validation loss decides when to stop."""
+    weighed = [type(item)(weight=counted) for item in extra]
+    stop = EarlyStopping(monitor="val_loss", patience=1, min_delta=0.02)
+    made = trial(weighed, criterion=own_mean, metrics=["loss"], callbacks=[stop])
+    result = run(made, DataLoader(ignored(data(30)), 8), DataLoader(ignored(data(23, 9)), 6), epochs=8)
+    made.with_test_generator(DataLoader(ignored(data(22, 3)), 5))
+    return result | {"evaluation": made.evaluate(data_key=torchbearer.TEST_DATA)}
+
+
+@scenario
+def two_losses_with_a_backward_each(extra: Extra) -> Any:
+    """By a closure of the user's own; the losses are means, or sums."""
+
+    def closure(state: Any) -> None:
+        state[torchbearer.OPTIMIZER].zero_grad()
+        for factor in (1.0, -0.5):
+            state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X] * factor)
+            loss = state[torchbearer.CRITERION](state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
+            state[torchbearer.LOSS] = loss
+            state[torchbearer.CALLBACK_LIST].on_criterion(state)
+            loss.backward()
+            state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+    results = []
+    for criterion in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")):
+        made = trial(extra, criterion=criterion, optimizer=lambda p: torch.optim.SGD(p, lr=0.02))
+        results.append(run(made.with_closure(closure), DataLoader(data(30), 8, shuffle=True)))
+    return results
+
+
 @scenario
 def sum_reduction(extra: Extra) -> Any:
     made = trial(extra, criterion=nn.CrossEntropyLoss(reduction="sum"), optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
@@ -421,20 +473,11 @@ def synchronized_batch_norm_with_weighted_targets(extra: Extra) -> Any:
 
     The last criterion is a mean over nothing there: its gradient is 0 / 0.
     """
-    x, y = data(30).tensors
-    y = y.clone()
-    y[::4] = -100
-    y[8:12] = -100
-
-    def own_mean(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        counts = target != -100
-        losses = nn.functional.cross_entropy(prediction, target, reduction="none")
-        return (losses * counts).sum() / counts.sum()
-
+    x, y = ignored(data(30)).tensors
     cases: list[tuple[Any, Any]] = [
         (nn.CrossEntropyLoss(weight=torch.arange(1.0, CLASSES + 1, dtype=torch.float64)), None),
         (nn.CrossEntropyLoss(reduction="sum"), None),
-        (own_mean, lambda state: (state[torchbearer.Y_TRUE] != -100).sum()),
+        (own_mean, counted),
     ]
     results = []
     for criterion, weight in cases:
