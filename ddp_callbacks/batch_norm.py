@@ -10,7 +10,8 @@ nothing is added to them, and what is copied or pickled of them is of their own 
 
 [Note: weights]
 ``dx`` mixes the ranks' gradients, so ``dy`` has to be that of one loss on all of them: each rank's loss must be
-multiplied by its share before backward, as ``world_size · n_r / N``, and the parameters' gradients averaged plainly.
+multiplied by its share before backward, as ``world_size · n_r / N``, and the parameters' gradients averaged plainly:
+:meth:`GradientSynchronizer.weigh_loss`.
 To weigh the gradients after backward instead, as :meth:`GradientSynchronizer.weigh` does, is right for equal shares
 alone: a rank whose loss has weight 0 may hold samples that the others' losses depend on.
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_callbacks.buckets import FIRST_BUCKET_MB, MB, ParameterSpec, assign_buckets
+from ddp_callbacks.buckets import FIRST_BUCKET_MB, MB, Forecast, ParameterSpec, assign_buckets
 
 CPU = torch.device("cpu")
 KB = MB // 1024
@@ -126,3 +126,21 @@ def test_examples(specs: list[ParameterSpec], cap: float, expected: list[list[in
 def test_the_size_of_a_parameter_is_in_bytes_of_its_dtype() -> None:
     sizes = {torch.bfloat16: 20, torch.float32: 40, torch.complex128: 160}
     assert {dtype: ParameterSpec(10, dtype, CPU).nbytes for dtype in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    "pattern", [[(0, 1)], [(0,), (1,)], [(0,), (0,), (1,)], [(0,), (0,), (0,), (1,)], [(0,), (1,), (0, 1)]]
+)
+def test_what_follows_is_guessed_from_what_followed_before(pattern: list[tuple[int, ...]]) -> None:
+    forecast, guesses = Forecast((0, 1)), []
+    for filled in pattern * 8:
+        guesses.append(forecast.guess)
+        forecast.note(filled)
+    assert guesses[-4 * len(pattern) :] == pattern * 4
+
+
+def test_a_forecast_of_what_never_repeats_stays_small() -> None:
+    forecast, generator = Forecast(()), random.Random(0)
+    for _ in range(2000):
+        forecast.note(tuple(generator.sample(range(9), 4)))
+    assert len(forecast._next) <= 256

@@ -709,7 +709,7 @@ def test_metrics_are_left_as_they_were() -> None:
     ("options", "says"),
     [
         ({"batch_size": "local"}, 'batch_size must be one of "global"'),
-        ({"weight": 3}, "weight must be a function of a training batch, got 3"),
+        ({"weight": 3}, 'weight must be a function of a batch, or "cross_entropy", got 3'),
         (
             {"find_unused_parameters": True},
             "CallbackStrategy has no find_unused_parameters: unused parameters are found",
