@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ddp_callbacks.batch_norm import SynchronizedLayer
+from ddp_callbacks.batch_norm import SynchronizedLayer, silence
 from ddp_callbacks.collectives import all_reduce, broadcast_tensors, message_device
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group import get_world_size
@@ -167,15 +167,17 @@ class _Difference:
 def _weighed_gradients(
     loss_of: Loss, part: Any, weight: Weight, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
-    """Of this rank's part, as it counts in the whole; where it counts nothing, zeros (its own can be NaN)."""
+    """Of this rank's part, as it counts in the whole; where it counts nothing, zeros (its own may be NaN)."""
     loss = loss_of(part)
     own, total = weight()
     if total is None:
         summed = torch.tensor([own], dtype=torch.float64, device=message_device(group))
         total = float(all_reduce(summed, _DOING, group))
-    # Before backward, since layers may exchange gradients in it.
-    gradients = _gradients(loss * (own / total if total else 0.0), parameters)
-    return gradients if own else [torch.zeros_like(gradient) for gradient in gradients]
+    # Before backward, since layers may exchange gradients in it: what the others' losses send through them counts.
+    weighed = loss * (own / total if total else 0.0)
+    is_mixed = not own and bool(silence(weighed))
+    gradients = _gradients(weighed, parameters)
+    return gradients if own or is_mixed else [torch.zeros_like(gradient) for gradient in gradients]
 
 
 def _gradients(loss: torch.Tensor, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:

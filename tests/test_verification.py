@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchbearer
 from distributed import run_distributed
-from lightning_scenarios import LogsAll, Net, Normalized, fit, loader, quiet
+from lightning_scenarios import LogsAll, Net, Normalized, NormalizedMaskedMean, counted, fit, loader, masked, quiet
 from test_equivalence import assert_equal
 from torch import nn
 from torch.nn import functional as F
@@ -340,6 +340,9 @@ def trainers() -> Any:
             "weight": fit_verified(KnownOnly(), weight=lambda batch: (batch[1] != 0).sum()),
             "accumulated": fit_verified(accumulate_grad_batches=3),
             "synchronized batch norm": fit_verified(Normalized(), sync_batchnorm=True),
+            "a part over nothing": fit_verified(
+                NormalizedMaskedMean(), masked(29, 8, 0), weight=counted, sync_batchnorm=True
+            ),
             "fewer samples than ranks": fit_verified(None, loader(11, 2)),
             "no weight": fit_verified(KnownOnly()),
             "batch norm": fit_verified(Normalized()),
@@ -354,7 +357,13 @@ def test_a_trainer_that_is_verified_trains_as_one_process() -> None:
         expected = fit("auto", LogsAll())
     for results in by_rank():
         assert_equal(results["trainers"]["verified"], expected, 1e-10)
-        for name in ("weight", "accumulated", "synchronized batch norm", "fewer samples than ranks"):
+        for name in (
+            "weight",
+            "accumulated",
+            "synchronized batch norm",
+            "a part over nothing",
+            "fewer samples than ranks",
+        ):
             assert results["trainers"][name] == "passes", name
 
 

@@ -71,7 +71,7 @@ def test_another_criterion_is_refused() -> None:
 
 
 def test_a_step_that_draws_its_batches_cannot_be_weighed() -> None:
-    batches = Batches("global", len, exchange=None)  # type: ignore[arg-type]
+    batches = Batches(len, exchange=None)  # type: ignore[arg-type]
     with pytest.raises(
         ConfigurationError, match=r"weight= is a function of a batch, and training_step.dataloader_iter."
     ):
