@@ -23,13 +23,12 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import math
 import operator
 import warnings
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,6 +47,7 @@ from torch.utils.data import (
 from ddp_callbacks.agreement import require_agreement
 from ddp_callbacks.checksums import checksum_of, is_dense
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.nested import arrays_in, is_array, rebuild_mapping, rebuild_sequence
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.random_state import SharedRandomState
 
@@ -123,6 +123,17 @@ class ShardedLoader:
         self._group = group
         self._at_least = at_least
         self._sliced = _sliced_before_loading(loader, batch_size, group, at_least)
+
+    def keep_indices(self) -> None:
+        """Keep the indices of each batch that is drawn from now on, see :attr:`indices`."""
+        if isinstance(self._sliced, _Part):
+            self._sliced.sampler.keeps_indices = True
+
+    @property
+    def indices(self) -> list[list[Any]] | None:
+        """This rank's part of the indices of each batch of the last pass, if they were kept; empty for a stand-in."""
+        sampler = self._sliced.sampler if isinstance(self._sliced, _Part) else None
+        return sampler.draw.indices if sampler is not None and sampler.keeps_indices else None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:
@@ -280,6 +291,7 @@ class _Draw:
 
     def __init__(self) -> None:
         self.shares: deque[Share] = deque()
+        self.indices: list[list[Any]] = []  # of this rank's parts, if they are kept
         self.checksum = 0
         self.first: _Division | None = None
 
@@ -295,6 +307,7 @@ class _SlicedBatchSampler:
         self.sampler = getattr(self.batch_sampler, "sampler", None)
         self._divide = functools.partial(_slices, at_least=at_least) if batch_size == "global" else _turns
         self.group = group
+        self.keeps_indices = False
         self.draw = _Draw()
         self._compared = type(loader.dataset).__module__ != "torch.utils.data.dataset"
 
@@ -318,6 +331,8 @@ class _SlicedBatchSampler:
                 self._require_same_data()
                 self.check_agreement(draw)
             draw.shares.append(division.share)
+            if self.keeps_indices:
+                draw.indices.append(list(division.part) if division.share.local else [])
             yield division.part
 
     def _require_same_data(self) -> None:
@@ -497,8 +512,8 @@ class _WholeIterator(ShardedIterator):
     def _require_equal(self, batch: Any) -> None:
         """Every rank divides the same batch; raise unless the first is equal on all."""
         checksum = 0
-        for tensor in _tensors(batch):
-            if not tensor.is_sparse and tensor.numel():
+        for tensor in arrays_in(batch):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_sparse and tensor.numel():
                 raw = tensor.detach().cpu().contiguous().view(-1)
                 checksum = zlib.crc32(repr((tensor.shape, raw[:64].tolist())).encode(), checksum)
         require_agreement(
@@ -567,68 +582,19 @@ def slice_batch(batch: Any, size: int, rank: int, world_size: int, at_least: int
     return part, Share(end - start, size)
 
 
-def join_batch(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """A whole batch, or what was computed of it, from its parts: tensors are joined along the first dimension.
-
-    Lists and tuples with one entry for each sample are joined, too. A floating-point number of the whole part is
-    averaged, weighted by samples; of anything else that is one for the whole part, the first's is taken.
-
-    Args:
-        parts: One per rank that has samples.
-        sizes: Number of samples of each part.
-    """
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    if isinstance(first, torch.Tensor):
-        if first.dim():
-            return torch.cat(list(parts))
-        mean = sum(part.double() * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
-        return mean.to(first.dtype) if isinstance(mean, torch.Tensor) and first.is_floating_point() else first
-    if isinstance(first, float) and len(set(parts)) > 1:
-        return math.fsum(map(operator.mul, parts, sizes)) / sum(sizes)
-    if isinstance(first, dict):
-        return type(first)((key, join_batch([part[key] for part in parts], sizes)) for key in first)
-    if isinstance(first, list | tuple):
-        if all(_lists_samples(part, size) for part, size in zip(parts, sizes, strict=True)):
-            return type(first)(entry for part in parts for entry in part)
-        values = [join_batch(entries, sizes) for entries in zip(*parts, strict=True)]
-        return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
-    return first
-
-
-def _lists_samples(value: Sequence[Any], size: int) -> bool:
-    """Whether a list or tuple has one entry for each sample; not if its entries have a dimension for them."""
-    tensors = list(_tensors(value))
-    have_samples = bool(tensors) and all(tensor.dim() and tensor.shape[0] == size for tensor in tensors)
-    return len(value) == size and not have_samples and not hasattr(value, "_fields")
-
-
 def common_size(batch: Any) -> int | None:
-    """The number of samples: the first dimension that all tensors of ``batch`` share, ``None`` if there is none."""
-    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in _tensors(batch)}
+    """The number of samples: the first dimension that all tensors and arrays of ``batch`` share, ``None`` if none."""
+    sizes = {array.shape[0] if array.ndim else None for array in arrays_in(batch)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _tensors(value)
-
-
 def _slice(batch: Any, size: int, part: slice) -> Any:
-    if isinstance(batch, torch.Tensor):
+    if is_array(batch):
         return batch[part]
-    if isinstance(batch, dict):
-        return type(batch)((key, _slice(value, size, part)) for key, value in batch.items())
+    if isinstance(batch, Mapping):
+        return rebuild_mapping(batch, {key: _slice(value, size, part) for key, value in batch.items()})
     if isinstance(batch, list | tuple):
-        if len(batch) == size and not any(True for _ in _tensors(batch)):
+        if len(batch) == size and not any(True for _ in arrays_in(batch)):
             return batch[part]  # one entry per sample, file names say
-        values = [_slice(value, size, part) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+        return rebuild_sequence(batch, [_slice(value, size, part) for value in batch])
     return batch

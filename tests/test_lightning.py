@@ -775,21 +775,68 @@ class Writer(BasePredictionWriter):
         self.epochs.append((predictions, indices))
 
 
-def write_predictions(strategy: str) -> Any:
-    writer = Writer()
-    trainer(strategy, callbacks=[writer]).predict(Net(), loader(13, 5, 3))
-    return writer.batches, writer.epochs
+class Looks(pl.Callback):
+    """Whether what hooks get belongs together."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        torch.testing.assert_close(outputs, module(batch[0]).softmax(1))
+        self.rows += len(outputs)
+
+
+def write_predictions(strategy: str, samples: int = 13, return_predictions: bool = True) -> Any:
+    writer, looks = Writer(), Looks()
+    made = trainer(strategy, callbacks=[writer, looks])
+    returned = made.predict(Net(), loader(samples, 5, 3), return_predictions=return_predictions)
+    assert made.callbacks[:2] == [writer, looks]
+    return {"batches": writer.batches, "epochs": writer.epochs, "returned": returned, "rows": looks.rows}
 
 
 @case
 def predictions_written() -> Any:
-    return write_predictions(OURS)
+    return write_predictions(OURS), write_predictions(OURS, 11), write_predictions(OURS, 11, return_predictions=False)
 
 
-def test_prediction_writers_get_whole_batches() -> None:
-    expected = alone(lambda: write_predictions("auto"))
-    for written in by_rank(predictions_written):
-        assert_equal(written, expected, 1e-10)
+def rows_by_index(batches: list[Any]) -> dict[int, torch.Tensor]:
+    """Of what writers have got, each row once."""
+    pairs = [(index, row) for rows, indices in batches for index, row in zip(indices, rows, strict=True)]
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+def test_prediction_writers_get_each_row_once_with_its_index() -> None:
+    for position, samples in enumerate((13, 11, 11)):
+        expected = alone(lambda: write_predictions("auto", samples))  # noqa: B023
+        ranks = [found[position] for found in by_rank(predictions_written)]
+        written = rows_by_index([batch for found in ranks for batch in found["batches"]])
+        assert sorted(written) == list(range(samples))
+        assert_equal(dict(sorted(written.items())), rows_by_index(expected["batches"]), 1e-10)
+        for found in ranks:
+            ((rows, (indices,)),) = found["epochs"]
+            assert_equal(list(zip(rows, indices, strict=True)), found["batches"], 0.0)
+            assert_equal(found["returned"], None if position == 2 else expected["returned"], 1e-10)
+    # The last batch of the second has one sample: rank 1 computes a stand-in, which is nobody's row.
+    assert [len(found[1]["batches"]) for found in by_rank(predictions_written)] == [3, 2]
+
+
+class Fetches(Net):
+    def predict_step(self, dataloader_iter: Any) -> Any:
+        (x, _), _, _ = next(dataloader_iter)
+        return self(x), [object.__class__ for _ in x], x
+
+
+@case
+def predictions_fetched() -> Any:
+    return trainer(OURS).predict(Fetches(), loader(11, 5, 3))
+
+
+def test_predictions_of_a_step_that_draws_itself_are_whole() -> None:
+    expected = alone(lambda: trainer("auto").predict(Fetches(), loader(11, 5, 3)))
+    for found in by_rank(predictions_fetched):
+        assert [rows for _, rows, _ in found] == [rows for _, rows, _ in expected]
+        assert_equal([(one, other) for one, _, other in found], [(one, other) for one, _, other in expected], 1e-10)
 
 
 @case

@@ -13,11 +13,10 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ddp_callbacks.agreement import require_agreement
-from ddp_callbacks.collectives import all_gather_tensors, pack, unpack
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.outputs import gather_outputs
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.rows import RowExchange
-from ddp_callbacks.sharding import BatchSize, ShardedLoader, Share, common_size, join_batch, shard_loader
+from ddp_callbacks.sharding import BatchSize, ShardedLoader, Share, common_size, shard_loader
 from ddp_callbacks.weighing import CrossEntropyWeight
 
 Weight = Callable[[Any], float | torch.Tensor]
@@ -162,26 +161,11 @@ def _on_rank_zero(batch: Any, drawn: list[Share | None], spec: TreeSpec) -> tupl
 
     For batches of several loaders that are divided in different proportions, where no one number weighs the loss.
     """
-    tensors: list[torch.Tensor] = []
     parts = spec.flatten_up_to(batch)
-    try:
-        header = [
-            [pack(part, tensors), share.local] if share and share.local else None
-            for part, share in zip(parts, drawn, strict=True)
-        ]
-    except TypeError as error:
-        raise ConfigurationError(
-            f"a batch of several loaders has parts of unequal size, which cannot be divided alike, and {error}. Give "
-            "the loaders the same batch_size and drop_last=True."
-        ) from error
-    gathered = all_gather_tensors(header, tensors, "a batch of several loaders")
-    if get_rank() == 0:
-        for index, share in enumerate(drawn):
-            found = [(unpack(texts[index][0], sent), texts[index][1]) for texts, sent in gathered if texts[index]]
-            if share is not None:
-                parts[index] = join_batch(*map(list, zip(*found, strict=True)))
-        batch = tree_unflatten(parts, spec)
-    return batch, Share(int(get_rank() == 0), 1)
+    for index, (part, share) in enumerate(zip(parts, drawn, strict=True)):
+        if share is not None:
+            (parts[index],) = gather_outputs([part], [share.local])
+    return (tree_unflatten(parts, spec) if get_rank() == 0 else batch), Share(int(get_rank() == 0), 1)
 
 
 def _length(loader: Any) -> str:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ddp_callbacks.lightning.replaced import Replaced
+
 
 class Decisions:
     """The decisions of one run of a Trainer; the ranks exchange them at the end of each batch, as flags.
@@ -24,15 +26,16 @@ class Decisions:
         self._validated = math.inf  # when, by this rank's clock
         self._held: Sequence[bool] = ()  # flags that the other ranks have not heard of yet
         # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
-        trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm
-        trainer._signal_connector._slurm_sigusr_handler_fn = self._note_requeue
+        self._replaced = [
+            Replaced(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda _: None),
+            Replaced(trainer._signal_connector, "_sigterm_notifier_fn", lambda _, *args: self._note_sigterm()),
+            Replaced(trainer._signal_connector, "_slurm_sigusr_handler_fn", lambda _, *args: self._note_requeue(*args)),
+        ]
 
     def close(self) -> None:
         """Give Lightning's objects back."""
-        del self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
-        del self._trainer._signal_connector._sigterm_notifier_fn
-        del self._trainer._signal_connector._slurm_sigusr_handler_fn
+        for replaced in self._replaced:
+            replaced.undo()
         if self._interval is not None:
             self._trainer._last_val_time = self._validated
 
@@ -75,7 +78,7 @@ class Decisions:
             self._validated = trainer._last_val_time
         return time.monotonic() - self._validated >= self._interval
 
-    def _note_sigterm(self, *_: Any) -> None:
+    def _note_sigterm(self) -> None:
         """The handler of the signal: all ranks hear of it at the end of the batch."""
         launcher = self._trainer.strategy.launcher
         if not self._sigterm and launcher is not None:

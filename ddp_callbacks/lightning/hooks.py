@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from ddp_callbacks.lightning.replaced import Replaced
 from ddp_callbacks.random_state import RunRandomState
 
 _OWN = {
@@ -57,23 +58,21 @@ class HookDrawing:
     def __init__(self, trainer: Any) -> None:
         self.random_state = RunRandomState()
         self._trainer = trainer
-        self._profiler = trainer.profiler
         self._package = type(trainer._logger_connector).__module__.partition(".trainer.")[0]
         self._contexts: dict[str, Callable[[], AbstractContextManager[None]] | None] = {}
-        self._profile = self._profiler.profile
-        self._profiler.profile = self.profile
+        self._replaced = Replaced(trainer.profiler, "profile", self._profile)
 
     def close(self) -> None:
         """Give the profiler back; the ranks go on alike."""
-        vars(self._profiler).pop("profile", None)
+        self._replaced.undo()
         self.random_state.end()
 
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:
+    def _profile(self, profile: Callable[[str], Any], action_name: str) -> AbstractContextManager[Any]:
         """The profiler's, and around a hook the random state that it draws from."""
         if action_name not in self._contexts:
             self._contexts[action_name] = self._context(action_name)
         context = self._contexts[action_name]
-        profiled: AbstractContextManager[Any] = self._profile(action_name)
+        profiled: AbstractContextManager[Any] = profile(action_name)
         return profiled if context is None else _both(context(), profiled)
 
     def optimizer_step(self, optimizer: Any, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from ddp_callbacks.lightning.batches import Batches
+from ddp_callbacks.lightning.replaced import Replaced, after
 from ddp_callbacks.local_sgd import ParameterAverager, set_gradients_aside
 
 MakeAverager = Callable[..., ParameterAverager]
@@ -34,12 +34,11 @@ class LocalSteps:
         self._weight = 0.0  # since the last step
         self._has_stepped = False  # in this batch
         # Before any hook at the end of an epoch; the strategy is not told of that moment.
-        connector = trainer._logger_connector
-        connector.epoch_end_reached = self._closing(connector.epoch_end_reached)
+        self._replaced = Replaced(trainer._logger_connector, "epoch_end_reached", after(self._close_in_training))
 
     def close(self) -> None:
         """Give Lightning's object back."""
-        vars(self._trainer._logger_connector).pop("epoch_end_reached", None)
+        self._replaced.undo()
 
     def begin(self) -> None:
         """The parameters are those to train from. A collective."""
@@ -87,11 +86,6 @@ class LocalSteps:
         weight, self._weight, self._has_stepped = self._weight, 0.0, False
         self._averager.step(weight)
 
-    def _closing(self, method: Any) -> Any:
-        @functools.wraps(method)
-        def closing(*args: Any, **kwargs: Any) -> Any:
-            if self._trainer.training:
-                self.close_window()
-            return method(*args, **kwargs)
-
-        return closing
+    def _close_in_training(self) -> None:
+        if self._trainer.training:
+            self.close_window()

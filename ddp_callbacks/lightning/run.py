@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,19 +12,18 @@ from torch.utils._pytree import treespec_leaf
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.broadcast import merge_buffers
-from ddp_callbacks.collectives import all_gather_tensors, pack, unpack
-from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning.batches import Batches, Weight
 from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.hooks import HookDrawing
-from ddp_callbacks.lightning.kinds import like, with_tensors
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember
+from ddp_callbacks.lightning.predictions import Predictions
+from ddp_callbacks.lightning.replaced import Replaced, after
 from ddp_callbacks.lightning.verification import verify_first_batch
 from ddp_callbacks.replicas import require_equal_replicas
 from ddp_callbacks.rows import RowExchange
-from ddp_callbacks.sharding import ShardedIterator, ShardedLoader, join_batch
+from ddp_callbacks.sharding import ShardedIterator, ShardedLoader
 
 SKIPPED = object()
 """What ``training_step`` returns in Lightning's eyes where it has returned ``None`` on every rank."""
@@ -57,7 +55,7 @@ class Run:
         epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
         for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             loop._results = results_class(loop._results.training, self.batches, self._metrics, self._exchange)
-        self._wrapped: list[tuple[Any, str]] = []
+        self._replaced: list[Replaced] = []
         self._before(connector, "on_batch_end", self._before_batch_end)
         self._before(connector, "epoch_end_reached", self._at_end_of_data)
         self._before(connector, "on_epoch_end", self._before_epoch_end)
@@ -66,7 +64,8 @@ class Run:
         for callback in itertools.islice(monitors, 1):
             self._before(callback, "on_train_epoch_end", lambda: trainer._results.join_epoch())
         self._automatic = epoch_loop.automatic_optimization
-        self._automatic.output_result_cls = _may_be_skipped(self._automatic.output_result_cls)
+        self._automatic.output_result_cls = _MayBeSkipped(self._automatic.output_result_cls)
+        self._predictions = Predictions(trainer, self.batches)
 
     def close(self) -> None:
         """Give Lightning's objects and the module's layers back."""
@@ -75,8 +74,9 @@ class Run:
         self.drawing.close()
         self._metrics.close()
         self._decisions.close()
-        for owner, name in self._wrapped:
-            vars(owner).pop(name, None)
+        self._predictions.close()
+        for replaced in reversed(self._replaced):
+            replaced.undo()
         del self._automatic.output_result_cls
 
     def synchronize_batch_norm(self) -> None:
@@ -151,21 +151,10 @@ class Run:
             self._undo()
             self._undo = None
 
-    def end_prediction(self, output: Any) -> Any:
-        """The rows of all ranks, where the batch was divided."""
+    def end_prediction(self, output: Any) -> None:
+        """``predict_step`` has returned. A collective in the first batch of each run."""
+        self._predictions.end_step(output)
         self.end_batch()
-        if self.batches.share.total is None:
-            return output
-        tensors: list[torch.Tensor] = []
-        try:
-            header = None if self.batches.is_stand_in else pack(with_tensors(output), tensors)
-        except TypeError as error:
-            raise ConfigurationError(
-                f"predict_step must return tensors, arrays, numbers, strings, or collections of these: {error}"
-            ) from error
-        gathered = all_gather_tensors([header, self.batches.share.local], tensors, "the predictions")
-        counted = [(unpack(text, parts), size) for (text, size), parts in gathered if text is not None]
-        return like(output, join_batch(*map(list, zip(*counted, strict=True))))
 
     def _begin_batch(self, joins_steps: bool) -> None:
         self.end_batch()  # of one that a hook has skipped
@@ -255,8 +244,7 @@ class Run:
 
     def _before(self, owner: Any, name: str, first: Callable[[], None]) -> None:
         """From now on until :meth:`close`, ``first`` is called before a method of Lightning's or of a callback."""
-        setattr(owner, name, _after(first, getattr(owner, name)))
-        self._wrapped.append((owner, name))
+        self._replaced.append(Replaced(owner, name, after(first)))
 
     def _loaders(self) -> list[Any]:
         combined = self._trainer._active_loop._combined_loader
@@ -267,22 +255,19 @@ class Run:
         return results is not None and results.is_in_batch and self.batches.is_stand_in
 
 
-def _after(first: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def both(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return method(*args, **kwargs)
+class _MayBeSkipped:
+    """Lightning's class of results, which takes :data:`SKIPPED` as it takes ``None`` on one process; a copy has the class."""
 
-    return both
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def from_training_step_output(self, training_step_output: Any, *args: Any, **kwargs: Any) -> Any:
+        output = None if training_step_output is SKIPPED else training_step_output
+        return self._result.from_training_step_output(output, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _as_it_is, (self._result,)
 
 
-def _may_be_skipped(result: Any) -> Any:
-    """Lightning's class of results, which takes :data:`SKIPPED` as it takes ``None`` on one process."""
-
-    class MayBeSkipped(result):  # type: ignore[misc]
-        @classmethod
-        def from_training_step_output(cls, training_step_output: Any, *args: Any, **kwargs: Any) -> Any:
-            output = None if training_step_output is SKIPPED else training_step_output
-            return super().from_training_step_output(output, *args, **kwargs)
-
-    return MayBeSkipped
+def _as_it_is(value: Any) -> Any:
+    return value

@@ -21,6 +21,7 @@ from ddp_callbacks.collectives import (
     all_gather_tensors,
     any_rank,
     broadcast_tensors,
+    is_plain,
     pack,
     unpack,
 )
@@ -39,7 +40,7 @@ from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.random_state import make_equal
 from ddp_callbacks.replicas import describe_checkpoint, require_same_checkpoint
-from ddp_callbacks.sharding import BatchSize, check_batch_size
+from ddp_callbacks.sharding import BatchSize, ShardedLoader, check_batch_size
 from ddp_callbacks.verification import Verify, check_verify
 from ddp_callbacks.version import __version__
 
@@ -258,7 +259,10 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         name, needed = self._trainer.state.stage.dataloader_prefix, 1
         if name == "train" and self._batch_size == "global":
             needed = samples_needed(self.model, getattr(dataloader, "batch_size", None), self.world_size)
-        return shard(dataloader, self._batch_size, name, needed)
+        sharded = shard(dataloader, self._batch_size, name, needed)
+        if self._trainer.predicting and isinstance(sharded, ShardedLoader):
+            sharded.keep_indices()
+        return sharded
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Note what this rank has of the batch, then as Lightning's."""
@@ -288,9 +292,11 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         return step() if self._run is None else self._run.evaluation_step(step)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The predictions for the whole batch, on every rank. A collective."""
+        """As Lightning's, of this rank's part of the batch. A collective in the first batch of a run."""
         output = super().predict_step(*args, **kwargs)
-        return output if self._run is None else self._run.end_prediction(output)
+        if self._run is not None:
+            self._run.end_prediction(output)
+        return output
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As Lightning's, with the loss weighed by this rank's share of the batch; its value stays what it is."""
@@ -401,7 +407,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         if src != 0:
             return super().broadcast(obj, src)
         tensors: list[torch.Tensor] = []
-        header = {"plain": pack(obj, tensors)} if _is_plain(obj) else {"pickled": True}
+        header = {"plain": pack(obj, tensors)} if is_plain(obj) else {"pickled": True}
         header, tensors = broadcast_tensors(header, tensors, "an object")
         if "pickled" in header:
             return super().broadcast(obj, src)
@@ -517,11 +523,3 @@ def _require_same_run(trainer: Any, model: torch.nn.Module, batch_size: str) -> 
         "max_steps": trainer.max_steps,
     }
     require_agreement(settings, "the run", _SAME_EVERYWHERE)
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
-    return type(value) in (type(None), bool, int, float, str, torch.Tensor)

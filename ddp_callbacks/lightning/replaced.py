@@ -1,0 +1,49 @@
+"""Methods of Lightning's objects that are ours while a run lasts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class Replaced:
+    """A method of one object, replaced until :meth:`undo`; copies and pickles of the object have its class's.
+
+    Args:
+        owner: The object.
+        name: Of the method.
+        function: What is called in its place; it takes the method as it was, then the arguments.
+    """
+
+    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._name = name
+        self._before = vars(owner).get(name)
+        self._method = getattr(owner, name)
+        self._function = function
+        functools.update_wrapper(self, self._method)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._method, *args, **kwargs)
+
+    def undo(self) -> None:
+        """The object has the method that it had."""
+        if self._before is None:
+            vars(self._owner).pop(self._name, None)
+        else:
+            setattr(self._owner, self._name, self._before)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._owner, self._name)
+
+
+def after(first: Callable[[], None]) -> Callable[..., Any]:
+    """What calls ``first``, then the method."""
+
+    def both(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        first()
+        return method(*args, **kwargs)
+
+    return both

@@ -1,0 +1,45 @@
+"""Batches and outputs are nested: tensors and arrays in lists, tuples and mappings of any kind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is a tensor or a NumPy array."""
+    return isinstance(value, torch.Tensor) or (type(value).__module__ == "numpy" and type(value).__name__ == "ndarray")
+
+
+def arrays_in(value: Any) -> Iterator[Any]:
+    """The tensors and arrays in something nested."""
+    if is_array(value):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from arrays_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from arrays_in(item)
+
+
+def rebuild_mapping(mapping: Any, items: dict[Any, Any]) -> Any:
+    """A mapping of the same type with ``items``, of a class of the user's, say (``BatchEncoding``)."""
+    if type(mapping) is dict:
+        return items
+    if not isinstance(mapping, MutableMapping):
+        return type(mapping)(items)
+    copied = copy.copy(mapping)
+    for key in [key for key in mapping if key not in items]:
+        del copied[key]
+    for key, item in items.items():
+        copied[key] = item
+    return copied
+
+
+def rebuild_sequence(sequence: Any, entries: list[Any]) -> Any:
+    """A list, tuple or named tuple of the same type with ``entries``."""
+    return type(sequence)(*entries) if hasattr(sequence, "_fields") else type(sequence)(entries)
