@@ -124,6 +124,10 @@ class ShardedLoader:
         self._at_least = at_least
         self._sliced = _sliced_before_loading(loader, batch_size, group, at_least)
 
+    def __reduce__(self) -> Any:
+        """A copy, or a pickle, divides among the ranks of the default group, and begins anew."""
+        return ShardedLoader, (self.loader, self._batch_size, None)
+
     def keep_indices(self) -> None:
         """Keep the indices of each batch that is drawn from now on, see :attr:`indices`."""
         if isinstance(self._sliced, _Part):
@@ -258,6 +262,10 @@ class ShardedIterator(Iterator[Any]):
             ConfigurationError: The whole batch cannot be had.
         """
         raise NotImplementedError
+
+    def __reduce__(self) -> Any:
+        """As of a ``DataLoader``'s iterator, nothing is left of it in a copy of what holds it."""
+        return type(None), ()
 
     def check_agreement(self) -> None:
         """Compare what the ranks have drawn. A collective; call it at the end of a pass.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
 import os
 import pickle
 import random
@@ -33,6 +34,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
+from ddp_callbacks import LocalSGD
 from ddp_callbacks.errors import ConfigurationError, MismatchError, PeerError
 from ddp_callbacks.lightning import CallbackStrategy, DDPCallback
 
@@ -839,6 +841,53 @@ def test_predictions_of_a_step_that_draws_itself_are_whole() -> None:
         assert_equal([(one, other) for one, _, other in found], [(one, other) for one, _, other in expected], 1e-10)
 
 
+class Copies(pl.Callback):
+    """Copies a Trainer and what belongs to it by all means, in the middle of a fit."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.found["during"] = copied_metrics(trainer)
+
+    def on_validation_epoch_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.found["validating"] = copied_metrics(trainer)
+
+
+def copied_metrics(made: pl.Trainer) -> Any:
+    """Which values the copies have, beside those of the original; of one process's own objects."""
+    copies = [pickle.loads(pickle.dumps(made)), copy.deepcopy(made), pickle.loads(pickle.dumps(made.strategy))._trainer]
+    file = io.BytesIO()
+    torch.save(made.callbacks, file)
+    for thing in (made.strategy, made.callbacks, made.fit_loop, made.lightning_module):
+        copy.deepcopy(thing)
+    kinds = {type(each.fit_loop.epoch_loop._results).__name__ for each in copies}
+    names = {type(each.strategy) is type(made.strategy) for each in copies}
+    return kinds, names, [dict(each.callback_metrics) for each in (made, *copies)]
+
+
+@case
+def copied_trainers() -> Any:
+    copies = Copies()
+    made, module = trainer(OURS, callbacks=[copies]), Net()
+    made.fit(module, loader(), loader(13, 5, 9))
+    copied = copy.deepcopy(made)
+    validated = [each.validate(Net(), loader(13, 5, 9), verbose=False) for each in (made, copied)]
+    return {"after": copied_metrics(made), **copies.found}, validated
+
+
+def test_a_trainer_can_be_copied_and_pickled_in_the_middle_of_a_run_and_after_it() -> None:
+    for found, (original, copied) in by_rank(copied_trainers):
+        assert list(found) == ["after", "during", "validating"]
+        for kinds, same, (expected, *metrics) in found.values():
+            assert (kinds, same) == ({"_ResultCollection"}, {True})
+            for values in metrics:
+                assert_equal(values, expected, 0.0)
+        assert_equal(copied, original, 0.0)
+
+
 @case
 def a_divided_optimizer() -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer as zero
@@ -962,6 +1011,19 @@ module = BoringModel()
 trainer.fit(module)
 sys.stdout.write(f"trained on {trainer.world_size} {trainer.model is module}\\n")  # at once: two processes write
 """
+SORTED = """
+from ddp_callbacks.lightning import CallbackStrategy
+import pytorch_lightning as pl
+import pickle
+options = {"accelerator": "cpu", "logger": False}
+trainers = [pl.Trainer(strategy=CallbackStrategy(compress="bf16"), **options)]
+trainers.append(pl.Trainer(strategy="ddp_callbacks", **options))
+other = {"options": options, "CallbackStrategy": CallbackStrategy}
+exec("import lightning.pytorch as pl; made = pl.Trainer(strategy=CallbackStrategy(), **options)", other)
+trainers.append(other["made"])
+assert all(type(pickle.loads(pickle.dumps(made.strategy))) is type(made.strategy) for made in trainers)
+print([type(made.strategy).__module__.rpartition(".")[2] for made in trainers])
+"""
 BOTH = """
 import ddp_callbacks.lightning
 import lightning.pytorch, pytorch_lightning
@@ -989,6 +1051,7 @@ except ImportError as error:
     [
         (OTHER_PACKAGE, 2, "trained on 2 True"),
         (BOTH, 1, "both"),
+        (SORTED, 1, "['for_pytorch_lightning', 'for_pytorch_lightning', 'for_lightning']"),
         (NEITHER, 1, 'Lightning is not installed: pip install "lightning'),
     ],
 )
@@ -999,6 +1062,30 @@ def test_either_package_will_do(script: str, ranks: int, says: str, tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(says) == ranks, done.stdout + done.stderr
+
+
+YAML = """
+trainer:
+  accelerator: cpu
+  logger: false
+  strategy:
+    class_path: ddp_callbacks.lightning.CallbackStrategy
+    init_args: {batch_size: per_process, bucket_cap_mb: 3, timeout: 0:05:00, sync: %s}
+"""
+
+
+@pytest.mark.parametrize("sync", ["every_step", "{class_path: ddp_callbacks.LocalSGD, init_args: {every: 4}}"])
+def test_options_of_the_strategy_come_from_a_yaml(sync: str, tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    (tmp_path / "config.yaml").write_text(YAML % sync)
+    with quiet():
+        made = LightningCLI(Net, args=["--config", str(tmp_path / "config.yaml")], run=False).trainer.strategy
+    assert type(made) is CallbackStrategy
+    assert (made._batch_size, made._synchronizer_options["bucket_cap_mb"]) == ("per_process", 3.0)
+    assert made._timeout.total_seconds() == 300
+    assert made._sync == ("every_step" if sync == "every_step" else LocalSGD(every=4))
 
 
 def test_the_versions_that_were_compromised_are_excluded() -> None:

@@ -1,7 +1,7 @@
 """Train a Lightning ``Trainer`` on many processes by a strategy's name.
 
 Importing this registers the strategy ``"ddp_callbacks"`` in ``lightning.pytorch`` and in ``pytorch_lightning``,
-whichever is installed. What happens in a training step, in Lightning's order::
+whichever the program imports, before or after. What happens in a training step, in Lightning's order::
 
     Trainer(strategy="ddp_callbacks")    the strategy finds its rank: world
     setup                                processes compared, parameters broadcast: strategy; a run begins: run
@@ -16,18 +16,40 @@ whichever is installed. What happens in a training step, in Lightning's order::
 With ``sync=LocalSGD(...)`` or ``DiLoCo(...)`` the gradients stay the rank's own, the parameters are averaged every so
 many steps and at the moments in ``local_steps``, and the ranks meet in those steps only.
 
-``package`` makes the classes for both packages; ``callback`` is for a Trainer whose strategy is another; ``reductions``
-are what users ask the strategy for.
+``package`` makes the classes for both packages, and ``choice`` says which the program uses; ``callback`` is for a
+Trainer whose strategy is another; ``reductions`` are what users ask the strategy for.
 """
 
+import functools
+import importlib
+import sys
+import warnings
 from typing import Any
 
-from ddp_callbacks.lightning import package as _package
+from ddp_callbacks.lightning import choice as _choice
 
-_packages = [_package.make(name) for name in _package.wanted()]
 
-#: For the package that the program uses; for ``lightning`` where both are installed and none was imported before.
-CallbackStrategy: Any = _packages[0].CallbackStrategy
-DDPCallback: Any = _packages[0].DDPCallback
+def _home(name: str) -> Any:
+    return importlib.import_module(f"{__name__}.{_choice.HOMES[name]}")
+
+
+def _home_of_other(name: str) -> None:
+    try:
+        _home(name)
+    except Exception as error:
+        warnings.warn(f'{name} has no strategy "ddp_callbacks": {error}', stacklevel=2)
+
+
+_first, *_others = _choice.installed()
+
+#: Makes a strategy for the package that the caller uses, where both are in use.
+CallbackStrategy: Any = _home(_first).CallbackStrategy
+DDPCallback: Any = _home(_first).DDPCallback
+
+for _name in _others:
+    if _choice.ROOTS[_name] in sys.modules:
+        _home_of_other(_name)
+    else:
+        _choice.AtImport(_choice.ROOTS[_name], functools.partial(_home_of_other, _name))
 
 __all__ = ["CallbackStrategy", "DDPCallback"]

@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ddp_callbacks.agreement import require_agreement
 from ddp_callbacks.outputs import gather_outputs
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.rows import RowExchange
 from ddp_callbacks.sharding import BatchSize, ShardedLoader, Share, common_size, shard_loader

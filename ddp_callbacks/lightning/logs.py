@@ -84,6 +84,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def __init__(self, training: bool, batches: Batches, metrics: SyncedMetrics, exchange: RowExchange) -> None:
         super().__init__(training)
+        self._lightnings = tuple(vars(self))  # names of attributes
         self._batches = batches
         self._metrics = metrics
         self._exchange = exchange
@@ -96,6 +97,12 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._told: list[bool] = []  # flags that came with it
         self._joins_steps = True
         self._in_batch, self._position, self._samples = False, -1, 0
+
+    def __reduce__(self) -> Any:
+        """A copy, or a pickle, is Lightning's own collection of what is joined already."""
+        lightnings = type(self).__mro__[2]
+        state = {name: getattr(self, name) for name in self._lightnings}
+        return lightnings, (self.training,), state, None, iter(self.items())
 
     # --- Lightning's side ---------------------------------------------------------------------------------------------
 

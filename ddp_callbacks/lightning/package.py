@@ -6,18 +6,15 @@ The classes here are made once for each that is installed, from the same mixins.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
-from dataclasses import dataclass
 from typing import Any
 
 from ddp_callbacks.lightning.callback import DDPCallbackMixin
+from ddp_callbacks.lightning.choice import ROOTS, ByCaller
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
-from ddp_callbacks.requirements import how_to_install, require_names
+from ddp_callbacks.requirements import require_names
 
 NAME = "ddp_callbacks"  # of the strategy; Lightning looks for it in lower case
-_HOME = "ddp_callbacks.lightning"
 _RESULT = "trainer.connectors.logger_connector.result"
 _LOGGER = "trainer.connectors.logger_connector.logger_connector:_LoggerConnector"
 PRIVATE = (
@@ -29,6 +26,8 @@ PRIVATE = (
     "trainer.connectors.signal_connector:_SignalConnector._sigterm_notifier_fn",
     "loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
     "loops.optimization.automatic:_AutomaticOptimization.output_result_cls",
+    "loops.prediction_loop:_PredictionLoop._predict_step",
+    "loops.prediction_loop:_PredictionLoop._get_batch_indices",
     "strategies:DDPStrategy._setup_model",
     "strategies:DDPStrategy._configure_launcher",
 )
@@ -61,8 +60,7 @@ STRATEGY_DOC = """Train on many processes without wrapping the module; the strat
         timeout: How long to wait for the other processes to come, and for one that has gone silent.
         start_method: How the Trainer starts processes where no launcher has: ``"popen"``, ``"fork"``, ``"spawn"`` or
             ``"forkserver"``; ``None``: ``"popen"``, in a notebook ``"fork"``.
-        **lightnings: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io`` and
-            ``precision_plugin``, as in ``DDPStrategy``.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in ``DDPStrategy``.
 
     Raises:
         ConfigurationError: A setting that cannot be; a ``ValueError``.
@@ -77,39 +75,13 @@ CALLBACK_DOC = """Refuse to train where the processes would not train together.
     """
 
 
-@dataclass(frozen=True)
-class Package:
-    """The classes for one of the two packages."""
+def make(name: str, home: str) -> tuple[type, type]:
+    """Make the strategy and the callback for a package, and register the strategy there.
 
-    name: str
-    CallbackStrategy: type
-    DDPCallback: type
-
-
-def installed() -> list[str]:
-    """The packages that are installed, first those that the program has imported already.
-
-    Raises:
-        ImportError: None is.
+    Args:
+        home: The module that has them.
     """
-    names = [name for name in ("lightning", "pytorch_lightning") if importlib.util.find_spec(name) is not None]
-    if not names:
-        raise ImportError(
-            f"Lightning is not installed: {how_to_install('lightning')} (or pytorch-lightning, which works as well)"
-        )
-    return sorted(names, key=lambda name: _root(name) not in sys.modules)
-
-
-def wanted() -> list[str]:
-    """The packages to register in: those in use, or where none is yet, all."""
-    names = installed()
-    in_use = [name for name in names if _root(name) in sys.modules]
-    return in_use or names
-
-
-def make(name: str) -> Package:
-    """Make the classes for a package, and register the strategy there."""
-    root = _root(name)
+    root = ROOTS[name]
     require_names(name.replace("_", "-"), (f"{root}.{private}" for private in PRIVATE))
     require_names("torchmetrics", OF_TORCHMETRICS)
     fabric = "lightning.fabric" if name == "lightning" else "lightning_fabric"
@@ -118,26 +90,21 @@ def make(name: str) -> Package:
     data = importlib.import_module(f"{fabric}.utilities.data")
     interactive = importlib.import_module(f"{fabric}.utilities.imports")._IS_INTERACTIVE
     callbacks = importlib.import_module(f"{root}.callbacks")
-    joint = type("JointResults", (JointResults, results._ResultCollection), {"__module__": _HOME})
     members: dict[str, Any] = {
-        "__module__": _HOME,
+        "__module__": home,
         "__doc__": STRATEGY_DOC,
         "strategy_name": NAME,
         "ddp_strategy": strategies.DDPStrategy,
-        "results_class": joint,
+        "results_class": type("JointResults", (JointResults, results._ResultCollection), {"__module__": home}),
         "monitors": (callbacks.EarlyStopping, callbacks.Checkpoint),
         "add_worker_init_fn": staticmethod(data._auto_add_worker_init_fn),
         "interactive": interactive,
     }
-    strategy = type("CallbackStrategy", (CallbackStrategyMixin, strategies.DDPStrategy), members)
-    base = callbacks.Callback
-    callback = type("DDPCallback", (DDPCallbackMixin, base), {"__module__": _HOME, "__doc__": CALLBACK_DOC})
+    strategy = ByCaller("CallbackStrategy", (CallbackStrategyMixin, strategies.DDPStrategy), members)
+    described = {"__module__": home, "__doc__": CALLBACK_DOC}
+    callback = type("DDPCallback", (DDPCallbackMixin, callbacks.Callback), described)
     if NAME not in strategies.StrategyRegistry:
         strategies.StrategyRegistry.register(
-            NAME, strategy, description="gradients synchronized by callbacks, the module is not wrapped"
+            NAME, strategy.exactly, description="gradients synchronized by callbacks, the module is not wrapped"
         )
-    return Package(name, strategy, callback)
-
-
-def _root(name: str) -> str:
-    return "lightning.pytorch" if name == "lightning" else name
+    return strategy, callback

@@ -256,7 +256,7 @@ class Run:
 
 
 class _MayBeSkipped:
-    """Lightning's class of results, which takes :data:`SKIPPED` as it takes ``None`` on one process; a copy has the class."""
+    """Lightning's class of results, which takes :data:`SKIPPED` as ``None`` is taken on one process; a copy is the class."""
 
     def __init__(self, result: Any) -> None:
         self._result = result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -50,7 +51,6 @@ _FOREIGN_PLUGINS = {
     "DeepSpeedPrecision": "DeepSpeed has an engine of its own for gradients and optimizer",
     "XLAPrecision": "TPUs need XLA's collectives",
 }
-_LIGHTNINGS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 _OF_DDP = {
     "find_unused_parameters": "unused parameters are found in each backward by themselves",
     "static_graph": "the graph may change from step to step",
@@ -76,6 +76,15 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     add_worker_init_fn: Callable[[object, int], None]
     interactive: bool
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse, with the reason, what only ``DDPStrategy`` takes."""
+        names = inspect.signature(cls.__init__).parameters
+        for name in kwargs:
+            if name not in names and "kwargs" not in names:
+                why = f": {_OF_DDP[name]}" if name in _OF_DDP else ""
+                raise ConfigurationError(f"CallbackStrategy has no {name}{why}.")
+        return super().__new__(cls)
+
     def __init__(
         self,
         batch_size: BatchSize = "global",
@@ -90,16 +99,27 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         start_method: str | None = None,
-        **lightnings: Any,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
     ) -> None:
-        _check_settings(batch_size, weight, bucket_cap_mb, comm_hook, lightnings)
+        _check_settings(batch_size, weight, bucket_cap_mb, comm_hook)
         check_compress(compress, comm_hook)
         check_sync(sync, comm_hook=comm_hook, compress=compress)
         check_verify(verify, sync)
         self._cluster_environment: Any = None
         method = start_method or ("fork" if self.interactive else "popen")
         super().__init__(
-            process_group_backend=process_group_backend, timeout=timeout, start_method=method, **lightnings
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=method,
         )
         self._batch_size: BatchSize = batch_size
         self._weight = weight
@@ -377,6 +397,11 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle, has the settings; what belongs to the processes of a run is left out."""
+        state: dict[str, Any] = super().__getstate__()
+        return state | {"_synchronizer": None, "_local": None, "_run": None}
+
     # --- what Lightning and its users ask -----------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -497,19 +522,12 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             self._local = None
 
 
-def _check_settings(
-    batch_size: str, weight: Any, bucket_cap_mb: float, comm_hook: Any, lightnings: dict[str, Any]
-) -> None:
+def _check_settings(batch_size: str, weight: Any, bucket_cap_mb: float, comm_hook: Any) -> None:
     check_batch_size(batch_size)
     check_bucket_cap_mb(bucket_cap_mb)
     if comm_hook is not None:
         check_comm_hook(comm_hook)
     check_weight(weight)
-    for name in lightnings:
-        if name not in _LIGHTNINGS:
-            raise ConfigurationError(
-                f"CallbackStrategy has no {name}{': ' * (name in _OF_DDP)}{_OF_DDP.get(name, '')}."
-            )
 
 
 def _require_same_run(trainer: Any, model: torch.nn.Module, batch_size: str) -> None:
