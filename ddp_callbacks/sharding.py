@@ -55,6 +55,13 @@ BatchSize = Literal["global", "per_process"]
 BATCH_SIZES = ("global", "per_process")
 _COMPARED_ROWS = 1 << 16
 
+_LEFT_ALONE = (
+    "The loader of {name} has a DistributedSampler, so it is left as it is: its batch is that of one process, not "
+    "divided among all, and there are fewer steps than on one process. Give the loader without that sampler, or say by "
+    'batch_size="per_process" that this is meant. (A library may put the sampler there because it finds "ddp" in the '
+    'name of the Trainer\'s strategy: strategy="callbacks" is another name for "ddp_callbacks".)'
+)
+
 
 @dataclass(frozen=True)
 class Share:
@@ -121,12 +128,23 @@ class ShardedLoader:
         self.iterator: ShardedIterator | None = None
         self._batch_size = batch_size
         self._group = group
+        self._passes = 0
         self._at_least = at_least
         self._sliced = _sliced_before_loading(loader, batch_size, group, at_least)
 
     def __reduce__(self) -> Any:
         """A copy, or a pickle, divides among the ranks of the default group, and begins anew."""
-        return ShardedLoader, (self.loader, self._batch_size, None)
+        return type(self), (self.loader, self._batch_size, None)
+
+    def end(self) -> None:
+        """End the last pass: its workers, if it has any, have ended on return."""
+        iterator, self.iterator = self.iterator, None
+        loaders = [self.loader, self._sliced.loader] if isinstance(self._sliced, _Part) else [self.loader]
+        if iterator is not None:
+            iterator.end()
+        for loader in loaders:
+            if isinstance(loader, DataLoader):
+                loader._iterator = None
 
     def keep_indices(self) -> None:
         """Keep the indices of each batch that is drawn from now on, see :attr:`indices`."""
@@ -152,10 +170,26 @@ class ShardedLoader:
         if isinstance(self._sliced, _Part):
             self.iterator = _PartIterator(self._sliced, self.shares)
         elif self._batch_size == "global":
-            self.iterator = _SlicingIterator(self.loader, self._group, self.shares, self._at_least)
+            self.iterator = _SlicingIterator(
+                self.loader, self._group, self.shares, at_least=self._at_least, is_first=self._passes == 0
+            )
         else:
             self.iterator = _TakingIterator(self.loader, self._group, self.shares)
+        self._passes += 1
         return self.iterator
+
+
+class ShardedDataLoader(ShardedLoader, DataLoader[Any]):  # type: ignore[misc]
+    """Of a ``DataLoader``: one to those who ask (``isinstance``), with the attributes of the user's."""
+
+    @property
+    def _iterator(self) -> Any:
+        """As a ``DataLoader`` has it, for who ends the workers."""
+        return None if self.iterator is None else self.iterator.batches
+
+    @_iterator.setter
+    def _iterator(self, _: Any) -> None:
+        self.end()
 
 
 def shard_loader(
@@ -181,14 +215,26 @@ def shard_loader(
             divided before loading, with workers and ``in_order=False``.
     """
     check_batch_size(batch_size)
-    if get_world_size(group) == 1 or loader is None or isinstance(loader, ShardedLoader) or is_distributed(loader):
+    if get_world_size(group) == 1 or loader is None or isinstance(loader, ShardedLoader):
         return loader
     if any(kind.__name__ == "StatefulDataLoader" for kind in type(loader).__mro__):
         raise ConfigurationError(
             f"a StatefulDataLoader of torchdata cannot be divided among {get_world_size(group)} processes: its state "
             "would say how far one of them has come. Give a torch.utils.data.DataLoader with the same arguments."
         )
-    return ShardedLoader(loader, batch_size, group, at_least)
+    if is_distributed(loader):
+        if batch_size == "global" and get_rank(group) == 0:
+            warnings.warn(_LEFT_ALONE.format(name=_name_of(loader)), stacklevel=2)
+        return loader
+    return (ShardedDataLoader if isinstance(loader, DataLoader) else ShardedLoader)(loader, batch_size, group, at_least)
+
+
+def length_of(loader: Any) -> int | None:
+    """The number of batches; ``None`` where the loader does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def with_shares(loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
@@ -225,6 +271,10 @@ def is_distributed(loader: Any) -> bool:
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
+def _name_of(loader: Any) -> str:
+    return type(getattr(loader, "dataset", loader)).__name__
+
+
 def _let_go(_: object) -> None:
     """The caller's reference is gone after this."""
 
@@ -238,11 +288,17 @@ class ShardedIterator(Iterator[Any]):
     """
 
     def __init__(self, batches: Iterator[Any], shares: deque[Share]) -> None:
-        self._batches = batches
+        self.batches = batches
         self._shares = shares
         # Python's garbage collector finalizes the queues of a DataLoader's iterator before it ends the iterator, whose
         # workers then hear nothing, and are waited for 5 s each. Referenced from here, the queues are no garbage.
         weakref.finalize(self, _let_go, getattr(batches, "_index_queues", None)).atexit = False
+
+    def end(self) -> None:
+        """End the workers that load the batches."""
+        shut_down = getattr(self.batches, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
 
     def take_share(self) -> Share | None:
         """The share of the batches drawn since the last call; ``None`` if none was."""
@@ -419,7 +475,7 @@ class _PartIterator(ShardedIterator):
         self._draw = part.sampler.draw
 
     def __next__(self) -> Any:
-        batch = next(self._batches)
+        batch = next(self.batches)
         self._shares.append(self._draw.shares.popleft())
         return batch
 
@@ -485,7 +541,8 @@ class _WholeIterator(ShardedIterator):
 
     def __init__(self, loader: Iterable[Any], group: dist.ProcessGroup | None, shares: deque[Share]) -> None:
         self._group, self._rank, self._world_size = group, get_rank(group), get_world_size(group)
-        self._name = type(getattr(loader, "dataset", loader)).__name__
+        self._name = _name_of(loader)
+        self._loads = isinstance(loader, DataLoader)
         self._items_are_samples = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
         self._position = -1
         self._first: tuple[Any, Any] | None = None
@@ -496,7 +553,7 @@ class _WholeIterator(ShardedIterator):
 
     def _next_whole(self) -> Any:
         with self._shared.drawing():
-            batch = next(self._batches)
+            batch = next(self.batches)
         self._position += 1
         if self._position == 0:
             self._require_equal(batch)
@@ -538,26 +595,19 @@ class _WholeIterator(ShardedIterator):
 
 
 class _SlicingIterator(_WholeIterator):
-    """Keeps this rank's slice of every tensor."""
+    """Keeps this rank's slice of every tensor; says in the first pass that it cannot."""
 
-    def __init__(
-        self, loader: Iterable[Any], group: dist.ProcessGroup | None, shares: deque[Share], at_least: int
-    ) -> None:
-        super().__init__(loader, group, shares)
-        self._at_least = at_least
+    def __init__(self, *args: Any, at_least: int, is_first: bool) -> None:
+        super().__init__(*args)
+        self._at_least, self._is_first = at_least, is_first
 
     def __next__(self) -> Any:
         batch = self._next_whole()
         self._keep(batch, batch)
         size = self._size(batch)
         if size is None:
-            if self._position == 0:
-                warnings.warn(
-                    f"The batches of {self._name} have no common first dimension to divide, so each is computed by "
-                    "one process in turn: right, but no faster than one process. Give a DataLoader, or "
-                    'batch_size="per_process".',
-                    stacklevel=2,
-                )
+            if self._position == 0 and self._rank == 0 and self._is_first:
+                self._warn(batch)
             mine = self._position % self._world_size == self._rank
             self._shares.append(Share(int(mine), 1))
             return batch
@@ -565,6 +615,17 @@ class _SlicingIterator(_WholeIterator):
         self._keep(batch, part)
         self._shares.append(share)
         return part
+
+    def _warn(self, batch: Any) -> None:
+        shapes = ", ".join(str(list(array.shape)) for array in itertools.islice(arrays_in(batch), 4))
+        remedy = "Yield tensors that all have the samples in front" if self._loads else "Give a DataLoader"
+        warnings.warn(
+            f"A batch of {self._name} ({type(batch).__name__}: {shapes or 'no tensors'}) has no common first dimension "
+            "to divide, so each is computed by one process in turn: right, but no faster than one process. "
+            f"{remedy}; or a data set with samples by index, of which each process loads its own; or "
+            'batch_size="per_process".',
+            stacklevel=3,
+        )
 
 
 class _TakingIterator(_WholeIterator):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
 import io
+import multiprocessing
 import os
 import pickle
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +29,27 @@ from distributed import run_distributed
 from lightning.pytorch.callbacks import BasePredictionWriter, EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import FSDPPrecision
-from lightning_scenarios import FEATURES, LogsAll, Net, Normalized, data, fit, loader, outcome, quiet, trainer
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_scenarios import (
+    FEATURES,
+    LogsAll,
+    Net,
+    Normalized,
+    Stream,
+    TwoSources,
+    data,
+    fit,
+    loader,
+    outcome,
+    quiet,
+    trainer,
+)
 from nursery import HOSTNAME, Nursery, Rank, note, noting_errors
 from test_equivalence import assert_equal
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 from ddp_callbacks import LocalSGD
 from ddp_callbacks.errors import ConfigurationError, MismatchError, PeerError
@@ -866,6 +883,109 @@ def copied_metrics(made: pl.Trainer) -> Any:
     kinds = {type(each.fit_loop.epoch_loop._results).__name__ for each in copies}
     names = {type(each.strategy) is type(made.strategy) for each in copies}
     return kinds, names, [dict(each.callback_metrics) for each in (made, *copies)]
+
+
+@case
+def lent_loaders(strategy: str = OURS) -> Any:
+    """A loader of the user's own that combines others, given to two fits; one leaves its workers in mid-pass."""
+    workers = [loader(22, 4, shuffle=True, num_workers=1, persistent_workers=kept) for kept in (False, True)]
+    combined = CombinedLoader({"a": workers[0], "b": workers[1]}, "max_size_cycle")
+    during: list[Any] = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            for each in trainer.train_dataloader.values():
+                during.append((isinstance(each, DataLoader), each.dataset is workers[0].dataset, each.num_workers))
+
+    results = [fit(strategy, TwoSources(), combined, max_epochs=1, limit_train_batches=3, callbacks=[Looks()])]
+    alive = [child.name for child in multiprocessing.active_children()]
+    results.append(fit(strategy, TwoSources(), combined, max_epochs=1))
+    return results, alive, [each is own for each, own in zip(combined.flattened, workers, strict=True)], set(during)
+
+
+def test_loaders_are_given_back_and_their_workers_end_with_the_fit() -> None:
+    expected = alone(lambda: lent_loaders("auto"))[0]
+    for results, alive, own, during in by_rank(lent_loaders):
+        assert_equal(results, expected, 1e-10)
+        assert (alive, own, during) == ([], [True, True], {(True, False, 1), (True, True, 1)})
+
+
+class Unsized(Stream):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Wrapped(IterableDataset[Any]):
+    """Batches of a Mapping that is no dict; of rows that go together in no dimension."""
+
+    def __init__(self, like: type, ragged: bool) -> None:
+        self.like, self.ragged = like, ragged
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in loader(12, 4):
+            rows = {"x": batch[0], "y": batch[1]}
+            yield self.like(rows | {"lengths": torch.ones(3)} if self.ragged else rows)
+
+
+class TakesMappings(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.sizes.append((type(batch).__name__, len(batch["x"])))
+        return self.loss((batch["x"], batch["y"]))
+
+
+def odd_loader_warnings(make: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make()
+    return [
+        str(each.message)
+        for each in caught
+        if "istributedSampler" in str(each.message) or "dimension" in str(each.message)
+    ]
+
+
+@case
+def odd_batches() -> Any:
+    mapped, ragged = TakesMappings(), TakesMappings()
+    parameters = fit(OURS, mapped, DataLoader(Wrapped(collections.UserDict, False), batch_size=None), max_epochs=1)
+    in_turn = odd_loader_warnings(
+        lambda: fit(OURS, ragged, DataLoader(Wrapped(dict, True), batch_size=None), max_epochs=2)
+    )
+    rows = data(16)
+    left = odd_loader_warnings(
+        lambda: fit(OURS, None, DataLoader(rows, 2, sampler=DistributedSampler(rows)), max_epochs=2)
+    )
+    unsized = fit(OURS, None, DataLoader(Unsized(19), 4), max_epochs=1)
+    return mapped.sizes, parameters, in_turn, left, unsized
+
+
+def test_batches_of_any_mapping_are_divided_and_what_is_not_is_said_once() -> None:
+    expected = alone(
+        lambda: (
+            fit(
+                "auto", TakesMappings(), DataLoader(Wrapped(collections.UserDict, False), batch_size=None), max_epochs=1
+            ),
+            fit("auto", None, DataLoader(Unsized(19), 4), max_epochs=1),
+        )
+    )
+    for rank, (sizes, parameters, in_turn, left, unsized) in enumerate(by_rank(odd_batches)):
+        assert sizes == [("UserDict", 2)] * 3
+        assert_equal((parameters, unsized), expected, 1e-10)
+        assert (len(in_turn), len(left)) == ((1, 1) if rank == 0 else (0, 0))
+        if rank == 0:
+            assert "A batch of Wrapped (dict: [4, 6], [4], [3]) has no common first dimension" in in_turn[0]
+            assert "Yield tensors that all have the samples in front; or a data set with samples by index" in in_turn[0]
+            assert left[0].startswith("The loader of TensorDataset has a DistributedSampler, so it is left as it is")
+            assert 'strategy="callbacks" is another name' in left[0]
+
+
+def test_the_other_name_of_the_strategy_is_the_same_strategy() -> None:
+    with quiet():
+        assert type(trainer("callbacks").strategy) is type(trainer(OURS).strategy) is CallbackStrategy
 
 
 @case

@@ -95,7 +95,7 @@ def test_one_process_has_the_whole_of_each_batch() -> None:
 def shares_of_a_distributed_sampler() -> list[Share]:
     data = samples()
     own = DataLoader(data, BATCH_SIZE, sampler=DistributedSampler(data, shuffle=False))
-    return [share for _, share in with_shares(shard_loader(own))]
+    return [share for _, share in with_shares(shard_loader(own, "per_process"))]
 
 
 class StatefulDataLoader(DataLoader[Any]):

@@ -384,12 +384,16 @@ def distributed_sampler() -> Any:
     dataset = TensorDataset(x, y)
     sampler = DistributedSampler(dataset, shuffle=False, drop_last=False)
     made = trial([DDPCallback()]).with_train_generator(DataLoader(dataset, 3, sampler=sampler))
-    shares, rows = shares_and_rows(made)
-    return shares, rows, outcome(made, made.state[torchbearer.HISTORY])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        shares, rows = shares_and_rows(made)
+    said = [str(each.message)[:50] for each in caught if "Sampler" in str(each.message)]
+    return shares, rows, outcome(made, made.state[torchbearer.HISTORY]), said
 
 
 def test_a_distributed_sampler_is_left_alone() -> None:
     ranks = by_rank(distributed_sampler)
+    assert [rank[3] for rank in ranks] == [["The loader of TensorDataset has a DistributedSampl"], [], []]
     assert [rank[1] for rank in ranks] == [[[0, 3, 6], [9, 12]], [[1, 4, 7], [10, 13]], [[2, 5, 8], [11, 0]]]
     assert ranks[0][0] == [(3, None), (2, None)]
     assert_equal(ranks[1][2], ranks[0][2], relative=0.0)

@@ -13,11 +13,11 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ddp_callbacks.agreement import require_agreement
-from ddp_callbacks.outputs import gather_outputs
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.outputs import gather_outputs
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.rows import RowExchange
-from ddp_callbacks.sharding import BatchSize, ShardedLoader, Share, common_size, shard_loader
+from ddp_callbacks.sharding import BatchSize, ShardedLoader, Share, common_size, length_of, shard_loader
 from ddp_callbacks.weighing import CrossEntropyWeight
 
 Weight = Callable[[Any], float | torch.Tensor]
@@ -45,7 +45,8 @@ def shard(loader: Any, batch_size: BatchSize, name: str, at_least: int = 1) -> A
     sharded = shard_loader(loader, batch_size, at_least=at_least)
     if sharded is not loader:
         remedy = "Give every process the same data, or divide them yourself with a DistributedSampler."
-        require_agreement({"batches": _length(loader)}, f"the {name} dataloader", remedy)
+        length = length_of(loader)
+        require_agreement({"batches": "unknown" if length is None else str(length)}, f"the {name} dataloader", remedy)
     return sharded
 
 
@@ -167,10 +168,3 @@ def _on_rank_zero(batch: Any, drawn: list[Share | None], spec: TreeSpec) -> tupl
         if share is not None:
             (parts[index],) = gather_outputs([part], [share.local])
     return (tree_unflatten(parts, spec) if get_rank() == 0 else batch), Share(int(get_rank() == 0), 1)
-
-
-def _length(loader: Any) -> str:
-    try:
-        return str(len(loader))
-    except TypeError:
-        return "unknown"

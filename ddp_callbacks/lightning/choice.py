@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import inspect
 import sys
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
@@ -58,6 +59,11 @@ class AtImport(importlib.abc.MetaPathFinder):
 
 class ByCaller(ABCMeta):
     """Of a class that there is once for each package: a call makes an object for the one that the caller uses."""
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return _for_caller(cls, sys._getframe(1)).exactly(*args, **kwargs)

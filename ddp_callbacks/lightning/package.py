@@ -14,7 +14,8 @@ from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
 from ddp_callbacks.requirements import require_names
 
-NAME = "ddp_callbacks"  # of the strategy; Lightning looks for it in lower case
+# Of the strategy; Lightning looks for it in lower case. Libraries that find "ddp" in it divide their data themselves.
+NAMES = ("ddp_callbacks", "callbacks")
 _RESULT = "trainer.connectors.logger_connector.result"
 _LOGGER = "trainer.connectors.logger_connector.logger_connector:_LoggerConnector"
 PRIVATE = (
@@ -36,6 +37,8 @@ OF_TORCHMETRICS = tuple(f"torchmetrics:Metric.{name}" for name in ("_copy_state_
 """The same of torchmetrics, which comes with it."""
 
 STRATEGY_DOC = """Train on many processes without wrapping the module; the strategy's name is ``"ddp_callbacks"``.
+
+    Or ``"callbacks"``, for programs that divide their data themselves if they find "ddp" in it.
 
     Processes are those of ddprun, torchrun, srun or mpirun, whose number counts whatever the Trainer's ``devices`` and
     ``num_nodes`` say; without a launcher the Trainer starts ``devices`` of its own, also in a notebook. In a world of
@@ -93,7 +96,7 @@ def make(name: str, home: str) -> tuple[type, type]:
     members: dict[str, Any] = {
         "__module__": home,
         "__doc__": STRATEGY_DOC,
-        "strategy_name": NAME,
+        "strategy_name": NAMES[0],
         "ddp_strategy": strategies.DDPStrategy,
         "results_class": type("JointResults", (JointResults, results._ResultCollection), {"__module__": home}),
         "monitors": (callbacks.EarlyStopping, callbacks.Checkpoint),
@@ -103,8 +106,7 @@ def make(name: str, home: str) -> tuple[type, type]:
     strategy = ByCaller("CallbackStrategy", (CallbackStrategyMixin, strategies.DDPStrategy), members)
     described = {"__module__": home, "__doc__": CALLBACK_DOC}
     callback = type("DDPCallback", (DDPCallbackMixin, callbacks.Callback), described)
-    if NAME not in strategies.StrategyRegistry:
-        strategies.StrategyRegistry.register(
-            NAME, strategy.exactly, description="gradients synchronized by callbacks, the module is not wrapped"
-        )
+    what = "gradients synchronized by callbacks, the module is not wrapped"
+    for each in NAMES:
+        strategies.StrategyRegistry.register(each, strategy.exactly, description=what, override=True)
     return strategy, callback

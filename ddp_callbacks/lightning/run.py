@@ -53,7 +53,9 @@ class Run:
         self._trained = 0  # samples of this rank since the buffers were merged
         self._batch_norm: BatchNormSynchronizer | None = None
         epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
-        for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        evaluations = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+        self._loops = (trainer.fit_loop, *evaluations, trainer.predict_loop)
+        for loop in (epoch_loop, *evaluations):
             loop._results = results_class(loop._results.training, self.batches, self._metrics, self._exchange)
         self._replaced: list[Replaced] = []
         self._before(connector, "on_batch_end", self._before_batch_end)
@@ -68,13 +70,16 @@ class Run:
         self._predictions = Predictions(trainer, self.batches)
 
     def close(self) -> None:
-        """Give Lightning's objects and the module's layers back."""
+        """Give Lightning's objects, the user's loaders and the module's layers back; loaders' workers have ended."""
         if self._batch_norm is not None:
             self._batch_norm.close()
         self.drawing.close()
         self._metrics.close()
         self._decisions.close()
         self._predictions.close()
+        for loop in self._loops:
+            if loop._combined_loader is not None:
+                loop._combined_loader.flattened = [_original(loader) for loader in loop._combined_loader.flattened]
         for replaced in reversed(self._replaced):
             replaced.undo()
         del self._automatic.output_result_cls
@@ -256,7 +261,7 @@ class Run:
 
 
 class _MayBeSkipped:
-    """Lightning's class of results, which takes :data:`SKIPPED` as ``None`` is taken on one process; a copy is the class."""
+    """Lightning's class of results, which takes :data:`SKIPPED` as ``None`` is taken on one process."""
 
     def __init__(self, result: Any) -> None:
         self._result = result
@@ -271,3 +276,10 @@ class _MayBeSkipped:
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+def _original(loader: Any) -> Any:
+    if not isinstance(loader, ShardedLoader):
+        return loader
+    loader.end()
+    return loader.loader

@@ -16,6 +16,7 @@ from ddp_callbacks.sharding import (
     Share,
     check_batch_size,
     common_size,
+    length_of,
     shard_loader,
     slice_batch,
 )
@@ -112,8 +113,8 @@ class ShardData(DistributedCallback):
             sharded = shard_loader(generator, self.batch_size, self.process_group, needed)
             self._sharded[id(generator)] = (generator, sharded)
         sharded = self._sharded[id(generator)][1]
-        if self.batch_size == "per_process" and sharded is not generator and steps == _length(generator):
-            steps = _length(sharded)
+        if self.batch_size == "per_process" and sharded is not generator and steps == length_of(generator):
+            steps = length_of(sharded)
         return sharded, steps
 
     def _take_share(self, state: State) -> Share:
@@ -136,10 +137,3 @@ class ShardData(DistributedCallback):
 
     def _samples_needed(self, state: State, generator: Any) -> int:
         return samples_needed(state[torchbearer.MODEL], getattr(generator, "batch_size", None), self.world_size)
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None

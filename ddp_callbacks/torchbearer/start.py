@@ -20,6 +20,7 @@ from ddp_callbacks.broadcast import (
 from ddp_callbacks.collectives import all_gather_json, broadcast_tensors, pack, unpack
 from ddp_callbacks.random_state import set_global_state
 from ddp_callbacks.replicas import describe_checkpoint, require_equal_replicas, require_same_checkpoint
+from ddp_callbacks.sharding import length_of
 from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, State, share_of, wrap_methods
 from ddp_callbacks.torchbearer.data import DATA_KEYS
 from ddp_callbacks.version import __version__
@@ -182,12 +183,6 @@ def _lengths(state: State) -> dict[str, str]:
         generator, steps = trial_state[key] or (None, None)
         lengths[f"{key}: steps"] = str(steps)
         if hasattr(generator, "__len__"):
-            lengths[f"{key}: batches"] = _length(generator)
+            length = length_of(generator)
+            lengths[f"{key}: batches"] = "unknown" if length is None else str(length)
     return lengths
-
-
-def _length(generator: Any) -> str:
-    try:
-        return str(len(generator))
-    except TypeError:
-        return "unknown"
