@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from distributed import run_distributed
-from rich.console import Console
 
 from ddp_callbacks import calibration
 from ddp_callbacks.calibration import load_training
@@ -36,6 +35,7 @@ from ddp_callbacks.launcher.bench import Bench, sentences, with_network
 from ddp_callbacks.launcher.hosts import Host
 from ddp_callbacks.launcher.options import BenchOptions, parse_bench_options
 from ddp_callbacks.launcher.output import Terminal
+from ddp_callbacks.launcher.screen import Screen
 
 LIMIT = 600.0  # seconds
 JOB = Job(0.1, (FilledBucket(1e6, 0.05), FilledBucket(2e7, 0.09)), 0.01)
@@ -129,11 +129,10 @@ def shown(found: Calibration, folder: Path, *argv: str) -> str:
         output.write("a", 0, "o", text[:40])
         output.write("a", 0, "o", text[40:])
         output.close()
-    console = Console(file=io.StringIO(), width=160)
-    under_test.show(console)
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "\x1b" not in printed
-    return str(printed)
+    printed = io.StringIO()
+    under_test.show(Screen(printed))
+    assert "\x1b" not in printed.getvalue()
+    return printed.getvalue()
 
 
 def row(text: str, *first: str) -> list[str]:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from ddp_callbacks.launcher import facts
 from ddp_callbacks.launcher.diagnosis import GIB, Facts, Finding, judge, judge_clock
 from ddp_callbacks.launcher.doctor import show
 from ddp_callbacks.launcher.facts import usable_cores
+from ddp_callbacks.launcher.screen import Screen
 
 GOOD: dict[str, Any] = {
     "python": "3.11.7",
@@ -143,7 +143,7 @@ def test_the_table_is_plain_text_where_no_terminal_is() -> None:
         *findings(packages=packages(torch="2.12.0")),
         Finding("", "all-reduce", "red", "not tried", "mend the above"),
     ]
-    show(["n1", "n2", "n3"], found, Console(file=out, width=160))
+    show(["n1", "n2", "n3"], found, Screen(out))
     text = out.getvalue()
     assert "\x1b" not in text
     row = next(line for line in text.splitlines() if line.split()[:1] == ["torch"])

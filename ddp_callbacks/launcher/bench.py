@@ -16,11 +16,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
 from ddp_callbacks.cost import (
     BF16,
     EXACT,
@@ -38,6 +33,7 @@ from ddp_callbacks.cost import (
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.options import BenchOptions
 from ddp_callbacks.launcher.output import Output, Terminal
+from ddp_callbacks.launcher.screen import Bar, Screen, Side, Table
 
 HOSTS = tuple(1 << exponent for exponent in range(11))  # 1 to 1,024
 ASSUMED_LATENCY = 50e-6  # seconds
@@ -65,23 +61,22 @@ class Bench:
             raise ConfigurationError(f"--plot: {_NO_MATPLOTLIB}.")
         if options.plot is not None and not os.access(folder, os.W_OK):
             raise ConfigurationError(f"--plot: cannot write to {folder}. Name another place.")
-        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-        self._progress = Progress(*columns, console=Console(file=sys.stderr))
+        self._bar = Bar(Screen(sys.stderr), "reaching the nodes")
         self._output: _BenchOutput | None = None
 
     def __enter__(self) -> Bench:
-        self._progress.start()
+        self._bar.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self._bar.__exit__()
 
     def output(self, folder: Path, terminal: Terminal) -> Output:
         """What takes the output of the ranks."""
-        self._output = _BenchOutput(folder, terminal, self._progress)
+        self._output = _BenchOutput(folder, terminal, self._bar)
         return self._output
 
-    def show(self, console: Console) -> None:
+    def show(self, screen: Screen) -> None:
         """Print what was found, and draw the plot."""
         found = self._output.calibration if self._output else None
         if found is None:
@@ -95,24 +90,23 @@ class Bench:
             print(json.dumps(_finite({"calibration": asdict(found), "machine": asdict(machine), "predicted": hosts})))
             return
         for table in (parts_table(machine, found), check_table(found), growth_table(machine, found, syncs)):
-            console.print(table)
+            screen.table(table)
         for line in (*remarks, ASSUMPTIONS, *sentences(machine, found.job, found.layout, syncs)):
-            console.print(line, soft_wrap=True, highlight=False)
+            screen.line(line)
         if not self._can_plot:
-            console.print(f"No plot: {_NO_MATPLOTLIB}", soft_wrap=True, highlight=False)
+            screen.line(f"No plot: {_NO_MATPLOTLIB}")
             return
         path = Path(self._options.plot or USUAL_PLOT)
         plot(machine, found, syncs, path)
-        console.print(f"plot: {path}", soft_wrap=True, highlight=False)
+        screen.line(f"plot: {path}")
 
 
 class _BenchOutput(Output):
     """Takes rank 0's messages for the bar; the rest goes to the files."""
 
-    def __init__(self, folder: Path, terminal: Terminal, progress: Progress) -> None:
+    def __init__(self, folder: Path, terminal: Terminal, bar: Bar) -> None:
         super().__init__(folder, frozenset(), True, terminal)
-        self._progress = progress
-        self._task = progress.add_task("reaching the nodes", total=1.0)
+        self._bar = bar
         self._unread = b""
         self.calibration: Calibration | None = None
 
@@ -128,12 +122,11 @@ class _BenchOutput(Output):
         if "calibration" in message:
             self.calibration = Calibration.from_json(message["calibration"])
         else:
-            self._progress.update(self._task, completed=message["share"], description=message["doing"] or "measured")
+            self._bar.update(message["doing"] or "measured", message["share"])
 
     def _print(self, data: bytes, stream: str) -> None:
         """Above the bar."""
-        text = data.decode(errors="replace")
-        self._progress.console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        self._bar.above(data.decode(errors="replace"))
 
 
 def with_network(found: Calibration, options: BenchOptions) -> tuple[Machine, list[str]]:
@@ -159,7 +152,7 @@ def with_network(found: Calibration, options: BenchOptions) -> tuple[Machine, li
 
 def parts_table(machine: Machine, found: Calibration) -> Table:
     """What the model of the cost was given."""
-    table = _table(("what a step is made of", "left"), ("", "right"))
+    table = Table(("what a step is made of", "left"), ("", "right"))
     rows = {
         "compute, ms": found.job.compute * 1e3,
         "gradients, MB": found.job.nbytes / 1e6,
@@ -175,9 +168,7 @@ def parts_table(machine: Machine, found: Calibration) -> Table:
 
 def check_table(found: Calibration) -> Table:
     """Whole steps as measured, and what the model makes of their parts."""
-    table = _table(
-        ("step on these nodes", "left"), ("measured, ms", "right"), ("predicted, ms", "right"), ("", "right")
-    )
+    table = Table(("step on these nodes", "left"), ("measured, ms", "right"), ("predicted, ms", "right"), ("", "right"))
     for sync in (EXACT, BF16):
         if sync.name in found.steps:
             measured = found.steps[sync.name]
@@ -189,8 +180,10 @@ def check_table(found: Calibration) -> Table:
 
 def growth_table(machine: Machine, found: Calibration, syncs: Sequence[Sync]) -> Table:
     """Seconds per step and efficiency, by the number of hosts."""
-    heads = [(f"{sync.name}, {what}", "right") for sync in syncs for what in ("s/step", "efficiency")]
-    table = _table(("hosts", "right"), ("ranks", "right"), *heads)
+    heads: list[tuple[str, Side]] = [
+        (f"{sync.name}, {what}", "right") for sync in syncs for what in ("s/step", "efficiency")
+    ]
+    table = Table(("hosts", "right"), ("ranks", "right"), *heads)
     for count in HOSTS:
         layout, row = Layout(count, found.layout.ranks_per_host), _row(machine, found, count, syncs)
         cells = [cell for seconds, share in row.values() for cell in (f"{seconds:.3g}", f"{share:.0%}")]
@@ -276,10 +269,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if value == math.inf else value
-
-
-def _table(*columns: tuple[str, Any]) -> Table:
-    table = Table(box=SIMPLE, pad_edge=False)
-    for name, side in columns:
-        table.add_column(name, justify=side)
-    return table

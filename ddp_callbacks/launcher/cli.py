@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError
@@ -23,13 +22,9 @@ from ddp_callbacks.launcher.options import (
 )
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, make_plan, plan_nodes
+from ddp_callbacks.launcher.screen import Screen
 from ddp_callbacks.launcher.watch import Watch
 from ddp_callbacks.launcher.ways import command_to
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-_PLAIN_WIDTH = 160  # columns of a table that no terminal shows
 
 
 def main() -> None:
@@ -52,6 +47,7 @@ def _main(argv: list[str]) -> int:
     if options.dry_run:
         print(describe(plan, lambda node: command_to(node, options.heartbeat_timeout)), end="")
         return 0
+    plan = replace(plan, environ=_terminal(plan, options) | plan.environ)
     return _launch(plan, options, lambda folder, terminal: Output(folder, options.shown, options.prefix, terminal))
 
 
@@ -66,7 +62,7 @@ def _doctor(argv: list[str]) -> int:
     if options.json:
         show_json(findings, works)
     else:
-        show([node.name for node in nodes], findings, _console())
+        show([node.name for node in nodes], findings, Screen(sys.stdout))
     return 0 if works else 1
 
 
@@ -80,14 +76,18 @@ def _bench(argv: list[str]) -> int:
     with bench:
         code = _launch(plan, options.run, bench.output)
     if code == 0:
-        bench.show(_console())
+        bench.show(Screen(sys.stdout))
     return code
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+def _terminal(plan: Plan, options: Options) -> dict[str, str]:
+    """Variables that tell a program of the terminal behind its pipe: rich shows bars then."""
+    screen = Screen(sys.stdout)
+    if not screen.is_terminal:
+        return {}
+    prefix = max(len(f"[{node.name}:0] ") for node in plan.nodes) if options.prefix else 0
+    found = {"TTY_COMPATIBLE": "1", "COLUMNS": str(max(screen.width - prefix, 20))}
+    return found | {name: os.environ[name] for name in ("TTY_COMPATIBLE",) if name in os.environ}
 
 
 def _here() -> Here:

@@ -14,16 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from ddp_callbacks.launcher import facts
 from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
 from ddp_callbacks.launcher.diagnosis import Facts, Finding, judge, judge_clock
 from ddp_callbacks.launcher.plan import NodePlan
 from ddp_callbacks.launcher.remote import as_hex
+from ddp_callbacks.launcher.screen import Cell, Color, Screen, Table
 
 LIMIT = 20.0  # seconds, for all
 _PATIENCE = 3.5  # seconds without a sign of life
@@ -203,37 +199,33 @@ def _copy(plan: NodePlan) -> str:
 
 # --- what is printed --------------------------------------------------------------------------------------------------
 
-_STYLES = {"green": "green", "amber": "yellow", "red": "bold red"}
+_COLORS: dict[str, Color] = {"green": "green", "amber": "yellow", "red": "bold red"}
 _MARKS = {"green": "", "amber": "! ", "red": "FAIL "}
 
 
-def show(nodes: Sequence[str], findings: Sequence[Finding], console: Console) -> None:
+def show(nodes: Sequence[str], findings: Sequence[Finding], screen: Screen) -> None:
     """One table, a column for each node; below it what concerns all of them, and what to mend."""
-    table = Table(box=SIMPLE, pad_edge=False)
-    table.add_column("")
-    for node in nodes:
-        table.add_column(node, overflow="fold")
+    table = Table(("", "left"), *((node, "left") for node in nodes))
     cells = {(finding.check, finding.node): finding for finding in findings if finding.node}
     for check in dict.fromkeys(finding.check for finding in findings if finding.node):
         table.add_row(check, *(_cell(cells.get((check, node))) for node in nodes))
-    console.print(table)
+    screen.table(table)
     for finding in findings:
         if not finding.node and finding.level == "green":
-            console.print(Text(f"{finding.check}: "), _cell(finding), sep="", soft_wrap=True)
+            screen.line(f"{finding.check}: ", _cell(finding))
     for level in ("red", "amber"):
         for finding in findings:
             if finding.level == level:
                 where = f"{finding.node}, {finding.check}" if finding.node else finding.check
-                line = Text(f"{_MARKS[level]}{where}: {finding.remedy}", style=_STYLES[level])
-                console.print(line, soft_wrap=True)
+                screen.line(Cell(f"{_MARKS[level]}{where}: {finding.remedy}", _COLORS[level]))
     works = all(finding.level != "red" for finding in findings)
-    console.print("A run would work." if works else "A run would not work.", style=_STYLES["green" if works else "red"])
+    screen.line(Cell("A run would work." if works else "A run would not work.", _COLORS["green" if works else "red"]))
 
 
-def _cell(finding: Finding | None) -> Text:
+def _cell(finding: Finding | None) -> Cell:
     if finding is None:
-        return Text("")
-    return Text(f"{_MARKS[finding.level]}{finding.text}", style=_STYLES[finding.level])
+        return Cell("")
+    return Cell(f"{_MARKS[finding.level]}{finding.text}", _COLORS[finding.level])
 
 
 def show_json(findings: Sequence[Finding], works: bool) -> None:

@@ -1,0 +1,135 @@
+"""Tables, coloured lines and a bar on a terminal, by the standard library.
+
+A library for that would be there for the user's program as well, and Lightning shows another progress bar beside one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import textwrap
+import time
+from dataclasses import dataclass
+from typing import Literal, TextIO
+
+WIDTH = 160  # columns where no terminal is
+Color = Literal["green", "yellow", "bold red"]
+Side = Literal["left", "right"]
+_CODES = {"green": "32", "yellow": "33", "bold red": "1;31"}
+_BAR = 40  # columns
+_GAP = "   "  # between two columns
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A text and its colour."""
+
+    text: str
+    color: Color | None = None
+
+
+class Table:
+    """Rows under a head.
+
+    Args:
+        columns: The name of each column, and whether its cells end on the right.
+    """
+
+    def __init__(self, *columns: tuple[str, Side]) -> None:
+        self._sides = [side for _, side in columns]
+        self._rows = [[Cell(name) for name, _ in columns]]
+
+    def add_row(self, *cells: str | Cell) -> None:
+        self._rows.append([cell if isinstance(cell, Cell) else Cell(cell) for cell in cells])
+
+    def lines(self, width: int) -> list[list[Cell]]:
+        """Each line as its pieces; cells that are too long for ``width`` are folded."""
+        widths = [max(len(row[index].text) for row in self._rows) for index in range(len(self._sides))]
+        while 1 + sum(widths) + len(_GAP) * (len(widths) - 1) > width and max(widths) > 8:
+            widths[widths.index(max(widths))] -= 1
+        head, *rows = [self._folded(row, widths) for row in self._rows]
+        rule = Cell("─" * (sum(widths) + len(_GAP) * (len(widths) - 1)))
+        return [[], *head, [Cell(" "), rule], *(line for row in rows for line in row), []]
+
+    def _folded(self, row: list[Cell], widths: list[int]) -> list[list[Cell]]:
+        texts = [textwrap.wrap(cell.text, size) or [""] for cell, size in zip(row, widths, strict=True)]
+        lines = []
+        for number in range(max(map(len, texts))):
+            line = [Cell(" ")]
+            for cell, own, size, side in zip(row, texts, widths, self._sides, strict=True):
+                text = own[number] if number < len(own) else ""
+                line += [Cell(text.rjust(size) if side == "right" else text.ljust(size), cell.color), Cell(_GAP)]
+            lines.append(line)
+        return lines
+
+
+class Screen:
+    """Prints on a terminal in colours, elsewhere as plain text.
+
+    Args:
+        file: Where to.
+        width: In columns; ``None``: the terminal's, or :data:`WIDTH`.
+    """
+
+    def __init__(self, file: TextIO, width: int | None = None) -> None:
+        self._file = file
+        self.is_terminal = file.isatty() and os.environ.get("TERM") != "dumb"
+        self._colors = self.is_terminal and not os.environ.get("NO_COLOR")
+        self.width = width or (shutil.get_terminal_size().columns if self.is_terminal else WIDTH)
+
+    def line(self, *pieces: str | Cell) -> None:
+        cells = [piece if isinstance(piece, Cell) else Cell(piece) for piece in pieces]
+        while cells and not cells[-1].text.strip():
+            cells.pop()
+        print("".join(map(self._colored, cells)).rstrip(), file=self._file)
+
+    def table(self, table: Table) -> None:
+        for line in table.lines(self.width):
+            self.line(*line)
+
+    def write(self, text: str) -> None:
+        """As it is, at once."""
+        self._file.write(text)
+        self._file.flush()
+
+    def _colored(self, cell: Cell) -> str:
+        return f"\x1b[{_CODES[cell.color]}m{cell.text}\x1b[0m" if self._colors and cell.color else cell.text
+
+
+class Bar:
+    """What is being done, and how much of it is; shown while the ``with`` block runs, if a terminal is there.
+
+    Args:
+        screen: Where; what else is printed there goes above the bar by :meth:`above`.
+    """
+
+    def __init__(self, screen: Screen, doing: str) -> None:
+        self._screen = screen
+        self._doing, self._share = doing, 0.0
+        self._begin = time.monotonic()
+
+    def __enter__(self) -> Bar:
+        self._draw()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._screen.is_terminal:
+            self._screen.write("\n")
+
+    def update(self, doing: str, share: float) -> None:
+        self._doing, self._share = doing, share
+        self._draw()
+
+    def above(self, text: str) -> None:
+        self._screen.write(f"{self._cleared()}{text}")
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._screen.is_terminal:
+            seconds = int(time.monotonic() - self._begin)
+            done = "━" * round(self._share * _BAR)
+            text = f"{self._doing} {done:<{_BAR}} {self._share:4.0%} {seconds // 60}:{seconds % 60:02}"
+            self._screen.write(f"{self._cleared()}{text[: self._screen.width - 1]}")
+
+    def _cleared(self) -> str:
+        return "\r\x1b[K" if self._screen.is_terminal else ""
