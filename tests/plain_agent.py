@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -35,10 +36,10 @@ class Ended(Exception):
 def main() -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     job = json.load(sys.stdin.buffer)
-    if os.getppid() != job["parent"]:
-        return 128 + signal.SIGTERM
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     control = socket.socket(fileno=job["control"])
+    if select.select([control], [], [], 0)[0] and not control.recv(1, socket.MSG_PEEK):
+        return 128 + signal.SIGTERM
     workers: list[subprocess.Popen[bytes]] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, _raise_ended)

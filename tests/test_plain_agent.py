@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -107,7 +106,6 @@ def outcome(agent: tuple[str, ...], folder: Path, script: str, do: Callable[[lis
                 "address": HOST,
                 "port": port,
                 "folder": str(folder / f"node-{rank}"),
-                "parent": os.getpid(),
             }
             nodes.append(Node(agent, job, listener if rank == 0 else None))
         await_all(nodes)
@@ -174,9 +172,18 @@ def test_the_stand_in_does_what_the_agent_does(
 @pytest.mark.cold
 def test_an_agent_whose_parent_has_ended_before_it_has_started_ends() -> None:
     """Also where another process than the first has inherited it, as in a container."""
-    job = json.dumps({"parent": os.getppid()})
     for agent in (AGENT, PLAIN):
-        done = subprocess.run([sys.executable, *agent], input=job, capture_output=True, text=True, timeout=LIMIT)
+        node, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        node.close()
+        with theirs:
+            done = subprocess.run(
+                [sys.executable, *agent],
+                input=json.dumps({"control": theirs.fileno()}),
+                pass_fds=[theirs.fileno()],
+                capture_output=True,
+                text=True,
+                timeout=LIMIT,
+            )
         assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
 
 

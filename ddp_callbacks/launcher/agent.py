@@ -10,6 +10,7 @@ import ctypes
 import gc
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -40,37 +41,38 @@ def main() -> int:
     gc.freeze()  # what torch has made stays: to go through it again at the end takes 0.2 s
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until torchrun handles it
     job = json.load(sys.stdin.buffer)
-    _end_with(job["parent"])
     _close_standard_input()
-    os.mkdir(job["folder"], 0o700)
-    try:
-        return _run_and_tell(job)
-    finally:
-        shutil.rmtree(job["folder"], ignore_errors=True)
-
-
-def _run_and_tell(job: dict[str, Any]) -> int:
     with socket.socket(fileno=job["control"]) as control:
-        reports = Reports(control)
+        _end_with_parent(control)
+        os.mkdir(job["folder"], 0o700)
         try:
-            _run(job, control, reports)
-        except ChildFailedError as error:
-            for rank, failure in error.failures.items():
-                reports.send({"failed": _describe(rank, failure)})
-            return 1
-        except SignalException as error:
-            return 128 + int(error.sigval)
-        except Exception as error:
-            traceback.print_exc()
-            reports.send({"error": f"{type(error).__name__}: {error}"})
-            return 1
+            return _run_and_tell(job, control)
+        finally:
+            shutil.rmtree(job["folder"], ignore_errors=True)
+
+
+def _run_and_tell(job: dict[str, Any], control: socket.socket) -> int:
+    reports = Reports(control)
+    try:
+        _run(job, control, reports)
+    except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            reports.send({"failed": _describe(rank, failure)})
+        return 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except Exception as error:
+        traceback.print_exc()
+        reports.send({"error": f"{type(error).__name__}: {error}"})
+        return 1
     return 0
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent(control: socket.socket) -> None:
     """If the node's program is killed, nobody else would end this process and its workers."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it has gone before; whoever has inherited this process
+    # It may have gone before: then its end of the socket is closed, whoever has inherited this process.
+    if select.select([control], [], [], 0)[0] and not control.recv(1, socket.MSG_PEEK):
         sys.exit(128 + signal.SIGTERM)
 
 

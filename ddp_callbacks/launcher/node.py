@@ -213,7 +213,6 @@ class Node:
         inherited = [theirs] if self._listener is None else [theirs, self._listener]
         job |= {
             "folder": self._folder,
-            "parent": os.getpid(),
             "control": theirs.fileno(),
             "listener": None if self._listener is None else self._listener.fileno(),
         }
