@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 import threading
@@ -14,6 +15,7 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.launcher import cli
 from ddp_callbacks.launcher.options import parse_bench_options, parse_options, working_directory
 from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, make_plan
 from ddp_callbacks.launcher.remote import BOOTSTRAP
@@ -316,3 +318,24 @@ def test_a_host_whose_own_name_is_127_0_1_1_needs_no_ssh(monkeypatch: pytest.Mon
     meaning = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: meaning)
     assert is_this_machine("node1.example.com")
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        (
+            {"PMIX_RANK": "1"},
+            r"as one of several .* \(PMIX_RANK=1\)\. Start it once, .*: env -u PMIX_RANK ddprun",
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h1", "MASTER_PORT": "1"}, "as rank 1 of 2. Start it once"),
+    ],
+)
+def test_ddprun_under_a_launcher_is_refused(
+    environ: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["ddprun", "train.py"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert re.search(f"ddprun: ddprun was itself started {says}", capsys.readouterr().err)

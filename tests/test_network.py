@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 
+from ddp_callbacks.launcher.facts import facts
 from ddp_callbacks.network import address_for_others, addresses_of, is_loopback, own_addresses, route_to
 
 
@@ -19,6 +20,7 @@ def test_every_address_of_every_interface_is_known() -> None:
         found["local"]: link["ifname"] for link in json.loads(said) for found in link["addr_info"] if "local" in found
     }
     assert own_addresses() == expected
+    assert facts()["interfaces"] == expected  # what ddprun doctor sees of a node, without this library
 
 
 def test_the_route_to_an_address_names_the_interface() -> None:

@@ -25,6 +25,7 @@ from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, m
 from ddp_callbacks.launcher.screen import Screen
 from ddp_callbacks.launcher.watch import Watch
 from ddp_callbacks.launcher.ways import command_to
+from ddp_callbacks.launchers import unknown_launcher
 
 
 def main() -> None:
@@ -138,6 +139,11 @@ def _output(options: Options, launch: Launch, make_output: Callable[[Path, Termi
 
 def _refuse_to_multiply() -> None:
     """One command starts every node: under srun or mpirun there would be one for each task."""
+    if name := unknown_launcher(os.environ):
+        raise ConfigurationError(
+            f"ddprun was itself started as one of several processes ({name}={os.environ[name]}). Start it once, not "
+            f"under mpirun or the like; or start the script itself with that. If it is alone: env -u {name} ddprun ..."
+        )
     env = WorkerEnv.from_environ()
     if env.world_size > 1:
         raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
@@ -13,7 +14,7 @@ import sys
 from importlib import metadata
 from typing import Any
 
-_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+_SIOCGIFCONF, _IFREQ = 0x8912, 40  # Linux: the IPv4 addresses of all interfaces, and the bytes that each takes
 PACKAGES = ("torch", "ddp_callbacks", "torchbearer", "lightning", "pytorch-lightning", "numpy")
 
 
@@ -102,16 +103,26 @@ def _gpus() -> list[str]:
 
 
 def _interfaces() -> dict[str, str]:
-    """The names by their IPv4 addresses."""
-    names = {}
+    """The names by their addresses."""
+    return {**_of_ipv4(), **_of_ipv6()}
+
+
+def _of_ipv4() -> dict[str, str]:
+    room = ctypes.create_string_buffer(_IFREQ * 1024)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # an interface without an address
-            names[socket.inet_ntoa(reply[20:24])] = name
-    return names
+        reply = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", len(room), ctypes.addressof(room)))
+    used, _ = struct.unpack("iP", reply)
+    rows = [room.raw[at : at + _IFREQ] for at in range(0, used, _IFREQ)]
+    return {socket.inet_ntoa(row[20:24]): row[:16].partition(b"\0")[0].decode() for row in rows}
+
+
+def _of_ipv6() -> dict[str, str]:
+    try:
+        with open("/proc/net/if_inet6") as file:
+            rows = [line.split() for line in file]
+    except OSError:
+        return {}  # there is no IPv6
+    return {socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])): row[5] for row in rows}
 
 
 if __name__ == "__main__":
