@@ -28,7 +28,7 @@ def test_the_private_names_of_torch_and_lightning_are_there() -> None:
 def test_a_lightning_that_lacks_one_is_named_with_the_versions_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(result, "_ResultCollection")
     with pytest.raises(ImportError) as caught:
-        package.make("lightning")
+        package.make("lightning", __name__)
     lacks = r"lightning 2\.\d+\.\d+ has no lightning\.pytorch\.\S+\.result\._ResultCollection\.log, which ddp_callb"
     assert re.match(lacks, str(caught.value)), caught.value
     assert "It supports lightning" in str(caught.value) and 'pip install "lightning' in str(caught.value)
