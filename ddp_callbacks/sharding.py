@@ -35,6 +35,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.utils.data import (
+    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
@@ -42,6 +43,7 @@ from torch.utils.data import (
     IterableDataset,
     Subset,
     TensorDataset,
+    default_collate,
 )
 
 from ddp_callbacks.agreement import require_agreement
@@ -543,7 +545,8 @@ class _WholeIterator(ShardedIterator):
         self._group, self._rank, self._world_size = group, get_rank(group), get_world_size(group)
         self._name = _name_of(loader)
         self._loads = isinstance(loader, DataLoader)
-        self._items_are_samples = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+        self._items_are_samples = _yields_samples(loader)
+        self._loader = loader
         self._position = -1
         self._first: tuple[Any, Any] | None = None
         dataset = getattr(loader, "dataset", None)
@@ -557,6 +560,7 @@ class _WholeIterator(ShardedIterator):
         self._position += 1
         if self._position == 0:
             self._require_equal(batch)
+            _require_samples_first(self._loader, batch)
         return batch
 
     def first_batch(self) -> tuple[Any, Any]:
@@ -619,9 +623,12 @@ class _SlicingIterator(_WholeIterator):
     def _warn(self, batch: Any) -> None:
         shapes = ", ".join(str(list(array.shape)) for array in itertools.islice(arrays_in(batch), 4))
         remedy = "Yield tensors that all have the samples in front" if self._loads else "Give a DataLoader"
+        why = "has no common first dimension to divide"
+        if self._items_are_samples and self._loads:
+            why = "is taken for one sample (batch_size=None)"
         warnings.warn(
-            f"A batch of {self._name} ({type(batch).__name__}: {shapes or 'no tensors'}) has no common first dimension "
-            "to divide, so each is computed by one process in turn: right, but no faster than one process. "
+            f"A batch of {self._name} ({type(batch).__name__}: {shapes or 'no tensors'}) {why}, so each "
+            "is computed by one process in turn: right, but no faster than one process. "
             f"{remedy}; or a data set with samples by index, of which each process loads its own; or "
             'batch_size="per_process".',
             stacklevel=3,
@@ -642,6 +649,31 @@ class _TakingIterator(_WholeIterator):
         mine = self._rank < len(turn)
         self._shares.append(Share(sizes[self._rank] if mine else 0, sum(sizes)))
         return turn[self._rank if mine else 0]
+
+
+def _yields_samples(loader: Any) -> bool:
+    """Whether its items are what a map-style data set has under one index, which may have any first dimension."""
+    if isinstance(loader, DataLoader) and loader.batch_sampler is None:
+        return _is_map_style(loader.dataset) and not isinstance(loader.sampler, BatchSampler)
+    return _is_map_style(loader)
+
+
+def _is_map_style(data: Any) -> bool:
+    return isinstance(data, Dataset) and not isinstance(data, IterableDataset)
+
+
+def _require_samples_first(loader: Any, batch: Any) -> None:
+    """Raise where a loader's own ``collate_fn`` has put the samples of the first batch along the second dimension."""
+    if not isinstance(loader, DataLoader) or not loader.batch_size or loader.collate_fn is default_collate:
+        return
+    size = loader.batch_size
+    shapes = [list(tensor.shape) for tensor in arrays_in(batch) if tensor.ndim > 1]
+    if size > 1 and shapes and all(first != size == second for first, second, *_ in shapes):
+        raise ConfigurationError(
+            "samples must lie along the first dimension of a batch, which is divided, got tensors of shape "
+            f"{', '.join(map(str, shapes))} with batch_size={size}. Let collate_fn put the samples first "
+            "(batch_first), and transpose in the model."
+        )
 
 
 def slice_batch(batch: Any, size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[Any, Share]:

@@ -17,7 +17,15 @@ import numpy
 import torch
 import torchbearer
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torchbearer import Callback, Trial
 from torchbearer.callbacks import (
     CosineAnnealingLR,
@@ -201,7 +209,7 @@ def bare_tensor_dataset(extra: Extra) -> Any:
     made = trial(extra, model=Sample().double(), criterion=lambda p, t: nn.functional.cross_entropy(p, t.view(-1)))
     x, y = data(9).tensors
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The batches of TensorDataset have no common first dimension")
+        warnings.filterwarnings("ignore", message="A batch of TensorDataset .* has no common first dimension")
         return run(made, TensorDataset(x, y.view(-1, 1)), epochs=2)
 
 
@@ -216,6 +224,41 @@ def loader_without_automatic_batching(extra: Extra) -> Any:
     x, y = data(24).tensors
     batches = [(x[i : i + 6], y[i : i + 6]) for i in range(0, 24, 6)]
     return run(trial(extra), DataLoader(batches, batch_size=None, shuffle=True))
+
+
+class Sequences(Dataset[Any]):
+    """Each entry is one sample: vectors over time, and a target for each time."""
+
+    def __init__(self) -> None:
+        x, y = data(40).tensors
+        lengths = [5, 3, 6, 4, 2, 5, 3]
+        self.rows = list(zip(x.split([*lengths, 12]), y.split([*lengths, 12]), strict=True))[:-1]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+class OverTime(nn.Module):
+    """What it says of a time depends on all before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.cumsum(0))
+
+
+@scenario
+def samples_one_by_one(extra: Extra) -> Any:
+    torch.manual_seed(2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="A batch of Sequences .* is taken for one sample")
+        loader = DataLoader(Sequences(), batch_size=None, shuffle=True)
+        return run(trial(extra, model=OverTime()), loader, DataLoader(Sequences(), batch_size=None))
 
 
 @scenario

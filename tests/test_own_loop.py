@@ -120,6 +120,24 @@ def test_the_total_of_a_distributed_sampler_s_batches_is_not_known() -> None:
     assert run_distributed(shares_of_a_distributed_sampler, 2) == [[Share(8, None), Share(5, None)]] * 2
 
 
+def time_first(rows: list[Any]) -> torch.Tensor:
+    return torch.stack([torch.stack([row[0], row[0], row[0]]) for row in rows], dim=1)
+
+
+def batches_with_time_first() -> str:
+    try:
+        next(iter(shard_loader(DataLoader(Stream(), BATCH_SIZE, collate_fn=time_first))))
+    except ConfigurationError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_batches_with_time_first_are_refused_with_the_remedy() -> None:
+    for text in run_distributed(batches_with_time_first, 2):
+        assert text.startswith("samples must lie along the first dimension of a batch, which is divided, got"), text
+        assert f"with batch_size={BATCH_SIZE}. Let collate_fn put the samples first" in text, text
+
+
 def leave_a_loop(kind: str) -> tuple[int, int, float]:
     """Workers before and after the garbage collector has found a loop that was left; how long it took, in CPU terms."""
     dataset: Any = Stream() if kind == "stream" else samples()
