@@ -100,11 +100,15 @@ def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None 
         PeerError: Another rank failed, died or went silent.
     """
     if get_world_size(group) > 1:
-        resolved = resolve_group(group)
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        wait(resolved.broadcast([as_real(tensor)], options), doing, resolved)
+        wait(start_broadcast(tensor, resolve_group(group)), doing, resolve_group(group))
     return tensor
+
+
+def start_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to overwrite ``tensor`` with rank 0's; it must not be touched before that is done. Does not block."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return group.broadcast([as_real(tensor)], options)
 
 
 def all_gather_json(value: Json, doing: str, group: dist.ProcessGroup | None = None) -> list[Json]:

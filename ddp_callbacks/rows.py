@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.all_reduce import choose_all_reduce
-from ddp_callbacks.collectives import all_gather_tensors, broadcast, message_device
+from ddp_callbacks.collectives import all_gather_tensors, message_device, start_broadcast
 from ddp_callbacks.errors import MismatchError
-from ddp_callbacks.failures import describe_rank
+from ddp_callbacks.failures import describe_rank, wait
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.summation import Pending
 
@@ -36,6 +36,7 @@ class RowExchange:
         self.unattended = self._all_reduce.unattended
         self._capacity = _CAPACITY
         self._spare: list[torch.Tensor] = []
+        self._led: tuple[dist.Work, torch.Tensor] | None = None  # the last row of rank 0, which may be on its way
 
     def exchange(self, row: Sequence[float], doing: str) -> list[list[float]]:
         """Send this rank's row; every rank's, by rank. Lengths may differ. Blocks until all have called it.
@@ -47,13 +48,19 @@ class RowExchange:
         return self.launch(row, doing).wait()
 
     def lead(self, row: Sequence[float], doing: str) -> list[float]:
-        """Rank 0's row, on every rank; of one length. Rank 0 waits for nobody.
+        """Rank 0's row, on every rank; of one length. Rank 0 waits only until the others have got the one before.
 
         Raises:
             PeerError: As :func:`ddp_callbacks.failures.wait` does.
         """
         sent = torch.tensor(row, dtype=torch.float64, device=self._device)
-        numbers: list[float] = broadcast(sent, doing, self._group).tolist()
+        before, self._led = self._led, (start_broadcast(sent, self._group), sent)
+        if self._group.rank() == 0:
+            if before is not None:
+                wait(before[0], doing, self._group)
+            return list(row)
+        wait(self._led[0], doing, self._group)
+        numbers: list[float] = sent.tolist()
         return numbers
 
     def launch(self, row: Sequence[float], doing: str) -> PendingRows:

@@ -14,6 +14,9 @@ import torch
 
 _FOLDED = 256  # records that are kept one by one, before they are summed up on their device
 SUMS = 6  # numbers that a rank sends for a key, beside its rows
+NO_ROWS = torch.zeros(0, 7, dtype=torch.float64)
+
+Parts = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -83,15 +86,15 @@ class History:
         if len(self._records) == _FOLDED:
             self._fold()
 
-    def parts(self) -> list[torch.Tensor]:
+    def parts(self) -> Parts:
         """What the other ranks need: sums, shape ``[SUMS]``, and rows, shape ``[records, 7]``; see :func:`join`."""
         self._fold()
         sums = self._sums[0].cpu() if self._sums else torch.zeros(SUMS, dtype=torch.float64)
-        rows = torch.zeros(0, 7, dtype=torch.float64)
+        rows = NO_ROWS
         if self._rows:
             values = stack(self._row_values).cpu()
             rows = torch.cat([torch.tensor(self._rows, dtype=torch.float64), values[:, None]], dim=1)
-        return [sums, rows]
+        return sums, rows
 
     def _keeps_row(self, record: Record) -> bool:
         if record.position < 0:
@@ -117,7 +120,7 @@ def stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([value.to(home, torch.float64) for value in values])
 
 
-def join(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], operation: str) -> tuple[float, float]:
+def join(parts: Sequence[Parts], operation: str) -> tuple[float, float]:
     """The value of an epoch, and what it counts, from every rank's :meth:`History.parts` of one key."""
     sums, rows = [own for own, _ in parts if own[-1]], torch.cat([own for _, own in parts])
     if operation != "mean":

@@ -19,6 +19,7 @@ maximum.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from torchmetrics import Metric
 
 from ddp_callbacks.collectives import all_gather_json, all_gather_tensors
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.lightning.history import History, Record, join, stack
+from ddp_callbacks.lightning.history import NO_ROWS, SUMS, History, Parts, Record, join, stack
 from ddp_callbacks.lightning.metrics import SyncedMetrics, can_encode, decode_states, encode_states
 from ddp_callbacks.rows import PendingRows, RowExchange
 
@@ -224,23 +225,21 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._send(False, flags)
         return self._take()
 
-    def join_epoch(self) -> None:
-        """Give Lightning the joined records, and compute torchmetrics. A collective."""
+    def join_epoch(self, flags: Sequence[bool] = ()) -> list[bool]:
+        """Give Lightning the joined records, and compute torchmetrics; the flags of any rank. A collective."""
         recorded, self._epoch = self._epoch, {}
-        own = [part for history in recorded.values() for part in history.parts()]
+        own = {key: history.parts() for key, history in recorded.items()}
         attributes = {
             key: metric.meta.metric_attribute
             for key, metric in self.items()
             if not metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and metric._computed is None
         }
-        gathered = all_gather_tensors([list(recorded), attributes], own, "the logged values of the epoch")
-        by_rank = [
-            dict(zip(keys, zip(parts[::2], parts[1::2], strict=True), strict=True)) for (keys, _), parts in gathered
-        ]
+        rows = self._exchange_epoch(own, attributes, flags)
+        by_rank, attributes_by_rank = self._parts_of_epoch(own, attributes, rows)
         for key, history in recorded.items():
             value, size = join([parts[key] for parts in by_rank if key in parts], self._operation(key))
             self._accumulate(key, torch.tensor(value, dtype=history.dtype), size)
-        for key, attribute in {key: name for (_, names), _ in gathered for key, name in names.items()}.items():
+        for key, attribute in {key: name for names in attributes_by_rank for key, name in names.items()}.items():
             if key in attributes:
                 self[key].compute()
             else:
@@ -248,6 +247,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         for metric in self.values():
             if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and metric._computed is None:
                 metric.compute()  # of the ranks that sync_dist_group names, if it does
+        return [any(raised) for raised in zip(*(row[2 : 2 + len(flags)] for row in rows), strict=True)]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -259,6 +259,33 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         if more:
             self.join_step()
         return [bool(own) or other for own, other in zip(led, told, strict=True)]
+
+    def _exchange_epoch(
+        self, own: dict[str, Parts], attributes: dict[str, str], flags: Sequence[bool]
+    ) -> list[list[float]]:
+        """A checksum of what there is to join, whether a rank has more than sums, flags, and sums."""
+        checksum = zlib.crc32(json.dumps([list(own), list(attributes)]).encode())
+        has_rows = any(len(rows) for _, rows in own.values())
+        sums = [number for sums, _ in own.values() for number in sums.tolist()]
+        row = [float(checksum), float(has_rows), *map(float, flags), *sums]
+        return self._exchange.exchange(row, "the logged values of the epoch")
+
+    def _parts_of_epoch(
+        self, own: dict[str, Parts], attributes: dict[str, str], exchanged: list[list[float]]
+    ) -> tuple[list[dict[str, Parts]], list[dict[str, str]]]:
+        """What each rank has logged, and its torchmetrics. A collective where that is not the same, or not but sums."""
+        if len({row[0] for row in exchanged}) == 1 and not any(row[1] for row in exchanged):
+            by_rank = []
+            for row in exchanged:
+                sums = torch.tensor(row[len(row) - SUMS * len(own) :], dtype=torch.float64).view(len(own), SUMS)
+                by_rank.append({key: (part, NO_ROWS) for key, part in zip(own, sums, strict=True)})
+            return by_rank, [attributes]
+        tensors = [part for parts in own.values() for part in parts]
+        gathered = all_gather_tensors([list(own), attributes], tensors, "the logged values of the epoch")
+        found = [
+            dict(zip(keys, zip(parts[::2], parts[1::2], strict=True), strict=True)) for (keys, _), parts in gathered
+        ]
+        return found, [names for (_, names), _ in gathered]
 
     def _record(self, value: torch.Tensor, size: float) -> Record:
         batches = self._batches

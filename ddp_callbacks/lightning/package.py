@@ -19,12 +19,13 @@ NAMES = ("ddp_callbacks", "callbacks")
 _RESULT = "trainer.connectors.logger_connector.result"
 _LOGGER = "trainer.connectors.logger_connector.logger_connector:_LoggerConnector"
 PRIVATE = (
-    *(f"{_RESULT}:_ResultCollection.{name}" for name in ("log", "metrics", "reset", "result_metrics")),
+    *(f"{_RESULT}:_ResultCollection.{name}" for name in ("log", "metrics", "reset", "result_metrics", "_get_cache")),
     f"{_RESULT}:_Metadata.is_mean_reduction",
     *(f"{_LOGGER}.{name}" for name in ("on_batch_end", "epoch_end_reached", "on_epoch_end")),
     "trainer:Trainer._results",
     "trainer:Trainer._active_loop",
     "trainer.connectors.signal_connector:_SignalConnector._sigterm_notifier_fn",
+    "trainer.connectors.signal_connector:_SignalConnector._slurm_sigusr_handler_fn",
     "loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
     "loops.optimization.automatic:_AutomaticOptimization.output_result_cls",
     "loops.prediction_loop:_PredictionLoop._predict_step",

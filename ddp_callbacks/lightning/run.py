@@ -237,12 +237,12 @@ class Run:
             self.drawing.random_state.synchronize()
 
     def _before_epoch_end(self) -> None:
-        self._trainer._results.join_epoch()
+        flags = self._trainer._results.join_epoch(self._decisions.flags())
         self._trainer._results.end_pass()
         if self._trainer.training:
+            self._decisions.act(flags)
             self.drawing.random_state.synchronize()
             require_equal_replicas(self._model, f"at the end of epoch {self._trainer.current_epoch}")
-            self.decide()
         for loader in self._loaders():
             if isinstance(loader, ShardedLoader):
                 loader.shares.clear()  # of batches that were fetched ahead, where a limit has ended the pass
