@@ -228,7 +228,7 @@ def test_an_elastic_run_goes_on_without_a_node_that_lost_its_power(
 ) -> None:
     h1, h2 = bed_of_two.hosts
     elastic = ["--nnodes", "1:2", "--max-restarts", "1", "--rdzv-conf", "last_call_timeout=2,keep_alive_interval=2"]
-    with Run(h1, "-H", "h1:1,h2:1", *elastic, *EPOCHS, cwd=tmp_path) as run:
+    with Run(h1, "-H", "h1:1,h2:1", *IMPATIENT, *elastic, *EPOCHS, cwd=tmp_path) as run:
         wait_until(lambda: (tmp_path / "digits.pt").exists() or run.process.poll() is not None)
         bed_of_two.power_off(h2)
         code, _ = run.end()
@@ -500,6 +500,9 @@ def of_job(*hosts: Host) -> list[str]:
     return [line for host in hosts for line in host.processes().values()]
 
 
+IMPATIENT = ["--heartbeat-timeout", "3.5"]
+
+
 @contextmanager
 def started(bed: HostBed, tmp_path: Path, *arguments: str, command: list[str] = PLAIN) -> Iterator[Run]:
     """Three workers that stay."""
@@ -626,7 +629,7 @@ def test_what_ends_one_node_ends_all(
 @pytest.mark.cold
 def test_a_node_whose_cable_is_out_ends_all(bed_of_two: HostBed, tmp_path: Path) -> None:
     h1, h2 = bed_of_two.hosts
-    with started(bed_of_two, tmp_path, command=DDPRUN) as run:
+    with started(bed_of_two, tmp_path, *IMPATIENT, command=DDPRUN) as run:
         with Slowness() as slowness:
             bed_of_two.set_link(h2, up=False)
             wait_until(lambda: not of_job(h2))
@@ -640,7 +643,7 @@ def test_a_node_whose_cable_is_out_ends_all(bed_of_two: HostBed, tmp_path: Path)
 @ends
 def test_a_node_that_has_lost_its_power_ends_all(bed_of_two: HostBed, tmp_path: Path) -> None:
     h1, h2 = bed_of_two.hosts
-    with started(bed_of_two, tmp_path) as run:
+    with started(bed_of_two, tmp_path, *IMPATIENT) as run:
         bed_of_two.power_off(h2)
         ended, lines = run.end()
         assert not of_job(h1)
@@ -655,7 +658,7 @@ def test_a_cut_of_a_shared_connection_is_noticed(bed_of_two: HostBed, tmp_path: 
     (h1.home / ".ssh" / "config").write_text(f"ControlPath {tmp_path}/master\n")
     with running(h1, "ssh", "-M", "-N", "h2", stdin=subprocess.DEVNULL):
         wait_until((tmp_path / "master").exists)
-        with started(bed_of_two, tmp_path) as run:
+        with started(bed_of_two, tmp_path, *IMPATIENT) as run:
             with Slowness() as slowness:
                 bed_of_two.set_link(h2, up=False)
                 wait_until(lambda: not [line for line in of_job(h1) if "ssh -M" not in line])
@@ -789,13 +792,13 @@ def test_who_came_first_is_named_although_another_host_ends_first(
 
 
 @ends
-def test_a_cable_that_comes_back_soon_ends_nothing(bed_of_two: HostBed, tmp_path: Path) -> None:
-    """Out for less than the silence that ddprun bears (3.5 s), and longer than that afterwards."""
+def test_a_network_that_is_away_for_ten_seconds_ends_nothing(bed_of_two: HostBed, tmp_path: Path) -> None:
+    """TCP tries again some seconds after it is back; watched for longer than the silence that ddprun bears (30 s)."""
     with started(bed_of_two, tmp_path) as run:
         bed_of_two.set_link(bed_of_two.hosts[1], up=False)
-        time.sleep(1)
+        time.sleep(10)
         bed_of_two.set_link(bed_of_two.hosts[1], up=True)
-        time.sleep(4)
+        time.sleep(24)
         assert run.process.poll() is None
         assert len([line for line in of_job(*bed_of_two.hosts) if "script.py" in line]) >= 3
         run.signal(signal.SIGINT)

@@ -21,6 +21,9 @@ from ddp_callbacks.launcher.hosts import Host, parse_hosts, read_hostfile
 from ddp_callbacks.launcher.torchrun_flags import FLAGS, TORCH, torchrun_parser
 from ddp_callbacks.version import __version__
 
+PATIENCE = 30.0
+"""Seconds without a sign of life until a connection is lost. TCP tries again after 6 and 13 seconds of silence."""
+
 _ABOUT = """\
 Start a script on every process of every node: one torchrun agent a node, over ssh.
 
@@ -169,9 +172,10 @@ def _add_flags(parser: ArgumentParser) -> None:
     start.add_argument(
         "--heartbeat-timeout",
         type=_patience,
-        default=3.5,
+        default=PATIENCE,
         metavar="SECONDS",
-        help="a node that is not heard of for so long is lost: everything ends, there and here (default: 3.5)",
+        help="a node that is not heard of for so long is lost: everything ends, there and here (default: "
+        f"{PATIENCE:g}, which outlives a network that is away for 10 seconds)",
     )
     start.add_argument("--version", action="version", version=f"ddprun {__version__}")
     output = parser.add_argument_group("output")

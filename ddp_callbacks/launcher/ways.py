@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ddp_callbacks.launcher.options import PATIENCE
 from ddp_callbacks.launcher.plan import NodePlan
 from ddp_callbacks.launcher.remote import BOOTSTRAP, SHELL
 
@@ -11,7 +12,7 @@ CONNECT_TIMEOUT = 10  # seconds, for ssh to connect
 TURNED_AWAY = (b"Connection closed by", b"Connection reset by", b"Exceeded MaxStartups")  # of an sshd that is busy
 
 
-def ssh_command(host: str, patience: float = 3.5) -> list[str]:
+def ssh_command(host: str, patience: float = PATIENCE) -> list[str]:
     """The user's own ssh: the configuration, agent, jump hosts and known hosts apply, and host keys are checked.
 
     Nothing is ever asked on the terminal. A connection that is silent for ``patience`` seconds ends. A shared
@@ -30,7 +31,7 @@ def ssh_command(host: str, patience: float = 3.5) -> list[str]:
     return ["ssh", "-T", "-x", *flags, "--", host, BOOTSTRAP]
 
 
-def command_to(node: NodePlan, patience: float = 3.5) -> list[str]:
+def command_to(node: NodePlan, patience: float = PATIENCE) -> list[str]:
     """What leads to a node: ssh, the user's own command, or for this machine a shell."""
     if node.host is None:
         return ["/bin/sh", "-c", BOOTSTRAP]
