@@ -21,8 +21,10 @@ import fcntl
 import mmap
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from ddp_callbacks.failures import ProcessEnded
 
@@ -68,7 +70,8 @@ class Signals:
         libc = ctypes.CDLL(None, use_errno=True)
         # What only looks or wakes keeps the GIL; what may sleep does not.
         quick = ctypes.PyDLL(None, use_errno=True)
-        self._post, self._try_wait, self._timed_wait = quick.sem_post, quick.sem_trywait, libc.sem_timedwait
+        self._post, self._try_wait = quick.sem_post, quick.sem_trywait
+        self._timed_wait, self._clock = _timed_wait(libc)
         for other in range(size):
             if quick.sem_init(self._from[other], 1, 0):
                 raise OSError(ctypes.get_errno(), "sem_init between processes")
@@ -91,12 +94,12 @@ class Signals:
         for other in self._others:
             while self._received[other] < number:
                 if not self._look(other):
-                    return Arrival(self, other, time.monotonic())
+                    return Arrival(self, other, number, time.monotonic())
         return None
 
     def sleep(self, other: int, seconds: float) -> bool:
         """Wait up to ``seconds`` for the next signal of ``other``."""
-        at = time.time() + seconds
+        at = time.clock_gettime(self._clock) + seconds
         spec = _TimeSpec(int(at), int(at % 1 * 1e9))
         if self._timed_wait(self._from[other], ctypes.byref(spec)):
             if ctypes.get_errno() in (errno.ETIMEDOUT, errno.EINTR):
@@ -105,9 +108,16 @@ class Signals:
         self._received[other] += 1
         return True
 
-    def dead(self) -> set[int]:
-        """The ranks whose processes have ended."""
-        return {self.ranks[other] for other in self._others if not self._lives(other)}
+    def has_come(self, other: int, number: int) -> bool:
+        """Whether this signal of ``other`` is there."""
+        while self._received[other] < number and self._look(other):
+            pass
+        return self._received[other] >= number
+
+    def dead(self, number: int | None = None) -> set[int]:
+        """The ranks whose processes have ended; with ``number``, before they have sent that signal."""
+        dead = [other for other in self._others if not self._lives(other)]
+        return {self.ranks[other] for other in dead if number is None or not self.has_come(other, number)}
 
     def _look(self, other: int) -> bool:
         semaphore = self._from[other]
@@ -127,19 +137,31 @@ class Signals:
         return False
 
 
+def _timed_wait(libc: ctypes.CDLL) -> tuple[Callable[..., int], int]:
+    """A wait with a deadline, and its clock: one that nobody sets, where the C library can (glibc 2.30)."""
+    if not hasattr(libc, "sem_clockwait"):
+        return libc.sem_timedwait, time.CLOCK_REALTIME
+    return partial(_on_clock, libc.sem_clockwait), time.CLOCK_MONOTONIC
+
+
+def _on_clock(wait: Callable[..., int], semaphore: ctypes.c_void_p, deadline: object) -> int:
+    return wait(semaphore, time.CLOCK_MONOTONIC, deadline)
+
+
 @dataclass
 class Arrival:
     """The next signal of a rank, as :func:`ddp_callbacks.failures.wait` waits for it."""
 
     signals: Signals
     other: int
+    number: int
     since: float
 
     def wait_slice(self, seconds: float) -> bool:
         """Whether it came within ``seconds``.
 
         Raises:
-            ProcessEnded: Some rank's process has ended.
+            ProcessEnded: The process of a rank has ended before it has signalled.
             RuntimeError: The timeout has passed.
         """
         signals = self.signals
@@ -147,9 +169,10 @@ class Arrival:
         while time.monotonic() < end:
             if signals.sleep(self.other, _PULSE):
                 return True
-            dead = signals.dead()
-            if dead and not signals.sleep(self.other, 0):  # it may have come before its sender ended
+            if dead := signals.dead(self.number):  # it may have come before its sender ended
                 raise ProcessEnded(dead)
+            if signals.has_come(self.other, self.number):
+                return True
         if time.monotonic() - self.since > signals.timeout.total_seconds():
             raise RuntimeError(f"nothing came from rank {signals.ranks[self.other]} within {signals.timeout}")
         return False
