@@ -24,6 +24,8 @@ from ddp_callbacks.notices import say
 BIND = "DDP_CALLBACKS_BIND"
 """Environment variable: where rank 0's store listens, if that is not MASTER_ADDR. 0.0.0.0 is all interfaces."""
 
+_PATIENCE = 10.0  # seconds after which rank 0 says for whom it waits
+
 
 def meet(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
     """The store in which the processes of a world meet, and the place with the address at which they do.
@@ -161,13 +163,16 @@ def _await_all(store: dist.Store, env: WorkerEnv, timeout: timedelta, end: float
     ticket = uuid.uuid4().hex
     if env.rank == 0:
         store.set("part", ticket)
-    part, missing = None, set[int]()
+    part, missing, say_at = None, set[int](), time.monotonic() + _PATIENCE
     try:
         while time.monotonic() < end:
             opened = _read(store, "part")
             if opened is not None and (part is None or part.name != opened):
                 part = _Part(opened, store, env.world_size)
                 part.store.set(f"present/{env.rank}", ticket)
+            if env.rank == 0 and time.monotonic() > say_at:
+                say(f"rank 0 waits at {_where(env)} for {_ranks(missing)} of a world of {env.world_size}")
+                say_at = end
             if part is not None:
                 missing = part.admit() if env.rank == 0 else part.missing()
                 if ticket in (_read(part.store, "admitted") or "").split(","):
@@ -209,9 +214,20 @@ def _read(store: dist.Store, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
 
+def _ranks(ranks: set[int]) -> str:
+    """``rank 3``, or ``ranks 1, 4-7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {text}"
+
+
 def _never_came(missing: set[int], env: WorkerEnv, when: str) -> RendezvousError:
-    ranks = ", ".join(str(rank) for rank in sorted(missing))
     return RendezvousError(
-        f"rank {ranks} of a world of {env.world_size} did not come to {_where(env)} {when}; rank {env.rank} on "
+        f"{_ranks(missing)} of a world of {env.world_size} did not come to {_where(env)} {when}; rank {env.rank} on "
         f"host {socket.gethostname()} waited. Start every rank, each with its own number, or lower world_size."
     )
