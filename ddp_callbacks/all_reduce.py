@@ -93,7 +93,7 @@ class Levels:
         group = self._group()
         assert group is not None
         if self._threads is None:
-            self._column, self._threads = open_column(group, self.hosts), Threads()
+            self._column, self._threads = open_column(group, self.hosts), Threads(group)
         return self._memory or OwnMemory(), self._column, self._threads
 
     def _describe(self, problem: str) -> str:

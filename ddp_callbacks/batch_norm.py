@@ -50,6 +50,7 @@ from ddp_callbacks.collectives import divide_group, message_device
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.failures import describe_rank
 from ddp_callbacks.process_group import get_world_size, resolve_group
+from ddp_callbacks.segments import outside_inference_mode
 
 _FAR = 10.0  # standard deviations; the variance is then exact to 1e2 units of the last place of float64
 _HEADER = 2  # numbers before a message's sums: what it is for, and the number of values per channel
@@ -268,6 +269,7 @@ class _Channel:
         self._all_reduce = choose_all_reduce(group, [device])
         self._messages: dict[int, _Message] = {}
 
+    @outside_inference_mode
     def message(self, channels: int) -> _Message:
         """The one for so many channels; its sums hold until it is wanted again."""
         if channels not in self._messages:
@@ -278,7 +280,8 @@ class _Channel:
     def sum(self, message: _Message, tag: int, size: int, what: str, name: str) -> int:
         """Sum ``message`` over the ranks, in place; the sum of ``size``. A collective."""
         message.header.copy_(torch.tensor((tag, size), dtype=torch.float64))
-        self._all_reduce.launch(message.memory).wait(f"the {what} of {name}")
+        doing = f"the {what} of {name}"
+        self._all_reduce.launch(message.memory, doing).wait(doing)
         tags, total = message.header.tolist()
         if tags != tag * self._world_size:
             raise MismatchError(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.failures import wait
+from ddp_callbacks.failures import enter, of_device, require_sent, require_tags, tag_of, wait
 from ddp_callbacks.process_group import get_world_size, resolve_group
 
 GATHERED_BYTES = 768 * 1024
@@ -23,6 +23,8 @@ GATHERED_BYTES = 768 * 1024
 A gather takes half the rounds of gloo's ring all-reduce but moves more bytes. On one machine it took 0.4 to 0.7 of the
 time up to 160 KB per rank, with two ranks and with three, and they were equal at about 480 KB.
 """
+
+_TAG = 8  # bytes before a small sum, for what it is for; the widest real number has as many
 
 Json = Any  # what json.dumps takes; numbers keep every bit, NaN and infinities included
 
@@ -33,23 +35,36 @@ class Reduction:
     Args:
         tensor: Flat, contiguous; holds the sum once :meth:`wait` returns, and must not be touched before.
         group: The group that sums; all ranks must start the same reductions in the same order.
+        doing: What this is for, the same on every rank: a small sum carries it, so that sums of different things that
+            meet are an error. Empty if it is a part of something that does so.
     """
 
-    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, doing: str = "") -> None:
         self._tensor = tensor = as_real(tensor)
         self._group = group
+        self._doing = doing
         self._gathered: torch.Tensor | None = None
+        if doing:
+            enter(doing)
         if tensor.device.type == "cpu" and group.size() > 1 and tensor.nbytes * group.size() <= GATHERED_BYTES:
-            self._gathered = tensor.new_empty(group.size(), tensor.numel())
-            self._work = group._allgather_base(self._gathered.view(-1), tensor)
+            message = _tagged(tensor, tag_of(doing))
+            self._gathered = message.new_empty(group.size(), message.numel())
+            work = group._allgather_base(self._gathered.view(-1), message)
         else:
-            self._work = group.allreduce([tensor])
+            work = group.allreduce([tensor])
+        self._work = of_device(work, tensor.device)
 
     def wait(self, doing: str) -> None:
-        """Block until the sum is there. Raises :class:`PeerError` as :func:`ddp_callbacks.failures.wait` does."""
+        """Block until the sum is there.
+
+        Raises:
+            PeerError, MismatchError: As :func:`ddp_callbacks.failures.wait`; or another rank sums something else.
+        """
         wait(self._work, doing, self._group)
         if self._gathered is not None:
-            first, second, *others = self._gathered.unbind()
+            require_tags(self._gathered[:, :_TAG].view(torch.int64)[:, 0].tolist(), self._doing, self._group)
+            rows = self._gathered[:, _TAG : _TAG + self._tensor.nbytes].view(self._tensor.dtype)
+            first, second, *others = rows.unbind()
             torch.add(first, second, out=self._tensor)
             for other in others:
                 self._tensor.add_(other)
@@ -60,14 +75,15 @@ def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None
 
     Args:
         tensor: Flat and contiguous, of the same size and dtype on every rank; no need of gradients.
-        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        doing: What this is for, as an error is to name it: "the loss of an epoch". The same on every rank.
         group: ``None`` is the default group.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
+        MismatchError: Another rank is in another exchange. So with every function here.
     """
     if get_world_size(group) > 1:
-        Reduction(tensor, resolve_group(group)).wait(doing)
+        Reduction(tensor, resolve_group(group), doing).wait(doing)
     return tensor
 
 
@@ -84,8 +100,7 @@ def any_rank(flag: bool, doing: str, group: dist.ProcessGroup | None = None) -> 
     """
     if get_world_size(group) == 1:
         return flag
-    total = torch.tensor([int(flag)], dtype=torch.int64, device=message_device(group))
-    return bool(all_reduce(total, doing, group).item())
+    return any(_all_gather_numbers(int(flag), doing, resolve_group(group)))
 
 
 def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -100,7 +115,8 @@ def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None 
         PeerError: Another rank failed, died or went silent.
     """
     if get_world_size(group) > 1:
-        wait(start_broadcast(tensor, resolve_group(group)), doing, resolve_group(group))
+        enter(doing)
+        _broadcast(tensor, doing, resolve_group(group))
     return tensor
 
 
@@ -147,7 +163,7 @@ def all_gather_tensors(
     resolved = resolve_group(group)
     home = tensors[0].device if tensors else torch.device("cpu")
     message = encode(header, tensors).to(message_device(group))
-    sizes = [int(size) for size in _all_gather(torch.tensor([message.numel()], device=message.device), doing, resolved)]
+    sizes = _all_gather_numbers(message.numel(), doing, resolved)
     padded = message.new_zeros(max(sizes))
     padded[: message.numel()] = message
     received = _all_gather(padded, doing, resolved)
@@ -173,12 +189,15 @@ def broadcast_tensors(
     """
     if get_world_size(group) == 1:
         return header, list(tensors)
-    device = message_device(group)
-    root = resolve_group(group).rank() == 0
-    message = encode(header, tensors).to(device) if root else torch.empty(0, dtype=torch.uint8)
-    size = int(broadcast(torch.tensor([message.numel()], device=device), doing, group))
+    enter(doing)
+    resolved, device = resolve_group(group), message_device(group)
+    root = resolved.rank() == 0
+    message = encode([doing, header], tensors).to(device) if root else torch.empty(0, dtype=torch.uint8)
+    size = int(_broadcast(torch.tensor([message.numel()], device=device), doing, resolved))
     message = message if root else torch.empty(size, dtype=torch.uint8, device=device)
-    return decode(broadcast(message, doing, group).cpu(), torch.device("cpu"))
+    (sent, header), tensors = decode(_broadcast(message, doing, resolved).cpu(), torch.device("cpu"))
+    require_sent(sent, doing, resolved)
+    return header, tensors
 
 
 def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -308,5 +327,27 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 def _all_gather(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
     received = [torch.empty_like(tensor) for _ in range(group.size())]
-    wait(group.allgather([received], [tensor]), doing, group)
+    wait(of_device(group.allgather([received], [tensor]), tensor.device), doing, group)
     return received
+
+
+def _all_gather_numbers(number: int, doing: str, group: dist.ProcessGroup) -> list[int]:
+    """Every rank's, with what it is for."""
+    enter(doing)
+    message = torch.tensor([number, tag_of(doing)], device=message_device(group))
+    numbers, tags = zip(*(row.tolist() for row in _all_gather(message, doing, group)), strict=True)
+    require_tags(tags, doing, group)
+    return list(numbers)
+
+
+def _broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup) -> torch.Tensor:
+    wait(of_device(start_broadcast(tensor, group), tensor.device), doing, group)
+    return tensor
+
+
+def _tagged(tensor: torch.Tensor, tag: int) -> torch.Tensor:
+    """The bytes of ``tensor`` behind a number, as a message whose copies lie one after the other in memory."""
+    message = torch.empty(_TAG + -(-tensor.nbytes // _TAG) * _TAG, dtype=torch.uint8)
+    message[:_TAG].view(torch.int64).fill_(tag)
+    message[_TAG : _TAG + tensor.nbytes].view(tensor.dtype).copy_(tensor)
+    return message

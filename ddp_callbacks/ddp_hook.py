@@ -12,6 +12,7 @@ from ddp_callbacks.summation import Pending
 from ddp_callbacks.two_level import Worker
 
 _waiters: weakref.WeakKeyDictionary[dist.ProcessGroup, Worker] = weakref.WeakKeyDictionary()
+_DOING = "the gradients of a communication hook"
 
 
 # DDP compares the annotations, so they must not be strings.
@@ -33,7 +34,7 @@ def two_level_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> 
     if gradients.device.type != "cpu":
         return allreduce_hook(group, bucket)  # whose future knows the streams of the GPU
     gradients.div_(group.size())
-    return future_of(choose_all_reduce(group, [gradients.device]).launch(gradients), gradients, group)
+    return future_of(choose_all_reduce(group, [gradients.device]).launch(gradients, _DOING), gradients, group)
 
 
 def future_of(pending: Pending, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
@@ -45,7 +46,7 @@ def future_of(pending: Pending, tensor: torch.Tensor, group: dist.ProcessGroup) 
 
     def complete() -> None:
         try:
-            pending.wait("the gradients of a communication hook")
+            pending.wait(_DOING)
             future.set_result(tensor)
         except Exception as error:
             future.set_exception(error)  # type: ignore[arg-type]

@@ -1,47 +1,75 @@
 """Waiting that ends: a failure on one rank reaches every other as an error that names it.
 
 gloo cannot abort a collective that waits (https://github.com/pytorch/pytorch/issues/130345), so nobody here waits
-without looking up: :func:`wait` waits in slices, and between two slices it reads the store of the default group, where
-:func:`report_failure` leaves the first failure and :func:`announce_leave` the ranks that have gone.
-
-Keys in the store of the default group, all below ``ddp_callbacks/``; ranks are numbers in the world:
-
-========================  ============================================================================
-``host/{rank}``           JSON, the host name and process id of a rank, written when it joins
-``failure``               JSON, the first failure: rank, exception type, message, traceback
-``left/{rank}``           a rank that has left the run for good
-``alive/{rank}``          a rank that saw a collective break or heard of it, so it is not the one that died
-``gone``                  the names of the ranks that died, as the first that found out has them
-========================  ============================================================================
+without looking up: :func:`wait` waits in slices, and between two slices it looks into the store of the default group
+(its keys are listed in :mod:`ddp_callbacks.presence`): what has failed, who has left, and whether another rank waits
+for this one somewhere else.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import threading
 import time
-import traceback
 from datetime import timedelta
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.errors import PeerError
+from ddp_callbacks.errors import MismatchError, PeerError
+from ddp_callbacks.inquest import ProcessEnded, answers, ask, diagnose
+from ddp_callbacks.peers import (
+    LINGER,
+    Leavers,
+    announce_leave,
+    at_odds,
+    check_gone,
+    check_peers,
+    elsewhere,
+    outlive_readers,
+    report_end,
+    report_failure,
+    require_sent,
+    require_tags,
+    tag_of,
+)
+from ddp_callbacks.presence import (
+    Alarm,
+    announce_join,
+    describe,
+    enter,
+    is_beside_training,
+    presence,
+    sequence_of,
+    store,
+)
+from ddp_callbacks.stands import Comparison
+
+__all__ = [
+    "BEGIN",
+    "LINGER",
+    "SLICE",
+    "Pending",
+    "ProcessEnded",
+    "Waitable",
+    "announce_join",
+    "announce_leave",
+    "describe_rank",
+    "diagnose",
+    "enter",
+    "of_device",
+    "outlive_readers",
+    "report_end",
+    "report_failure",
+    "require_sent",
+    "require_tags",
+    "tag_of",
+    "wait",
+]
 
 SLICE = timedelta(seconds=1)  # how often a waiting rank looks up
-GRACE = 2.0  # seconds in which every surviving rank has noticed that a collective broke
-LINGER = 3.0  # seconds, more than two slices, for which the store outlives its host's part in the run
-
-
-class ProcessEnded(RuntimeError):
-    """The processes of these ranks have ended, as this host knows for sure."""
-
-    def __init__(self, ranks: set[int]) -> None:
-        super().__init__("its process has ended")
-        self.ranks = ranks
+BEGIN = "the begin of a run"
+_ASK = 2.0  # seconds of waiting after which a rank asks where the others are
 
 
 class Waitable(Protocol):
@@ -54,100 +82,191 @@ class Waitable(Protocol):
 Pending: TypeAlias = "dist.Work | torch.futures.Future[torch.Tensor] | Waitable"
 
 
-def announce_join() -> None:
-    """Write this rank's host name and process id, so that messages can name it."""
-    _set_json(f"host/{dist.get_rank()}", {"host": socket.gethostname(), "pid": os.getpid()})
-
-
-def announce_leave() -> None:
-    """Say that this rank takes part in no more collectives; whoever still waits for it raises."""
-    _store().set(f"left/{dist.get_rank()}", "1")
-
-
-def outlive_readers(store: dist.Store, world_size: int) -> None:
-    """For rank 0, with which the store goes: return once every other rank has left, or after :data:`LINGER` seconds."""
-    end = time.monotonic() + LINGER
-    while not store.check([f"left/{rank}" for rank in range(1, world_size)]) and time.monotonic() < end:
-        time.sleep(0.05)
-
-
-def report_failure(exception: BaseException) -> None:
-    """Publish ``exception`` to the other ranks, unless one has failed before. Never raises, never blocks for long."""
-    if isinstance(exception, PeerError):
-        return
-    report = {
-        "rank": dist.get_rank(),
-        "type": type(exception).__name__,
-        "message": str(exception),
-        "traceback": "".join(traceback.format_exception(exception)),
-    }
-    try:
-        _store().compare_set("failure", "", json.dumps(report))
-    except RuntimeError:
-        pass  # the store has gone with the process that hosted it; the others see the broken connection
-
-
 def describe_rank(group: dist.ProcessGroup, rank: int) -> str:
     """``rank 1 (host node2, pid 4711)`` for a rank of ``group``, by its number in the world; less if less is known.
 
     Reads the store for ranks other than this.
     """
-    return _describe(dist.get_global_rank(group, rank))
-
-
-def check_peers() -> None:
-    """Raise :class:`PeerError` if some rank has reported a failure. One round trip to the store."""
-    store = _store()
-    if not store.check(["failure"]):
-        return
-    report = json.loads(store.get("failure"))
-    raise PeerError(
-        f"{_describe(report['rank'])} failed with {report['type']}: {report['message']}\n"
-        f"This is {_describe(dist.get_rank())}, which stops because the run cannot go on without it. "
-        f"The other rank's traceback:\n{report['traceback']}"
-    )
+    return describe(dist.get_global_rank(group, rank))
 
 
 def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
     """Block until ``pending`` is complete.
 
     Args:
-        pending: What a collective returned; a CUDA collective makes the current stream wait, as ``Work.wait`` does.
-        doing: What the collective is for, for the message: "the gradients of bucket 3".
+        pending: What a collective returned; see :func:`of_device` for one on GPUs.
+        doing: What the collective is for, for the message: "the gradients of bucket 3". Who has called
+            :func:`ddp_callbacks.presence.enter` with it is told if another rank waits somewhere else.
         group: The group that communicates.
 
     Raises:
         PeerError: Another rank reported a failure, left, or its connection broke, or nothing came within the group's
             own timeout.
+        MismatchError: Another rank waits for this one in another exchange.
     """
-    absent_before: set[int] = set()
-    while True:
+    try:
+        if not _wait_slice(pending):
+            _wait_long(pending, doing, group)
+    except (PeerError, MismatchError):
+        presence().failed = True
+        raise
+    except RuntimeError as error:
+        presence().failed = True
+        raise diagnose(group, doing, error) from error
+
+
+def _wait_long(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
+    lookout = _Lookout(doing, group)
+    if is_beside_training():
+        lookout.look()
+        while not _wait_slice(pending):
+            lookout.look()
+        return
+    here, vigil = presence(), _Vigil(pending, doing, group)
+    here.waits = True
+    try:
+        lookout.look()
+        vigil.look()
+        while not _wait_slice(pending):
+            lookout.look()
+            vigil.look()
+    finally:
+        here.waits = False
+        vigil.end()
+
+
+class _Lookout:
+    """What one wait has heard of the others."""
+
+    def __init__(self, doing: str, group: dist.ProcessGroup) -> None:
+        self._doing = doing
+        self._alarm = Alarm()
+        self._leavers = Leavers(doing, group)
+        self._begins = doing == BEGIN
+
+    def look(self) -> None:
+        """Raise if what this rank waits for cannot come any more. One round trip to the store, unless there is news."""
+        if self._alarm.rings():
+            check_peers(self._begins)
+            check_gone(self._doing)
+            self._leavers.read()
+        if absent := self._leavers.absent():
+            raise self._leavers.error(absent)
+
+
+class _Vigil:
+    """A long wait of the thread that trains: it says where it is, and looks where the others are."""
+
+    def __init__(self, pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
+        self._comparison = Comparison(doing, group)
+        # Who has come to the next run waits there for the others to give this one up.
+        self._begins = doing == BEGIN
+        self._compares = not (self._begins and presence().failed)
+        self._first: bool | None = None
+        self._ask_at = time.monotonic() - SLICE.total_seconds() + _ASK
+        self._asked: int | None = None
+        # What this rank has started of torch's collectives before this wait.
+        own = isinstance(pending, dist.Work) and group is dist.group.WORLD
+        self._sequence = sequence_of(dist.group.WORLD) - own
+
+    def look(self) -> None:
+        """Raise :class:`MismatchError` if a rank waits for this one somewhere else."""
+        store().add("looks", 1)
+        presence().answer()
+        if not self._compares:
+            return
+        if self._first is None:
+            self._first = self._comparison.declare()
+        if other := self._comparison.crossed():
+            error = at_odds(self._comparison.mine, other)
+            if not self._begins:
+                raise error
+            self._compares = False
+        elif self._first and time.monotonic() >= self._ask_at:
+            self._look_for_torchs()
+
+    def end(self) -> None:
+        """It is over."""
         try:
-            if _wait_slice(pending):
-                return
-        except RuntimeError as error:
-            raise diagnose(group, doing, error) from error
-        try:
-            check_peers()
-            _check_gone(doing)
-            absent = _left(group)
-        except PeerError:
-            raise
-        except RuntimeError as error:  # the store died under us
-            raise diagnose(group, doing, error) from error
-        if absent & absent_before:  # gone for a whole slice, so nothing of theirs is still under way
-            raise _left_error(doing, absent)
-        absent_before = absent
+            self._comparison.withdraw()
+        except RuntimeError:
+            pass  # the store has gone
+
+    def _look_for_torchs(self) -> None:
+        """Where the others are: of those in a collective of torch's own nothing is known here."""
+        if self._asked is None:
+            self._asked, self._ask_at = ask(), time.monotonic() + 2 * SLICE.total_seconds()
+            return
+        for rank, place in answers(self._asked).items():
+            if self._is_lost(rank, place):
+                raise elsewhere(self._comparison.mine, rank, place)
+        self._asked, self._ask_at = None, time.monotonic() + 10 * _ASK
+
+    def _is_lost(self, rank: int, place: dict[str, Any]) -> bool:
+        """Whether the rank is in a collective of torch that this one has not started, and has not come here."""
+        mine = self._comparison.mine
+        concerned = mine.turn and (mine.members is None or rank in mine.members)
+        absent = not place["waits"] and place["recent"].get(mine.doing, 0) < mine.turn
+        return bool(concerned and absent and place["torch"] and place["sequence"] > self._sequence >= 0)
+
+
+# --- slices -----------------------------------------------------------------------------------------------------------
+
+
+def of_device(pending: dist.Work | torch.futures.Future[torch.Tensor], device: torch.device) -> Pending:
+    """What a collective on ``device`` returned, as :func:`wait` can wait for it.
+
+    What runs on a GPU is done for the host as soon as it is in a stream; here it is done when the GPU has done it.
+    """
+    if device.type == "cpu" or hasattr(pending, "wait_slice"):
+        return pending
+    return _DeviceWork(pending) if isinstance(pending, dist.Work) else _DeviceFuture(pending)
+
+
+class _DeviceWork:
+    """A collective on GPUs: the host looks at it, and orders the current stream after it once it is done."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait_slice(self, seconds: float) -> bool:
+        if not _poll(self._work.is_completed, seconds):
+            return False
+        self._work.wait()
+        return True
+
+
+class _DeviceFuture:
+    """What a communication hook returned for a bucket on a GPU."""
+
+    def __init__(self, future: torch.futures.Future[torch.Tensor]) -> None:
+        self._future = future
+        self._event: torch.cuda.Event | None = None
+
+    def wait_slice(self, seconds: float) -> bool:
+        if self._event is None:
+            if not _wait_future(self._future):  # orders the current stream
+                return False
+            self._event = torch.cuda.Event()
+            self._event.record()
+        return _poll(self._event.query, seconds)
+
+
+def _poll(is_done: Any, seconds: float) -> bool:
+    end, pause = time.monotonic() + seconds, 1e-5
+    while not is_done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    return True
 
 
 def _wait_slice(pending: Pending) -> bool:
     if hasattr(pending, "wait_slice"):
-        return pending.wait_slice(SLICE.total_seconds())
+        return bool(pending.wait_slice(SLICE.total_seconds()))
     if not isinstance(pending, dist.Work):  # a future of a C++ collective is no torch.futures.Future
         return _wait_future(pending)
-    if torch.cuda.is_initialized():
-        pending.wait()  # orders the stream; a timeout here would block the host instead
-        return True
     try:
         pending.wait(SLICE)
     except RuntimeError:
@@ -165,117 +284,3 @@ def _wait_future(future: torch.futures.Future[torch.Tensor]) -> bool:
             return False
     future.wait()
     return True
-
-
-def diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> PeerError:
-    """Find out why a wait broke with ``error``: who failed, left or is gone. Takes :data:`GRACE` seconds at most."""
-    try:
-        check_peers()
-        if absent := _left(group):  # a rank says so before it closes its connections
-            return _left_error(doing, absent)
-        _store().set(f"alive/{dist.get_rank()}", "1")
-        if isinstance(error, ProcessEnded):
-            silent = _not_alive({dist.get_global_rank(group, rank) for rank in error.ranks})
-        else:
-            silent = _silent(group)
-        names = _names_of_gone(silent)
-    except PeerError as reported:
-        return reported
-    except RuntimeError:
-        return PeerError(
-            f"the rendezvous store at {_store_address()} cannot be reached any more, so the process that hosts it "
-            f"has died or ended: rank 0, or torchrun's agent on rank 0's node. {_describe(dist.get_rank())} was "
-            f"waiting for {doing}. Look at that process's own output and at its host's kernel log (out of memory, "
-            f"power, network). First error: {error}"
-        )
-    return _gone_error(names, doing, f" First error: {error}")
-
-
-def _check_gone(doing: str) -> None:
-    """Raise :class:`PeerError` if a rank has found that others died: those that this one waits for may still live."""
-    store = _store()
-    if store.check(["gone"]):
-        store.set(f"alive/{dist.get_rank()}", "1")
-        raise _gone_error(store.get("gone").decode(), doing)
-
-
-def _gone_error(names: str, doing: str, first_error: str = "") -> PeerError:
-    return PeerError(
-        f"{names} died or went silent while {_describe(dist.get_rank())} was waiting for {doing}. Look at that "
-        f"process's own output and at its host's kernel log (out of memory, power, network).{first_error}"
-    )
-
-
-def _silent(group: dist.ProcessGroup) -> set[int]:
-    """Every rank that sees a collective break says that it lives; who says nothing in time is gone."""
-    silent = set(dist.get_process_group_ranks(group))
-    end = time.monotonic() + GRACE
-    while silent and time.monotonic() < end:
-        check_peers()
-        silent = _not_alive(silent)
-        time.sleep(0.05)
-    return silent
-
-
-def _not_alive(ranks: set[int]) -> set[int]:
-    return {rank for rank in ranks if not _store().check([f"alive/{rank}"])}
-
-
-def _names_of_gone(silent: set[int]) -> str:
-    """The names of ``silent``. Where all of a group's ranks live, it broke because one had seen another group break."""
-    store = _store()
-    if silent:
-        names = ", ".join(_describe(rank) for rank in sorted(silent))
-        store.compare_set("gone", "", names)
-        return names
-    return store.get("gone").decode() if store.check(["gone"]) else "some rank"
-
-
-def _left_error(doing: str, absent: set[int]) -> PeerError:
-    _store().set(f"alive/{dist.get_rank()}", "1")
-    names = ", ".join(_describe(rank) for rank in sorted(absent))
-    return PeerError(
-        f"{names} left the run while {_describe(dist.get_rank())} still waits for {doing}. Every rank "
-        "must make the same calls (run, evaluate and predict too) the same number of times."
-    )
-
-
-def _left(group: dist.ProcessGroup) -> set[int]:
-    """The ranks of the group that left by themselves, not because another one had gone before them."""
-    store = _store()
-    others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-    return {rank for rank in others if store.check([f"left/{rank}"]) and not store.check([f"alive/{rank}"])}
-
-
-def _describe(rank: int) -> str:
-    """The same for a rank of the world."""
-    if rank == dist.get_rank():
-        return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
-    try:
-        if not _store().check([f"host/{rank}"]):
-            return f"rank {rank}"
-        known = json.loads(_store().get(f"host/{rank}"))
-    except RuntimeError:
-        return f"rank {rank}"
-    return f"rank {rank} (host {known['host']}, pid {known['pid']})"
-
-
-def _store_address() -> str:
-    store = _world().get_group_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else type(store).__name__
-
-
-def _set_json(key: str, value: object) -> None:
-    _store().set(key, json.dumps(value))
-
-
-def _store() -> dist.Store:
-    """The store of the world, which all ranks read, whatever group they wait in."""
-    return dist.PrefixStore("ddp_callbacks", _world().get_group_store())
-
-
-def _world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD

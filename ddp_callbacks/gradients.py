@@ -50,9 +50,10 @@ from ddp_callbacks.collectives import all_gather_tensors
 from ddp_callbacks.comm_hooks import CommHook, GradBucket, check_comm_hook
 from ddp_callbacks.compression import Compress, check_compress, dtype_of, hook_of
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.failures import wait
+from ddp_callbacks.failures import enter, of_device, wait
 from ddp_callbacks.flat_memory import FlatMemory, MemoryPool, copy_in
 from ddp_callbacks.process_group import get_world_size, resolve_group
+from ddp_callbacks.runs import begin_run
 from ddp_callbacks.summation import GroupAllReduce, Pending, allocate
 from ddp_callbacks.weighing import Undo, Weighing, hook_even_if_frozen
 
@@ -62,6 +63,7 @@ class Bucket:
 
     def __init__(self, index: int, slots: list[int], pool: MemoryPool) -> None:
         self.index = index
+        self.doing = f"the gradients of bucket {index}"
         self.slots = slots  # positions of its parameters in the synchronizer's list
         self.pool = pool
         self.patient = False  # a gradient came twice once, so wait for the end of backward
@@ -168,6 +170,7 @@ class GradientSynchronizer:
         self._enabled = True
         if self._world_size == 1:
             return
+        begin_run(process_group)
         self._group = resolve_group(process_group)
         self._last_total = 0.0
         self._backward: Callable[[], _Backward | None] = _no_backward  # the one under way
@@ -369,7 +372,8 @@ class GradientSynchronizer:
         # not overflow. There is none before the first step, so that one asks.
         if not self._last_total:
             weight = torch.tensor([self._weighing.weight], dtype=torch.float64, device=self._device())
-            self._exact.launch(weight).wait("the first weight")
+            doing = "the first weight"
+            self._exact.launch(weight, doing).wait(doing)
             self._last_total = float(weight)
         reference = self._last_total
         return (self._weighing.weight * average / reference if reference else 0.0), reference
@@ -465,21 +469,22 @@ class GradientSynchronizer:
         is_last = bool(self._active) and bucket is self._active[-1]
         if self._comm_hook is not None:
             stand_in = GradBucket(bucket.index, memory.flat[: memory.numel], bucket.pool.parameters, is_last=is_last)
+            enter(bucket.doing)
             bucket.future = self._comm_hook(self._comm_state, stand_in)
             return
         payload = memory.flat[: memory.numel]
         if is_last and self._carried:
             payload = memory.flat
             payload[memory.numel :] = self._control().to(payload)
-        bucket.sum = self._all_reduce.launch(payload)
+        bucket.sum = self._all_reduce.launch(payload, bucket.doing)
 
     def _await(self, bucket: Bucket) -> None:
-        doing = f"the gradients of bucket {bucket.index}"
+        doing = bucket.doing
         if bucket.sum is not None:
             bucket.sum.wait(doing)
             return
         assert bucket.future is not None and bucket.memory is not None
-        wait(bucket.future, doing, self._group)
+        wait(of_device(bucket.future, bucket.memory.flat.device), doing, self._group)
         value, flat = bucket.future.value(), bucket.memory.flat[: bucket.memory.numel]
         if flat.is_complex() and not value.is_complex():  # as torch's all_reduce returns it
             value = torch.view_as_complex(value.view(-1, 2))
@@ -512,7 +517,8 @@ class GradientSynchronizer:
         else:
             # Only now: a hook may start further collectives from its futures, at another moment on each rank.
             control = self._control().to(self._device())
-            self._exact.launch(control).wait("the control numbers of the gradients")
+            doing = "the control numbers of the gradients"
+            self._exact.launch(control, doing).wait(doing)
             weight, trained, *flags = control.tolist()
         count = len(self._buckets)
         return weight, trained, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]]

@@ -38,6 +38,8 @@ from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.failures import describe_rank
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.rows import RowExchange
+from ddp_callbacks.runs import begin_run
+from ddp_callbacks.segments import outside_inference_mode
 from ddp_callbacks.summation import Pending
 
 OUTER_MOMENTUM = "ddp_callbacks_outer_momentum"
@@ -156,6 +158,7 @@ class ParameterAverager:
         MismatchError: The ranks have different settings or models.
     """
 
+    @outside_inference_mode
     def __init__(
         self,
         module: torch.nn.Module,
@@ -176,6 +179,7 @@ class ParameterAverager:
         self._world: _World | None = None
         self._pieces: list[_Piece] = []
         if get_world_size(process_group) > 1:
+            begin_run(process_group)
             settings = {"sync": repr(sync), "bucket_cap_mb": bucket_cap_mb, "compress": compress}
             settings |= module_settings(module)
             remedy = "Give every process the same model and the same settings."
@@ -209,6 +213,7 @@ class ParameterAverager:
         if self._steps >= self._sync.every:
             self.close_window()
 
+    @outside_inference_mode
     @torch.no_grad()
     def close_window(self) -> None:
         """Make the parameters one again, also before the window is full; every rank must call it.
@@ -373,7 +378,7 @@ class _World:
         under_way: deque[tuple[_Piece, torch.Tensor, Pending]] = deque()
         for index, piece in enumerate(pieces):
             memory = piece.write_outer_gradient(self._memory(index % 2, piece.anchor), share)
-            under_way.append((piece, memory, self._all_reduce.launch(memory)))
+            under_way.append((piece, memory, self._all_reduce.launch(memory, _DOING)))
             if len(under_way) == 2:
                 yield self._await(*under_way.popleft())
         while under_way:

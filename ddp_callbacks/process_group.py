@@ -14,15 +14,18 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.environment import WorkerEnv, worker_env, worker_env_of
-from ddp_callbacks.errors import ConfigurationError, PeerError
-from ddp_callbacks.failures import announce_join, announce_leave, outlive_readers, report_failure
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.failures import announce_join, announce_leave, outlive_readers, report_end
+from ddp_callbacks.presence import presence
 from ddp_callbacks.rendezvous import agent_hosts_store, choose_interface, meet
 from ddp_callbacks.requirements import how_to_install, require_names
+from ddp_callbacks.runs import destroy_groups
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for gloo
 PRIVATE = (
     "torch.distributed:ProcessGroup._get_backend",
     "torch.distributed:ProcessGroup._device_types",
+    "torch.distributed:ProcessGroup._get_sequence_number_for_group",
     "torch.distributed:ProcessGroup._allgather_base",
     "torch.distributed:distributed_c10d._world",
     "torch.autograd:Variable._execution_engine.queue_callback",
@@ -130,17 +133,22 @@ def leave_process_group() -> None:
 
     Rank 0, with which the store goes, returns when the others have left too, or after three seconds.
     """
-    if not dist.is_initialized():
+    if not _is_member():
         return
     group = resolve_group()
     store, hosts_store = group.get_group_store(), group.rank() == 0 and not agent_hosts_store()
     try:
         announce_leave()
-        dist.destroy_process_group()
+        destroy_groups()
         if hosts_store:
             outlive_readers(dist.PrefixStore("ddp_callbacks", store), group.size())
     except RuntimeError:
         pass  # the peers or the store went first
+
+
+def _is_member() -> bool:
+    """Whether this process has joined; a child that it has forked has inherited the group, and is no member."""
+    return dist.is_initialized() and presence().pid == os.getpid()
 
 
 def _select_gpu(local_rank: int, device: torch.device | None) -> None:
@@ -180,8 +188,8 @@ def _report_uncaught_exceptions() -> None:
     previous = sys.excepthook
 
     def report(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
-        if dist.is_initialized() and not isinstance(exception, PeerError):
-            report_failure(exception)
+        if _is_member():
+            report_end(exception)
         previous(kind, exception, trace)
 
     sys.excepthook = report

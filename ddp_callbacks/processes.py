@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 from ddp_callbacks.environment import worker_env_of
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.failures import report_failure
+from ddp_callbacks.failures import report_end
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group, leave_process_group
 
 
@@ -122,8 +122,9 @@ def _run(
     join_process_group(init_method=init_method, backend=backend, timeout=timeout)
     try:
         fn(*args)
-    except Exception as error:
-        if dist.is_initialized():
-            report_failure(error)
+    except BaseException as error:
+        ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
+        if dist.is_initialized() and not ends_well:
+            report_end(error)
         raise
     leave_process_group()

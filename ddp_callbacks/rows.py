@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import torch
@@ -10,9 +9,9 @@ import torch.distributed as dist
 
 from ddp_callbacks.all_reduce import choose_all_reduce
 from ddp_callbacks.collectives import all_gather_tensors, message_device, start_broadcast
-from ddp_callbacks.errors import MismatchError
-from ddp_callbacks.failures import describe_rank, wait
+from ddp_callbacks.failures import enter, require_tags, tag_of, wait
 from ddp_callbacks.process_group import resolve_group
+from ddp_callbacks.segments import outside_inference_mode
 from ddp_callbacks.summation import Pending
 
 _CAPACITY = 96  # numbers in a row, until a longer one was sent
@@ -29,6 +28,7 @@ class RowExchange:
         unattended: Whether rows that every rank has launched arrive though no other rank waits for them.
     """
 
+    @outside_inference_mode
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = resolve_group(group)
         self._device = message_device(group)
@@ -38,6 +38,7 @@ class RowExchange:
         self._spare: list[torch.Tensor] = []
         self._led: tuple[dist.Work, torch.Tensor] | None = None  # the last row of rank 0, which may be on its way
 
+    @outside_inference_mode
     def exchange(self, row: Sequence[float], doing: str) -> list[list[float]]:
         """Send this rank's row; every rank's, by rank. Lengths may differ. Blocks until all have called it.
 
@@ -47,12 +48,14 @@ class RowExchange:
         """
         return self.launch(row, doing).wait()
 
+    @outside_inference_mode
     def lead(self, row: Sequence[float], doing: str) -> list[float]:
         """Rank 0's row, on every rank; of one length. Rank 0 waits only until the others have got the one before.
 
         Raises:
             PeerError: As :func:`ddp_callbacks.failures.wait` does.
         """
+        enter(doing)
         sent = torch.tensor(row, dtype=torch.float64, device=self._device)
         before, self._led = self._led, (start_broadcast(sent, self._group), sent)
         if self._group.rank() == 0:
@@ -63,21 +66,23 @@ class RowExchange:
         numbers: list[float] = sent.tolist()
         return numbers
 
+    @outside_inference_mode
     def launch(self, row: Sequence[float], doing: str) -> PendingRows:
         """Send this rank's row without waiting for the others'. Every rank launches the same, in the same order."""
-        tag = float(zlib.crc32(doing.encode()))
+        tag = float(tag_of(doing))
         memory = self._spare.pop() if self._spare else self._allocate()
         rows = memory.zero_().view(self._group.size(), _HEADER + self._capacity)
         sent = [len(row), tag, *row[: self._capacity]]
         rows[self._group.rank(), : len(sent)] = torch.tensor(sent, dtype=torch.float64)
-        return PendingRows(self, list(row), doing, rows, self._all_reduce.launch(memory))
+        return PendingRows(self, list(row), doing, rows, self._all_reduce.launch(memory, doing))
 
+    @outside_inference_mode
     def receive(self, rows: torch.Tensor, doing: str) -> tuple[list[list[float]], bool]:
         """What has arrived: every rank's row, cut where it was too long; and whether none was. Local."""
         received = rows.tolist()
         if rows.shape[1] == _HEADER + self._capacity:
             self._spare.append(rows.view(-1))
-        self._require_tag(float(zlib.crc32(doing.encode())), [own[1] for own in received], doing)
+        require_tags([own[1] for own in received], doing, self._group)
         capacity = len(received[0]) - _HEADER
         return [own[_HEADER : _HEADER + int(own[0])] for own in received], max(own[0] for own in received) <= capacity
 
@@ -91,16 +96,6 @@ class RowExchange:
     def _allocate(self) -> torch.Tensor:
         numel = self._group.size() * (_HEADER + self._capacity)
         return self._all_reduce.allocate(numel, torch.float64, self._device)
-
-    def _require_tag(self, tag: float, tags: list[float], doing: str) -> None:
-        others = [rank for rank, found in enumerate(tags) if found != tag]
-        if others:
-            names = ", ".join(describe_rank(self._group, rank) for rank in others)
-            me = describe_rank(self._group, self._group.rank())
-            raise MismatchError(
-                f"{me} exchanges {doing}, while {names} exchanges something else. Every rank must make the same calls "
-                "in the same order, also in hooks, wherever the others have to take part."
-            )
 
 
 class PendingRows:

@@ -9,10 +9,29 @@ training sees the gradients themselves, not a copy, and keeps their memory until
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate what makes or writes memory that is kept: made in inference mode, it could not be written outside."""
+
+    @functools.wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return outside
 
 
 def can_create() -> bool:

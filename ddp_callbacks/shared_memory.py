@@ -29,7 +29,8 @@ import torch.distributed as dist
 from ddp_callbacks import segments
 from ddp_callbacks.collectives import all_gather_json, as_real
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.failures import ProcessEnded, diagnose, wait
+from ddp_callbacks.failures import ProcessEnded, diagnose, enter, require_tags, tag_of, wait
+from ddp_callbacks.segments import outside_inference_mode
 from ddp_callbacks.signals import LINE, Signals
 
 SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
@@ -79,7 +80,7 @@ class SharedMemory:
         ranks = neighbours.ranks
         self._filled, self._done = (Signals(control, at, ranks, self._here, timeout) for at in (0, nbytes))
         # What each rank sums where, by number of the signal: serial number and descriptor of the segment, where in it,
-        # and how many bytes.
+        # how many bytes, and what for.
         board = memoryview(mmap.mmap(control, self.control_nbytes(self._size)))
         self._board = board[2 * nbytes :].cast("q")
         self._segments: dict[int, _Segment] = {}  # this rank's, by address
@@ -96,6 +97,7 @@ class SharedMemory:
     def control_nbytes(size: int) -> int:
         return 2 * Signals.nbytes(size) + size * _ROWS * LINE
 
+    @outside_inference_mode
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """A flat tensor on the CPU that the other ranks can open. Local. Its segment goes with it."""
         size = max(numel, 1)
@@ -113,9 +115,11 @@ class SharedMemory:
         weakref.finalize(tensor, _forget, self._segments, _address(tensor), segment).atexit = False
         return tensor[:numel]
 
-    def launch(self, tensor: torch.Tensor) -> SharedReduction:
+    def launch(self, tensor: torch.Tensor, doing: str = "") -> SharedReduction:
         """Start to sum ``tensor`` (flat, contiguous) over the ranks of this host, in place. Does not block."""
-        reduction = self.fill(tensor)
+        if doing:
+            enter(doing)
+        reduction = self.fill(tensor, doing=doing)
         self._launched.append(reduction)
         return reduction
 
@@ -142,7 +146,7 @@ class SharedMemory:
 
     # --- the steps of a sum -------------------------------------------------------------------------------------------
 
-    def fill(self, tensor: torch.Tensor, carriers: int | None = None) -> SharedReduction:
+    def fill(self, tensor: torch.Tensor, carriers: int | None = None, doing: str = "") -> SharedReduction:
         """Tell the others that they can read ``tensor``. Does not block."""
         if self._filled.sent - self._collected >= _ROWS:
             raise ConfigurationError(f"more than {_ROWS} sums are under way: raise bucket_cap_mb.")
@@ -150,10 +154,10 @@ class SharedMemory:
         home, segment = self._home_of(result)
         number = self._filled.sent + 1
         row, at = self._row(self._here, number), int(home.storage_offset()) * home.itemsize
-        for column, entry in enumerate((segment.serial, segment.fd, at, home.nbytes)):
+        for column, entry in enumerate((segment.serial, segment.fd, at, home.nbytes, tag_of(doing))):
             self._board[row + column] = entry
         self._filled.send()
-        return SharedReduction(self, result, home, segment, number, carriers or self.neighbours.carriers)
+        return SharedReduction(self, result, home, segment, number, carriers or self.neighbours.carriers, doing)
 
     def sum(self, reduction: SharedReduction, doing: str) -> torch.Tensor:
         """Sum this rank's slice, and return it. Blocks until every rank of the host has filled."""
@@ -165,6 +169,7 @@ class SharedMemory:
         """Block until every rank of the host has filled."""
         self._await(self._filled, reduction.number, doing)
         rows = [self._row(index, reduction.number) for index in range(self._size)]
+        self._require_same(rows, reduction.doing)
         # The usual step sums the same memory as the one before.
         places = tuple(self._board[row + column] for row in rows for column in (0, 2, 3))
         key = (reduction.home.dtype, reduction.carriers, places)
@@ -203,6 +208,7 @@ class SharedMemory:
         home = self.allocate(tensor.numel(), tensor.dtype) if home is None else home
         return home.copy_(tensor), self._segments[_address(home)]
 
+    @outside_inference_mode
     def _cut(self, reduction: SharedReduction, rows: list[int], doing: str) -> list[torch.Tensor]:
         """This rank's slice of everybody's memory."""
         begin, end = self._bounds(reduction)
@@ -221,6 +227,13 @@ class SharedMemory:
         grains = -(-numel // GRAIN)
         first, last = (grains * min(at, carriers) // carriers * GRAIN for at in (self._here, self._here + 1))
         return min(first, numel), min(last, numel)
+
+    def _require_same(self, rows: list[int], doing: str) -> None:
+        tags = [self._board[row + 4] for row in rows]
+        if tags.count(tags[0]) < len(tags):
+            group = self._group()
+            assert group is not None
+            require_tags(tags, doing, group, self.neighbours.ranks)
 
     def _require_size(self, index: int, nbytes: int, own: int) -> None:
         if nbytes != own:
@@ -269,6 +282,7 @@ class SharedReduction:
         home: Where it is made, in ``segment``; ``result`` itself if that lies there.
         number: Of the signal that ``home`` is filled, and of the one that this rank's slice is delivered.
         carriers: How many ranks sum a slice each.
+        doing: What it is for.
         slices: This rank's slice of everybody's memory once it is summed; the sum is in the first.
     """
 
@@ -278,6 +292,7 @@ class SharedReduction:
     segment: _Segment
     number: int
     carriers: int
+    doing: str = ""
     slices: list[torch.Tensor] = field(default_factory=list)
 
     def wait(self, doing: str) -> None:

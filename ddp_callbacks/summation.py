@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.collectives import Reduction
+from ddp_callbacks.segments import outside_inference_mode
 
 Allocator = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
@@ -34,8 +35,12 @@ class AllReduce(Protocol):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor in which this way sums best. Local."""
 
-    def launch(self, tensor: torch.Tensor) -> Pending:
-        """Start to sum ``tensor`` (flat, contiguous) over the ranks, in place. Does not block."""
+    def launch(self, tensor: torch.Tensor, doing: str = "") -> Pending:
+        """Start to sum ``tensor`` (flat, contiguous) over the ranks, in place. Does not block.
+
+        Args:
+            doing: What this is for, the same on every rank: it travels with the sum.
+        """
 
 
 class GroupAllReduce:
@@ -48,10 +53,11 @@ class GroupAllReduce:
         self._group = group
         self.allocate = allocate
 
-    def launch(self, tensor: torch.Tensor) -> Reduction:
-        return Reduction(tensor, self._group)
+    def launch(self, tensor: torch.Tensor, doing: str = "") -> Reduction:
+        return Reduction(tensor, self._group, doing)
 
 
+@outside_inference_mode
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory of this process alone."""
     return torch.empty(numel, dtype=dtype, device=device)

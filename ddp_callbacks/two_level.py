@@ -26,12 +26,16 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ddp_callbacks.collectives import as_real
+from ddp_callbacks.failures import enter, wait
+from ddp_callbacks.presence import OWN_THREADS
 from ddp_callbacks.shared_memory import GRAIN
 from ddp_callbacks.summation import Pending, allocate
 
 DOING = "gradients that are summed beside backward"
+_MOMENT = 1e-3  # seconds of the usual wait
 MOST_PIECES = 8
 """Of a sum: memory between processes has room for a number of sums that are under way, and each piece is one."""
 
@@ -41,7 +45,7 @@ class HostMemory(Protocol):
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 
-    def fill(self, tensor: torch.Tensor, carriers: int | None = None) -> Any: ...
+    def fill(self, tensor: torch.Tensor, carriers: int | None = None, doing: str = "") -> Any: ...
 
     def sum(self, reduction: Any, doing: str) -> torch.Tensor: ...
 
@@ -86,15 +90,18 @@ class TwoLevelAllReduce:
         self.exact = exact
         self.allocate = memory.allocate
 
-    def launch(self, tensor: torch.Tensor) -> Pieces:
+    def launch(self, tensor: torch.Tensor, doing: str = "") -> Pieces:
         """Start to sum ``tensor`` (flat, contiguous) over all ranks, in place. Does not block."""
+        if doing:
+            enter(doing)
         numel = tensor.numel()
         if self._piece_nbytes is not None:
             numel = max(self._piece_nbytes // tensor.itemsize, -(-numel // (MOST_PIECES * GRAIN)) * GRAIN)
-        return Pieces([self._launch(piece) for piece in tensor.split(max(numel, 1))])
+        return Pieces([self._launch(piece, doing) for piece in tensor.split(max(numel, 1))])
 
-    def _launch(self, piece: torch.Tensor) -> TwoLevelReduction:
-        reduction = TwoLevelReduction(self._memory, self._memory.fill(piece, self._carriers), self._wire)
+    def _launch(self, piece: torch.Tensor, doing: str) -> TwoLevelReduction:
+        filled = self._memory.fill(piece, self._carriers, doing)
+        reduction = TwoLevelReduction(self._memory, filled, self._wire, self._threads.group)
         self._threads.sums.submit(partial(self._sum, reduction))
         return reduction
 
@@ -118,8 +125,10 @@ class Pieces:
 class TwoLevelReduction:
     """A piece of such a sum."""
 
-    def __init__(self, memory: HostMemory, reduction: Any, wire: Starts | None) -> None:
-        self._memory, self._reduction, self._wire = memory, reduction, wire
+    def __init__(
+        self, memory: HostMemory, reduction: Any, wire: Starts | None, group: weakref.ref[dist.ProcessGroup]
+    ) -> None:
+        self._memory, self._reduction, self._wire, self._group = memory, reduction, wire, group
         self._sent: Sequence[Pending] = ()
         self._delivered = threading.Event()
         self._error: BaseException | None = None
@@ -146,17 +155,25 @@ class TwoLevelReduction:
 
     def wait(self, doing: str) -> None:
         """See :class:`ddp_callbacks.summation.Pending`."""
-        self._delivered.wait()  # whatever the threads wait for has a limit
+        if not self._delivered.wait(_MOMENT):
+            group = self._group()
+            assert group is not None
+            wait(self, doing, group)
         if self._error is not None:
             raise self._error
         self._memory.collect(self._reduction, doing)
 
+    def wait_slice(self, seconds: float) -> bool:
+        """Whether the threads were done with it within ``seconds``; whatever they wait for has a limit."""
+        return self._delivered.wait(seconds)
+
 
 class Threads:
-    """The two threads of a process that sum for one group."""
+    """The two threads of a process that sum for ``group``."""
 
-    def __init__(self) -> None:
-        self.sums, self.deliveries = Worker("ddp_callbacks sums"), Worker("ddp_callbacks deliveries")
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = weakref.ref(group)
+        self.sums, self.deliveries = Worker(f"{OWN_THREADS} sums"), Worker(f"{OWN_THREADS} deliveries")
 
 
 class Worker:
@@ -189,7 +206,7 @@ class OwnMemory:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return allocate(numel, dtype, device)
 
-    def fill(self, tensor: torch.Tensor, carriers: int | None = None) -> OwnReduction:
+    def fill(self, tensor: torch.Tensor, carriers: int | None = None, doing: str = "") -> OwnReduction:
         return OwnReduction(as_real(tensor))
 
     def sum(self, reduction: OwnReduction, doing: str) -> torch.Tensor:

@@ -179,11 +179,24 @@ def test_a_rank_that_never_comes_is_named(nursery: Nursery, tmp_path: Path) -> N
     assert "within 2 s" in ranks[0].notes["error"][1]
 
 
+def test_rank_0_says_for_whom_it_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.3)
+    port = free_port()
+    with pytest.raises(RendezvousError, match="ranks 1-3 of a world of 4 did not come"):
+        join_process_group(0, 4, HOST, port, timeout=timedelta(seconds=1))
+    said = capsys.readouterr().err + "".join(record.getMessage() for record in caplog.records)
+    assert f"rank 0 waits at {HOST}:{port} for ranks 1-3 of a world of 4" in said
+    assert rendezvous._ranks({7, 1, 4, 5, 6}) == "ranks 1, 4-7" and rendezvous._ranks({2}) == "rank 2"
+
+
 def test_the_rank_that_waits_alone_names_all_who_are_missing() -> None:
     port = free_port()
     with pytest.raises(RendezvousError) as caught:
         join_process_group(0, 3, HOST, port, timeout=timedelta(seconds=1))
-    assert f"rank 1, 2 of a world of 3 did not come to {HOST}:{port} within 1 s" in str(caught.value)
+    assert f"ranks 1-2 of a world of 3 did not come to {HOST}:{port} within 1 s" in str(caught.value)
     assert not dist.is_initialized()
     del caught  # its traceback holds the store
     gc.collect()

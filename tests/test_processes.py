@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from nursery import free_port
 
 from ddp_callbacks import processes, spawn
+from ddp_callbacks.collectives import any_rank
 from ddp_callbacks.errors import ConfigurationError
 
 LIMIT = 600.0  # seconds
@@ -114,6 +115,17 @@ def test_the_exception_of_a_process_is_raised_here() -> None:
     with pytest.raises(mp.ProcessRaisedException, match="ValueError: the data of rank 1 are gone") as caught:
         spawn(fail_on_rank_1, 2, ("raise",))
     assert caught.value.error_index == 1
+
+
+def interrupt_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise KeyboardInterrupt
+    any_rank(False, "a barrier")
+
+
+def test_an_interrupt_on_one_process_is_told_to_the_others() -> None:
+    with pytest.raises(mp.ProcessRaisedException, match=r"PeerError: rank 1 \(.*\) failed with KeyboardInterrupt"):
+        spawn(interrupt_rank_1, 2)
 
 
 def test_a_killed_process_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,27 @@ def test_an_exception_on_one_host_ends_all_and_the_threads_end_in_peace(nursery:
     for rank in ranks:
         assert rank.code == 1
         assert "terminate called" not in rank.stderr and "Fatal" not in rank.stderr
+
+
+def stop_on_one_of_two_hosts() -> None:
+    env = join_process_group(timeout=timedelta(seconds=5))
+    way = live_on_hosts((2, 2), resolve_group()).all_reduce()
+    way.launch(torch.ones(10), "the first sum").wait("the first sum")
+    if env.rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    way.launch(torch.ones(1_000_000), "the second sum").wait("the second sum")
+
+
+def test_a_rank_that_goes_silent_on_one_of_two_hosts_is_named_by_all_others(nursery: Nursery, tmp_path: Path) -> None:
+    """Those that wait for it directly are not all: each group between hosts may have nobody missing."""
+    ended: list[int] = []
+
+    def kill_the_stopped(rank: int, pids: list[int]) -> None:
+        ended.append(rank)
+        if len(ended) == 3:
+            os.kill(pids[3], signal.SIGKILL)
+
+    ranks = nursery.run(stop_on_one_of_two_hosts, 4, tmp_path, on_end=kill_the_stopped)
+    for rank in ranks[:3]:
+        assert rank.code == 1
+        assert f"PeerError: rank 3 (host {os.uname().nodename}, pid {ranks[3].pid}) died or went silent" in rank.stderr

@@ -41,6 +41,7 @@ from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.random_state import make_equal
 from ddp_callbacks.replicas import describe_checkpoint, require_same_checkpoint
+from ddp_callbacks.runs import begin_run
 from ddp_callbacks.sharding import BatchSize, ShardedLoader, check_batch_size
 from ddp_callbacks.verification import Verify, check_verify
 from ddp_callbacks.version import __version__
@@ -195,7 +196,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             self._take_trainer(model.trainer)
 
     def setup_distributed(self) -> None:
-        """Meet the other processes. Blocks until all are there."""
+        """Meet the other processes, and begin a run with them. Blocks until all are there."""
         accelerator = type(self.accelerator).__name__
         if accelerator not in _ACCELERATORS:
             raise ConfigurationError(
@@ -204,6 +205,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             )
         self.set_world_ranks()
         join(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
+        begin_run()
         if self._batch_size == "global":
             make_equal()  # where nobody has seeded, the ranks would split their data differently in setup()
 

@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ddp_callbacks.errors import PeerError
-from ddp_callbacks.failures import LINGER, announce_leave, report_failure
+from ddp_callbacks.failures import LINGER, announce_leave, report_end
 from ddp_callbacks.mpi.progress import Progress
 from ddp_callbacks.mpi.runtime import MPI, finalizes_itself
 
@@ -65,7 +65,7 @@ class Ending:
         self._code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         self._follows = isinstance(error, PeerError)
         if dist.is_initialized():
-            report_failure(error)
+            report_end(error)
         self._previous_hook(kind, error, trace)
 
     def _note_exit(self, code: object) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torchbearer
 
 from ddp_callbacks.failures import report_failure
+from ddp_callbacks.runs import begin_run
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, wrap_methods
 
 
@@ -15,7 +16,7 @@ class ReportFailures(DistributedCallback):
     """Publish an exception that ends ``run``, ``evaluate`` or ``predict`` on this rank.
 
     The other ranks raise :class:`ddp_callbacks.errors.PeerError` with its text within about two seconds, in place of
-    waiting for this rank.
+    waiting for this rank. Where all of them catch it, the next of these methods begins anew.
 
     Args:
         process_group: ``None`` is the default group.
@@ -25,6 +26,9 @@ class ReportFailures(DistributedCallback):
         super().on_init(state)
         if self.world_size > 1:
             wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict"), self._reporting)
+
+    def on_start(self, state: State) -> None:
+        begin_run(self.process_group)
 
     def _reporting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def reporting(*args: Any, **kwargs: Any) -> Any:

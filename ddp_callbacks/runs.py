@@ -1,0 +1,123 @@
+"""A failure belongs to a run: what ended one is forgotten where the next begins.
+
+An exception that every rank has caught (a pruned trial, memory that ran out, a sweep that goes on) leaves the processes
+able to train again. Where it has left them at different places, so that what one sends next is not what another expects
+next, they form a new process group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ddp_callbacks.failures import BEGIN, announce_join, enter, wait
+from ddp_callbacks.presence import await_key, presence, store
+
+
+def begin_run(group: dist.ProcessGroup | None = None) -> None:
+    """Begin a run of training, evaluation or prediction: what failed in the one before is forgotten. A collective.
+
+    Blocks until all ranks are here. Where a failure has left them at different places, they get a new default group,
+    and groups that were made beside the old one are gone.
+
+    Args:
+        group: The one that is to train. Nothing happens in a world of one, or for a part of the world.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
+        MismatchError: Another rank waits for this one somewhere else.
+    """
+    world = dist.group.WORLD
+    if world is None or world.size() == 1 or group not in (None, world):
+        return
+    here = presence()
+    here.listen()
+    enter(BEGIN)
+    beginning = _Beginning(here.run, world.size(), _timeout_of(world))
+    beginning.arrive([*here.position(), int(here.failed)])
+    wait(beginning, BEGIN, world)
+    run = here.run + 1
+    if beginning.is_out_of_step():
+        here.failed = True  # on some rank at least, and something of it may be under way here
+        _form_anew(run)
+    presence().begin(run)
+
+
+class _Beginning:
+    """That all ranks have come to the next run, as something to wait for."""
+
+    def __init__(self, run: int, size: int, timeout: timedelta) -> None:
+        self._run, self._size, self._timeout = run, size, timeout
+        self._since = time.monotonic()
+
+    def arrive(self, position: list[int]) -> None:
+        """Once in a run, whatever happens while this rank waits for the others."""
+        mine = f"{self._run}/position/{dist.get_rank()}"
+        if store().check([mine]):
+            return
+        store().set(mine, json.dumps(position))
+        if store().add(f"{self._run}/begin", 1) == self._size:
+            self._open()
+
+    def _open(self) -> None:
+        keys = [f"{self._run}/position/{rank}" for rank in range(self._size)]
+        positions = [json.loads(position) for position in store().multi_get(keys)]
+        differ = any(position[:-1] != positions[0][:-1] for position in positions)
+        failed = any(position[-1] for position in positions)
+        store().set(f"{self._run}/begun", json.dumps(differ and failed))
+
+    def is_out_of_step(self) -> bool:
+        """Whether a failure has left the ranks at different places."""
+        return bool(json.loads(store().get(f"{self._run}/begun")))
+
+    def wait_slice(self, seconds: float) -> bool:
+        """Whether the last one came within ``seconds``. Raises RuntimeError after the timeout of the group."""
+        if await_key(f"{self._run}/begun", seconds):
+            return True
+        if time.monotonic() - self._since > self._timeout.total_seconds():
+            raise RuntimeError(f"not every rank came within {self._timeout}")
+        return False
+
+
+def destroy_groups() -> None:
+    """As ``dist.destroy_process_group``, which after a failure would wait for collectives that never end.
+
+    gloo waits for them when its group is freed, so then it is not: the end of the process, or their timeout, ends them.
+    What GPUs are at is aborted.
+    """
+    if presence().failed:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            for device in group._device_types:
+                if device.type != "cpu":
+                    group._get_backend(device).abort()
+    dist.destroy_process_group()
+
+
+def _form_anew(run: int) -> None:
+    """Leave the default group, and form one of the same ranks; what was under way is dropped."""
+    world = dist.group.WORLD
+    assert world is not None
+    root, backend, timeout = store(), _backend_of(world), _timeout_of(world)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    presence().close()
+    destroy_groups()
+    part = dist.PrefixStore(f"{run}/group", root)
+    dist.init_process_group(backend, store=part, rank=rank, world_size=size, timeout=timeout)
+    announce_join()
+
+
+def _backend_of(group: dist.ProcessGroup) -> str:
+    """As it is asked for: torch takes ``cpu:gloo,cuda:gloo`` for something else than ``gloo``."""
+    config = dist.get_backend_config(group)
+    kinds = {part.split(":")[-1] for part in config.split(",")}
+    return config if len(kinds) > 1 else kinds.pop()
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
