@@ -126,16 +126,17 @@ class Perturbs(Callback):
                 state[torchbearer.MODEL][0].weight[0, 0].add_(1e-6)
 
 
-def trial_with_a_perturbed_replica() -> tuple[str, int]:
+def trial_with_a_perturbed_replica() -> tuple[str, int, float]:
     made = trial([DDPCallback(), Perturbs()]).with_train_generator(DataLoader(data(16), 8))
     with pytest.raises(MismatchError) as error:
         made.run(4)
-    return str(error.value), len(made.state[torchbearer.HISTORY])
+    return str(error.value), len(made.state[torchbearer.HISTORY]), float(torch.rand(()))
 
 
 def test_a_trial_whose_replicas_have_gone_apart_says_so_at_the_end_of_the_epoch() -> None:
-    (text, epochs), (other, _) = run_distributed(trial_with_a_perturbed_replica, 2)
+    (text, epochs, drawn), (other, _, drawn_there) = run_distributed(trial_with_a_perturbed_replica, 2)
     assert text == other and epochs == 2
+    assert drawn == drawn_there, "a run that has ended leaves the ranks drawing alike"
     assert "at the end of epoch 1:\n  parameter 0.weight: rank 1 (" in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from ddp_callbacks.sharding import (
     shard_loader,
     slice_batch,
 )
-from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, State
+from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, State, wrap_methods
 from ddp_callbacks.torchbearer.events import draw_alike
 
 DATA_KEYS = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA, torchbearer.TEST_DATA)
@@ -61,6 +62,7 @@ class ShardData(DistributedCallback):
         if self.world_size > 1:
             self._random_state = RunRandomState(self.process_group)
             draw_alike(state[torchbearer.CALLBACK_LIST], self._random_state)
+            wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict"), self._ending_alike)
 
     def on_start(self, state: State) -> None:
         if self.world_size == 1:
@@ -105,8 +107,18 @@ class ShardData(DistributedCallback):
         for key, value in self._originals.items():
             state[torchbearer.SELF].state[key] = value
         self._originals = {}
-        if self._random_state is not None:
-            self._random_state.end()
+
+    def _ending_alike(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """All draw alike when a run has ended, also by an exception that all of them catch."""
+
+        def ending_alike(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            finally:
+                assert self._random_state is not None
+                self._random_state.end()
+
+        return ending_alike
 
     def _shard(self, generator: Any, steps: int | None, needed: int = 1) -> tuple[Any, int | None]:
         if id(generator) not in self._sharded:
