@@ -136,7 +136,7 @@ class ShardedLoader:
 
     def __reduce__(self) -> Any:
         """A copy, or a pickle, divides among the ranks of the default group, and begins anew."""
-        return type(self), (self.loader, self._batch_size, None)
+        return type(self), (self.loader, self._batch_size, None, self._at_least)
 
     def end(self) -> None:
         """End the last pass: its workers, if it has any, have ended on return."""

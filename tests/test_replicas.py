@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import time
 import warnings
@@ -266,6 +267,15 @@ def divided_data() -> tuple[list[float], dict[str, str]]:
             next(with_shares(shard_loader(DataLoader(dataset, 3))))
         found[name] = str(error.value)
     return seen, found
+
+
+def shares_of_a_copy() -> list[int]:
+    whole = shard_loader(DataLoader(range(7), 4), at_least=2)  # type: ignore[arg-type]
+    return [share.local for _, share in with_shares(copy.deepcopy(whole))]
+
+
+def test_a_copy_of_a_divided_loader_gives_no_process_a_part_that_is_too_short() -> None:
+    assert run_distributed(shares_of_a_copy, 2) == [[2, 3], [2, 0]]
 
 
 def test_data_that_differ_are_named_and_keys_without_a_repr_are_not() -> None:

@@ -279,8 +279,8 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         loads_all = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
         type(self).add_worker_init_fn(dataloader, 0 if loads_all else self.global_rank)
         name, needed = self._trainer.state.stage.dataloader_prefix, 1
-        if name == "train" and self._batch_size == "global":
-            needed = samples_needed(self.model, getattr(dataloader, "batch_size", None), self.world_size)
+        if name == "train" and self._batch_size == "global" and not self._syncs_batch_norm:
+            needed = samples_needed(self.lightning_module, getattr(dataloader, "batch_size", None), self.world_size)
         sharded = shard(dataloader, self._batch_size, name, needed)
         if self._trainer.predicting and isinstance(sharded, ShardedLoader):
             sharded.keep_indices()
