@@ -23,8 +23,7 @@ class GatherPredictions(DistributedCallback):
         process_group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: The outputs for the parts of a batch cannot be joined, see
-            :func:`ddp_callbacks.outputs.join_outputs`.
+        ConfigurationError: The outputs for the parts of a batch cannot be joined, with their place and kind.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
