@@ -311,15 +311,6 @@ def unpack(value: Json, tensors: Sequence[torch.Tensor]) -> Any:
     return item
 
 
-def is_plain(value: Any) -> bool:
-    """Whether :func:`pack` takes it, and :func:`unpack` gives it back with the same types."""
-    if type(value) in (list, tuple):
-        return all(map(is_plain, value))
-    if type(value) is dict:
-        return all(is_plain(key) and is_plain(item) for key, item in value.items())
-    return type(value) in (type(None), bool, int, float, str, torch.Tensor)
-
-
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, flat, as real numbers: gloo knows no complex ones."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

@@ -8,7 +8,7 @@ where parts differ in size.
 from __future__ import annotations
 
 import ctypes
-import io
+import itertools
 import math
 import operator
 import pickle
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.collectives import Json, all_gather_tensors, is_plain, pack, unpack
+from ddp_callbacks.collectives import Json, all_gather_tensors
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.nested import arrays_in, is_array, rebuild_mapping, rebuild_sequence
 from ddp_callbacks.process_group import get_world_size
@@ -33,10 +33,10 @@ def gather_outputs(outputs: Sequence[Any], sizes: Sequence[int], group: dist.Pro
     """The outputs for whole batches, on every rank. A collective: all ranks must have equally many batches.
 
     Tensors and plain data travel as such. Any other object is pickled, as :func:`torch.distributed.all_gather_object`
-    does it.
+    does it. The classes of mappings and named tuples do not travel: they are taken from this rank's own outputs.
 
     Args:
-        outputs: What this rank has computed of its part of each batch.
+        outputs: What this rank has computed of its part of each batch, or of a stand-in.
         sizes: The number of samples of each part; 0 where this rank has computed a stand-in, which counts nowhere.
         group: ``None`` is the default group.
 
@@ -53,7 +53,7 @@ def gather_outputs(outputs: Sequence[Any], sizes: Sequence[int], group: dist.Pro
         tensors: list[torch.Tensor] = []
         sent = [_encode(output, tensors) for output, size in zip(outputs[start:], mine, strict=False) if size]
         gathered = all_gather_tensors([list(mine), sent], tensors, "the predictions", group)
-        received = [iter([_decode(text, parts) for text in texts]) for (_, texts), parts in gathered]
+        received = [iter([_decode(text, parts, outputs[0]) for text in texts]) for (_, texts), parts in gathered]
         for batch in zip(*(by_batch for (by_batch, _), _ in gathered), strict=True):
             values.append([next(parts) for parts, size in zip(received, batch, strict=True) if size])
             counts.append([size for size in batch if size])
@@ -210,40 +210,42 @@ def _refusal(place: str, what: str) -> ConfigurationError:
 # --- on the wire ------------------------------------------------------------------------------------------------------
 
 
-def _encode(output: Any, tensors: list[torch.Tensor]) -> Json:
-    if is_plain(output):
-        return pack(output, tensors)
-    file = io.BytesIO()
-    _Pickler(file, tensors).dump(output)
-    tensors.append(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
+def _encode(value: Any, tensors: list[torch.Tensor]) -> Json:
+    """As JSON: tensors by their number, objects as pickles, collections without their classes."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, Mapping):
+        return {"dict": [[_encode(key, tensors), _encode(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        return {"list" if isinstance(value, list) else "tuple": [_encode(entry, tensors) for entry in value]}
+    if type(value) in (type(None), bool, int, float, str):
+        return {"plain": value}
+    try:
+        pickled = pickle.dumps(value)
+    except Exception as error:
+        raise _refusal(f"an object of {type(value).__name__}", f"cannot be pickled ({error})") from error
+    tensors.append(torch.frombuffer(bytearray(pickled), dtype=torch.uint8))
     return {"pickled": len(tensors) - 1}
 
 
-def _decode(value: Json, tensors: Sequence[torch.Tensor]) -> Any:
-    if "pickled" not in value:
-        return unpack(value, tensors)
-    pickled = tensors[value["pickled"]].cpu()
-    return _Unpickler(io.BytesIO(ctypes.string_at(pickled.data_ptr(), pickled.numel())), tensors).load()
-
-
-class _Pickler(pickle.Pickler):
-    """Leaves tensors and arrays of numbers out, which travel as raw bytes."""
-
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_id(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and value.layout == torch.strided:
-            self._tensors.append(value)
-            return "tensor", len(self._tensors) - 1
-        return None
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, identity: tuple[str, int]) -> Any:
-        return self._tensors[identity[1]]
+def _decode(value: Json, tensors: Sequence[torch.Tensor], like: Any) -> Any:
+    """The inverse; mappings and tuples have the classes of ``like``, which this rank has computed itself."""
+    ((kind, item),) = value.items()
+    if kind == "tensor":
+        return tensors[item]
+    if kind == "pickled":
+        pickled = tensors[item].cpu()
+        return pickle.loads(ctypes.string_at(pickled.data_ptr(), pickled.numel()))
+    if kind == "dict":
+        own = like if isinstance(like, Mapping) else {}
+        pairs = [(_decode(key, tensors, None), entry) for key, entry in item]
+        example = next(iter(own.values()), None)  # for keys that are other ones in each part
+        return rebuild_mapping(own, {key: _decode(entry, tensors, own.get(key, example)) for key, entry in pairs})
+    if kind in ("list", "tuple"):
+        models = list(like) if isinstance(like, list | tuple) else []
+        examples = itertools.chain(models, itertools.repeat(models[-1] if models else None))
+        entries = [_decode(entry, tensors, example) for entry, example in zip(item, examples, strict=False)]
+        same = isinstance(like, list if kind == "list" else tuple)
+        return rebuild_sequence(like, entries) if same else entries if kind == "list" else tuple(entries)
+    return item

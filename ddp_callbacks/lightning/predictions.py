@@ -27,6 +27,8 @@ class Predictions:
         self._loop = trainer.predict_loop
         self._batches = batches
         self._sizes: dict[int, list[int]] = {}  # of this rank's parts, by loader
+        self._output: Any = None  # the last, which may be that of a stand-in
+        self._examples: dict[int, Any] = {}  # the first output, by loader
         methods: dict[str, Callable[..., Any]] = {
             "run": self._run,
             "_predict_step": self._step,
@@ -42,6 +44,7 @@ class Predictions:
     def end_step(self, output: Any) -> None:
         """``predict_step`` has returned. A collective in the first batch of a loader, whose output shows what joins."""
         self._batches.settle()
+        self._output = output
         if self._batches.is_stand_in:
             self._trainer.callbacks = [
                 each for each in self._trainer.callbacks if not hasattr(each, "write_on_batch_end")
@@ -50,7 +53,7 @@ class Predictions:
             gather_outputs([output], [self._batches.share.local])
 
     def _run(self, run: Callable[[], Any]) -> Any:
-        self._sizes = {}
+        self._sizes, self._examples, self._output = {}, {}, None
         predictions = run()
         if predictions is None:
             return None
@@ -68,6 +71,7 @@ class Predictions:
             self._trainer.callbacks = callbacks
         index = dataloader_idx if source is None else loop._data_fetcher._dataloader_idx
         self._sizes.setdefault(index, []).append(self._batches.share.local)
+        self._examples.setdefault(index, self._output)
         if self._batches.is_stand_in:
             batches = len(self._sizes[index]) - self._sizes[index].count(0)
             del loop._predictions[index][batches:], loop.epoch_batch_indices[index][batches:]
@@ -81,7 +85,7 @@ class Predictions:
         if not self._is_divided(index):
             return predictions
         own, sizes = iter(predictions), self._sizes.get(index, [])
-        return gather_outputs([next(own) if size else None for size in sizes], sizes)
+        return gather_outputs([next(own) if size else self._examples[index] for size in sizes], sizes)
 
     def _is_divided(self, index: int) -> bool:
         return isinstance(self._loaders()[index], ShardedLoader)

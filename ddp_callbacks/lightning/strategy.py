@@ -22,7 +22,6 @@ from ddp_callbacks.collectives import (
     all_gather_tensors,
     any_rank,
     broadcast_tensors,
-    is_plain,
     pack,
     unpack,
 )
@@ -434,7 +433,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         if src != 0:
             return super().broadcast(obj, src)
         tensors: list[torch.Tensor] = []
-        header = {"plain": pack(obj, tensors)} if is_plain(obj) else {"pickled": True}
+        header = {"plain": pack(obj, tensors)} if _is_plain(obj) else {"pickled": True}
         header, tensors = broadcast_tensors(header, tensors, "an object")
         if "pickled" in header:
             return super().broadcast(obj, src)
@@ -543,3 +542,11 @@ def _require_same_run(trainer: Any, model: torch.nn.Module, batch_size: str) -> 
         "max_steps": trainer.max_steps,
     }
     require_agreement(settings, "the run", _SAME_EVERYWHERE)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return type(value) in (type(None), bool, int, float, str, torch.Tensor)
