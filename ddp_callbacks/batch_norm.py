@@ -132,6 +132,7 @@ def samples_needed(module: torch.nn.Module, batch_size: int | None, world_size: 
     Args:
         module: Its BatchNorm layers that normalize by the rank's part are asked for.
         batch_size: Of the loader; ``None`` if that is unknown.
+        world_size: The number of ranks that divide a batch.
     """
     layers = [
         layer
