@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from ddp_callbacks.all_reduce import choose_all_reduce
 from ddp_callbacks.collectives import all_gather_tensors, message_device, start_broadcast
-from ddp_callbacks.failures import enter, require_tags, tag_of, wait
+from ddp_callbacks.failures import Pending as Waited
+from ddp_callbacks.failures import enter, of_device, require_tags, tag_of, wait
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.segments import outside_inference_mode
 from ddp_callbacks.summation import Pending
@@ -36,7 +37,7 @@ class RowExchange:
         self.unattended = self._all_reduce.unattended
         self._capacity = _CAPACITY
         self._spare: list[torch.Tensor] = []
-        self._led: tuple[dist.Work, torch.Tensor] | None = None  # the last row of rank 0, which may be on its way
+        self._led: tuple[Waited, torch.Tensor] | None = None  # the last row of rank 0, which may be on its way
 
     @outside_inference_mode
     def exchange(self, row: Sequence[float], doing: str) -> list[list[float]]:
@@ -57,7 +58,7 @@ class RowExchange:
         """
         enter(doing)
         sent = torch.tensor(row, dtype=torch.float64, device=self._device)
-        before, self._led = self._led, (start_broadcast(sent, self._group), sent)
+        before, self._led = self._led, (of_device(start_broadcast(sent, self._group), sent.device), sent)
         if self._group.rank() == 0:
             if before is not None:
                 wait(before[0], doing, self._group)
