@@ -406,7 +406,8 @@ def test_an_epoch_of_many_batches_keeps_and_sends_a_few_numbers(operation: str) 
     for batch in range(5000):
         for rank, history in enumerate(histories):
             weight, total = float(weights[rank, batch]), float(weights[:, batch].sum())
-            history.add(Record(batch, weight, total, weight or 3.0, weight, False, values[rank, batch]))
+            is_stand_in = not weight and total > 0
+            history.add(Record(batch, weight, total, weight or 3.0, weight, False, is_stand_in, values[rank, batch]))
             assert len(history._records) < 256
     sent = [history.parts() for history in histories]
     assert [part.numel() for parts in sent for part in parts] == [6, 0] * 2
