@@ -200,7 +200,7 @@ class CrossEntropyWeight:
     Args:
         criterion: ``nn.CrossEntropyLoss`` or ``nn.NLLLoss`` with the arguments of the loss; ``None``: the default ones.
         target: A function of a batch that returns the targets as the criterion gets them. ``None``: the second entry of
-            a tuple or list; of a mapping the entry of one of :data:`TARGETS`.
+            a tuple or list; of a mapping the entry ``labels``, ``label``, ``targets``, ``target`` or ``y``.
 
     Raises:
         ConfigurationError: Another criterion; or, called with a batch, it has no such entry, or no class indices there.

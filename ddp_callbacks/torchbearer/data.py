@@ -37,7 +37,7 @@ class ShardData(DistributedCallback):
     rank computes the same step, as one process would.
 
     Rank 0 keeps the user's random state; where there are data, every other rank gets one of its own. In callbacks all
-    draw from rank 0's (:mod:`ddp_callbacks.torchbearer.events`), and when ``run`` returns they go on with it.
+    draw from rank 0's, and when ``run`` returns they go on with it.
 
     Args:
         batch_size: ``"global"``: the loader's batch is the batch of the step, divided among the ranks.
