@@ -230,7 +230,7 @@ class GradientSynchronizer:
             weight, total: As in :meth:`weigh`.
 
         Returns:
-            What ends it: call it after the backward if others follow that nobody weighs. All ranks then count alike.
+            What ends it. Call it after the backward if others follow that nobody weighs. All ranks then count alike.
         """
         return _nothing if self._world_size == 1 else self._weighing.set_for(loss, weight, total)
 
