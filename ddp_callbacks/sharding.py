@@ -107,6 +107,32 @@ def slice_bounds(size: int, rank: int, world_size: int, at_least: int = 1) -> tu
     return start, start + base + (rank < extra)
 
 
+def uneven_bounds(size: int, rank: int, world_size: int) -> tuple[int, int] | None:
+    """As :func:`slice_bounds`, in parts of which rank r's is r + 1 times rank 0's; each has two samples or more.
+
+    ``None`` where ``size`` is too small for that. Local.
+    """
+    shares = world_size * (world_size + 1)
+    if size < shares:
+        return None
+    return size * rank * (rank + 1) // shares, size * (rank + 1) * (rank + 2) // shares
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """A batch, the same on every rank, and a part of it.
+
+    Attributes:
+        whole: The batch.
+        part: This rank's, where that can be of other sizes than in training: equal parts would hide wrong weights.
+        share: Of the part.
+    """
+
+    whole: Any
+    part: Any
+    share: Share
+
+
 class ShardedLoader:
     """This rank's part of a loader; has its length and, by delegation, its attributes.
 
@@ -310,8 +336,8 @@ class ShardedIterator(Iterator[Any]):
         self._shares.clear()
         return taken
 
-    def first_batch(self) -> tuple[Any, Any]:
-        """The first batch of this pass: the whole, the same on every rank, and this rank's part of it.
+    def first_batch(self) -> WholeBatch:
+        """The first batch of this pass, on every rank, and a part of it.
 
         A collective, after the first batch was drawn and before the third is. Samples of a map-style data set are
         loaded again, in this process.
@@ -481,14 +507,19 @@ class _PartIterator(ShardedIterator):
         self._shares.append(self._draw.shares.popleft())
         return batch
 
-    def first_batch(self) -> tuple[Any, Any]:
-        division = self._draw.first
+    def first_batch(self) -> WholeBatch:
+        division, group = self._draw.first, self._sampler.group
         if division is None:
             raise ConfigurationError("the first batch must be drawn before it can be had as a whole, got none so far.")
-        with SharedRandomState(group=self._sampler.group).drawing():
+        with SharedRandomState(group=group).drawing():
             samples = _load(self._loader.dataset, division.whole)
-        end = division.start + len(division.part)
-        return self._loader.collate_fn(samples), self._loader.collate_fn(samples[division.start : end])
+        collate, size = self._loader.collate_fn, len(division.whole)
+        start, end = division.start, division.start + len(division.part)
+        share = division.share
+        if bounds := uneven_bounds(size, get_rank(group), get_world_size(group)):
+            start, end = bounds
+            share = Share(end - start, size)
+        return WholeBatch(collate(samples), collate(samples[start:end]), share)
 
     def check_agreement(self) -> None:
         self._sampler.check_agreement(self._draw)
@@ -548,7 +579,7 @@ class _WholeIterator(ShardedIterator):
         self._items_are_samples = _yields_samples(loader)
         self._loader = loader
         self._position = -1
-        self._first: tuple[Any, Any] | None = None
+        self._first: WholeBatch | None = None
         dataset = getattr(loader, "dataset", None)
         self._shared = SharedRandomState([loader, dataset], group=group)
         with self._shared.drawing():
@@ -563,18 +594,23 @@ class _WholeIterator(ShardedIterator):
             _require_samples_first(self._loader, batch)
         return batch
 
-    def first_batch(self) -> tuple[Any, Any]:
+    def first_batch(self) -> WholeBatch:
         if self._first is None:
             raise ConfigurationError(
                 f"the first batch of {self._name} cannot be had as a whole: it is not kept any more, or "
                 'batch_size="per_process" makes a step of several batches.'
             )
-        return self._first
+        size = self._size(self._first.whole)
+        bounds = None if size is None else uneven_bounds(size, self._rank, self._world_size)
+        if size is None or bounds is None:
+            return self._first
+        part = _slice(self._first.whole, size, slice(*bounds))
+        return WholeBatch(self._first.whole, part, Share(bounds[1] - bounds[0], size))
 
-    def _keep(self, whole: Any, part: Any) -> None:
+    def _keep(self, whole: Any, part: Any, share: Share) -> None:
         """Hosts draw one batch ahead; then the first is let go."""
         if self._position == 0:
-            self._first = whole, part
+            self._first = WholeBatch(whole, part, share)
         elif self._position == 2:
             self._first = None
 
@@ -607,16 +643,14 @@ class _SlicingIterator(_WholeIterator):
 
     def __next__(self) -> Any:
         batch = self._next_whole()
-        self._keep(batch, batch)
         size = self._size(batch)
         if size is None:
             if self._position == 0 and self._rank == 0 and self._is_first:
                 self._warn(batch)
-            mine = self._position % self._world_size == self._rank
-            self._shares.append(Share(int(mine), 1))
-            return batch
-        part, share = slice_batch(batch, size, self._rank, self._world_size, self._at_least)
-        self._keep(batch, part)
+            part, share = batch, Share(int(self._position % self._world_size == self._rank), 1)
+        else:
+            part, share = slice_batch(batch, size, self._rank, self._world_size, self._at_least)
+        self._keep(batch, part, share)
         self._shares.append(share)
         return part
 

@@ -66,7 +66,7 @@ def verify_gradient(
         module: Its parameters that require a gradient are compared, on rank 0.
         loss_of: Called with ``part`` and with ``whole``; must not call ``backward``.
         whole: The whole batch, the same on every rank.
-        part: This rank's part of it; rank 0 has samples.
+        part: This rank's part of it; rank 0 has samples. Parts of equal size hide that a weight is wrong.
         weight: Called after the loss of ``part`` is computed.
         process_group: ``None`` is the default group.
 
@@ -80,8 +80,8 @@ def verify_gradient(
         return
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     with _undone(module), _without_dropout(module), torch.enable_grad():
-        own = _weighed_gradients(loss_of, part, weight, parameters, process_group)
-        summed = [all_reduce(gradient.view(-1), _DOING, process_group).view_as(gradient) for gradient in own]
+        own, fraction = _weighed_gradients(loss_of, part, weight, parameters, process_group)
+        summed = _sum(own, 1.0, process_group)
         shared = SharedRandomState(group=process_group)
 
         def compute_whole() -> list[torch.Tensor]:
@@ -92,11 +92,14 @@ def verify_gradient(
         if not _on_rank_zero(difference.is_too_large, process_group):
             return
         repeated = _Difference(list(parameters), compute_whole(), difference.expected)
+        unweighed = _sum(own, 1 / fraction if fraction else 0.0, process_group)
     if _on_rank_zero(repeated.is_too_large, process_group):
         raise ConfigurationError(
             'verify="first_batch" cannot compare the gradients: two computations of one batch on one process differ, '
             "with dropout layers off. The model draws at random, or its gradients are not finite."
         )
+    adds_up = not _Difference(list(parameters), unweighed, difference.expected).is_too_large
+    difference = _Difference(list(parameters), summed, difference.expected, adds_up)
     message = _on_rank_zero(difference.describe(module, get_world_size(process_group)), process_group)
     raise MismatchError(message)
 
@@ -108,12 +111,18 @@ def _on_rank_zero(value: Any, group: dist.ProcessGroup | None) -> Any:
 class _Difference:
     """Between two sets of gradients, by parameter.
 
+    Args:
+        adds_up: Whether the ranks' gradients are right without weights.
+
     Attributes:
         expected: Those that are right.
         is_too_large: For rounding, in the precision in which they were computed.
     """
 
-    def __init__(self, names: list[str], summed: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    def __init__(
+        self, names: list[str], summed: list[torch.Tensor], expected: list[torch.Tensor], adds_up: bool = False
+    ) -> None:
+        self._adds_up = adds_up
         self._names, self._summed, self.expected = names, summed, expected
         self._by_parameter = [_largest(own - other) for own, other in zip(summed, expected, strict=True)]
         self._scale = max(map(_largest, expected), default=0.0)
@@ -132,11 +141,10 @@ class _Difference:
         )
 
     def _remedy(self, module: nn.Module) -> str:
-        if factor := self._common_factor():
+        if self._adds_up:
             return (
-                f"All gradients are {factor:.4g} times too small, as where the loss is a sum over the samples or is "
-                "multiplied by their number. Give the mean over the samples, or say that it is a sum "
-                '(reduction="sum").'
+                "Added up without weights the gradients are right: the loss is a sum over the samples. Say so "
+                '(reduction="sum"), or give the mean.'
             )
         layers = [name for name, layer in module.named_modules() if _normalizes_by_part(layer)]
         if layers:
@@ -150,34 +158,27 @@ class _Difference:
             "other, as a contrastive loss does, needs the whole batch on each process."
         )
 
-    def _common_factor(self) -> float | None:
-        """What all gradients would have to be multiplied with to be right, if one number does it."""
-        dot = sum(float((own.double() * other.double()).sum()) for own, other in self._pairs())
-        norm = sum(float(own.double().square().sum()) for own in self._summed)
-        if not norm or not math.isfinite(dot):
-            return None
-        factor = dot / norm
-        left = max(_largest(own * factor - other) for own, other in self._pairs())
-        return factor if left <= self._allowed * self._scale else None
-
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return zip(self._summed, self.expected, strict=True)
-
 
 def _weighed_gradients(
     loss_of: Loss, part: Any, weight: Weight, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None
-) -> list[torch.Tensor]:
-    """Of this rank's part, as it counts in the whole; where it counts nothing, zeros (its own may be NaN)."""
+) -> tuple[list[torch.Tensor], float]:
+    """Of this rank's part, as it counts in the whole, and how much that is; zeros for nothing, which may be NaN."""
     loss = loss_of(part)
     own, total = weight()
     if total is None:
         summed = torch.tensor([own], dtype=torch.float64, device=message_device(group))
         total = float(all_reduce(summed, _DOING, group))
     # Before backward, since layers may exchange gradients in it: what the others' losses send through them counts.
-    weighed = loss * (own / total if total else 0.0)
+    fraction = own / total if total else 0.0
+    weighed = loss * fraction
     is_mixed = not own and bool(silence(weighed))
     gradients = _gradients(weighed, parameters)
-    return gradients if own or is_mixed else [torch.zeros_like(gradient) for gradient in gradients]
+    return (gradients if own or is_mixed else [torch.zeros_like(gradient) for gradient in gradients]), fraction
+
+
+def _sum(gradients: list[torch.Tensor], factor: float, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Over the ranks, of copies."""
+    return [all_reduce((own * factor).view(-1), _DOING, group).view_as(own) for own in gradients]
 
 
 def _gradients(loss: torch.Tensor, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:

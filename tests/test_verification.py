@@ -27,7 +27,7 @@ from ddp_callbacks.verification import check_verify, verify_gradient
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
 
 WORLD_SIZE = 3
-SAMPLES = 8  # parts of 3, 3 and 2 samples
+SAMPLES = 12  # compared in parts of 2, 4 and 6 samples
 IGNORED = -100
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -116,16 +116,15 @@ def verify(
     batch_size: BatchSize = "global",
 ) -> str:
     batches = iter(shard_loader(DataLoader(samples(), SAMPLES) if batches_of is None else batches_of, batch_size))
-    batch = next(batches)
-    share = batches.take_share()
+    next(batches)
+    first = batches.first_batch()
 
     def weight() -> tuple[float, float | None]:
         if weight_of is None:
-            return share.local, share.total
-        return weight_of(batch) if share.local else 0.0, None
+            return first.share.local, first.share.total
+        return weight_of(first.part) if first.share.local else 0.0, None
 
-    whole, part = batches.first_batch()
-    return outcome(lambda: verify_gradient(model, functools.partial(loss, model), whole, part, weight))
+    return outcome(lambda: verify_gradient(model, functools.partial(loss, model), first.whole, first.part, weight))
 
 
 def known(batch: Any) -> float:
@@ -184,9 +183,28 @@ def test_a_loss_that_is_no_mean_over_samples_is_named_with_the_parameter_and_wei
     assert "give weight=, or correct it" in message
 
 
-def test_a_sum_over_samples_is_told_from_the_factor() -> None:
-    assert "All gradients are 3 times too small" in result_of(inexact_losses)["sum"]
-    assert 'reduction="sum"' in result_of(inexact_losses)["sum"]
+def test_a_sum_over_samples_is_told_as_one() -> None:
+    says = (
+        'Added up without weights the gradients are right: the loss is a sum over the samples. Say so (reduction="sum")'
+    )
+    assert says in result_of(inexact_losses)["sum"]
+
+
+@case
+def equal_parts() -> Any:
+    """Each of the equal parts that training would take has as many known targets."""
+    return verify(network(), known_only, batches_of=DataLoader(alternating(), SAMPLES))
+
+
+def alternating() -> TensorDataset:
+    inputs, classes = samples().tensors
+    return TensorDataset(inputs, torch.where(torch.arange(SAMPLES) % 4 < 2, classes.clamp(min=0), IGNORED))
+
+
+def test_a_wrong_weight_shows_where_equal_parts_would_hide_it() -> None:
+    known_in = (alternating().tensors[1] != IGNORED).view(WORLD_SIZE, -1).sum(1)
+    assert len(set(known_in.tolist())) == 1
+    assert result_of(equal_parts).startswith("MismatchError: the gradient of the first batch")
 
 
 def test_batch_norm_by_parts_is_named_with_its_layer() -> None:
@@ -199,8 +217,8 @@ def test_batch_norm_by_parts_is_named_with_its_layer() -> None:
 def test_the_difference_is_that_of_one_process() -> None:
     """The figure in the message, worked out here from the parts."""
     whole = gradients(known_only, slice(0, SAMPLES))
-    parts = [gradients(known_only, part) for part in (slice(0, 3), slice(3, 6), slice(6, 8))]
-    shares = (3 / 8, 3 / 8, 2 / 8)
+    parts = [gradients(known_only, part) for part in (slice(0, 2), slice(2, 6), slice(6, 12))]
+    shares = (2 / 12, 4 / 12, 6 / 12)
     sums = [sum(share * part for share, part in zip(shares, same, strict=True)) for same in zip(*parts, strict=True)]
     largest = max(float((own - other).abs().max()) for own, other in zip(sums, whole, strict=True))
     assert f"differs by up to {largest:.2g} " in result_of(inexact_losses)["known targets"]
@@ -321,6 +339,16 @@ class KnownOnly(Net):
         return F.cross_entropy(self(inputs), classes, ignore_index=0)
 
 
+class Summed(Net):
+    """A sum over the samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, classes = batch
+        loss = F.cross_entropy(self(inputs), classes, reduction="sum") / 10
+        self.log("loss", loss, on_step=True, on_epoch=True, reduce_fx="sum")
+        return loss
+
+
 class ByHand(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -344,6 +372,8 @@ def trainers() -> Any:
                 NormalizedMaskedMean(), masked(29, 8, 0), weight=counted, sync_batchnorm=True
             ),
             "fewer samples than ranks": fit_verified(None, loader(11, 2)),
+            "summed": fit(CallbackStrategy(reduction="sum", verify="first_batch"), Summed(), ragged()),  # type: ignore[arg-type]
+            "no reduction": fit_verified(Summed()),
             "no weight": fit_verified(KnownOnly()),
             "batch norm": fit_verified(Normalized()),
             "by hand": fit_verified(ByHand()),
@@ -367,6 +397,18 @@ def test_a_trainer_that_is_verified_trains_as_one_process() -> None:
             assert results["trainers"][name] == "passes", name
 
 
+def ragged() -> DataLoader[Any]:
+    return loader(26, 8, shuffle=True)  # two samples in the last batch, of which one rank has none
+
+
+def test_a_loss_that_is_a_sum_trains_as_on_one_process_where_the_strategy_knows() -> None:
+    with quiet():
+        expected = fit("auto", Summed(), ragged())
+    for results in by_rank():
+        assert_equal(results["trainers"]["summed"], expected, 1e-10)
+        assert 'Say so (reduction="sum")' in results["trainers"]["no reduction"]
+
+
 def test_a_trainer_whose_loss_is_no_mean_over_samples_ends_at_its_first_batch() -> None:
     for results in by_rank():
         assert "processes is not that of one process: that of parameter layers." in results["trainers"]["no weight"]
@@ -381,6 +423,13 @@ def test_what_cannot_be_verified_says_so() -> None:
 
 
 # --- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_is_a_mean_or_a_sum() -> None:
+    with pytest.raises(ConfigurationError, match="got 'none'"):
+        CallbackStrategy(reduction="none")
+    with pytest.raises(ConfigurationError, match="Give one of the two"):
+        CallbackStrategy(reduction="sum", weight=len)
 
 
 def test_verify_takes_the_first_batch_or_nothing() -> None:

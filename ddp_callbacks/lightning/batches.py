@@ -7,7 +7,7 @@ from several loaders at once (``CombinedLoader``); then it has a share of each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
@@ -22,11 +22,19 @@ from ddp_callbacks.weighing import CrossEntropyWeight
 
 Weight = Callable[[Any], float | torch.Tensor]
 
+Reduction = Literal["mean", "sum"]
+
 CROSS_ENTROPY = "cross_entropy"
 
 
-def check_weight(weight: Any) -> None:
-    """Raise :class:`ConfigurationError` unless it can weigh a batch."""
+def check_weight(weight: Any, reduction: str) -> None:
+    """Raise :class:`ConfigurationError` unless they can weigh a batch."""
+    if reduction not in ("mean", "sum"):
+        raise ConfigurationError(f'reduction must be "mean" or "sum", got {reduction!r}.')
+    if weight is not None and reduction == "sum":
+        raise ConfigurationError(
+            'weight= says what a loss is the mean over, and a sum (reduction="sum") is no mean. Give one of the two.'
+        )
     if weight is not None and weight != CROSS_ENTROPY and not callable(weight):
         raise ConfigurationError(f'weight must be a function of a batch, or "{CROSS_ENTROPY}", got {weight!r}.')
 
@@ -58,6 +66,7 @@ class Batches:
             that count, say). ``None``: the number of samples.
         exchange: To the other ranks.
         sums_weights: Whether the total weight of a training batch is needed.
+        reduction: ``"sum"``: the loss is a sum over the samples.
 
     Attributes:
         share: Of the batch that is being computed.
@@ -65,8 +74,11 @@ class Batches:
         total: The sum of the weights over the ranks; during training it is known where it is needed.
     """
 
-    def __init__(self, weight: Weight | None, exchange: RowExchange, sums_weights: bool = True) -> None:
+    def __init__(
+        self, weight: Weight | None, exchange: RowExchange, sums_weights: bool = True, reduction: Reduction = "mean"
+    ) -> None:
         self._weight_of = weight
+        self._sums = reduction == "sum"
         self._exchange = exchange
         self._sums_weights = sums_weights
         self._drawn_by_step: list[ShardedLoader] = []
@@ -91,6 +103,8 @@ class Batches:
     @property
     def weight_and_total(self) -> tuple[float, float]:
         """What this rank's loss counts, of how much; all ranks alike where the total is not known."""
+        if self._sums:
+            return float(self.has_samples), 1.0
         return (1.0, float(get_world_size())) if self.total is None else (self.weight, self.total)
 
     def take(self, batch: Any, loaders: list[Any], spec: TreeSpec, training: bool, has_loss: bool = True) -> Any:
@@ -114,6 +128,13 @@ class Batches:
         weight = self._own_weight(batch, share) if has_loss else float(share.local)
         self._set(share, weight, self._total(weight, share, training))
         return batch
+
+    def weigh(self, batch: Any, share: Share) -> tuple[float, float | None]:
+        """What the loss of a part counts, and that of the whole, ``None`` where it is not known here. Local."""
+        if self._sums:
+            return float(share.local > 0), 1.0
+        total = None if self._weight_of is not None or share.total is None else float(share.total)
+        return self._own_weight(batch, share), total
 
     def let_draw(self, loaders: list[Any]) -> None:
         """The step draws from ``loaders`` itself (``training_step(dataloader_iter)``); :meth:`settle` notes what."""

@@ -52,6 +52,8 @@ STRATEGY_DOC = """Train on many processes without wrapping the module; the strat
             that the loss is the mean over, tokens that count, say. ``"cross_entropy"``: what the module's
             ``nn.CrossEntropyLoss`` (or ``nn.NLLLoss``) divides by, with class weights and ignored targets; see
             :class:`ddp_callbacks.CrossEntropyWeight`. ``None``: the number of samples.
+        reduction: ``"mean"``; ``"sum"`` where the loss is a sum over the samples. Log such a loss by
+            ``self.log(..., reduce_fx="sum")``, or as a mean.
         sync: ``"every_step"``: the gradients of every backward are summed over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`: each process takes its own steps, and
             parameters are averaged now and then, for slow networks; see :class:`ddp_callbacks.ParameterAverager`.

@@ -12,7 +12,7 @@ from torch.utils._pytree import treespec_leaf
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.broadcast import merge_buffers
-from ddp_callbacks.lightning.batches import Batches, Weight
+from ddp_callbacks.lightning.batches import Batches, Reduction, Weight
 from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.hooks import HookDrawing
 from ddp_callbacks.lightning.local_steps import LocalSteps
@@ -37,6 +37,7 @@ class Run:
         trainer: Any,
         model: torch.nn.Module,
         weight: Weight | None,
+        reduction: Reduction,
         results_class: Callable[..., JointResults],
         local: LocalSteps | None = None,
     ) -> None:
@@ -44,7 +45,7 @@ class Run:
         self._model = model
         self._exchange = RowExchange()
         self._local = local
-        self.batches = Batches(weight, self._exchange, sums_weights=local is None)
+        self.batches = Batches(weight, self._exchange, local is None, reduction)
         self._metrics = SyncedMetrics([model, *trainer.callbacks], self._is_stand_in)
         self.drawing = HookDrawing(trainer)
         self.drawing.random_state.synchronize()

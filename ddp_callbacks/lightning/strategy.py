@@ -30,7 +30,7 @@ from ddp_callbacks.compression import Compress, check_compress
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.failures import report_failure
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning.batches import Weight, check_weight, shard, weight_function
+from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight, shard, weight_function
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.reductions import reduce
@@ -90,6 +90,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         batch_size: BatchSize = "global",
         *,
         weight: Weight | str | None = None,
+        reduction: Reduction = "mean",
         sync: Sync = "every_step",
         verify: Verify | None = None,
         bucket_cap_mb: float = 25.0,
@@ -105,7 +106,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        _check_settings(batch_size, weight, bucket_cap_mb, comm_hook)
+        _check_settings(batch_size, weight, reduction, bucket_cap_mb, comm_hook)
         check_compress(compress, comm_hook)
         check_sync(sync, comm_hook=comm_hook, compress=compress)
         check_verify(verify, sync)
@@ -123,6 +124,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         )
         self._batch_size: BatchSize = batch_size
         self._weight = weight
+        self._reduction: Reduction = reduction
         self._sync: Sync = sync
         self._verify = verify
         self._synchronizer_options = {
@@ -235,7 +237,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         if self.world_size > 1:
             broadcast_parameters(model)
             weight = weight_function(self._weight, model) if self._trainer.state.fn != "predict" else None
-            self._run = Run(self._trainer, model, weight, self.results_class, self._local)
+            self._run = Run(self._trainer, model, weight, self._reduction, self.results_class, self._local)
             self._is_to_verify = self._verify is not None
             if self._syncs_batch_norm:
                 self._run.synchronize_batch_norm()
@@ -523,12 +525,12 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             self._local = None
 
 
-def _check_settings(batch_size: str, weight: Any, bucket_cap_mb: float, comm_hook: Any) -> None:
+def _check_settings(batch_size: str, weight: Any, reduction: str, bucket_cap_mb: float, comm_hook: Any) -> None:
     check_batch_size(batch_size)
     check_bucket_cap_mb(bucket_cap_mb)
     if comm_hook is not None:
         check_comm_hook(comm_hook)
-    check_weight(weight)
+    check_weight(weight, reduction)
 
 
 def _require_same_run(trainer: Any, model: torch.nn.Module, batch_size: str) -> None:

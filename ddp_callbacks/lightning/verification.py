@@ -42,13 +42,14 @@ def verify_first_batch(trainer: Any, loaders: Sequence[Any], batches: Batches, a
             'verify="first_batch" needs one loader, divided among the processes, to have the whole batch of it; got '
             f"{[type(loader).__name__ for loader in loaders]}. Leave out the DistributedSampler, or leave verify out."
         )
-    whole, part = (_transfer(trainer, batch) for batch in loaders[0].iterator.first_batch())
+    first = loaders[0].iterator.first_batch()
+    whole, part = _transfer(trainer, first.whole), _transfer(trainer, first.part)
 
     def loss_of(batch: Any) -> torch.Tensor:
         return _loss(module.training_step(batch, *arguments))
 
     with _muted(module), trainer.precision_plugin.train_step_context():
-        verify_gradient(module, loss_of, whole, part, lambda: (batches.weight, batches.total))
+        verify_gradient(module, loss_of, whole, part, lambda: batches.weigh(part, first.share))
 
 
 def _transfer(trainer: Any, batch: Any) -> Any:

@@ -11,7 +11,7 @@ from torchbearer.bases import _forward_with_exceptions, _get_param_list
 
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.sharding import ShardedIterator
-from ddp_callbacks.torchbearer.base import DistributedCallback, State
+from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, State
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 from ddp_callbacks.verification import verify_gradient
 
@@ -54,16 +54,18 @@ class VerifyGradient(DistributedCallback):
                 'verify="first_batch" needs a loader that is divided among the processes, to have the whole batch of '
                 f"it; got {type(iterator).__name__}. Give the Trial a DataLoader without a DistributedSampler."
             )
-        whole, part = iterator.first_batch()
+        first = iterator.first_batch()
         scratch = torchbearer.State()
         scratch.update(state)
+        scratch[SHARE] = first.share
 
         def loss_of(batch: Any) -> torch.Tensor:
             return _loss_of(scratch, batch)
 
-        verify_gradient(
-            state[torchbearer.MODEL], loss_of, whole, part, lambda: self._loss_weight.of(scratch), self.process_group
-        )
+        def weigh() -> tuple[float, float | None]:
+            return self._loss_weight.of(scratch)
+
+        verify_gradient(state[torchbearer.MODEL], loss_of, first.whole, first.part, weigh, self.process_group)
 
 
 def _loss_of(state: State, batch: Any) -> torch.Tensor:
