@@ -159,9 +159,9 @@ def worker_env_of(init_method: str, rank: int | None, world_size: int | None, en
 
 
 def _several_hosts(world_size: int, environ: Mapping[str, str]) -> bool | None:
-    """As torchrun's variable says, which others set, too."""
+    """As torchrun's variable says, which others set, too; several nodes of torchrun's can be one machine."""
     here = number(environ, "LOCAL_WORLD_SIZE")
-    return None if here is None else here < world_size
+    return None if here is None or here < world_size else False
 
 
 def _integer(name: str, value: object) -> int:

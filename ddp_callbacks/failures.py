@@ -21,12 +21,15 @@ from ddp_callbacks.inquest import ProcessEnded, answers, ask, diagnose
 from ddp_callbacks.peers import (
     LINGER,
     Leavers,
+    Neighbors,
     announce_leave,
     at_odds,
     check_gone,
     check_peers,
     elsewhere,
+    gone_error,
     outlive_readers,
+    publish_gone,
     report_end,
     report_failure,
     require_sent,
@@ -39,6 +42,7 @@ from ddp_callbacks.presence import (
     describe,
     enter,
     is_beside_training,
+    names,
     presence,
     sequence_of,
     store,
@@ -142,6 +146,7 @@ class _Lookout:
         self._doing = doing
         self._alarm = Alarm()
         self._leavers = Leavers(doing, group)
+        self._neighbors = Neighbors(group)
         self._begins = doing == BEGIN
 
     def look(self) -> None:
@@ -152,6 +157,11 @@ class _Lookout:
             self._leavers.read()
         if absent := self._leavers.absent():
             raise self._leavers.error(absent)
+        if ended := self._neighbors.ended():
+            self._leavers.read()  # what they have said before they ended
+            if gone := [rank for rank in ended if not self._leavers.include(rank)]:
+                check_peers(self._begins)
+                raise gone_error(publish_gone(names(gone)), self._doing)
 
 
 class _Vigil:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_callbacks.errors import MismatchError, PeerError
-from ddp_callbacks.peers import Leavers, at_odds, check_gone, check_peers, gone_error, publish_gone
+from ddp_callbacks.peers import Leavers, at_odds, check_gone, check_peers, gone_error, heard, publish_gone
 from ddp_callbacks.presence import Alarm, await_key, describe, is_beside_training, names, presence, raise_alarm, store
 from ddp_callbacks.stands import Comparison
 
@@ -39,7 +39,7 @@ def diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> PeerE
     except (PeerError, MismatchError) as reported:
         return reported
     except RuntimeError:
-        return PeerError(
+        return heard(doing) or PeerError(
             f"the rendezvous store at {_store_address()} cannot be reached any more, so the process that hosts it "
             f"has died or ended: rank 0, or torchrun's agent on rank 0's node. {describe(dist.get_rank())} was "
             f"waiting for {doing}. Look at that process's own output and at its host's kernel log (out of memory, "
@@ -102,12 +102,17 @@ def _late(
     doing: str, group: dist.ProcessGroup, places: list[tuple[int, dict[str, Any]]], error: RuntimeError
 ) -> PeerError:
     """Nobody died: someone is late, or a connection broke."""
-    turn, members = presence().turn(doing), dist.get_process_group_ranks(group)
+    turn, others = presence().turn(doing), set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+
+    def is_late(rank: int, place: dict[str, Any]) -> bool:
+        has_come = turn and place["recent"].get(doing, 0) >= turn
+        return rank in others and not place["waits"] and not has_come
+
     late = [
         f" {describe(rank)} is not in any collective of ddp_callbacks: it last was in {place['last']}, and is at "
         f"{place['line']}."
         for rank, place in places
-        if rank in members and not place["waits"] and place["recent"].get(doing, 0) < turn
+        if is_late(rank, place)
     ]
     return PeerError(
         f"{describe(dist.get_rank())} waited for {doing} in vain, though every rank lives: one did not come within "

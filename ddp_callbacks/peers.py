@@ -16,7 +16,16 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_callbacks.errors import MismatchError, PeerError
-from ddp_callbacks.presence import await_key, describe, names, presence, raise_alarm, store
+from ddp_callbacks.presence import (
+    await_key,
+    describe,
+    names,
+    presence,
+    process_space,
+    raise_alarm,
+    start_of,
+    store,
+)
 from ddp_callbacks.stands import Stand
 
 LINGER = 3.0  # seconds, more than two looks of who waits, for which the store outlives its host's part in the run
@@ -81,6 +90,13 @@ def check_peers(begins: bool = False) -> None:
         if root.check([key]):
             text = root.get(key).decode()
             raise MismatchError(text) if key.endswith("mismatch") else _peer_error(json.loads(text))
+
+
+def heard(doing: str) -> PeerError | None:
+    """What this rank has heard of before the store went, if anything."""
+    for key, text in list(presence().heard.items()):
+        return gone_error(text, doing) if key == "gone" else _peer_error(json.loads(text))
+    return None
 
 
 def _peer_error(report: dict[str, Any]) -> PeerError:
@@ -160,6 +176,10 @@ class Leavers:
         if keys and store().check(keys):  # else one is about to be written
             self._known += [(time.monotonic(), json.loads(text)) for text in store().multi_get(keys)]
 
+    def include(self, rank: int) -> bool:
+        """Whether this rank has left, as far as was read."""
+        return any(leaver["rank"] == rank for _, leaver in self._known)
+
     def absent(self, at_once: bool = False) -> list[int]:
         """Those that will not come, by their numbers in the world.
 
@@ -189,6 +209,33 @@ class Leavers:
         if leaver["follows"]:
             return _FOLLOWED
         return 0.0 if turn or at_once else _SETTLED
+
+
+# --- whose process has ended ------------------------------------------------------------------------------------------
+
+
+class Neighbors:
+    """The ranks of a group on this host, whose processes the system knows: one that has ended will not come.
+
+    gloo's ring tells a rank of a connection that broke only if it is one of its own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._ranks = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+        self._started: dict[int, tuple[int, str]] | None = None
+
+    def ended(self) -> list[int]:
+        """Those whose process has ended, by their numbers in the world. Local, after the first time."""
+        if self._started is None:
+            self._started = self._read()
+        return [rank for rank, (pid, start) in self._started.items() if start_of(pid) != start]
+
+    def _read(self) -> dict[int, tuple[int, str]]:
+        here, keys = process_space(), [f"host/{rank}" for rank in sorted(self._ranks)]
+        if not here or not keys or not store().check(keys):
+            return {}
+        places = zip(sorted(self._ranks), map(json.loads, store().multi_get(keys)), strict=True)
+        return {rank: (place["pid"], place["start"]) for rank, place in places if place["processes"] == here}
 
 
 # --- ranks that are at odds -------------------------------------------------------------------------------------------

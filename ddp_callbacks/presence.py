@@ -7,7 +7,7 @@ computes for long is asked in its thread, so that it is not taken for dead.
 Keys in that store, below ``ddp_callbacks/``; ``{run}`` is the number of the run:
 
 ============================  ========================================================================================
-``host/{rank}``               JSON, the host name and process id of a rank, written when it joins
+``host/{rank}``               JSON, host name and process of a rank, written when it joins
 ``alarm``                     counts what others should read
 ``failure``                   JSON, an exception that ends the process of a rank: rank, type, message, traceback
 ``{run}/failure``             the same, of one that ends a run: the process may go on
@@ -40,6 +40,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -65,6 +66,7 @@ class Presence:
         waits: Whether the thread that trains waits, and looks into the store itself.
         is_closing: Whether the store is about to go: torch prints a warning for who looks into one that has gone.
         answered: The last question that was answered here.
+        heard: What has ended the run elsewhere, by its key in the store, which may have gone when this rank asks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -77,6 +79,7 @@ class Presence:
         self._entered = 0
         self.is_closing = False
         self.answered = 0
+        self.heard: dict[str, str] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -108,6 +111,7 @@ class Presence:
         """Start to count anew, in a run of this number."""
         self.run, self.failed = run, False
         self._counts.clear()
+        self.heard.clear()
 
     # --- who is there ---------------------------------------------------------------------------------------------
 
@@ -131,6 +135,12 @@ class Presence:
                 self.answered = question
                 store().set(f"answer/{dist.get_rank()}", json.dumps({"question": question, **self._place()}))
                 store().add(f"answers/{question}", 1)
+
+    def listen_for_ends(self) -> None:
+        """Keep what has ended the run, while there is a store to read it from."""
+        for key in (f"{self.run}/failure", "failure", "gone"):
+            if key not in self.heard and store().check([key]):
+                self.heard[key] = store().get(key).decode()
 
     def _place(self) -> dict[str, Any]:
         sequence, (function, line) = sequence_of(dist.group.WORLD), _of_torch()
@@ -206,7 +216,8 @@ class Alarm:
 
 def announce_join() -> None:
     """Write this rank's host name and process id, so that messages can name it, and answer for it from now on."""
-    store().set(f"host/{dist.get_rank()}", json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+    place = {"host": socket.gethostname(), "pid": os.getpid(), "processes": process_space(), "start": start_of("self")}
+    store().set(f"host/{dist.get_rank()}", json.dumps(place))
     presence().listen()
 
 
@@ -221,6 +232,24 @@ def describe(rank: int) -> str:
     except RuntimeError:
         return f"rank {rank}"
     return f"rank {rank} (host {known['host']}, pid {known['pid']})"
+
+
+def process_space() -> str:
+    """What processes have in common that see each other by their ids: machine and namespace; empty if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def start_of(pid: int | str) -> str:
+    """When a process has started, in the kernel's ticks; empty if it has ended, or nobody can know."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]
 
 
 def sequence_of(group: dist.ProcessGroup | None) -> int:
@@ -247,6 +276,7 @@ def _answer(reference: weakref.ref[Presence], stop: threading.Event) -> None:
         quiet, entered = here.is_quiet(entered)
         try:
             if quiet and alarm.rings():
+                here.listen_for_ends()
                 if store().check(["closing"]):
                     here.is_closing = True
                     return

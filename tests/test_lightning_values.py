@@ -133,7 +133,7 @@ class Accurate(Net):
 
 
 def train_with_a_bar(strategy: str) -> Any:
-    bar = pl.callbacks.RichProgressBar(leave=True)
+    bar = pl.callbacks.TQDMProgressBar(leave=True)
     results = fit(strategy, Accurate(), loader(), callbacks=[bar], enable_progress_bar=True)
     return results["callback_metrics"]
 

@@ -166,7 +166,13 @@ ENDS = [
         8,
         ["KeyboardInterrupt", "PeerError: rank 1 .* failed with KeyboardInterrupt"],
     ),
-    ("is stuck", "collectives", 1, 15, ["PeerError: rank 1 .* died or went silent"]),
+    (
+        "is stuck",
+        "collectives",
+        1,
+        15,
+        ["PeerError: rank 0 .* waited for all-reduce over MPI in vain, .* rank 1 .* and is at .*mpi_ranks"],
+    ),
 ]
 
 
