@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ PYTHON = ["env", "--default-signal=INT,HUP", sys.executable]
 DDPRUN = [*PYTHON, "-m", "ddp_callbacks.launcher"]
 # Without torchrun: for what does not depend on it.
 PLAIN = [*PYTHON, "-P", str(Path(__file__).with_name("ddprun_with_plain_agent.py"))]
+IMPATIENT = ["--heartbeat-timeout", "3.5"]
 DIGITS = Path(__file__).parent.parent / "examples" / "digits" / "train.py"
 
 
@@ -263,7 +264,7 @@ print("done", rank, flush=True)
 def test_an_elastic_run_goes_on_within_seconds_of_a_silent_loss(bed_of_two: HostBed, tmp_path: Path) -> None:
     """Rank 0 waits in a collective of torch's for 30 minutes; nothing tells it that the other host is gone."""
     h1, h2 = bed_of_two.hosts
-    flags = ["-H", "h1:1,h2:1", "--nnodes", "1:2", "--max-restarts", "1", "--show-ranks", "all"]
+    flags = ["-H", "h1:1,h2:1", "--nnodes", "1:2", "--max-restarts", "1", "--show-ranks", "all", *IMPATIENT]
     with Run(h1, *flags, write(tmp_path, WAIT), cwd=tmp_path) as run:
         run.await_text("up ", 2)
         with Slowness() as slowness:
@@ -500,13 +501,12 @@ def of_job(*hosts: Host) -> list[str]:
     return [line for host in hosts for line in host.processes().values()]
 
 
-IMPATIENT = ["--heartbeat-timeout", "3.5"]
-
-
 @contextmanager
-def started(bed: HostBed, tmp_path: Path, *arguments: str, command: list[str] = PLAIN) -> Iterator[Run]:
+def started(
+    bed: HostBed, tmp_path: Path, *arguments: str, flags: Sequence[str] = (), command: list[str] = PLAIN
+) -> Iterator[Run]:
     """Three workers that stay."""
-    argv = ["-H", "h1:1,h2:2", "--show-ranks", "all", write(tmp_path, STAY), *arguments]
+    argv = ["-H", "h1:1,h2:2", "--show-ranks", "all", *flags, write(tmp_path, STAY), *arguments]
     with Run(bed.hosts[0], *argv, cwd=tmp_path, command=command) as run:
         run.await_text("up ", 3)
         yield run
@@ -629,7 +629,7 @@ def test_what_ends_one_node_ends_all(
 @pytest.mark.cold
 def test_a_node_whose_cable_is_out_ends_all(bed_of_two: HostBed, tmp_path: Path) -> None:
     h1, h2 = bed_of_two.hosts
-    with started(bed_of_two, tmp_path, *IMPATIENT, command=DDPRUN) as run:
+    with started(bed_of_two, tmp_path, flags=IMPATIENT, command=DDPRUN) as run:
         with Slowness() as slowness:
             bed_of_two.set_link(h2, up=False)
             wait_until(lambda: not of_job(h2))
@@ -643,7 +643,7 @@ def test_a_node_whose_cable_is_out_ends_all(bed_of_two: HostBed, tmp_path: Path)
 @ends
 def test_a_node_that_has_lost_its_power_ends_all(bed_of_two: HostBed, tmp_path: Path) -> None:
     h1, h2 = bed_of_two.hosts
-    with started(bed_of_two, tmp_path, *IMPATIENT) as run:
+    with started(bed_of_two, tmp_path, flags=IMPATIENT) as run:
         bed_of_two.power_off(h2)
         ended, lines = run.end()
         assert not of_job(h1)
@@ -658,7 +658,7 @@ def test_a_cut_of_a_shared_connection_is_noticed(bed_of_two: HostBed, tmp_path: 
     (h1.home / ".ssh" / "config").write_text(f"ControlPath {tmp_path}/master\n")
     with running(h1, "ssh", "-M", "-N", "h2", stdin=subprocess.DEVNULL):
         wait_until((tmp_path / "master").exists)
-        with started(bed_of_two, tmp_path, *IMPATIENT) as run:
+        with started(bed_of_two, tmp_path, flags=IMPATIENT) as run:
             with Slowness() as slowness:
                 bed_of_two.set_link(h2, up=False)
                 wait_until(lambda: not [line for line in of_job(h1) if "ssh -M" not in line])
