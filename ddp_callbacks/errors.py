@@ -7,6 +7,8 @@
     │   └── RendezvousError                 the processes could not meet within the timeout
     ├── MismatchError (ValueError)          the ranks hold different models, settings, data or metrics
     └── PeerError (RuntimeError)            another rank failed, died or went silent
+
+    NonFiniteLossWarning (RuntimeWarning)   the first loss that is NaN or infinite
 """
 
 
@@ -28,3 +30,7 @@ class MismatchError(DDPCallbacksError, ValueError):
 
 class PeerError(DDPCallbacksError, RuntimeError):
     """Another rank raised, died, left or went silent; the message names it and its host."""
+
+
+class NonFiniteLossWarning(RuntimeWarning):
+    """The loss of a rank is NaN or infinite; given once in a run, by the first such rank."""

@@ -29,6 +29,7 @@ from ddp_callbacks.comm_hooks import CommHook, check_comm_hook
 from ddp_callbacks.compression import Compress, check_compress
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.failures import report_failure
+from ddp_callbacks.finite import LossWatch
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight, shard, weight_function
 from ddp_callbacks.lightning.local_steps import LocalSteps
@@ -139,6 +140,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self._local: LocalSteps | None = None  # in its place, if the gradients are not synchronized
         self._run: Run | None = None
         self._is_to_verify = False  # the next batch
+        self._losses = LossWatch()
         self._loaded: tuple[str | None, str] = (None, "")  # since the last run, and from where
 
     # --- the world ----------------------------------------------------------------------------------------------------
@@ -238,7 +240,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             broadcast_parameters(model)
             weight = weight_function(self._weight, model) if self._trainer.state.fn != "predict" else None
             self._run = Run(self._trainer, model, weight, self._reduction, self.results_class, self._local)
-            self._is_to_verify = self._verify is not None
+            self._is_to_verify, self._losses = self._verify is not None, LossWatch()
             if self._syncs_batch_norm:
                 self._run.synchronize_batch_norm()
         return model
@@ -482,6 +484,9 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     @contextmanager
     def _weighed(self, loss: torch.Tensor) -> Iterator[None]:
         synchronizer, run = self._synchronizer, self._run
+        if run is not None:
+            run.batches.settle()
+            self._losses.look(loss, run.batches.weight, f"step {self._trainer.global_step}")
         if self._local is not None:
             with self._local.backward(None if run is None else run.batches):
                 yield
@@ -489,7 +494,6 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         if run is None or synchronizer is None:
             yield
             return
-        run.batches.settle()
         rounds = synchronizer.rounds
         undo = synchronizer.weigh_loss(loss, *run.batches.weight_and_total)
         try:

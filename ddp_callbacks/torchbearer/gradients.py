@@ -13,6 +13,7 @@ from ddp_callbacks.collectives import all_reduce, message_device
 from ddp_callbacks.comm_hooks import CommHook, check_comm_hook
 from ddp_callbacks.compression import Compress, check_compress
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.finite import LossWatch
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.torchbearer.base import WEIGHS_LOSS, DistributedCallback, State, share_of
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
@@ -57,8 +58,10 @@ class AllReduceGradients(DistributedCallback):
         }
         self._synchronizer: GradientSynchronizer | None = None
         self._rounds_before = 0
+        self._losses = LossWatch()
 
     def on_start(self, state: State) -> None:
+        self._losses = LossWatch()
         self._close()  # a run that raised has not come to its end
 
     def on_start_training(self, state: State) -> None:
@@ -78,6 +81,8 @@ class AllReduceGradients(DistributedCallback):
         if self.world_size == 1:
             return
         weight, total = self._loss_weight.of(state)
+        where = f"epoch {state[torchbearer.EPOCH]}, batch {state[torchbearer.BATCH]}"
+        self._losses.look(state[torchbearer.LOSS], weight, where)
         if WEIGHS_LOSS in state:
             self._weigh_loss(state, weight, total)
         else:
