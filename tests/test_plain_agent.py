@@ -125,9 +125,14 @@ def outcome(agent: tuple[str, ...], folder: Path, script: str, do: Callable[[lis
 def await_all(nodes: list[Node]) -> None:
     """Until all workers have printed a line."""
     end = time.monotonic() + LIMIT
-    while sum(text.endswith(b"\n") for node in nodes for text in list(node.said.values())) < sum(PROCESSES):
+    while sum(has_printed(node) for node in nodes) < sum(PROCESSES):
         assert time.monotonic() < end, [(node.reports, node.said) for node in nodes]
         time.sleep(0.01)
+
+
+def has_printed(node: Node) -> int:
+    """How many workers have printed a line; an error is none."""
+    return sum(key.startswith("out") and text.endswith(b"\n") for key, text in list(node.said.items()))
 
 
 def told(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
