@@ -178,7 +178,8 @@ def test_the_reference_lists_what_pages_and_examples_import() -> None:
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ddp_callbacks")
         for name in node.names
     }
-    errors = {f"ddp_callbacks.errors.{name}" for name in vars(ddp_callbacks.errors) if name.endswith("Error")}
+    kinds = ("Error", "Warning")
+    errors = {f"ddp_callbacks.errors.{name}" for name in vars(ddp_callbacks.errors) if name.endswith(kinds)}
     assert imported <= set(LISTED) | errors
 
 
