@@ -17,7 +17,9 @@ Keys in that store, below ``ddp_callbacks/``; ``{run}`` is the number of the run
 ``{run}/odds/{tag}``          what an exchange is for, by the number that travels with it
 ``{run}/position/{rank}``     JSON, how far a rank was when it came to the next run
 ``{run}/begin``               counts the ranks that have come to the next run
-``{run}/begun``               JSON, whether they need a new group; the last one that has come writes it
+``{run}/begin/complete``      JSON, whether they need a new group; the last one that has come writes it
+``connected``                 counts the ranks that have their connections
+``connected/complete``        the last one has them
 ``left``, ``left/{n}``        how many ranks have left for good; JSON, the n-th of them, and what it had entered
 ``closing``                   rank 0, whose process may host the store, has left
 ``looks``                     counts the looks of those who have waited long
@@ -35,6 +37,7 @@ import json
 import os
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import weakref
@@ -45,12 +48,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddp_callbacks.forking import make_forks_wait
+
 INTERVAL = 0.5  # seconds between two looks of the thread that answers for a rank that computes
 OWN_THREADS = "ddp_callbacks"
 """How the names of this library's threads begin. What they wait for keeps nobody from going on."""
 
 _RECENT = 32  # kinds of exchanges that a rank names as entered lately
 _KINDS = 1024  # kinds of exchanges that a rank counts
+_LIBRARIES = ("<", os.path.dirname(__file__), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
 _presences: weakref.WeakKeyDictionary[dist.ProcessGroup, Presence] = weakref.WeakKeyDictionary()
 
@@ -118,6 +124,7 @@ class Presence:
     def listen(self) -> None:
         """Answer for this rank from now on, in a thread that ends with the process group."""
         if self._thread is None:
+            make_forks_wait()
             self._thread = threading.Thread(
                 target=_answer, args=(weakref.ref(self), self._stop), name=f"{OWN_THREADS} presence", daemon=True
             )
@@ -301,7 +308,7 @@ def _of_torch() -> tuple[str, str]:
 
 
 def _is_library(path: str) -> bool:
-    return "site-packages" in path or path.startswith("<") or os.path.dirname(__file__) in path
+    return path.startswith(_LIBRARIES) or "site-packages" in path
 
 
 def names(ranks: Sequence[int]) -> str:

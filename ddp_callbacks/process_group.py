@@ -19,7 +19,7 @@ from ddp_callbacks.failures import announce_join, announce_leave, outlive_reader
 from ddp_callbacks.presence import presence
 from ddp_callbacks.rendezvous import agent_hosts_store, choose_interface, meet
 from ddp_callbacks.requirements import how_to_install, require_names
-from ddp_callbacks.runs import destroy_groups
+from ddp_callbacks.runs import destroy_groups, form_group
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for gloo
 PRIVATE = (
@@ -92,6 +92,7 @@ def join_process_group(
         ConfigurationError: The arguments or variables contradict each other, torch lacks the backend, or the address
             of rank 0 cannot be reached from other hosts on which there are processes.
         ImportError: This version of torch lacks something that is needed.
+        PeerError: Another process failed or died while the connections were made.
         RendezvousError: Nobody answers at the address, or some rank did not come within ``timeout``.
     """
     if dist.is_initialized():
@@ -111,10 +112,9 @@ def join_process_group(
         _select_gpu(env.local_rank, device)
     env, store = meet(env, timeout)
     choose_interface(env.host)
-    dist.init_process_group(chosen, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
-    announce_join()
     atexit.register(leave_process_group)
     _report_uncaught_exceptions()
+    form_group(chosen, store, env.rank, env.world_size, timeout)
     return env
 
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import ctypes
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ddp_callbacks.failures import BEGIN, announce_join, enter, wait
 from ddp_callbacks.presence import await_key, presence, store
+
+_CONNECT = "the connections between all processes"
 
 
 def begin_run(group: dist.ProcessGroup | None = None) -> None:
@@ -37,46 +40,48 @@ def begin_run(group: dist.ProcessGroup | None = None) -> None:
     here = presence()
     here.listen()
     enter(BEGIN)
-    beginning = _Beginning(here.run, world.size(), _timeout_of(world))
-    beginning.arrive([*here.position(), int(here.failed)])
+    beginning = _Gathering(f"{here.run}/begin", world)
+    mine = f"{here.run}/position/{dist.get_rank()}"
+    if not store().check([mine]):  # once in a run, whatever happens while this rank waits for the others
+        store().set(mine, json.dumps([*here.position(), int(here.failed)]))
+        beginning.arrive(_is_out_of_step)
     wait(beginning, BEGIN, world)
     run = here.run + 1
-    if beginning.is_out_of_step():
+    if beginning.conclusion():
         here.failed = True  # on some rank at least, and something of it may be under way here
         _form_anew(run)
     presence().begin(run)
 
 
-class _Beginning:
-    """That all ranks have come to the next run, as something to wait for."""
+def _is_out_of_step() -> bool:
+    """Whether a failure has left the ranks at different places; all have come to the end of the run."""
+    run, size = presence().run, dist.get_world_size()
+    positions = [json.loads(place) for place in store().multi_get([f"{run}/position/{rank}" for rank in range(size)])]
+    differ = any(position[:-1] != positions[0][:-1] for position in positions)
+    return differ and any(position[-1] for position in positions)
 
-    def __init__(self, run: int, size: int, timeout: timedelta) -> None:
-        self._run, self._size, self._timeout = run, size, timeout
+
+class _Gathering:
+    """That all ranks have come to a place, as something to wait for."""
+
+    def __init__(self, name: str, world: dist.ProcessGroup) -> None:
+        self._count, self._complete = name, f"{name}/complete"
+        self._size = world.size()
+        self._timeout = _timeout_of(world)
         self._since = time.monotonic()
 
-    def arrive(self, position: list[int]) -> None:
-        """Once in a run, whatever happens while this rank waits for the others."""
-        mine = f"{self._run}/position/{dist.get_rank()}"
-        if store().check([mine]):
-            return
-        store().set(mine, json.dumps(position))
-        if store().add(f"{self._run}/begin", 1) == self._size:
-            self._open()
+    def arrive(self, conclude: Callable[[], bool]) -> None:
+        """Say that this rank is here. The last one to come concludes something for all."""
+        if store().add(self._count, 1) == self._size:
+            store().set(self._complete, json.dumps(conclude()))
 
-    def _open(self) -> None:
-        keys = [f"{self._run}/position/{rank}" for rank in range(self._size)]
-        positions = [json.loads(position) for position in store().multi_get(keys)]
-        differ = any(position[:-1] != positions[0][:-1] for position in positions)
-        failed = any(position[-1] for position in positions)
-        store().set(f"{self._run}/begun", json.dumps(differ and failed))
-
-    def is_out_of_step(self) -> bool:
-        """Whether a failure has left the ranks at different places."""
-        return bool(json.loads(store().get(f"{self._run}/begun")))
+    def conclusion(self) -> bool:
+        """What the last one has concluded, once all have come."""
+        return bool(json.loads(store().get(self._complete)))
 
     def wait_slice(self, seconds: float) -> bool:
         """Whether the last one came within ``seconds``. Raises RuntimeError after the timeout of the group."""
-        if await_key(f"{self._run}/begun", seconds):
+        if await_key(self._complete, seconds):
             return True
         if time.monotonic() - self._since > self._timeout.total_seconds():
             raise RuntimeError(f"not every rank came within {self._timeout}")
@@ -98,6 +103,24 @@ def destroy_groups() -> None:
     dist.destroy_process_group()
 
 
+def form_group(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    """Form the default group, in a store that is for it alone.
+
+    Blocks until every rank has its connections: one that left before would break those that others still make.
+
+    Raises:
+        PeerError: Another rank failed or died meanwhile.
+    """
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    announce_join()
+    world = dist.group.WORLD
+    assert world is not None
+    enter(_CONNECT)
+    connections = _Gathering("connected", world)
+    connections.arrive(lambda: True)
+    wait(connections, _CONNECT, world)
+
+
 def _form_anew(run: int) -> None:
     """Leave the default group, and form one of the same ranks; what was under way is dropped."""
     world = dist.group.WORLD
@@ -106,9 +129,7 @@ def _form_anew(run: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     presence().close()
     destroy_groups()
-    part = dist.PrefixStore(f"{run}/group", root)
-    dist.init_process_group(backend, store=part, rank=rank, world_size=size, timeout=timeout)
-    announce_join()
+    form_group(backend, dist.PrefixStore(f"{run}/group", root), rank, size, timeout)
 
 
 def _backend_of(group: dist.ProcessGroup) -> str:

@@ -23,6 +23,8 @@ from nursery import DEADLINE, HOST, HOSTNAME, Nursery, Rank, free_port, note, no
 from ddp_callbacks import WorkerEnv, join_process_group, leave_process_group, network, rendezvous
 from ddp_callbacks.errors import ConfigurationError, RendezvousError
 
+JOINS = 30
+
 # --- bodies ---------------------------------------------------------------------------------------------------------
 
 
@@ -51,6 +53,13 @@ def joins_twice_and_leaves(port: int) -> None:
     leave_process_group()
     leave_process_group()
     note("left", not dist.is_initialized())
+
+
+def joins_and_leaves_at_once() -> None:
+    for number in range(JOINS):
+        join_process_group(init_method=f"file://{Path.cwd()}/store-{number}")
+        leave_process_group()
+    note("joined")
 
 
 def uses_the_users_group(store: str) -> None:
@@ -148,6 +157,11 @@ def test_a_group_of_the_users_is_used_as_it_is(nursery: Nursery, tmp_path: Path)
     ranks = nursery.run_watched(uses_the_users_group, 2, tmp_path, str(tmp_path / "store"))
     assert_ended_well(ranks)
     assert [rank.notes["same"] for rank in ranks] == [[True, 0, 2, 3.0], [True, 1, 2, 3.0]]
+
+
+def test_processes_that_leave_at_once_do_not_break_the_connections_of_others(nursery: Nursery, tmp_path: Path) -> None:
+    for rank in nursery.run(joins_and_leaves_at_once, 3, tmp_path, deadline=60):
+        assert rank.code == 0 and "joined" in rank.notes, rank.stderr
 
 
 @pytest.mark.parametrize("last", [0, 1])

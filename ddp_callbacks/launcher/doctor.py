@@ -47,7 +47,7 @@ class Doctor:
         self._on_each(lambda node: node.close(1.0), self._nodes)
 
     def examine(self) -> list[Finding]:
-        """All findings; blocks for at most :data:`LIMIT` seconds and a little."""
+        """All findings, node by node; blocks for at most :data:`LIMIT` seconds and a little."""
         self._on_each(self._reach, self._nodes)
         there = [node for node in self._nodes if node.hello]
         self._on_each(self._look, there)
@@ -59,7 +59,8 @@ class Doctor:
             self._all_reduce()
             plain = "tensors travel between the nodes unencrypted; use a network that you trust"
             self._findings.append(Finding("", "encryption", "amber", "none", plain))
-        return self._findings
+        nodes = [node.plan.name for node in self._nodes]
+        return sorted(self._findings, key=lambda finding: [*nodes, finding.node].index(finding.node))
 
     def _on_each(self, do: Callable[[Connection], None], nodes: Sequence[Connection]) -> None:
         if nodes:
