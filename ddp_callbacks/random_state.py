@@ -216,7 +216,7 @@ def set_global_state(state: State) -> None:
     """The inverse of :func:`get_global_state`; leaves alone what ``state`` does not hold."""
     torch.set_rng_state(state[0])
     if len(state) > 1:
-        random.setstate(_tuples(state[1]))
+        random.setstate(state[1] if isinstance(state[1], tuple) else _tuples(state[1]))
         if state[2] is not None and (numpy := sys.modules.get("numpy")):
             numpy.random.set_state(state[2])
         if state[3] is not None and torch.cuda.is_initialized():
@@ -277,7 +277,7 @@ def _broadcast_states(states: list[State], group: dist.ProcessGroup | None) -> l
     header = [[_TENSOR if isinstance(part, torch.Tensor) else _plain(part) for part in state] for state in states]
     header, tensors = broadcast_tensors(header, tensors, "the random state", group)
     remaining = iter(tensors)
-    return [tuple(next(remaining) if part == _TENSOR else part for part in state) for state in header]
+    return [tuple(next(remaining) if part == _TENSOR else _tuples(part) for part in state) for state in header]
 
 
 def _same(one: State, other: State) -> bool:
@@ -287,6 +287,8 @@ def _same(one: State, other: State) -> bool:
 def _same_part(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return one == other
     return bool(_tuples(_plain(one)) == _tuples(_plain(other)))
 
 

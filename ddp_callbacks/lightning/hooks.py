@@ -1,4 +1,4 @@
-"""In which hooks of a Trainer all ranks draw the same random numbers.
+"""Whose hooks a Trainer calls: in which of them all ranks draw the same random numbers, and which come late in a step.
 
 ==========================================================  ==========================================================
 ``*_step``, ``forward``, transfers of a batch                each rank its own: they handle its part of the batch
@@ -45,6 +45,33 @@ _OF_TRAINING_BATCH = {
     "lr_scheduler_step",
 }
 
+_BEHIND_THE_STEP = {
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "lr_scheduler_step",
+} | {f"on_{stage}_batch_end" for stage in ("train", "validation", "test")}
+
+
+def has_hooks_behind_the_step(trainer: Any) -> bool:
+    """Whether somebody on this rank may log, or decide to stop, between the end of ``*_step`` and that of the batch.
+
+    Lightning's own callbacks do not, save the Timer.
+    """
+    package = _package_of(trainer)
+    made = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
+    if not all(type(one).__module__.startswith("torch.") for one in made):
+        return True
+    hooked = [trainer.lightning_module, trainer.datamodule, *trainer.callbacks]
+    homes = [_home(one, hook) for one in hooked for hook in _BEHIND_THE_STEP]
+    silent = (f"{package}.core.", f"{package}.callbacks.")
+    return any(home and (not home.startswith(silent) or home == f"{package}.callbacks.timer") for home in homes)
+
 
 class HookDrawing:
     """Lets the hooks of a Trainer draw as the module says, from construction to :meth:`close`.
@@ -58,7 +85,7 @@ class HookDrawing:
     def __init__(self, trainer: Any) -> None:
         self.random_state = RunRandomState()
         self._trainer = trainer
-        self._package = type(trainer._logger_connector).__module__.partition(".trainer.")[0]
+        self._package = _package_of(trainer)
         self._contexts: dict[str, Callable[[], AbstractContextManager[None]] | None] = {}
         self._replaced = Replaced(trainer.profiler, "profile", self._profile)
 
@@ -89,29 +116,35 @@ class HookDrawing:
 
     def _context(self, action_name: str) -> Callable[[], AbstractContextManager[None]] | None:
         owner, _, hook = action_name.rpartition(".")
-        home = self._home(owner, hook)
+        home = next(filter(None, (_home(candidate, hook) for candidate in self._candidates(owner))), None)
         if hook in _OWN or home is None or home.startswith((f"{self._package}.core.", _base(self._package))):
             return None
         if hook not in _OF_TRAINING_BATCH:
             return self.random_state.alike
         return None if home.startswith(f"{self._package}.") else self.random_state.alike_in_batch
 
-    def _home(self, owner: str, hook: str) -> str | None:
-        """The module that defines this hook; ``None`` if the action is none."""
+    def _candidates(self, owner: str) -> list[Any]:
+        """Whom the profiler may mean."""
         kind, _, name = owner.partition("]")
         trainer = self._trainer
-        candidates: list[Any] = {
+        candidates: dict[str, list[Any]] = {
             "[Callback": [callback for callback in trainer.callbacks if callback.state_key == name],
             "[LightningModule": [trainer.lightning_module],
             "[LightningDataModule": [trainer.datamodule],
-        }.get(kind, [])
-        for candidate in candidates:
-            if hook in vars(candidate):
-                return "an attribute of the object"
-            for owner_type in type(candidate).__mro__:
-                if hook in vars(owner_type):
-                    return owner_type.__module__
-        return None
+        }
+        return candidates.get(kind, [])
+
+
+def _home(owner: Any, hook: str) -> str | None:
+    """The module that defines this hook of a callback or module; ``None`` if nobody does."""
+    if hook in getattr(owner, "__dict__", {}):
+        return "an attribute of the object"
+    return next((kind.__module__ for kind in type(owner).__mro__ if hook in vars(kind)), None)
+
+
+def _package_of(trainer: Any) -> str:
+    """``lightning.pytorch`` or ``pytorch_lightning``."""
+    return type(trainer._logger_connector).__module__.partition(".trainer.")[0]
 
 
 def _base(package: str) -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,12 +83,21 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     Every method but those of Lightning's side is called by the strategy at its fixed moments.
     """
 
-    def __init__(self, training: bool, batches: Batches, metrics: SyncedMetrics, exchange: RowExchange) -> None:
+    def __init__(
+        self,
+        training: bool,
+        batches: Batches,
+        metrics: SyncedMetrics,
+        exchange: RowExchange,
+        has_late_hooks: Callable[[], bool],
+    ) -> None:
         super().__init__(training)
         self._lightnings = tuple(vars(self))  # names of attributes
         self._batches = batches
         self._metrics = metrics
         self._exchange = exchange
+        self._has_late_hooks = has_late_hooks
+        self._follows = False  # rank 0, at the end of each batch
         self._given = False
         self._step: list[tuple[str, Record]] = []  # logged in this step, and not yet joined
         self._step_metrics: list[tuple[str, Metric]] = []  # the same for torchmetrics
@@ -168,7 +177,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """All hooks of the batch have run; which of ``flags`` the ranks agree upon. A collective if steps join.
 
         Where the ranks meet in memory, these are the flags of any rank. Over a network nobody should wait for all: they
-        are rank 0's, and what any rank has sent with its values of the step; others come with the next values.
+        are what any rank has sent with its values of the step; and rank 0's, where some rank has hooks behind that.
+        Others come with the next values.
         """
         if not self._joins_steps:
             raised: Sequence[bool] = [False] * len(flags)
@@ -254,6 +264,11 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def _follow(self, flags: Sequence[bool]) -> list[bool]:
         self.take_step()
         told, self._told = self._told or [False] * len(flags), []
+        if self.is_first_batch:
+            rows = self._exchange.exchange([float(self._has_late_hooks())], "which hooks there are")
+            self._follows = any(row[0] for row in rows)
+        if not self._follows:
+            return told
         has_more = bool(self._step or self._step_metrics)
         *led, more = self._exchange.lead([*map(float, flags), float(has_more)], "the decisions of a step")
         if more:

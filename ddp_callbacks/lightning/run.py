@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.broadcast import merge_buffers
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight
 from ddp_callbacks.lightning.decisions import Decisions
-from ddp_callbacks.lightning.hooks import HookDrawing
+from ddp_callbacks.lightning.hooks import HookDrawing, has_hooks_behind_the_step
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember
@@ -56,8 +57,9 @@ class Run:
         epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
         evaluations = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
         self._loops = (trainer.fit_loop, *evaluations, trainer.predict_loop)
+        late = functools.partial(has_hooks_behind_the_step, trainer)
         for loop in (epoch_loop, *evaluations):
-            loop._results = results_class(loop._results.training, self.batches, self._metrics, self._exchange)
+            loop._results = results_class(loop._results.training, self.batches, self._metrics, self._exchange, late)
         self._replaced: list[Replaced] = []
         self._before(connector, "on_batch_end", self._before_batch_end)
         self._before(connector, "epoch_end_reached", self._at_end_of_data)
