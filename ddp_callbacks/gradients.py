@@ -17,6 +17,10 @@ ranks. A parameter that no rank used keeps its gradient as it was, ``None`` incl
 sum, in which the others count as zero. Where the last bucket cannot carry them (low precision, compression, or a
 communication hook), they travel alone, in float64.
 
+Behind them is room for numbers of the caller's (:meth:`GradientSynchronizer.carry`), which save a message of their own.
+Each rank has a place there that is zero on all others, so that a sum gathers them: as integers of 16 bits, which
+float32 holds exactly, whatever their bits.
+
 [Note: which parameters are trained]
 Buckets of frozen parameters are not sent, and which are frozen may change, and by mistake on some ranks only, whose
 buckets would then be summed with others. So the buckets that a backward sends are guessed from those before, which all
@@ -56,6 +60,8 @@ from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.runs import begin_run
 from ddp_callbacks.summation import GroupAllReduce, Pending, allocate
 from ddp_callbacks.weighing import Undo, Weighing, hook_even_if_frozen
+
+_PIECES = 4  # integers of 16 bits in a float64
 
 
 class Bucket:
@@ -133,6 +139,8 @@ class GradientSynchronizer:
 
     Attributes:
         rounds: Number of synchronizations that are complete; 0 in a world of one.
+        room: As given.
+        carried: What all ranks have last given to :meth:`carry`, float64 of shape ``[world size, room]``.
 
     Args:
         module: Its parameters are synchronized; frozen ones cost nothing, and may be unfrozen later.
@@ -142,6 +150,7 @@ class GradientSynchronizer:
         compress: What goes over the network between hosts is sent in half precision (``"bf16"``, ``"fp16"``) or as
             matrices of low rank (:class:`ddp_callbacks.PowerSGD`). ``None`` keeps it exact; on one host it always is.
         process_group: ``None`` is the default group.
+        room: For so many numbers of each rank, which travel with the gradients (:meth:`carry`).
 
     Raises:
         ConfigurationError: The hook needs DDP itself, or a setting is out of range; or, here and in the first backward,
@@ -159,6 +168,7 @@ class GradientSynchronizer:
         comm_state: Any = None,
         compress: Compress = None,
         process_group: dist.ProcessGroup | None = None,
+        room: int = 0,
     ) -> None:
         check_bucket_cap_mb(bucket_cap_mb)
         check_compress(compress, comm_hook)
@@ -168,6 +178,8 @@ class GradientSynchronizer:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._world_size = get_world_size(process_group)
         self._enabled = True
+        self.room, self.carried = room, torch.zeros(0, room, dtype=torch.float64)
+        self._cargo: torch.Tensor | None = None  # of this rank, for the next synchronization
         if self._world_size == 1:
             return
         begin_run(process_group)
@@ -267,6 +279,16 @@ class GradientSynchronizer:
             self._begin()
             self._finish()
 
+    def carry(self, numbers: torch.Tensor) -> None:
+        """Let numbers travel with the next synchronization; :attr:`carried` then has those of all ranks. Local.
+
+        Every rank must call it before the same synchronization.
+
+        Args:
+            numbers: float64, on the CPU, of shape ``[room]``.
+        """
+        self._cargo = numbers
+
     def close(self) -> None:
         """Remove every hook. Gradients stay as they are. Local; safe to call twice."""
         for handle in self._handles:
@@ -280,7 +302,8 @@ class GradientSynchronizer:
     def _make_buckets(self, bucket_cap_mb: float) -> list[Bucket]:
         specs = [ParameterSpec(p.numel(), p.dtype, p.device, p.requires_grad) for p in self._dense]
         assigned = assign_buckets(specs, bucket_cap_mb)
-        tail = 2 + len(assigned) + len(self._used)
+        self._tail = 2 + len(assigned) + len(self._used)
+        tail = self._tail + self._world_size * self.room * _PIECES
         return [
             Bucket(index, slots, MemoryPool([self._dense[slot] for slot in slots], tail, self._all_reduce.allocate))
             for index, slots in enumerate(assigned)
@@ -494,7 +517,13 @@ class GradientSynchronizer:
     def _control(self) -> torch.Tensor:
         again = [float(bucket.again) for bucket in self._buckets]
         numbers = [self._weighing.weight, self._trained(), *again, *map(float, self._used)]
-        return torch.tensor(numbers, dtype=torch.float64)
+        control = torch.tensor(numbers, dtype=torch.float64)
+        if not self.room:
+            return control
+        places = torch.zeros(self._world_size, self.room * _PIECES, dtype=torch.float64)
+        if self._cargo is not None:
+            places[self._group.rank()] = self._cargo.view(torch.int16)
+        return torch.cat([control, places.view(-1)])
 
     def _trained(self) -> float:
         """A checksum of the parameters that are trained; float32 holds the sum of the ranks' exactly."""
@@ -513,13 +542,16 @@ class GradientSynchronizer:
         if self._carried:
             memory = self._active[-1].memory
             assert memory is not None
-            weight, trained, *flags = memory.flat[memory.numel :].tolist()
+            control = memory.flat[memory.numel :]
         else:
             # Only now: a hook may start further collectives from its futures, at another moment on each rank.
             control = self._control().to(self._device())
             doing = "the control numbers of the gradients"
             self._exact.launch(control, doing).wait(doing)
-            weight, trained, *flags = control.tolist()
+        if self._cargo is not None:
+            places = control[self._tail :].view(self._world_size, -1)
+            self.carried, self._cargo = places.to("cpu", torch.int16).view(torch.float64), None
+        weight, trained, *flags = control[: self._tail].tolist()
         count = len(self._buckets)
         return weight, trained, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]]
 

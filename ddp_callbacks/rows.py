@@ -1,8 +1,9 @@
-"""A few numbers from every rank, in every step: one small sum, through the memory of the host where that can be."""
+"""A few numbers from every rank, in every step: with the gradients, or as a small sum of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,34 @@ from ddp_callbacks.summation import Pending
 
 _CAPACITY = 96  # numbers in a row, until a longer one was sent
 _HEADER = 2  # numbers before the row: its length, and a checksum of what it is for
+
+
+class Rows(Protocol):
+    """Rows that are under way."""
+
+    def are_here(self) -> bool:
+        """Whether :meth:`arrive` may be called: by one rank alone, at any time, where the exchange is unattended."""
+
+    def arrive(self) -> tuple[list[list[float]], bool]:
+        """Every rank's row, cut where it was too long, and whether none was.
+
+        Raises:
+            MismatchError: Some rank exchanges something else.
+            PeerError: As :func:`ddp_callbacks.failures.wait` does.
+        """
+
+    def wait(self) -> list[list[float]]:
+        """Every rank's row. A collective: all have seen whether a row was too long, and then send again."""
+
+
+class Carrier(Protocol):
+    """What rows can travel with: :class:`ddp_callbacks.GradientSynchronizer`."""
+
+    room: int
+    rounds: int
+    carried: torch.Tensor
+
+    def carry(self, numbers: torch.Tensor) -> None: ...
 
 
 class RowExchange:
@@ -77,12 +106,18 @@ class RowExchange:
         rows[self._group.rank(), : len(sent)] = torch.tensor(sent, dtype=torch.float64)
         return PendingRows(self, list(row), doing, rows, self._all_reduce.launch(memory, doing))
 
+    def send_with(self, carrier: Carrier, row: Sequence[float], doing: str) -> CarriedRows:
+        """Let this rank's row travel with the next gradients. Local; every rank must do it before the same backward."""
+        return CarriedRows(self, list(row), doing, carrier)
+
     @outside_inference_mode
-    def receive(self, rows: torch.Tensor, doing: str) -> tuple[list[list[float]], bool]:
-        """What has arrived: every rank's row, cut where it was too long; and whether none was. Local."""
-        received = rows.tolist()
+    def reuse(self, rows: torch.Tensor) -> None:
+        """What :meth:`launch` has used and nobody needs any more."""
         if rows.shape[1] == _HEADER + self._capacity:
             self._spare.append(rows.view(-1))
+
+    def read(self, received: list[list[float]], doing: str) -> tuple[list[list[float]], bool]:
+        """What has arrived: every rank's row, cut where it was too long; and whether none was. Local."""
         require_tags([own[1] for own in received], doing, self._group)
         capacity = len(received[0]) - _HEADER
         return [own[_HEADER : _HEADER + int(own[0])] for own in received], max(own[0] for own in received) <= capacity
@@ -100,7 +135,7 @@ class RowExchange:
 
 
 class PendingRows:
-    """Rows that are under way; :meth:`RowExchange.launch` makes it."""
+    """Rows that are under way by themselves; :meth:`RowExchange.launch` makes it. See :class:`Rows`."""
 
     def __init__(
         self, exchange: RowExchange, row: list[float], doing: str, rows: torch.Tensor, pending: Pending
@@ -109,21 +144,48 @@ class PendingRows:
         self._rows, self._pending = rows, pending
         self._received: tuple[list[list[float]], bool] | None = None
 
+    def are_here(self) -> bool:
+        """See :class:`Rows`."""
+        return True
+
     def arrive(self) -> tuple[list[list[float]], bool]:
-        """Block until every rank has launched; every rank's row, cut where it was too long, and whether none was.
-
-        One rank may call it alone where the exchange is :attr:`RowExchange.unattended`.
-
-        Raises:
-            MismatchError: Some rank exchanges something else.
-            PeerError: As :func:`ddp_callbacks.failures.wait` does.
-        """
+        """See :class:`Rows`. Blocks until every rank has launched its row."""
         if self._received is None:
             self._pending.wait(self._doing)
-            self._received = self._exchange.receive(self._rows, self._doing)
+            received = self._rows.tolist()
+            self._exchange.reuse(self._rows)
+            self._received = self._exchange.read(received, self._doing)
         return self._received
 
     def wait(self) -> list[list[float]]:
-        """Every rank's row. A collective: all have seen whether a row was too long, and then send again."""
+        """See :class:`Rows`."""
         rows, are_whole = self.arrive()
         return rows if are_whole else self._exchange.send_whole(self._row, self._doing)
+
+
+class CarriedRows:
+    """Rows that travel with gradients; :meth:`RowExchange.send_with` makes it. See :class:`Rows`."""
+
+    def __init__(self, exchange: RowExchange, row: list[float], doing: str, carrier: Carrier) -> None:
+        self._exchange, self._row, self._doing, self._carrier = exchange, row, doing, carrier
+        self._rounds = carrier.rounds
+        sent = [len(row), float(tag_of(doing)), *row[: carrier.room - _HEADER]]
+        carrier.carry(torch.tensor(sent + [0.0] * (carrier.room - len(sent)), dtype=torch.float64))
+
+    def are_here(self) -> bool:
+        """See :class:`Rows`."""
+        return self._carrier.rounds > self._rounds
+
+    def arrive(self) -> tuple[list[list[float]], bool]:
+        """See :class:`Rows`. Does not block; the gradients must be there."""
+        return self._exchange.read(self._carrier.carried.tolist(), self._doing)
+
+    def wait(self) -> list[list[float]]:
+        """See :class:`Rows`."""
+        rows, are_whole = self.arrive()
+        return rows if are_whole else self._exchange.send_whole(self._row, self._doing)
+
+
+def fit(rows: Sequence[Sequence[float]], carrier: Carrier) -> bool:
+    """Whether there is room for all of them."""
+    return max(map(len, rows)) + _HEADER <= carrier.room

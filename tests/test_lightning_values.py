@@ -380,6 +380,7 @@ def skip_some(strategy: str) -> Any:
     return [
         fit(strategy, SkipsSome(optimizer=adam), loader(29, 8, shuffle=True)),
         fit(strategy, SkipsSome(), loader(29, 8), accumulate_grad_batches=3),
+        fit(strategy, SkipsSome(), loader(29, 8), accumulate_grad_batches=2),  # each second one would be sent
     ]
 
 

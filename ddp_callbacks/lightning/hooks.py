@@ -1,4 +1,4 @@
-"""Whose hooks a Trainer calls: in which of them all ranks draw the same random numbers, and which come late in a step.
+"""Whose hooks a Trainer calls: in which of them all ranks draw the same random numbers, and which come behind a step.
 
 ==========================================================  ==========================================================
 ``*_step``, ``forward``, transfers of a batch                each rank its own: they handle its part of the batch
@@ -45,11 +45,8 @@ _OF_TRAINING_BATCH = {
     "lr_scheduler_step",
 }
 
-_BEHIND_THE_STEP = {
-    "on_before_zero_grad",
-    "optimizer_zero_grad",
-    "on_before_backward",
-    "backward",
+_BEFORE_GRADIENTS = {"on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward"}
+_BEHIND_GRADIENTS = {
     "on_after_backward",
     "on_before_optimizer_step",
     "configure_gradient_clipping",
@@ -58,19 +55,23 @@ _BEHIND_THE_STEP = {
 } | {f"on_{stage}_batch_end" for stage in ("train", "validation", "test")}
 
 
-def has_hooks_behind_the_step(trainer: Any) -> bool:
-    """Whether somebody on this rank may log, or decide to stop, between the end of ``*_step`` and that of the batch.
+def hooks_behind_the_step(trainer: Any) -> tuple[bool, bool]:
+    """Whether somebody on this rank may read, log or decide to stop behind a step: before its gradients, or at all.
 
     Lightning's own callbacks do not, save the Timer.
     """
     package = _package_of(trainer)
-    made = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
-    if not all(type(one).__module__.startswith("torch.") for one in made):
-        return True
+    silent, timer = (f"{package}.core.", f"{package}.callbacks."), f"{package}.callbacks.timer"
     hooked = [trainer.lightning_module, trainer.datamodule, *trainer.callbacks]
-    homes = [_home(one, hook) for one in hooked for hook in _BEHIND_THE_STEP]
-    silent = (f"{package}.core.", f"{package}.callbacks.")
-    return any(home and (not home.startswith(silent) or home == f"{package}.callbacks.timer") for home in homes)
+
+    def any_of(hooks: set[str]) -> bool:
+        homes = (_home(one, hook) for one in hooked for hook in hooks)
+        return any(home and (not home.startswith(silent) or home == timer) for home in homes)
+
+    made = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
+    own = not all(type(one).__module__.startswith("torch.") for one in made)
+    before = any_of(_BEFORE_GRADIENTS)
+    return before, before or own or any_of(_BEHIND_GRADIENTS)
 
 
 class HookDrawing:

@@ -5,7 +5,8 @@ logs where the ranks' parts differ in size. Here every value is recorded with th
 of, and joined to the value of the whole batch before Lightning averages over batches, so ``sync_dist`` makes no
 difference. When::
 
-    end of training_step        the values of the step are sent; they are taken behind backward, or when somebody reads
+    end of training_step        the values of the step are sent, with the gradients where nobody reads before those are
+                                there; they are taken behind backward, or when somebody reads
     end of a batch              the same for what later hooks have logged, and for the steps of evaluations
     end of a pass               the values of the epoch and of torchmetrics, before any hook
     end of the epoch's hooks    the same for what they have logged; in training before EarlyStopping and checkpoints
@@ -23,6 +24,7 @@ import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from ddp_callbacks.collectives import all_gather_json, all_gather_tensors
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.history import NO_ROWS, SUMS, History, Parts, Record, join, stack
 from ddp_callbacks.lightning.metrics import SyncedMetrics, can_encode, decode_states, encode_states
-from ddp_callbacks.rows import PendingRows, RowExchange
+from ddp_callbacks.rows import Carrier, RowExchange, Rows, fit
 
 Part = tuple[float, float, float]  # weight, size (0: a stand-in's) and value of what one rank has logged
 
@@ -70,7 +72,7 @@ class Sent:
 
     numbers: list[tuple[str, Record]]
     metrics: list[tuple[str, Metric]]
-    rows: PendingRows
+    rows: Rows
     is_taken: bool = False
 
 
@@ -89,21 +91,23 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         batches: Batches,
         metrics: SyncedMetrics,
         exchange: RowExchange,
-        has_late_hooks: Callable[[], bool],
+        hooks: Callable[[], Sequence[bool]],
     ) -> None:
         super().__init__(training)
         self._lightnings = tuple(vars(self))  # names of attributes
         self._batches = batches
         self._metrics = metrics
         self._exchange = exchange
-        self._has_late_hooks = has_late_hooks
-        self._follows = False  # rank 0, at the end of each batch
+        self._hooks = hooks
+        # What some rank has: hooks between a step and the end of its backward; hooks that run behind the step at all.
+        self._has_early_hooks, self._has_late_hooks = True, True
         self._given = False
         self._step: list[tuple[str, Record]] = []  # logged in this step, and not yet joined
         self._step_metrics: list[tuple[str, Metric]] = []  # the same for torchmetrics
         self._epoch: dict[str, History] = {}
         self._on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
         self._sent: Sent | None = None
+        self._last: Sequence[Sequence[float]] = []  # what came last in its place
         self._told: list[bool] = []  # flags that came with it
         self._joins_steps = True
         self._in_batch, self._position, self._samples = False, -1, 0
@@ -176,16 +180,11 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def end_batch(self, flags: Sequence[bool]) -> Sequence[bool]:
         """All hooks of the batch have run; which of ``flags`` the ranks agree upon. A collective if steps join.
 
-        Where the ranks meet in memory, these are the flags of any rank. Over a network nobody should wait for all: they
-        are what any rank has sent with its values of the step; and rank 0's, where some rank has hooks behind that.
-        Others come with the next values.
+        These are the flags that any rank has sent with its values of the step. Where some rank has hooks behind that,
+        which may raise more, they are those of any rank if the ranks meet in memory; over a network nobody should wait
+        for all, and they are rank 0's, while others come with the next values.
         """
-        if not self._joins_steps:
-            raised: Sequence[bool] = [False] * len(flags)
-        elif not self._exchange.unattended:
-            raised = self.join_step(flags)
-        else:
-            raised = self._follow(flags)
+        raised = self._agree(flags) if self._joins_steps else [False] * len(flags)
         self._in_batch = False
         return raised
 
@@ -209,15 +208,21 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """Whether the ranks meet in this batch."""
         return self._joins_steps
 
-    def send_step(self, flags: Sequence[bool], skipped: bool = False) -> None:
+    def send_step(self, flags: Sequence[bool], skipped: bool = False, carrier: Carrier | None = None) -> bool:
         """Send what was logged in this step; :meth:`take_step` takes what the others send. Does not block.
 
         Args:
             flags: What this rank has decided so far.
             skipped: Whether ``training_step`` has returned nothing.
+            carrier: Of the backward that comes next on every rank; ``None`` if there is none.
+
+        Returns:
+            Whether it travels with the carrier.
         """
         self.take_step()
-        self._send(skipped, flags)
+        is_carried = self._may_be_carried(carrier)
+        self._send(skipped, flags, carrier if is_carried else None)
+        return is_carried
 
     def is_skipped(self) -> bool:
         """Whether ``training_step`` has returned nothing on any rank, and then whether on all."""
@@ -261,19 +266,26 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _follow(self, flags: Sequence[bool]) -> list[bool]:
+    def _agree(self, flags: Sequence[bool]) -> Sequence[bool]:
         self.take_step()
-        told, self._told = self._told or [False] * len(flags), []
         if self.is_first_batch:
-            rows = self._exchange.exchange([float(self._has_late_hooks())], "which hooks there are")
-            self._follows = any(row[0] for row in rows)
-        if not self._follows:
+            rows = self._exchange.exchange([*map(float, self._hooks())], "which hooks there are")
+            self._has_early_hooks, self._has_late_hooks = (any(column) for column in zip(*rows, strict=True))
+        told, self._told = self._told or [False] * len(flags), []
+        if not self._has_late_hooks:
             return told
+        return self._follow(flags, told) if self._exchange.unattended else self.join_step(flags)
+
+    def _follow(self, flags: Sequence[bool], told: list[bool]) -> list[bool]:
         has_more = bool(self._step or self._step_metrics)
         *led, more = self._exchange.lead([*map(float, flags), float(has_more)], "the decisions of a step")
         if more:
             self.join_step()
         return [bool(own) or other for own, other in zip(led, told, strict=True)]
+
+    def _may_be_carried(self, carrier: Carrier | None) -> bool:
+        """Whether what is sent may arrive with the gradients. The same on all ranks: so far they have sent no more."""
+        return carrier is not None and not self._has_early_hooks and bool(self._last) and fit(self._last, carrier)
 
     def _exchange_epoch(
         self, own: dict[str, Parts], attributes: dict[str, str], flags: Sequence[bool]
@@ -312,7 +324,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             counts = weight * share.total / total if total else float(share.local)
         return Record(self._position, weight, total, size, counts, self._given, batches.is_stand_in, value)
 
-    def _send(self, skipped: bool, flags: Sequence[bool]) -> None:
+    def _send(self, skipped: bool, flags: Sequence[bool], carrier: Carrier | None = None) -> None:
         (numbers, self._step), (metrics, self._step_metrics) = (self._step, []), (self._step_metrics, [])
         keys = [key for key, _ in numbers]
         row: list[float] = [zlib.crc32("\n".join(keys).encode()), len(numbers), skipped, len(flags), *flags]
@@ -323,12 +335,13 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         for key, metric in metrics:
             states = [] if self._batches.is_stand_in else self._metrics.batch_states(metric)
             row += [zlib.crc32(key.encode()), *encode_states(states if can_encode(states) else [])]
-        doing = "the logged values of a step"
-        self._sent = Sent(numbers, metrics, self._exchange.launch([*map(float, row)], doing))
+        row, doing = [*map(float, row)], "the logged values of a step"
+        send = self._exchange.launch if carrier is None else partial(self._exchange.send_with, carrier)
+        self._sent = Sent(numbers, metrics, send(row, doing))
 
     def _take_arrived(self) -> None:
         """What was sent, where that takes no other rank."""
-        if self._sent is None or self._sent.is_taken:
+        if self._sent is None or self._sent.is_taken or not self._sent.rows.are_here():
             return
         rows, are_whole = self._sent.rows.arrive()
         if are_whole and len({row[0] for row in rows}) == 1:
@@ -338,7 +351,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """What was sent, and the flags that any rank has raised. A collective."""
         assert self._sent is not None
         sent, self._sent = self._sent, None
-        rows = [Row(row) for row in sent.rows.wait()]
+        self._last = sent.rows.wait()
+        rows = [Row(row) for row in self._last]
         if not sent.is_taken:
             self._take_values(sent, rows)
         return [any(flag) for flag in zip(*(row.flags for row in rows), strict=True)]

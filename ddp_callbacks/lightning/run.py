@@ -13,9 +13,10 @@ from torch.utils._pytree import treespec_leaf
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.broadcast import merge_buffers
+from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight
 from ddp_callbacks.lightning.decisions import Decisions
-from ddp_callbacks.lightning.hooks import HookDrawing, has_hooks_behind_the_step
+from ddp_callbacks.lightning.hooks import HookDrawing, hooks_behind_the_step
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember
@@ -41,9 +42,11 @@ class Run:
         reduction: Reduction,
         results_class: Callable[..., JointResults],
         local: LocalSteps | None = None,
+        synchronizer: GradientSynchronizer | None = None,
     ) -> None:
         self._trainer = trainer
         self._model = model
+        self._synchronizer = synchronizer
         self._exchange = RowExchange()
         self._local = local
         self.batches = Batches(weight, self._exchange, local is None, reduction)
@@ -57,9 +60,9 @@ class Run:
         epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
         evaluations = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
         self._loops = (trainer.fit_loop, *evaluations, trainer.predict_loop)
-        late = functools.partial(has_hooks_behind_the_step, trainer)
+        hooks = functools.partial(hooks_behind_the_step, trainer)
         for loop in (epoch_loop, *evaluations):
-            loop._results = results_class(loop._results.training, self.batches, self._metrics, self._exchange, late)
+            loop._results = results_class(loop._results.training, self.batches, self._metrics, self._exchange, hooks)
         self._replaced: list[Replaced] = []
         self._before(connector, "on_batch_end", self._before_batch_end)
         self._before(connector, "epoch_end_reached", self._at_end_of_data)
@@ -118,14 +121,31 @@ class Run:
         self.batches.settle()
         if not results.joins_steps:
             return output
-        results.send_step(self._decisions.flags(), skipped=output is None)
+        goes_backward = self._goes_backward()
+        synchronizer = self._synchronizer
+        carries = goes_backward and synchronizer is not None and synchronizer.is_enabled
+        are_carried = results.send_step(self._decisions.flags(), output is None, synchronizer if carries else None)
         if output is None and self._is_automatic:
-            if not results.is_skipped():
-                return None  # which Lightning refuses, while others may be in their backward
-            output = SKIPPED
-        if not self._goes_backward(output):
+            return self._skip(are_carried)
+        if not are_carried and not (goes_backward and self._exchange.unattended):
             results.take_step()
         return output
+
+    def _skip(self, are_carried: bool) -> Any:
+        """What tells Lightning that all ranks skip the step. A collective."""
+        results = self._trainer._results
+        if are_carried:
+            self._synchronize()  # as the others do in their backward, if they skip nothing
+        if not results.is_skipped():
+            return None  # which Lightning refuses
+        if not are_carried:
+            self._synchronize()  # gradients that were accumulated before
+        results.take_step()
+        return SKIPPED
+
+    def _synchronize(self) -> None:
+        if self._synchronizer is not None:
+            self._synchronizer.synchronize()
 
     def evaluation_step(self, step: Callable[[], Any]) -> Any:
         """What ``validation_step`` or ``test_step`` returns."""
@@ -217,10 +237,8 @@ class Run:
     def _is_automatic(self) -> bool:
         return bool(self._trainer.lightning_module.automatic_optimization)
 
-    def _goes_backward(self, output: Any) -> bool:
-        """Whether a backward comes next, on every rank, beside which the rows of the others can arrive."""
-        if not self._exchange.unattended or output is None or output is SKIPPED:
-            return False
+    def _goes_backward(self) -> bool:
+        """Whether a backward comes next unless all ranks skip the step, and what was sent may arrive with it."""
         # In the first batch a row may be too long: only all ranks together can send it again.
         is_first = self._trainer._results.is_first_batch
         return self._is_automatic and not self._trainer.fit_loop._skip_backward and not is_first

@@ -60,6 +60,7 @@ _OF_DDP = {
     "ddp_comm_hook": "it is called comm_hook here",
     "ddp_comm_state": "it is called comm_state here",
 }
+_ROOM = 32  # numbers of each process that travel with the gradients: of about seven logged values
 _RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # of a checkpoint
 _SAME_EVERYWHERE = "Run the same script with the same arguments and libraries everywhere."
 
@@ -231,7 +232,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             _require_same_run(self._trainer, model, self._batch_size)
         if self._trainer.state.fn == "fit":
             if self._sync == "every_step":
-                self._synchronizer = GradientSynchronizer(model, **self._synchronizer_options)
+                self._synchronizer = GradientSynchronizer(model, room=_ROOM, **self._synchronizer_options)
             else:
                 options = {name: self._synchronizer_options[name] for name in ("bucket_cap_mb", "compress")}
                 make = functools.partial(ParameterAverager, sync=self._sync, **options)
@@ -239,7 +240,9 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         if self.world_size > 1:
             broadcast_parameters(model)
             weight = weight_function(self._weight, model) if self._trainer.state.fn != "predict" else None
-            self._run = Run(self._trainer, model, weight, self._reduction, self.results_class, self._local)
+            self._run = Run(
+                self._trainer, model, weight, self._reduction, self.results_class, self._local, self._synchronizer
+            )
             self._is_to_verify, self._losses = self._verify is not None, LossWatch()
             if self._syncs_batch_norm:
                 self._run.synchronize_batch_norm()
