@@ -186,6 +186,6 @@ class CarriedRows:
         return rows if are_whole else self._exchange.send_whole(self._row, self._doing)
 
 
-def fit(rows: Sequence[Sequence[float]], carrier: Carrier) -> bool:
-    """Whether there is room for all of them."""
-    return max(map(len, rows)) + _HEADER <= carrier.room
+def room_of(carrier: Carrier) -> int:
+    """How long a row may be that travels with it."""
+    return carrier.room - _HEADER

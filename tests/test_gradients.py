@@ -1449,3 +1449,41 @@ def test_a_world_of_one_registers_nothing_and_changes_nothing() -> None:
 def test_a_bucket_size_that_is_not_positive_is_refused_with_its_value(cap: float) -> None:
     with pytest.raises(ConfigurationError, match=f"bucket_cap_mb must be positive, got {cap}"):
         GradientSynchronizer(mlp(), bucket_cap_mb=cap)
+
+
+# --- numbers that travel along ----------------------------------------------------------------------------------------
+
+ROOM = 6
+
+
+def numbers_of(rank: int) -> Tensor:
+    bits = torch.Generator().manual_seed(rank)
+    odd = torch.tensor([float("nan"), float("inf"), -0.0, 5e-324], dtype=torch.float64)
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (ROOM - len(odd),), generator=bits)
+    return torch.cat([odd, words.view(torch.float64)])
+
+
+def carry_numbers(variant: str, dtype: torch.dtype) -> list[list[int]]:
+    """The bits of what each synchronization has brought: with this rank's numbers, without any, and with them again."""
+    torch.manual_seed(0)
+    model = nn.Linear(FEATURES, 2).to(dtype)
+    group = GROUPS[variant]() if variant in GROUPS else None
+    sync = GradientSynchronizer(model, process_group=group, room=ROOM, **VARIANTS[variant])
+    brought = []
+    for turn in range(3):
+        if turn != 1:
+            sync.carry(numbers_of(dist.get_rank() + turn))
+        model(torch.ones(3, FEATURES, dtype=dtype)).sum().backward()
+        brought.append(sync.carried.view(torch.int64).flatten().tolist())
+    sync.close()
+    return brought
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["one bucket", "many buckets", "comm hook", "gloo", "two levels"])
+def test_numbers_travel_with_the_gradients_and_keep_every_bit(variant: str, dtype: torch.dtype) -> None:
+    first, last = (
+        torch.cat([numbers_of(rank + turn) for rank in range(3)]).view(torch.int64).tolist() for turn in (0, 2)
+    )
+    for brought in run_distributed(carry_numbers, 3, variant, dtype):
+        assert brought == [first, first, last]

@@ -395,6 +395,72 @@ def test_a_step_that_all_ranks_skip_is_skipped_as_on_one_process() -> None:
         assert_equal(results, expected, 1e-10)
 
 
+# --- how many messages a step takes -----------------------------------------------------------------------------------
+
+
+class Counts(pl.Callback):
+    """Of the collectives that each step has started, from the begin of one to the begin of the next."""
+
+    def __init__(self) -> None:
+        self.at: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.at.append(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
+
+
+class LogsMuch(Net):
+    """From the second step on: more than travels with the gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx:
+            self.log_dict({f"value {number}": number * loss.detach() for number in range(40)})
+        return loss
+
+
+class HooksBehind(Net):
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+class HooksBefore(HooksBehind):
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        pass
+
+
+class HooksOfOne(pl.Callback):
+    def on_after_backward(self, *_: Any) -> None:
+        pass
+
+
+MESSAGES = {
+    "nothing behind the step": (Net, False, [1, 1, 1]),  # the gradients
+    "hooks behind the step": (HooksBehind, False, [2, 2, 2]),  # and rank 0's decisions
+    "hooks of one rank": (Net, True, [2, 2, 2]),
+    "hooks before the gradients": (HooksBefore, False, [3, 3, 3]),  # and the values
+    "many values": (LogsMuch, False, [3, 2, 2, 2]),  # in the first such step they are sent again
+}
+
+
+def count_messages(case: str) -> tuple[list[int], Any]:
+    os.environ[SWITCH] = "0"
+    module, has_one, _ = MESSAGES[case]
+    counts = Counts()
+    callbacks = [counts, HooksOfOne()] if has_one and dist.get_rank() else [counts]
+    with quiet():
+        results = fit(OURS, module(), loader(48, 8), callbacks=callbacks, max_epochs=1)
+    return [after - before for before, after in zip(counts.at, counts.at[1:], strict=False)], results
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_over_a_network_a_step_starts_no_message_that_is_not_needed(case: str) -> None:
+    module, _, expected = MESSAGES[case]
+    alone_ = alone(lambda: fit("auto", module(), loader(48, 8), max_epochs=1))
+    for messages, results in run_distributed(count_messages, 2, case):
+        assert messages[1 : 1 + len(expected)] == expected  # in the first step the ranks find out
+        assert_equal(results, alone_, 1e-10)
+
+
 # --- an epoch of many batches -----------------------------------------------------------------------------------------
 
 

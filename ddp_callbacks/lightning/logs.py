@@ -34,7 +34,7 @@ from ddp_callbacks.collectives import all_gather_json, all_gather_tensors
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.history import NO_ROWS, SUMS, History, Parts, Record, join, stack
 from ddp_callbacks.lightning.metrics import SyncedMetrics, can_encode, decode_states, encode_states
-from ddp_callbacks.rows import Carrier, RowExchange, Rows, fit
+from ddp_callbacks.rows import Carrier, RowExchange, Rows, room_of
 
 Part = tuple[float, float, float]  # weight, size (0: a stand-in's) and value of what one rank has logged
 
@@ -43,6 +43,7 @@ class Row:
     """What a rank has sent of a step.
 
     Attributes:
+        length: In numbers.
         checksum: Of the keys of its numbers.
         flags: That it has raised.
         parts: Of its numbers.
@@ -50,6 +51,7 @@ class Row:
     """
 
     def __init__(self, row: list[float]) -> None:
+        self.length = len(row)
         self.checksum, count, _, flags = row[:4]
         begin = 4 + int(flags)
         end = begin + 3 * int(count)
@@ -107,7 +109,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._epoch: dict[str, History] = {}
         self._on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
         self._sent: Sent | None = None
-        self._last: Sequence[Sequence[float]] = []  # what came last in its place
+        self._last: list[Row] = []  # what came in the step before
         self._told: list[bool] = []  # flags that came with it
         self._joins_steps = True
         self._in_batch, self._position, self._samples = False, -1, 0
@@ -232,13 +234,14 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def take_step(self) -> None:
         """Take what was sent, if that has not been done. A collective."""
         if self._sent is not None:
-            self._told = self._take()
+            self._last = self._take()
+            self._told = _raised(self._last)
 
     def join_step(self, flags: Sequence[bool] = ()) -> list[bool]:
         """Join what was logged in this step; the flags that any rank has raised. A collective."""
         self.take_step()
         self._send(False, flags)
-        return self._take()
+        return _raised(self._take())
 
     def join_epoch(self, flags: Sequence[bool] = ()) -> list[bool]:
         """Give Lightning the joined records, and compute torchmetrics; the flags of any rank. A collective."""
@@ -284,8 +287,10 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         return [bool(own) or other for own, other in zip(led, told, strict=True)]
 
     def _may_be_carried(self, carrier: Carrier | None) -> bool:
-        """Whether what is sent may arrive with the gradients. The same on all ranks: so far they have sent no more."""
-        return carrier is not None and not self._has_early_hooks and bool(self._last) and fit(self._last, carrier)
+        """Whether what is sent may arrive with the gradients; in the step before there was room. Equal on all ranks."""
+        if carrier is None or self._has_early_hooks or not self._last:
+            return False
+        return max(row.length for row in self._last) <= room_of(carrier)
 
     def _exchange_epoch(
         self, own: dict[str, Parts], attributes: dict[str, str], flags: Sequence[bool]
@@ -347,15 +352,14 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         if are_whole and len({row[0] for row in rows}) == 1:
             self._take_values(self._sent, [Row(row) for row in rows])
 
-    def _take(self) -> list[bool]:
-        """What was sent, and the flags that any rank has raised. A collective."""
+    def _take(self) -> list[Row]:
+        """What the ranks have sent. A collective."""
         assert self._sent is not None
         sent, self._sent = self._sent, None
-        self._last = sent.rows.wait()
-        rows = [Row(row) for row in self._last]
+        rows = [Row(row) for row in sent.rows.wait()]
         if not sent.is_taken:
             self._take_values(sent, rows)
-        return [any(flag) for flag in zip(*(row.flags for row in rows), strict=True)]
+        return rows
 
     def _take_values(self, sent: Sent, rows: list[Row]) -> None:
         """A collective where the ranks have logged different keys."""
@@ -418,6 +422,11 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     @staticmethod
     def _operation_of(metric: Any) -> str:
         return "mean" if metric.meta.is_mean_reduction else str(metric.meta.reduce_fx.__name__)
+
+
+def _raised(rows: list[Row]) -> list[bool]:
+    """The flags that any rank has raised."""
+    return [any(flags) for flags in zip(*(row.flags for row in rows), strict=True)]
 
 
 def _combine(parts: list[tuple[float, float]], operation: str) -> float:
