@@ -190,7 +190,7 @@ class GradientSynchronizer:
         parameters = [parameter for parameter in module.parameters() if _differentiable(parameter)]
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._refuse_foreign_hooks(parameters)
-        _require_same_way(module, bucket_cap_mb, comm_hook, compress, process_group)
+        _require_same_way(module, bucket_cap_mb, comm_hook, compress, room, process_group)
         sparse = _sparse_parameters(module)
         self._dense = [parameter for parameter in parameters if id(parameter) not in sparse]
         self._sparse = [parameter for parameter in parameters if id(parameter) in sparse]
@@ -280,14 +280,22 @@ class GradientSynchronizer:
             self._finish()
 
     def carry(self, numbers: torch.Tensor) -> None:
-        """Let numbers travel with the next synchronization; :attr:`carried` then has those of all ranks. Local.
+        """Let numbers travel with the next synchronization; ``carried`` then has those of all ranks. Local.
 
         Every rank must call it before the same synchronization.
 
         Args:
             numbers: float64, on the CPU, of shape ``[room]``.
+
+        Raises:
+            ConfigurationError: They are not.
         """
+        if numbers.shape != (self.room,) or numbers.dtype != torch.float64:
+            given = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
+            raise ConfigurationError(f"there is room for float64 numbers of shape ({self.room},), got {given}.")
         self._cargo = numbers
+        if self._world_size == 1:
+            self.carried = numbers[None]
 
     def close(self) -> None:
         """Remove every hook. Gradients stay as they are. Local; safe to call twice."""
@@ -615,6 +623,7 @@ def _require_same_way(
     bucket_cap_mb: float,
     comm_hook: CommHook | None,
     compress: Compress,
+    room: int,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Ranks that sum other buckets, or in another way, would wait for each other."""
@@ -623,6 +632,7 @@ def _require_same_way(
         "bucket_cap_mb": bucket_cap_mb,
         "comm_hook": str(hook),
         "compress": str(compress),
+        "room": room,
     }
     remedy = "Give every process the same model and the same arguments."
     require_agreement(settings, "how gradients are synchronized", remedy, group)

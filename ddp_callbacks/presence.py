@@ -33,6 +33,7 @@ Keys in that store, below ``ddp_callbacks/``; ``{run}`` is the number of the run
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -54,6 +55,8 @@ INTERVAL = 0.5  # seconds between two looks of the thread that answers for a ran
 OWN_THREADS = "ddp_callbacks"
 """How the names of this library's threads begin. What they wait for keeps nobody from going on."""
 
+_THREAD = f"{OWN_THREADS} presence"
+_LEAVES = 2.0  # seconds for which the end of a thread is waited for
 _RECENT = 32  # kinds of exchanges that a rank names as entered lately
 _KINDS = 1024  # kinds of exchanges that a rank counts
 _LIBRARIES = ("<", os.path.dirname(__file__), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
@@ -126,13 +129,16 @@ class Presence:
         if self._thread is None:
             make_forks_wait()
             self._thread = threading.Thread(
-                target=_answer, args=(weakref.ref(self), self._stop), name=f"{OWN_THREADS} presence", daemon=True
+                target=_answer, args=(weakref.ref(self), self._stop), name=_THREAD, daemon=True
             )
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread. Blocks until it has left the store, for two seconds at most."""
         self._stop.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread() and os.getpid() == self.pid:
+            thread.join(_LEAVES)
 
     def answer(self) -> None:
         """Say that this rank is there, and where, if somebody has asked since the last answer."""
@@ -269,6 +275,16 @@ def sequence_of(group: dist.ProcessGroup | None) -> int:
 
 
 # --- the thread ---------------------------------------------------------------------------------------------------
+
+
+@atexit.register
+def _end_threads() -> None:
+    """One that comes back from the store while the interpreter takes itself apart would abort the process."""
+    for found in list(_presences.values()):
+        found.close()
+    for thread in threading.enumerate():
+        if thread.name == _THREAD:  # of a group that has gone: it has been told to end
+            thread.join(_LEAVES)
 
 
 def _answer(reference: weakref.ref[Presence], stop: threading.Event) -> None:

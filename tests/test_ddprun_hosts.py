@@ -805,6 +805,38 @@ def test_a_network_that_is_away_for_ten_seconds_ends_nothing(bed_of_two: HostBed
         assert run.end()[0] == 130
 
 
+EXCHANGE = """
+import time
+from ddp_callbacks import join_process_group, leave_process_group
+from ddp_callbacks.collectives import all_gather_json
+join_process_group()
+print("up", flush=True)
+last, longest, end = time.monotonic(), 0.0, time.monotonic() + 20
+while not any(all_gather_json(time.monotonic() > end, "whether it is over")):
+    longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    time.sleep(0.1)
+leave_process_group()
+print("longest", longest, flush=True)
+"""
+
+
+@ends
+def test_a_machine_that_is_paused_for_ten_seconds_ends_nothing(bed: HostBed, tmp_path: Path) -> None:
+    """As a virtual machine is that moves to other hardware."""
+    host = bed.hosts[1]
+    with Run(bed.hosts[0], "-H", "h1:1,h2:1", "--show-ranks", "all", write(tmp_path, EXCHANGE), cwd=tmp_path) as run:
+        run.await_text("up", 2)
+        paused = [*host.processes(), *host.processes(of_sshd=True)]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in paused:
+                os.kill(pid, number)
+            time.sleep(10 if number == signal.SIGSTOP else 0)
+        code, lines = run.end()
+        assert code == 0, lines
+        gaps = [float(gap) for gap in re.findall(r"longest ([0-9.]+)", run.text)]
+    assert len(gaps) == 2 and min(gaps) > 9
+
+
 FAIL = """
 import os, time
 print("up", flush=True)

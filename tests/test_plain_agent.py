@@ -30,7 +30,11 @@ print("up", json.dumps(dict(os.environ), sort_keys=True))
 STAY = """
 import os, time
 print("up", flush=True)
-if os.environ["RANK"] == "1" and {raises}:
+rank = os.environ["RANK"]
+open("up-" + rank, "w").close()
+if rank == "1" and {raises}:
+    while not os.path.exists("up-2"):  # which the agent ends next
+        time.sleep(0.01)
     raise ValueError("the data of rank 1 are gone")
 time.sleep(1000)
 """

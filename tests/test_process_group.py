@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import socket
@@ -20,10 +21,11 @@ import torch.distributed as dist
 from machine import Slowness
 from nursery import DEADLINE, HOST, HOSTNAME, Nursery, Rank, free_port, note, noting_errors, wait_all
 
-from ddp_callbacks import WorkerEnv, join_process_group, leave_process_group, network, rendezvous
+from ddp_callbacks import WorkerEnv, join_process_group, leave_process_group, network, presence, rendezvous
 from ddp_callbacks.errors import ConfigurationError, RendezvousError
 
 JOINS = 30
+TURNS = 4
 
 # --- bodies ---------------------------------------------------------------------------------------------------------
 
@@ -60,6 +62,20 @@ def joins_and_leaves_at_once() -> None:
         join_process_group(init_method=f"file://{Path.cwd()}/store-{number}")
         leave_process_group()
     note("joined")
+
+
+def ends_while_a_thread_looks(init_method: str | None) -> None:
+    """The thread that answers for this rank is in the store, which is slow, nearly all the time."""
+
+    def rings(_: Any) -> bool:
+        with contextlib.suppress(dist.DistError):
+            presence.store().wait(["nobody writes this"], timedelta(seconds=0.5))
+        return False
+
+    presence.INTERVAL, presence.Alarm.rings = 1e-5, rings  # type: ignore[method-assign]
+    join_process_group(init_method=init_method)
+    time.sleep(0.2)
+    note("up")
 
 
 def uses_the_users_group(store: str) -> None:
@@ -162,6 +178,20 @@ def test_a_group_of_the_users_is_used_as_it_is(nursery: Nursery, tmp_path: Path)
 def test_processes_that_leave_at_once_do_not_break_the_connections_of_others(nursery: Nursery, tmp_path: Path) -> None:
     for rank in nursery.run(joins_and_leaves_at_once, 3, tmp_path, deadline=60):
         assert rank.code == 0 and "joined" in rank.notes, rank.stderr
+
+
+@pytest.mark.parametrize("init_method", ["env://", "file://{folder}/store"])
+def test_a_thread_that_looks_into_the_store_when_a_process_ends_neither_aborts_it_nor_makes_the_file_anew(
+    nursery: Nursery, tmp_path: Path, init_method: str
+) -> None:
+    for turn in range(TURNS):
+        folder = tmp_path / f"{turn}"
+        folder.mkdir()
+        for rank in nursery.run(
+            ends_while_a_thread_looks, 3, folder, init_method.format(folder=folder), finalize=True, deadline=60
+        ):
+            assert rank.code == 0 and "terminate called" not in rank.stderr and "up" in rank.notes, rank.stderr
+        assert not (folder / "store").exists()
 
 
 @pytest.mark.parametrize("last", [0, 1])
