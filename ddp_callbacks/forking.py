@@ -1,7 +1,7 @@
 """Forking the workers of a ``DataLoader`` beside gloo's threads.
 
 Up to Python 3.11, a process forked while another thread holds the interpreter's list of threads waits for that list
-for ever (https://github.com/python/cpython/issues/112275). gloo's threads hold it for some microseconds when they free
+forever (https://github.com/python/cpython/issues/112275). gloo's threads hold it for some microseconds when they free
 the tensors of a collective, without the GIL; and the workers of a loader are forked right after collectives.
 """
 
@@ -14,14 +14,14 @@ import time
 from pathlib import Path
 
 _HAS_BUG = sys.version_info < (3, 12)
-_NAMES = ("pt_gloo", "pt_nccl")  # how torch calls the threads that end collectives
+_NAMES = ("pt_gloo", "pt_nccl")  # what torch names the threads that complete collectives
 _LIMIT = 1.0  # seconds; threads that are busy for longer communicate beside the fork
 _PAUSE = 1e-4
 
 
 @functools.cache
 def make_forks_wait() -> None:
-    """From now on, a fork waits until those threads sleep, which they do once they have freed what they held."""
+    """From now on, a fork waits until those threads are asleep: they have freed their tensors then."""
     if _HAS_BUG:
         os.register_at_fork(before=_await_threads)
 
@@ -33,7 +33,7 @@ def _await_threads() -> None:
 
 
 def _any_runs() -> bool:
-    """Whether one of the threads does anything but sleep; no where the system does not tell."""
+    """Whether one of the threads is not asleep; ``False`` where there is no /proc."""
     return any(_runs(task) for task in Path("/proc/self/task").glob("*"))
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddp_callbacks import segments
 from ddp_callbacks.errors import MismatchError, PeerError
 from ddp_callbacks.presence import (
     await_key,
     describe,
     names,
     presence,
-    process_space,
     raise_alarm,
     start_of,
     store,
@@ -231,7 +231,7 @@ class Neighbors:
         return [rank for rank, (pid, start) in self._started.items() if start_of(pid) != start]
 
     def _read(self) -> dict[int, tuple[int, str]]:
-        here, keys = process_space(), [f"host/{rank}" for rank in sorted(self._ranks)]
+        here, keys = segments.host_identity(), [f"host/{rank}" for rank in sorted(self._ranks)]
         if not here or not keys or not store().check(keys):
             return {}
         places = zip(sorted(self._ranks), map(json.loads, store().multi_get(keys)), strict=True)

@@ -49,6 +49,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddp_callbacks import segments
 from ddp_callbacks.forking import make_forks_wait
 
 INTERVAL = 0.5  # seconds between two looks of the thread that answers for a rank that computes
@@ -229,7 +230,12 @@ class Alarm:
 
 def announce_join() -> None:
     """Write this rank's host name and process id, so that messages can name it, and answer for it from now on."""
-    place = {"host": socket.gethostname(), "pid": os.getpid(), "processes": process_space(), "start": start_of("self")}
+    place = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "processes": segments.host_identity(),
+        "start": start_of("self"),
+    }
     store().set(f"host/{dist.get_rank()}", json.dumps(place))
     presence().listen()
 
@@ -245,15 +251,6 @@ def describe(rank: int) -> str:
     except RuntimeError:
         return f"rank {rank}"
     return f"rank {rank} (host {known['host']}, pid {known['pid']})"
-
-
-def process_space() -> str:
-    """What processes have in common that see each other by their ids: machine and namespace; empty if unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
 
 
 def start_of(pid: int | str) -> str:

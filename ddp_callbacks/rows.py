@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,24 +19,6 @@ from ddp_callbacks.summation import Pending
 
 _CAPACITY = 96  # numbers in a row, until a longer one was sent
 _HEADER = 2  # numbers before the row: its length, and a checksum of what it is for
-
-
-class Rows(Protocol):
-    """Rows that are under way."""
-
-    def are_here(self) -> bool:
-        """Whether :meth:`arrive` may be called: by one rank alone, at any time, where the exchange is unattended."""
-
-    def arrive(self) -> tuple[list[list[float]], bool]:
-        """Every rank's row, cut where it was too long, and whether none was.
-
-        Raises:
-            MismatchError: Some rank exchanges something else.
-            PeerError: As :func:`ddp_callbacks.failures.wait` does.
-        """
-
-    def wait(self) -> list[list[float]]:
-        """Every rank's row. A collective: all have seen whether a row was too long, and then send again."""
 
 
 class Carrier(Protocol):
@@ -99,16 +82,15 @@ class RowExchange:
     @outside_inference_mode
     def launch(self, row: Sequence[float], doing: str) -> PendingRows:
         """Send this rank's row without waiting for the others'. Every rank launches the same, in the same order."""
-        tag = float(tag_of(doing))
         memory = self._spare.pop() if self._spare else self._allocate()
         rows = memory.zero_().view(self._group.size(), _HEADER + self._capacity)
-        sent = [len(row), tag, *row[: self._capacity]]
+        sent = _with_header(row, doing, self._capacity)
         rows[self._group.rank(), : len(sent)] = torch.tensor(sent, dtype=torch.float64)
-        return PendingRows(self, list(row), doing, rows, self._all_reduce.launch(memory, doing))
+        return PendingRows(self, row, doing, rows, self._all_reduce.launch(memory, doing))
 
     def send_with(self, carrier: Carrier, row: Sequence[float], doing: str) -> CarriedRows:
         """Let this rank's row travel with the next gradients. Local; every rank must do it before the same backward."""
-        return CarriedRows(self, list(row), doing, carrier)
+        return CarriedRows(self, row, doing, carrier)
 
     @outside_inference_mode
     def reuse(self, rows: torch.Tensor) -> None:
@@ -134,13 +116,38 @@ class RowExchange:
         return self._all_reduce.allocate(numel, torch.float64, self._device)
 
 
-class PendingRows:
-    """Rows that are under way by themselves; :meth:`RowExchange.launch` makes it. See :class:`Rows`."""
+class Rows(ABC):
+    """Rows that are under way."""
+
+    def __init__(self, exchange: RowExchange, row: Sequence[float], doing: str) -> None:
+        self._exchange, self._row, self._doing = exchange, list(row), doing
+
+    @abstractmethod
+    def are_here(self) -> bool:
+        """Whether :meth:`arrive` may be called: by one rank alone, at any time, where the exchange is unattended."""
+
+    @abstractmethod
+    def arrive(self) -> tuple[list[list[float]], bool]:
+        """Every rank's row, cut where it was too long, and whether none was.
+
+        Raises:
+            MismatchError: Some rank exchanges something else.
+            PeerError: As :func:`ddp_callbacks.failures.wait` does.
+        """
+
+    def wait(self) -> list[list[float]]:
+        """Every rank's row. A collective: all have seen whether a row was too long, and then send again."""
+        rows, are_whole = self.arrive()
+        return rows if are_whole else self._exchange.send_whole(self._row, self._doing)
+
+
+class PendingRows(Rows):
+    """Rows with a message of their own; :meth:`RowExchange.launch` makes it."""
 
     def __init__(
-        self, exchange: RowExchange, row: list[float], doing: str, rows: torch.Tensor, pending: Pending
+        self, exchange: RowExchange, row: Sequence[float], doing: str, rows: torch.Tensor, pending: Pending
     ) -> None:
-        self._exchange, self._row, self._doing = exchange, row, doing
+        super().__init__(exchange, row, doing)
         self._rows, self._pending = rows, pending
         self._received: tuple[list[list[float]], bool] | None = None
 
@@ -157,19 +164,14 @@ class PendingRows:
             self._received = self._exchange.read(received, self._doing)
         return self._received
 
-    def wait(self) -> list[list[float]]:
-        """See :class:`Rows`."""
-        rows, are_whole = self.arrive()
-        return rows if are_whole else self._exchange.send_whole(self._row, self._doing)
 
+class CarriedRows(Rows):
+    """Rows that travel with gradients; :meth:`RowExchange.send_with` makes it."""
 
-class CarriedRows:
-    """Rows that travel with gradients; :meth:`RowExchange.send_with` makes it. See :class:`Rows`."""
-
-    def __init__(self, exchange: RowExchange, row: list[float], doing: str, carrier: Carrier) -> None:
-        self._exchange, self._row, self._doing, self._carrier = exchange, row, doing, carrier
-        self._rounds = carrier.rounds
-        sent = [len(row), float(tag_of(doing)), *row[: carrier.room - _HEADER]]
+    def __init__(self, exchange: RowExchange, row: Sequence[float], doing: str, carrier: Carrier) -> None:
+        super().__init__(exchange, row, doing)
+        self._carrier, self._rounds = carrier, carrier.rounds
+        sent = _with_header(row, doing, room_of(carrier))
         carrier.carry(torch.tensor(sent + [0.0] * (carrier.room - len(sent)), dtype=torch.float64))
 
     def are_here(self) -> bool:
@@ -180,12 +182,12 @@ class CarriedRows:
         """See :class:`Rows`. Does not block; the gradients must be there."""
         return self._exchange.read(self._carrier.carried.tolist(), self._doing)
 
-    def wait(self) -> list[list[float]]:
-        """See :class:`Rows`."""
-        rows, are_whole = self.arrive()
-        return rows if are_whole else self._exchange.send_whole(self._row, self._doing)
-
 
 def room_of(carrier: Carrier) -> int:
     """How long a row may be that travels with it."""
     return carrier.room - _HEADER
+
+
+def _with_header(row: Sequence[float], doing: str, capacity: int) -> list[float]:
+    """What travels of a row: its length, what it is for, and as much of it as there is room for."""
+    return [float(len(row)), float(tag_of(doing)), *row[:capacity]]
