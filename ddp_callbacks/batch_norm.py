@@ -43,14 +43,13 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import SyncBatchNorm
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddp_callbacks.all_reduce import choose_all_reduce
-from ddp_callbacks.collectives import divide_group, message_device
+from ddp_callbacks._torch import BatchNorm, outside_inference_mode
+from ddp_callbacks.comm.collectives import message_device, new_subgroup
+from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.errors import ConfigurationError, MismatchError
-from ddp_callbacks.failures import describe_rank
 from ddp_callbacks.process_group import get_world_size, resolve_group
-from ddp_callbacks.segments import outside_inference_mode
+from ddp_callbacks.process_group.failures import describe_rank
 
 _FAR = 10.0  # standard deviations; the variance is then exact to 1e2 units of the last place of float64
 _HEADER = 2  # numbers before a message's sums: what it is for, and the number of values per channel
@@ -92,7 +91,7 @@ class BatchNormSynchronizer:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._made: dict[type, type] = {}
-        self._layers: dict[_BatchNorm, _Layer] = {}
+        self._layers: dict[BatchNorm, _Layer] = {}
         if get_world_size(process_group) == 1:
             return
         layers = _find_layers(module)
@@ -137,7 +136,7 @@ def samples_needed(module: torch.nn.Module, batch_size: int | None, world_size: 
     layers = [
         layer
         for layer in module.modules()
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, SynchronizedLayer) and not _has_group(layer)
+        if isinstance(layer, BatchNorm) and not isinstance(layer, SynchronizedLayer) and not _has_group(layer)
     ]
     if not layers or world_size == 1:
         return 1
@@ -156,6 +155,7 @@ def samples_needed(module: torch.nn.Module, batch_size: int | None, world_size: 
 class SynchronizedLayer:
     """What makes a class derived from a layer's own normalize by the whole batch; never made directly."""
 
+    is_synchronized = True
     original: type
     states: dict[Any, _Layer]  # in the class: the layer itself holds nothing of ours
 
@@ -164,7 +164,7 @@ class SynchronizedLayer:
         layer = self.states.get(self)
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
         if layer is None or not uses_batch:
-            output: torch.Tensor = _BatchNorm.forward(self, input)
+            output: torch.Tensor = BatchNorm.forward(self, input)
             return output
         self._check_input_dim(input)
         batch = layer.join(input, self.eps)
@@ -293,6 +293,7 @@ class _Channel:
         return int(total)
 
 
+# The graph's node is known by this name to :mod:`ddp_callbacks.weighing`.
 class _Normalize(torch.autograd.Function):
     """``weight · (input - mean) / sqrt(var + eps) + bias``, where mean and variance depend on all ranks' inputs."""
 
@@ -345,43 +346,8 @@ def _normalize(
     return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
 
 
-def silence(loss: torch.Tensor) -> list[torch.utils.hooks.RemovableHandle]:
-    """Let the backward of ``loss`` send zeros to synchronized layers, though it may be no number.
-
-    The layers' own exchange goes on, and with it what other ranks' losses send through this rank's samples. Local.
-
-    Returns:
-        Handles that undo it. None where the graph of ``loss`` has no such layer; then nothing is changed.
-    """
-    nodes = _reachable([] if loss.grad_fn is None else [loss.grad_fn])
-    layers = {node for node in nodes if node.name() in _MIXING}
-    behind = set(_reachable([after for node in layers for after, _ in node.next_functions if after is not None]))
-    spared = behind | layers
-    before = [node for node in nodes if node not in spared] if layers else []
-    return [node.register_hook(_zeros) for node in before]
-
-
-# A checkpoint that is reentrant hides the layers inside.
-_MIXING = (f"{_Normalize.__name__}Backward", "CheckpointFunctionBackward")
-
-
-def _reachable(nodes: list[Any]) -> list[Any]:
-    """These nodes of a graph, and all that backward comes to from them."""
-    found, waiting = dict.fromkeys(nodes), list(nodes)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None and node not in found:
-                found[node] = None
-                waiting.append(node)
-    return list(found)
-
-
-def _zeros(gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
-    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
-
-
 @torch.no_grad()
-def _track(layer: _BatchNorm, batch: _Batch) -> None:
+def _track(layer: BatchNorm, batch: _Batch) -> None:
     """Update the running statistics as torch does."""
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
@@ -406,7 +372,7 @@ def _always() -> bool:
 # --- set-up -----------------------------------------------------------------------------------------------------------
 
 
-def _find_layers(module: torch.nn.Module) -> dict[str, _BatchNorm]:
+def _find_layers(module: torch.nn.Module) -> dict[str, BatchNorm]:
     """The layers to synchronize, by name."""
     found = {}
     for name, layer in module.named_modules():
@@ -414,7 +380,7 @@ def _find_layers(module: torch.nn.Module) -> dict[str, _BatchNorm]:
         compiled = isinstance(layer, torch.jit.ScriptModule) and layer.original_name.startswith("BatchNorm")
         if compiled:
             raise ConfigurationError(f"{name} is a BatchNorm that TorchScript has compiled. {_REMEDY}")
-        if isinstance(layer, _BatchNorm) and not _has_group(layer):
+        if isinstance(layer, BatchNorm) and not _has_group(layer):
             _check_layer(name, layer)
             found[name] = layer
     return found
@@ -423,9 +389,9 @@ def _find_layers(module: torch.nn.Module) -> dict[str, _BatchNorm]:
 _REMEDY = "Such a layer cannot normalize by the whole batch: leave sync_batchnorm out, or put torch's in its place."
 
 
-def _check_layer(name: str, layer: _BatchNorm) -> None:
+def _check_layer(name: str, layer: BatchNorm) -> None:
     kind = type(layer)
-    if "forward" in vars(layer) or kind.forward not in (_BatchNorm.forward, SyncBatchNorm.forward):
+    if "forward" in vars(layer) or kind.forward not in (BatchNorm.forward, SyncBatchNorm.forward):
         raise ConfigurationError(f"{name}, a {kind.__name__}, has a forward of its own. {_REMEDY}")
     if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
         raise ConfigurationError(
@@ -433,14 +399,14 @@ def _check_layer(name: str, layer: _BatchNorm) -> None:
         )
 
 
-def _has_group(layer: _BatchNorm) -> bool:
+def _has_group(layer: BatchNorm) -> bool:
     return isinstance(layer, SyncBatchNorm) and layer.process_group is not None
 
 
 def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks for batch normalization alone. A collective, the first time."""
     if group not in _groups:
-        own = divide_group([range(group.size())], group)
+        own = new_subgroup([range(group.size())], group)
         assert own is not None
         _groups[group] = own
     return _groups[group]

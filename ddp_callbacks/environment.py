@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launchers import DEFAULT_PORT, number, read_launcher
+from ddp_callbacks.schedulers import DEFAULT_PORT, number, read_launcher
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,15 @@ def worker_env_of(init_method: str, rank: int | None, world_size: int | None, en
     raise ConfigurationError(
         f"init_method must be env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH, got {init_method!r}."
     )
+
+
+def host_identity() -> str:
+    """Equal for two processes that can name each other by their process ids; empty where nothing tells."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def _several_hosts(world_size: int, environ: Mapping[str, str]) -> bool | None:

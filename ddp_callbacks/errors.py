@@ -1,4 +1,4 @@
-"""The exceptions of ddp_callbacks.
+"""What the library tells the user: its exceptions, and notices.
 
 ::
 
@@ -10,6 +10,13 @@
 
     NonFiniteLossWarning (RuntimeWarning)   the first loss that is NaN or infinite
 """
+
+from __future__ import annotations
+
+import logging
+import sys
+
+_log = logging.getLogger("ddp_callbacks")
 
 
 class DDPCallbacksError(Exception):
@@ -34,3 +41,11 @@ class PeerError(DDPCallbacksError, RuntimeError):
 
 class NonFiniteLossWarning(RuntimeWarning):
     """The loss of a rank is NaN or infinite; given once in a run, by the first such rank."""
+
+
+def say(text: str, level: int = logging.INFO) -> None:
+    """On standard error, unless the program has set up logging: then it decides, by the level."""
+    if _log.hasHandlers():
+        _log.log(level, text)
+    else:
+        print(f"ddp_callbacks: {text}", file=sys.stderr)

@@ -45,20 +45,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 
-from ddp_callbacks.agreement import parameter_settings, require_agreement
-from ddp_callbacks.all_reduce import choose_all_reduce
-from ddp_callbacks.buckets import Forecast, ParameterSpec, assign_buckets, check_bucket_cap_mb
-from ddp_callbacks.collectives import all_gather_tensors
-from ddp_callbacks.comm_hooks import CommHook, GradBucket, check_comm_hook
-from ddp_callbacks.compression import Compress, check_compress, dtype_of, hook_of
+from ddp_callbacks._torch import call_at_end_of_backward, current_node
+from ddp_callbacks.comm.agreement import parameter_settings, require_agreement
+from ddp_callbacks.comm.buckets import Forecast, ParameterSpec, assign_buckets, check_bucket_cap_mb
+from ddp_callbacks.comm.collectives import all_gather_tensors
+from ddp_callbacks.comm.compression import Compress, check_compress, dtype_of, hook_of
+from ddp_callbacks.comm.flat_buffer import BufferPool, FlatBuffer, copy_in
+from ddp_callbacks.comm.hooks import CommHook, GradBucket, check_comm_hook
+from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
+from ddp_callbacks.comm.protocol import Work, allocate
+from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.failures import enter, of_device, wait
-from ddp_callbacks.flat_memory import FlatMemory, MemoryPool, copy_in
 from ddp_callbacks.process_group import get_world_size, resolve_group
-from ddp_callbacks.runs import begin_run
-from ddp_callbacks.summation import GroupAllReduce, Pending, allocate
+from ddp_callbacks.process_group.failures import enter, of_device, wait
+from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.weighing import Undo, Weighing, hook_even_if_frozen
 
 _PIECES = 4  # integers of 16 bits in a float64
@@ -67,7 +68,7 @@ _PIECES = 4  # integers of 16 bits in a float64
 class Bucket:
     """The parameters that travel together, and how far they are in this backward."""
 
-    def __init__(self, index: int, slots: list[int], pool: MemoryPool) -> None:
+    def __init__(self, index: int, slots: list[int], pool: BufferPool) -> None:
         self.index = index
         self.doing = f"the gradients of bucket {index}"
         self.slots = slots  # positions of its parameters in the synchronizer's list
@@ -83,8 +84,8 @@ class Bucket:
         self.missing = self.ready.count(False)
         self.active = self.missing > 0
         self.again = False
-        self.memory: FlatMemory | None = None
-        self.sum: Pending | None = None
+        self.memory: FlatBuffer | None = None
+        self.sum: Work | None = None
         self.future: torch.futures.Future[torch.Tensor] | None = None  # of a communication hook
 
     def mark(self, position: int) -> None:
@@ -95,7 +96,7 @@ class Bucket:
         elif self.memory is not None and self.pool.parameters[position].requires_grad:
             self.again = self.patient = True
 
-    def fill(self, scale: float) -> FlatMemory:
+    def fill(self, scale: float) -> FlatBuffer:
         """Copy the gradients, scaled, into memory."""
         if self.memory is None:
             self.memory = self.pool.take()
@@ -112,16 +113,16 @@ class Bucket:
     def has_kept(self) -> bool:
         """Whether a gradient is the tensor of an earlier synchronization."""
         positions = range(len(self.slots))
-        return not self.pool.keeps_nothing() and any(self.pool.kept_gradient(at) is not None for at in positions)
+        return not self.pool.has_no_aliases() and any(self.pool.kept_gradient(at) is not None for at in positions)
 
     def deliver(self, used: list[bool], counts: bool) -> None:
         """Hand the reduced gradients of the used parameters out; where no rank ``counts``, those there are stay."""
         assert self.memory is not None
-        keeps_nothing = self.pool.keeps_nothing()
+        has_no_aliases = self.pool.has_no_aliases()
         for position, (parameter, view) in enumerate(zip(self.pool.parameters, self.memory.views, strict=True)):
             if not used[self.slots[position]]:
                 continue
-            if keeps_nothing or (kept := self.pool.kept_gradient(position)) is None:
+            if has_no_aliases or (kept := self.pool.kept_gradient(position)) is None:
                 parameter.grad = view
             elif counts:
                 kept.copy_(view)
@@ -146,7 +147,7 @@ class GradientSynchronizer:
         module: Its parameters are synchronized; frozen ones cost nothing, and may be unfrozen later.
         bucket_cap_mb: As in DDP, the size in MiB at which a bucket is launched.
         comm_hook, comm_state: A communication hook as for ``DistributedDataParallel.register_comm_hook`` and its
-            state (see :class:`ddp_callbacks.comm_hooks.GradBucket`). ``None`` is the exact all-reduce.
+            state (see :class:`ddp_callbacks.GradBucket`). ``None`` is the exact all-reduce.
         compress: What goes over the network between hosts is sent in half precision (``"bf16"``, ``"fp16"``) or as
             matrices of low rank (:class:`ddp_callbacks.PowerSGD`). ``None`` keeps it exact; on one host it always is.
         process_group: ``None`` is the default group.
@@ -179,7 +180,7 @@ class GradientSynchronizer:
         self._world_size = get_world_size(process_group)
         self._enabled = True
         self.room, self.carried = room, torch.zeros(0, room, dtype=torch.float64)
-        self._cargo: torch.Tensor | None = None  # of this rank, for the next synchronization
+        self._piggyback: torch.Tensor | None = None  # of this rank, for the next synchronization
         if self._world_size == 1:
             return
         begin_run(process_group)
@@ -202,7 +203,9 @@ class GradientSynchronizer:
             self._all_reduce = choose_all_reduce(self._group, devices, dtype_of(compress))
             self._exact = choose_all_reduce(self._group, devices)  # of what must not be compressed
         else:
-            self._all_reduce = self._exact = GroupAllReduce(self._group, getattr(comm_hook, "allocate", allocate))
+            self._all_reduce = self._exact = ProcessGroupAllReduce(
+                self._group, getattr(comm_hook, "allocate", allocate)
+            )
         self._has_double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         self._parameters = [*self._dense, *self._sparse]
         self._used = [False] * len(parameters)  # since the last synchronization
@@ -235,7 +238,7 @@ class GradientSynchronizer:
         """Weigh the backward of ``loss`` in place of :meth:`weigh`. Local; does not block.
 
         Exact as well where layers exchange gradients in backward
-        (:class:`ddp_callbacks.batch_norm.BatchNormSynchronizer`). The loss's value stays as it is.
+        (:class:`ddp_callbacks.BatchNormSynchronizer`). The loss's value stays as it is.
 
         Args:
             loss: Of this rank; call its ``backward()`` afterwards, as it is or scaled.
@@ -293,7 +296,7 @@ class GradientSynchronizer:
         if numbers.shape != (self.room,) or numbers.dtype != torch.float64:
             given = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
             raise ConfigurationError(f"there is room for float64 numbers of shape ({self.room},), got {given}.")
-        self._cargo = numbers
+        self._piggyback = numbers
         if self._world_size == 1:
             self.carried = numbers[None]
 
@@ -313,7 +316,7 @@ class GradientSynchronizer:
         self._tail = 2 + len(assigned) + len(self._used)
         tail = self._tail + self._world_size * self.room * _PIECES
         return [
-            Bucket(index, slots, MemoryPool([self._dense[slot] for slot in slots], tail, self._all_reduce.allocate))
+            Bucket(index, slots, BufferPool([self._dense[slot] for slot in slots], tail, self._all_reduce.allocate))
             for index, slots in enumerate(assigned)
         ]
 
@@ -426,11 +429,11 @@ class GradientSynchronizer:
         self._send(bucket)
 
     def _call_at_end(self, backward: _Backward) -> None:
-        Variable._execution_engine.queue_callback(partial(self._end_of_graph_task, backward))
+        call_at_end_of_backward(partial(self._end_of_graph_task, backward))
 
     def _end_of_graph_task(self, backward: _Backward) -> None:
         # Reentrant checkpointing runs a backward inside a node of another one; only the outermost is the end.
-        node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
+        node = current_node()
         if node is None:
             self._backward = _no_backward
             self._finish()
@@ -529,8 +532,8 @@ class GradientSynchronizer:
         if not self.room:
             return control
         places = torch.zeros(self._world_size, self.room * _PIECES, dtype=torch.float64)
-        if self._cargo is not None:
-            places[self._group.rank()] = self._cargo.view(torch.int16)
+        if self._piggyback is not None:
+            places[self._group.rank()] = self._piggyback.view(torch.int16)
         return torch.cat([control, places.view(-1)])
 
     def _trained(self) -> float:
@@ -556,9 +559,9 @@ class GradientSynchronizer:
             control = self._control().to(self._device())
             doing = "the control numbers of the gradients"
             self._exact.launch(control, doing).wait(doing)
-        if self._cargo is not None:
+        if self._piggyback is not None:
             places = control[self._tail :].view(self._world_size, -1)
-            self.carried, self._cargo = places.to("cpu", torch.int16).view(torch.float64), None
+            self.carried, self._piggyback = places.to("cpu", torch.int16).view(torch.float64), None
         weight, trained, *flags = control[: self._tail].tolist()
         count = len(self._buckets)
         return weight, trained, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]]

@@ -30,17 +30,17 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.agreement import module_settings, require_agreement
-from ddp_callbacks.all_reduce import choose_all_reduce
-from ddp_callbacks.buckets import ParameterSpec, assign_buckets, check_bucket_cap_mb
-from ddp_callbacks.compression import Compress, PowerSGD, check_compress, dtype_of
+from ddp_callbacks._torch import copy_each, outside_inference_mode
+from ddp_callbacks.comm.agreement import module_settings, require_agreement
+from ddp_callbacks.comm.buckets import ParameterSpec, assign_buckets, check_bucket_cap_mb
+from ddp_callbacks.comm.compression import Compress, PowerSGD, check_compress, dtype_of
+from ddp_callbacks.comm.protocol import Work
+from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.errors import ConfigurationError, MismatchError
-from ddp_callbacks.failures import describe_rank
 from ddp_callbacks.process_group import get_world_size, resolve_group
-from ddp_callbacks.rows import RowExchange
-from ddp_callbacks.runs import begin_run
-from ddp_callbacks.segments import outside_inference_mode
-from ddp_callbacks.summation import Pending
+from ddp_callbacks.process_group.failures import describe_rank
+from ddp_callbacks.process_group.runs import begin_run
 
 OUTER_MOMENTUM = "ddp_callbacks_outer_momentum"
 """Key in ``optimizer.state`` of DiLoCo's momentum: a dict of tensors by the parameters' names.
@@ -130,8 +130,8 @@ def check_sync(sync: Any, *, comm_hook: Any = None, compress: Any = None, sync_b
 class ParameterAverager:
     """Close a window every so many optimizer steps, on all ranks at once; see the module's docstring.
 
-    The parameters must be equal on all ranks when it is made (:func:`ddp_callbacks.broadcast.broadcast_parameters`);
-    they are equal, bit for bit, after each :meth:`close_window`. Pieces that no rank has changed in a window, of frozen
+    The parameters must be equal on all ranks when it is made (:func:`ddp_callbacks.broadcast_parameters`);
+    they are equal, bit for bit, after each :meth:`outer_step`. Pieces that no rank has changed in a window, of frozen
     parameters say, are not sent. Buffers are left alone, and so is the optimizer's own state (momentum, moments of
     Adam), which stays each rank's as in the paper.
 
@@ -204,18 +204,18 @@ class ParameterAverager:
 
         Raises:
             ConfigurationError: The weight is negative or not a number.
-            MismatchError, PeerError: As :meth:`close_window`.
+            MismatchError, PeerError: As :meth:`outer_step`.
         """
         if not weight >= 0:
             raise ConfigurationError(f"the weight of a step must be 0 or more, got {weight!r}.")
         self._steps += 1
         self._weight += weight
         if self._steps >= self._sync.every:
-            self.close_window()
+            self.outer_step()
 
     @outside_inference_mode
     @torch.no_grad()
-    def close_window(self) -> None:
+    def outer_step(self) -> None:
         """Make the parameters one again, also before the window is full; every rank must call it.
 
         Call it before an evaluation, a checkpoint and the end of training. Where no step was taken since the last
@@ -292,7 +292,7 @@ class _Piece:
 
     def take_anchor(self) -> None:
         """Remember the parameters as they are."""
-        torch._foreach_copy_(self._anchors, self._reals())
+        copy_each(self._anchors, self._reals())
 
     def has_changed(self) -> bool:
         """Whether a parameter is no more what it was when the window opened."""
@@ -316,7 +316,7 @@ class _Piece:
             anchor.grad = gradient if gradient.any() else None
         self._outer.step()
         self._outer.zero_grad()
-        torch._foreach_copy_(self._reals(), self._anchors)
+        copy_each(self._reals(), self._anchors)
 
     def momentum(self) -> dict[str, torch.Tensor]:
         """That of the outer optimizer, by the parameters' names; without those that have none."""
@@ -357,7 +357,7 @@ class _World:
 
     def __init__(self, group: dist.ProcessGroup, pieces: Sequence[_Piece], dtype: torch.dtype | None) -> None:
         self._group = group
-        self._rows = RowExchange(group)
+        self._rows = ScalarExchange(group)
         self._all_reduce = choose_all_reduce(group, [piece.anchor.device for piece in pieces], dtype)
         self._numel: dict[tuple[torch.dtype, torch.device], int] = {}  # of the largest piece of each kind
         for piece in pieces:
@@ -375,7 +375,7 @@ class _World:
 
     def outer_gradients(self, pieces: list[_Piece], share: float) -> Iterator[tuple[_Piece, torch.Tensor]]:
         """Each piece with the sum over the ranks, good until the next is asked for; one more is under way."""
-        under_way: deque[tuple[_Piece, torch.Tensor, Pending]] = deque()
+        under_way: deque[tuple[_Piece, torch.Tensor, Work]] = deque()
         for index, piece in enumerate(pieces):
             memory = piece.write_outer_gradient(self._memory(index % 2, piece.anchor), share)
             under_way.append((piece, memory, self._all_reduce.launch(memory, _DOING)))
@@ -384,7 +384,7 @@ class _World:
         while under_way:
             yield self._await(*under_way.popleft())
 
-    def _await(self, piece: _Piece, memory: torch.Tensor, pending: Pending) -> tuple[_Piece, torch.Tensor]:
+    def _await(self, piece: _Piece, memory: torch.Tensor, pending: Work) -> tuple[_Piece, torch.Tensor]:
         pending.wait(_DOING)
         return piece, memory
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ddp_callbacks.notices import say
+from ddp_callbacks.errors import say
 
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved (RFC 5737, RFC 3849), so the way there is the default route
 _NOT_YET = (socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_NODATA)

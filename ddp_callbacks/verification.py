@@ -8,6 +8,7 @@ every rank computes the batch twice, its part of it and the whole, and the two a
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -15,14 +16,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
-from ddp_callbacks.batch_norm import SynchronizedLayer, silence
-from ddp_callbacks.collectives import all_reduce, broadcast_tensors, message_device
-from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks._torch import BatchNorm, Dropout
+from ddp_callbacks.comm.collectives import all_reduce, broadcast_tensors, message_device
+from ddp_callbacks.data.random_state import SharedRandomState, get_global_state, set_global_state
+from ddp_callbacks.errors import ConfigurationError, MismatchError, NonFiniteLossWarning
 from ddp_callbacks.process_group import get_world_size
-from ddp_callbacks.random_state import SharedRandomState, get_global_state, set_global_state
+from ddp_callbacks.process_group.presence import describe, presence, store
+from ddp_callbacks.weighing import silence
 
 Verify = Literal["first_batch"]
 Loss = Callable[[Any], torch.Tensor]
@@ -210,7 +211,7 @@ def _undone(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _without_dropout(module: nn.Module) -> Iterator[None]:
     """Layers that draw at random let everything through inside."""
-    kinds = {_DropoutNd: ("training", False), nn.RNNBase: ("dropout", 0.0), nn.MultiheadAttention: ("dropout", 0.0)}
+    kinds = {Dropout: ("training", False), nn.RNNBase: ("dropout", 0.0), nn.MultiheadAttention: ("dropout", 0.0)}
     before = []
     for layer in module.modules():
         for kind, (name, value) in kinds.items():
@@ -225,7 +226,7 @@ def _without_dropout(module: nn.Module) -> Iterator[None]:
 
 
 def _normalizes_by_part(layer: nn.Module) -> bool:
-    return isinstance(layer, _BatchNorm) and layer.training and not isinstance(layer, SynchronizedLayer)
+    return isinstance(layer, BatchNorm) and layer.training and not getattr(layer, "is_synchronized", False)
 
 
 def _largest(tensor: torch.Tensor) -> float:
@@ -238,3 +239,39 @@ def _epsilon(gradient: torch.Tensor) -> float:
     kind = gradient.device.type
     dtypes = [gradient.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
     return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+class LossWatch:
+    """Warns once in a run, on the first rank whose loss is NaN or infinite; in a world of more than one.
+
+    On a CPU alone: to look at a number on a GPU, the host would have to wait for it in each step.
+    """
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    def look(self, loss: torch.Tensor, weight: float, where: str) -> None:
+        """Look at the loss of a step. Asks the store if it is no number, once; local else.
+
+        Args:
+            loss: Of this rank; one number.
+            weight: What it counts; nothing is said of one that does not.
+            where: Which step it is, for the message.
+
+        Raises:
+            NonFiniteLossWarning: If the program has made it an error.
+        """
+        if self._is_over or not weight or loss.device.type != "cpu" or loss.numel() != 1:
+            return
+        value = complex(loss.detach().item())
+        if math.isfinite(value.real) and math.isfinite(value.imag):
+            return
+        self._is_over = True
+        if store().add(f"{presence().run}/no number", 1) == 1:
+            warnings.warn(
+                f"{describe(dist.get_rank())}: the loss of {where} is {loss.item()}, the first that is no number. Its "
+                "gradients make those of all ranks so. Look at this rank's part of that batch. (To end the run there: "
+                'warnings.simplefilter("error", ddp_callbacks.errors.NonFiniteLossWarning).)',
+                NonFiniteLossWarning,
+                stacklevel=2,
+            )

@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ddp_callbacks.batch_norm import silence
 from ddp_callbacks.errors import ConfigurationError
 
 _ROUNDING = 1e-5  # relative, of a sum of weights that has travelled in float32
+# Nodes in which ranks exchange gradients: synchronized BatchNorm, and a reentrant checkpoint, which hides its layers.
+_MIXING = ("_NormalizeBackward", "CheckpointFunctionBackward")
 
 Undo = Callable[[], None]
 Hook = Callable[[torch.Tensor], Any]
@@ -272,3 +273,34 @@ def _target_of(batch: Any) -> Any:
         f"a batch must be a tuple whose second entry is the targets, or a mapping with one of {', '.join(TARGETS)}, "
         f"got {has}. Give CrossEntropyWeight(criterion, target=function of the batch)."
     )
+
+
+def silence(loss: torch.Tensor) -> list[torch.utils.hooks.RemovableHandle]:
+    """Let the backward of ``loss`` send zeros to synchronized layers, though it may be no number.
+
+    The layers' own exchange goes on, and with it what other ranks' losses send through this rank's samples. Local.
+
+    Returns:
+        Handles that undo it. None where the graph of ``loss`` has no such layer; then nothing is changed.
+    """
+    nodes = _reachable([] if loss.grad_fn is None else [loss.grad_fn])
+    layers = {node for node in nodes if node.name() in _MIXING}
+    behind = set(_reachable([after for node in layers for after, _ in node.next_functions if after is not None]))
+    spared = behind | layers
+    before = [node for node in nodes if node not in spared] if layers else []
+    return [node.register_hook(_zeros) for node in before]
+
+
+def _reachable(nodes: list[Any]) -> list[Any]:
+    """These nodes of a graph, and all that backward comes to from them."""
+    found, waiting = dict.fromkeys(nodes), list(nodes)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in found:
+                found[node] = None
+                waiting.append(node)
+    return list(found)
+
+
+def _zeros(gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)

@@ -24,12 +24,19 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_callbacks import GradientSynchronizer, WorkerEnv, join_process_group, spawn
-from ddp_callbacks.agreement import require_agreement
-from ddp_callbacks.broadcast import broadcast_parameters
-from ddp_callbacks.collectives import all_gather_json, all_reduce
-from ddp_callbacks.files import write_atomically
-from ddp_callbacks.sharding import shard_loader, slice_bounds, with_shares
+from ddp_callbacks import (
+    GradientSynchronizer,
+    WorkerEnv,
+    broadcast_parameters,
+    join_process_group,
+    require_agreement,
+    shard_loader,
+    slice_bounds,
+    spawn,
+    with_shares,
+    write_atomically,
+)
+from ddp_callbacks.comm import all_gather_json, all_reduce
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

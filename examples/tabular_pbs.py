@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp_callbacks.lightning  # noqa: F401  registers the strategy
-from ddp_callbacks.collectives import all_gather_json
+from ddp_callbacks.comm import all_gather_json
 
 PRESENT, MISSING = 20, 10  # the measurements that every row has, and those that some rows lack
 

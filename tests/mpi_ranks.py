@@ -440,7 +440,7 @@ def misfortune(how: str, whose: int, waits_in: str) -> None:
         join_process_group(backend="mpi4py", timeout=timedelta(seconds=2) if how == "is stuck" else PATIENCE)
     dist.barrier()
     if how == "is killed":
-        from ddp_callbacks.mpi.ending import _unlink_segments
+        from ddp_callbacks.comm.mpi.ending import _unlink_segments
 
         _unlink_segments()  # nobody else would
     dist.barrier()

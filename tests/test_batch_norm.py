@@ -26,10 +26,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_callbacks import GradientSynchronizer
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
-from ddp_callbacks.broadcast import merge_buffers
+from ddp_callbacks.comm.shared_memory import SWITCH
 from ddp_callbacks.errors import ConfigurationError, MismatchError, PeerError
-from ddp_callbacks.failures import announce_join, report_failure
-from ddp_callbacks.shared_memory import SWITCH
+from ddp_callbacks.process_group.failures import announce_join, report_failure
+from ddp_callbacks.replicas import merge_buffers
 
 pytestmark = pytest.mark.shares_results()
 

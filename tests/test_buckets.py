@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_callbacks.buckets import FIRST_BUCKET_MB, MB, Forecast, ParameterSpec, assign_buckets
+from ddp_callbacks.comm.buckets import FIRST_BUCKET_MB, MB, Forecast, ParameterSpec, assign_buckets
 
 CPU = torch.device("cpu")
 KB = MB // 1024

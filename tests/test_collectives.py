@@ -21,23 +21,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ddp_callbacks.agreement import module_settings, optimizer_settings, require_agreement
-from ddp_callbacks.broadcast import MESSAGE_NBYTES, broadcast_optimizer_state, broadcast_parameters, merge_buffers
-from ddp_callbacks.collectives import (
+from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
+from ddp_callbacks.comm.codec import decode, encode, pack, unpack
+from ddp_callbacks.comm.collectives import (
     all_gather_json,
     all_gather_tensors,
     all_reduce,
     any_rank,
     broadcast,
     broadcast_tensors,
-    decode,
-    encode,
-    pack,
-    unpack,
+)
+from ddp_callbacks.data.random_state import (
+    SharedRandomState,
+    broadcast_rng_state,
+    get_global_state,
+    seed_by_rank,
+    set_global_state,
 )
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.process_group import join_process_group
-from ddp_callbacks.random_state import SharedRandomState, get_global_state, make_distinct, make_equal, set_global_state
+from ddp_callbacks.replicas import MESSAGE_NBYTES, broadcast_optimizer_state, broadcast_parameters, merge_buffers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
@@ -179,8 +182,8 @@ def test_in_a_world_of_one_every_collective_is_the_identity() -> None:
     broadcast_parameters(model)
     merge_buffers(model, 3)
     broadcast_optimizer_state(optimizer)
-    make_distinct()
-    make_equal()
+    seed_by_rank()
+    broadcast_rng_state()
     shared = SharedRandomState([SimpleNamespace(generator=torch.Generator())])
     assert str(([*model.state_dict().values()], get_global_state(False))) == str(before)
     torch.manual_seed(5)
@@ -332,7 +335,7 @@ def parameters_of_rank_0(rank: int) -> Any:
     received = []
     with pytest.MonkeyPatch.context() as patch:
         for nbytes in (MESSAGE_NBYTES, 40, 1):
-            patch.setattr("ddp_callbacks.broadcast.MESSAGE_NBYTES", nbytes)
+            patch.setattr("ddp_callbacks.replicas.MESSAGE_NBYTES", nbytes)
             model = Everything(seed=rank)
             before = [(id(tensor), tensor.stride(), tensor.data_ptr()) for tensor in model.parameters()]
             broadcast_parameters(model)
@@ -687,7 +690,7 @@ def distinct(rank: int) -> Any:
     found = []
     for _ in range(2):
         seed_all(500)
-        make_distinct()
+        seed_by_rank()
         found.append(draw())
     return found
 
@@ -704,7 +707,7 @@ def test_distinct_states_differ_repeat_themselves_and_leave_rank_0s_alone() -> N
 def equal(rank: int) -> Any:
     seed_all(600 + rank)
     draw()
-    make_equal()
+    broadcast_rng_state()
     return draw()
 
 

@@ -31,7 +31,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddp_callbacks.comm_hooks import GradBucket
+from ddp_callbacks.comm.hooks import GradBucket
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
 

@@ -18,7 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from two_hosts import live_on_hosts
 
-from ddp_callbacks import GradientSynchronizer, PowerSGD, ddp_hook, two_level_hook
+from ddp_callbacks import GradientSynchronizer, PowerSGD, hierarchical_allreduce_hook
+from ddp_callbacks.comm import ddp_hook
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group import resolve_group
 
@@ -137,7 +138,7 @@ def under_ddp(layout: tuple[int, ...] | None) -> list[float]:
     if layout is not None and len(layout) > 1:
         live_on_hosts(layout, resolve_group())
     plain, hooked = (DistributedDataParallel(model(), bucket_cap_mb=0.002) for _ in range(2))
-    hooked.register_comm_hook(None, two_level_hook)
+    hooked.register_comm_hook(None, hierarchical_allreduce_hook)
     errors = []
     for step in range(4):
         for net in (plain, hooked):
@@ -184,7 +185,7 @@ def test_gradients_on_a_gpu_go_by_torchs_own_hook(monkeypatch: pytest.MonkeyPatc
     bucket: Any = SimpleNamespace(buffer=lambda: on_a_gpu)
     group: Any = SimpleNamespace(size=lambda: 2)
     monkeypatch.setattr(ddp_hook, "allreduce_hook", lambda *arguments: arguments)
-    assert two_level_hook(group, bucket) == (group, bucket)
+    assert hierarchical_allreduce_hook(group, bucket) == (group, bucket)
 
 
 def power_sgd_where_it_cannot_work() -> list[str]:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_callbacks.cost import (
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.launcher.bench.cost import (
     BF16,
     EXACT,
     Calibration,
@@ -33,7 +34,6 @@ from ddp_callbacks.cost import (
     wire_time,
     wire_traffic,
 )
-from ddp_callbacks.errors import ConfigurationError
 
 MB = 1 << 20
 SYNCS = (EXACT, BF16, diloco(50))

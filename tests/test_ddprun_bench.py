@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 from distributed import run_distributed
 
-from ddp_callbacks import calibration
-from ddp_callbacks.calibration import load_training
-from ddp_callbacks.cost import (
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.launcher import bench
+from ddp_callbacks.launcher.bench import calibration
+from ddp_callbacks.launcher.bench.calibration import load_training
+from ddp_callbacks.launcher.bench.command import Bench, sentences, with_network
+from ddp_callbacks.launcher.bench.cost import (
     BF16,
     EXACT,
     MARK,
@@ -29,9 +32,6 @@ from ddp_callbacks.cost import (
     diloco,
     step_time,
 )
-from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher import bench
-from ddp_callbacks.launcher.bench import Bench, sentences, with_network
 from ddp_callbacks.launcher.hosts import Host
 from ddp_callbacks.launcher.options import BenchOptions, parse_bench_options
 from ddp_callbacks.launcher.output import Terminal
@@ -65,7 +65,13 @@ def test_flags_become_a_job(tmp_path: Path) -> None:
     path.write_text(MODEL)
     found = options("-H", "a:4,b:4", "--model", f"{path}:make", "--latency", "20", "--bandwidth", "25", "-x", "A=1")
     assert found.run.nodes.hosts == [Host("a", 4), Host("b", 4)]
-    assert found.run.command == ("ddp_callbacks.calibration", "--seconds", "40.0", "--model", f"{path}:make")
+    assert found.run.command == (
+        "ddp_callbacks.launcher.bench.calibration",
+        "--seconds",
+        "40.0",
+        "--model",
+        f"{path}:make",
+    )
     assert found.run.torchrun["module"] and found.run.environ == {"A": "1"}
     assert found.script == str(path)
     assert (found.latency, found.bandwidth) == (pytest.approx(20e-6), pytest.approx(25e9 / 8))

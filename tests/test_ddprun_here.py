@@ -75,8 +75,8 @@ MISFORTUNES = """
 import atexit, os, sys, time
 import torch
 from ddp_callbacks import join_process_group
-from ddp_callbacks.agreement import require_agreement
-from ddp_callbacks.failures import report_failure
+from ddp_callbacks.comm.agreement import require_agreement
+from ddp_callbacks.process_group.failures import report_failure
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self):

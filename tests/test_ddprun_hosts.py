@@ -808,7 +808,7 @@ def test_a_network_that_is_away_for_ten_seconds_ends_nothing(bed_of_two: HostBed
 EXCHANGE = """
 import time
 from ddp_callbacks import join_process_group, leave_process_group
-from ddp_callbacks.collectives import all_gather_json
+from ddp_callbacks.comm.collectives import all_gather_json
 join_process_group()
 print("up", flush=True)
 last, longest, end = time.monotonic(), 0.0, time.monotonic() + 20

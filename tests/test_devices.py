@@ -14,10 +14,10 @@ from lightning.pytorch import LightningModule, Trainer
 from nursery import HOSTNAME, Nursery, note
 
 from ddp_callbacks import broadcast, join_process_group, leave_process_group
-from ddp_callbacks.broadcast import broadcast_parameters
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.failures import announce_join
 from ddp_callbacks.lightning import CallbackStrategy
+from ddp_callbacks.process_group.failures import announce_join
+from ddp_callbacks.replicas import broadcast_parameters
 
 # How many GPUs each process sees, the device that it asks for, and which GPUs the three processes then select.
 SELECTIONS: list[tuple[int, str | None, list[list[int]]]] = [

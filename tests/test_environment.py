@@ -14,7 +14,7 @@ import pytest
 from ddp_callbacks import WorkerEnv, join_process_group
 from ddp_callbacks.environment import DEFAULT_PORT, worker_env
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.jobs import hosts_of_job
+from ddp_callbacks.schedulers import hosts_of_job
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29511"}
 
@@ -223,7 +223,7 @@ STARTERS = {
 }
 RANKS_PROGRAM = """
 from ddp_callbacks import join_process_group
-from ddp_callbacks.collectives import all_gather_json
+from ddp_callbacks.comm.collectives import all_gather_json
 env = join_process_group()
 ranks = all_gather_json([env.rank, env.local_rank], "the ranks")
 if env.rank == 0:

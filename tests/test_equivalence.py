@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from torchbearer import Trial
 from two_hosts import live_on_hosts
 
+from ddp_callbacks.comm.shared_memory import SWITCH
 from ddp_callbacks.process_group import resolve_group
-from ddp_callbacks.shared_memory import SWITCH
 from ddp_callbacks.torchbearer import DDPCallback
 
 pytestmark = pytest.mark.shares_results()

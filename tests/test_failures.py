@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchbearer import Trial
 
-from ddp_callbacks import failures, join_process_group
+from ddp_callbacks import join_process_group
+from ddp_callbacks.process_group import failures
 from ddp_callbacks.torchbearer import DDPCallback
 
 STEP = 3  # of the first epoch: in the middle of training

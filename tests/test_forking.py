@@ -15,8 +15,8 @@ import pytest
 from nursery import Nursery, note
 
 from ddp_callbacks import join_process_group, leave_process_group
-from ddp_callbacks.collectives import all_gather_json
-from ddp_callbacks.forking import make_forks_wait
+from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.process_group.forking import make_forks_wait
 
 HAS_BUG = sys.version_info < (3, 12)
 PR_SET_NAME = 15

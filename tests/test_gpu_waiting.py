@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from nursery import HOSTNAME, Nursery, note, noting_errors
 
-from ddp_callbacks import join_process_group, runs
-from ddp_callbacks.collectives import broadcast
-from ddp_callbacks.failures import of_device, wait
+from ddp_callbacks import join_process_group
+from ddp_callbacks.comm.collectives import broadcast
+from ddp_callbacks.process_group import runs
+from ddp_callbacks.process_group.failures import of_device, wait
 
 CUDA = torch.device("cuda", 0)
 

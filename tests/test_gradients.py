@@ -32,11 +32,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from two_hosts import live_on_hosts
 
-from ddp_callbacks.all_reduce import choose_all_reduce
+from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
+from ddp_callbacks.comm.shared_memory import SWITCH
+from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.shared_memory import SWITCH
-from ddp_callbacks.summation import GroupAllReduce
 
 pytestmark = pytest.mark.shares_results()
 
@@ -78,7 +78,7 @@ def case(function: Case) -> Case:
 def group_without_shared_memory() -> dist.ProcessGroup:
     group = dist.new_group()
     os.environ[SWITCH] = "0"
-    assert isinstance(choose_all_reduce(group, [torch.device("cpu")]), GroupAllReduce)
+    assert isinstance(choose_all_reduce(group, [torch.device("cpu")]), ProcessGroupAllReduce)
     del os.environ[SWITCH]
     return group
 
@@ -1356,7 +1356,7 @@ def memory_of_an_earlier_run() -> list[bool]:
         model.zero_grad()
         mean_loss(model(batch(0, 0))).backward()
         gone += [reference() is None for reference in before]
-        gone += [bucket.pool.keeps_nothing() for bucket in sync._buckets]
+        gone += [bucket.pool.has_no_aliases() for bucket in sync._buckets]
         sync.close()
     return gone
 

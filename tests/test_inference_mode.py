@@ -11,9 +11,9 @@ import torch.distributed as dist
 from distributed import run_distributed
 from torch import nn
 
-from ddp_callbacks.all_reduce import choose_all_reduce
+from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.local_sgd import DiLoCo, ParameterAverager
-from ddp_callbacks.rows import RowExchange
 
 CPU = torch.device("cpu")
 LONGER = 200  # numbers, more than a row has room for at first
@@ -25,7 +25,7 @@ def evaluate_first(way: str) -> dict[str, Any]:
         os.environ["DDP_CALLBACKS_SHARED_MEMORY"] = "0"
     rank, found = dist.get_rank(), {}
     with torch.inference_mode():
-        rows = RowExchange()
+        rows = ScalarExchange()
         found["rows"] = [rows.exchange([rank + 1.0], "the loss")]
     found["rows"].append(rows.exchange([rank + 2.0], "the loss"))
     with torch.inference_mode():
@@ -68,7 +68,7 @@ def train_by_windows(inference: bool) -> list[float]:
         averager.step()
         if step in (1, 6):
             with torch.inference_mode(inference):
-                averager.close_window()
+                averager.outer_step()
     return [float(value) for parameter in model.parameters() for value in parameter.detach().reshape(-1)]
 
 

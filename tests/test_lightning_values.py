@@ -27,9 +27,9 @@ from nursery import Nursery, note
 from test_equivalence import assert_equal
 
 import ddp_callbacks.lightning  # noqa: F401
+from ddp_callbacks.comm.shared_memory import SWITCH
 from ddp_callbacks.lightning import decisions
 from ddp_callbacks.lightning.history import History, Record, join
-from ddp_callbacks.shared_memory import SWITCH
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
 

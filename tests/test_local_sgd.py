@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from ddp_callbacks import DiLoCo, LocalSGD, ParameterAverager, PowerSGD
-from ddp_callbacks.broadcast import broadcast_optimizer_state
+from ddp_callbacks.comm.shared_memory import SWITCH
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.local_sgd import OUTER_MOMENTUM, check_sync, set_gradients_aside
-from ddp_callbacks.shared_memory import SWITCH
+from ddp_callbacks.replicas import broadcast_optimizer_state
 
 pytestmark = pytest.mark.shares_results()
 
@@ -106,9 +106,9 @@ def train(
     for step in range(steps):
         averager.step(train_step(model, optimizer, share_of(step, dist.get_rank(), dist.get_world_size())))
         if step in close_after:
-            averager.close_window()
+            averager.outer_step()
         path.append(vector(model))
-    averager.close_window()
+    averager.outer_step()
     return [*path, vector(model)]
 
 
@@ -442,7 +442,7 @@ def test_in_a_world_of_one_local_sgd_changes_nothing() -> None:
     for step in range(5):
         averager.step(train_step(model, optimizer, share_of(step, 0, 1)))
         train_step(plain, other, share_of(step, 0, 1))
-    averager.close_window()
+    averager.outer_step()
     assert torch.equal(vector(model), vector(plain))
 
 
@@ -452,7 +452,7 @@ def test_in_a_world_of_one_diloco_is_the_algorithm_with_one_worker() -> None:
     averager = ParameterAverager(model, DiLoCo(3), optimizer)
     for step in range(7):
         averager.step(train_step(model, optimizer, share_of(step, 0, 1)))
-    averager.close_window()
+    averager.outer_step()
     expected = simulate({2, 5, 6}, 7, adamw, 0.7, 0.9, size=1)
     assert_equal(vector(model), expected[-1], 1e-10)
 
@@ -462,7 +462,7 @@ def test_parameters_that_something_else_exchanges_are_the_next_anchor() -> None:
     averager = ParameterAverager(model, DiLoCo(1, outer_lr=0.5, outer_momentum=0.0))
     with torch.no_grad():
         model[0].fill_(10.0)
-        averager.close_window()
+        averager.outer_step()
         model[0] += 2.0
         averager.step()
     assert model[0].item() == 11.0
@@ -526,7 +526,7 @@ def disagreements() -> Any:
     for _ in range(2 + rank):
         averager.step()
     try:
-        averager.close_window()
+        averager.outer_step()
     except MismatchError as error:
         messages.append(str(error))
     return messages

@@ -23,10 +23,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from ddp_callbacks import DiLoCo, LocalSGD
-from ddp_callbacks.collectives import Reduction
+from ddp_callbacks.comm.process_group import ProcessGroupWork
+from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import CallbackStrategy
-from ddp_callbacks.shared_memory import SharedMemory
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
 
@@ -163,8 +163,8 @@ class Watch(Callback):
         self.count = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        for kind in (SharedMemory, Reduction):
-            self._count(kind, "launch" if kind is SharedMemory else "__init__")
+        for kind in (SharedMemoryAllReduce, ProcessGroupWork):
+            self._count(kind, "launch" if kind is SharedMemoryAllReduce else "__init__")
 
     def _count(self, kind: Any, name: str) -> None:
         before = getattr(kind, name)

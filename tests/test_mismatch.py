@@ -17,12 +17,13 @@ import torch.distributed as dist
 from nursery import Nursery, note, noting_errors
 
 from ddp_callbacks import join_process_group
-from ddp_callbacks.all_reduce import choose_all_reduce
-from ddp_callbacks.collectives import all_gather_json, all_reduce, any_rank, broadcast, broadcast_tensors
-from ddp_callbacks.failures import enter, wait
-from ddp_callbacks.rows import RowExchange
-from ddp_callbacks.runs import begin_run
-from ddp_callbacks.summation import GroupAllReduce, allocate
+from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, any_rank, broadcast, broadcast_tensors
+from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
+from ddp_callbacks.comm.protocol import allocate
+from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.comm.topology import choose_all_reduce
+from ddp_callbacks.process_group.failures import enter, wait
+from ddp_callbacks.process_group.runs import begin_run
 
 WORLD_SIZE = 3  # the odd one is rank 1
 Call = Callable[[], Any]
@@ -37,16 +38,16 @@ def sum_in_shared_memory(numel: int, doing: str) -> Any:
 
 
 def sum_by_gloo(numel: int, doing: str) -> Any:
-    return GroupAllReduce(dist.group.WORLD, allocate).launch(torch.ones(numel), doing).wait(doing)
+    return ProcessGroupAllReduce(dist.group.WORLD, allocate).launch(torch.ones(numel), doing).wait(doing)
 
 
 def exchange(doing: str) -> Any:
-    return RowExchange().exchange([1.0], doing)
+    return ScalarExchange().exchange([1.0], doing)
 
 
 def scenarios() -> dict[str, tuple[Call, Call]]:
     """What the ranks do, and what the odd one does; each of them says "the left" and "the right" of it."""
-    rows = RowExchange()
+    rows = ScalarExchange()
     return {
         "one message, two meanings": (lambda: any_rank(True, "the left"), lambda: any_rank(True, "the right")),
         "a decision and a message": (lambda: any_rank(True, "the left"), lambda: all_gather_json(1, "the right")),

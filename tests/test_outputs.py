@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 
+from ddp_callbacks.data.outputs import gather_outputs, join_outputs
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.outputs import gather_outputs, join_outputs
 
 pytestmark = pytest.mark.shares_results()
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 from ddp_callbacks import GradientSynchronizer
+from ddp_callbacks.data.sharding import Share, shard_loader, with_shares
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.sharding import Share, shard_loader, with_shares
 
 WORLD_SIZE = 3
 BATCH_SIZE = 8

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from machine import Slowness
 from nursery import DEADLINE, HOST, HOSTNAME, Nursery, Rank, free_port, note, noting_errors, wait_all
 
-from ddp_callbacks import WorkerEnv, join_process_group, leave_process_group, network, presence, rendezvous
+from ddp_callbacks import WorkerEnv, join_process_group, leave_process_group, network
 from ddp_callbacks.errors import ConfigurationError, RendezvousError
+from ddp_callbacks.process_group import presence, rendezvous
 
 JOINS = 30
 TURNS = 4

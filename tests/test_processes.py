@@ -18,9 +18,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from nursery import free_port
 
-from ddp_callbacks import processes, spawn
-from ddp_callbacks.collectives import any_rank
+from ddp_callbacks import spawn
+from ddp_callbacks.comm.collectives import any_rank
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group import spawn as spawn_module
 
 LIMIT = 600.0  # seconds
 
@@ -101,7 +102,7 @@ def fail_on_rank_1(how: str) -> None:
 
 
 def test_nobody_takes_the_port_before_rank_0_listens_there() -> None:
-    with processes._address("env://", 1) as where:
+    with spawn_module._address("env://", 1) as where:
         port = int(where.rpartition(":")[2])
         with socket.socket() as stranger, pytest.raises(OSError, match="Address already in use"):
             stranger.bind(("127.0.0.1", port))

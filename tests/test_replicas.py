@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 from torchbearer import Callback
 
 from ddp_callbacks import replicas
-from ddp_callbacks.checksums import checksum_of, checksum_of_memory, memory_of
+from ddp_callbacks.comm.checksums import checksum_of, checksum_of_memory, memory_of
+from ddp_callbacks.data.sharding import shard_loader, with_shares
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.replicas import require_equal_replicas
-from ddp_callbacks.sharding import shard_loader, with_shares
 from ddp_callbacks.torchbearer import DDPCallback
 
 pytestmark = pytest.mark.usefixtures("seed_variables")

@@ -11,15 +11,15 @@ import pytorch_lightning
 import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector import result
 
-from ddp_callbacks import join_process_group, process_group
+from ddp_callbacks import _torch, join_process_group
 from ddp_callbacks.lightning import package
-from ddp_callbacks.requirements import how_to_install, how_to_install_this, require_names
+from ddp_callbacks.versions import how_to_install, how_to_install_this, require_names
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_the_private_names_of_torch_and_lightning_are_there() -> None:
-    require_names("torch", process_group.PRIVATE)
+    require_names("torch", _torch.PRIVATE)
     require_names("torchmetrics", package.OF_TORCHMETRICS)
     for home in (lightning.pytorch, pytorch_lightning):
         require_names("lightning", [f"{home.__name__}.{name}" for name in package.PRIVATE])
@@ -35,7 +35,7 @@ def test_a_lightning_that_lacks_one_is_named_with_the_versions_that_do(monkeypat
 
 
 def test_a_torch_that_lacks_one_is_named_before_the_processes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "PRIVATE", ("torch.distributed:ProcessGroup._gone",))
+    monkeypatch.setattr(_torch, "PRIVATE", ("torch.distributed:ProcessGroup._gone",))
     with pytest.raises(
         ImportError, match=r"torch 2\S+ has no torch\.distributed\.ProcessGroup\._gone, which ddp_callb"
     ):

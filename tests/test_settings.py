@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from torchbearer import Trial
 
 from ddp_callbacks import GradientSynchronizer
+from ddp_callbacks.data.sharding import shard_loader
 from ddp_callbacks.errors import ConfigurationError, DDPCallbacksError, MismatchError
-from ddp_callbacks.sharding import shard_loader
 from ddp_callbacks.torchbearer import AllReduceGradients, DDPCallback, ShardData
 
 pytestmark = pytest.mark.shares_results()

@@ -19,18 +19,19 @@ from distributed import run_distributed
 from nursery import Nursery, note, noting_errors
 from torch import Tensor
 
-from ddp_callbacks import GradientSynchronizer, join_process_group, segments, shared_memory
-from ddp_callbacks.all_reduce import choose_all_reduce
+from ddp_callbacks import GradientSynchronizer, environment, join_process_group
+from ddp_callbacks.comm import memfd, shared_memory
+from ddp_callbacks.comm.shared_memory import SWITCH, SharedMemoryAllReduce
+from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
-from ddp_callbacks.shared_memory import SWITCH, SharedMemory
 
 SIZES = [0, 1, 63, 64, 65, 129, 1000, 100_003]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int64]
 
 
-def opened(group: dist.ProcessGroup | None = None) -> SharedMemory:
+def opened(group: dist.ProcessGroup | None = None) -> SharedMemoryAllReduce:
     memory = choose_all_reduce(resolve_group(group), [torch.device("cpu")])
-    assert isinstance(memory, SharedMemory)
+    assert isinstance(memory, SharedMemoryAllReduce)
     return memory
 
 
@@ -224,17 +225,17 @@ def fail_to_open() -> tuple[int, str]:
     choose_all_reduce(dist.new_group([0, 1]), [torch.device("cpu")])  # what is opened once for all is there now
     before = descriptors()
 
-    def raises(self: SharedMemory, *_: object) -> None:
+    def raises(self: SharedMemoryAllReduce, *_: object) -> None:
         raise OSError(38, "sem_init between processes")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedMemory, "__init__", raises)
+        patch.setattr(SharedMemoryAllReduce, "__init__", raises)
         chosen = choose_all_reduce(group, [torch.device("cpu")])
     return descriptors() - before, type(chosen).__name__
 
 
 def test_memory_that_cannot_be_used_after_all_leaves_no_descriptor() -> None:
-    assert run_distributed(fail_to_open, 2) == [(0, "GroupAllReduce")] * 2
+    assert run_distributed(fail_to_open, 2) == [(0, "ProcessGroupAllReduce")] * 2
 
 
 def sum_what_differs() -> str:
@@ -296,12 +297,12 @@ def switch_off(rank: int) -> None:
 
 
 def live_on_two_hosts(rank: int) -> None:
-    segments.host_identity = lambda: f"host of rank {rank}"
+    environment.host_identity = lambda: f"host of rank {rank}"
 
 
 def open_nothing(rank: int) -> None:
     if rank == 1:
-        segments.path_of = lambda pid, fd: f"/proc/{pid}/fd/nothing"
+        memfd.path_of = lambda pid, fd: f"/proc/{pid}/fd/nothing"
 
 
 def have_no_memfd(rank: int) -> None:
@@ -395,7 +396,7 @@ def end_before_others_have_opened_its_memory(how: str) -> None:
         if how == "raises":
             raise ValueError("boom")
         os.kill(os.getpid(), signal.SIGKILL)
-    while memory._filled.dead() != {1}:
+    while memory._posted.dead() != {1}:
         time.sleep(0.01)  # bounded by the deadline of the ranks
     with noting_errors():
         memory.launch(torch.ones(10)).wait("the first sum")

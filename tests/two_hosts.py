@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from ddp_callbacks import segments
-from ddp_callbacks.all_reduce import Levels, levels_of
+from ddp_callbacks import environment
+from ddp_callbacks.comm.topology import Topology, topology_of
 
 
-def live_on_hosts(layout: Sequence[int], group: dist.ProcessGroup) -> Levels:
+def live_on_hosts(layout: Sequence[int], group: dist.ProcessGroup) -> Topology:
     """Let the ranks of ``group`` live on hosts with so many ranks each. A collective."""
     names = [host for host, count in enumerate(layout) for _ in range(count)]
-    before = segments.host_identity
-    segments.host_identity = lambda: f"host {names[group.rank()]}"
+    before = environment.host_identity
+    environment.host_identity = lambda: f"host {names[group.rank()]}"
     try:
-        return levels_of(group)
+        return topology_of(group)
     finally:
-        segments.host_identity = before
+        environment.host_identity = before

@@ -25,7 +25,7 @@ from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, m
 from ddp_callbacks.launcher.screen import Screen
 from ddp_callbacks.launcher.watch import Watch
 from ddp_callbacks.launcher.ways import command_to
-from ddp_callbacks.launchers import unknown_launcher
+from ddp_callbacks.schedulers import unknown_launcher
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def _doctor(argv: list[str]) -> int:
 
 def _bench(argv: list[str]) -> int:
     options = parse_bench_options(argv, os.environ)
-    from ddp_callbacks.launcher.bench import Bench  # needs torch
+    from ddp_callbacks.launcher.bench.command import Bench  # needs torch
 
     _refuse_to_multiply()
     plan = replace(make_plan(options.run, _here()), script=options.script)

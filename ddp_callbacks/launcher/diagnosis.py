@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ddp_callbacks.requirements import how_to_install_this
+from ddp_callbacks.versions import how_to_install_this
 
 Level = Literal["green", "amber", "red"]
 GIB = 1 << 30

@@ -14,7 +14,7 @@ from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, ad
 from ddp_callbacks.launcher.node import GRACE
 from ddp_callbacks.launcher.plan import Plan
 from ddp_callbacks.launcher.remote import as_hex
-from ddp_callbacks.requirements import how_to_install_this
+from ddp_callbacks.versions import how_to_install_this
 
 AGENT = ("-P", "-m", "ddp_callbacks.launcher.agent")  # what the interpreter of a node runs
 _IS_INSTALLED = "import importlib.util, sys; sys.exit(importlib.util.find_spec('ddp_callbacks') is None)"

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.jobs import hosts_of_job
 from ddp_callbacks.launcher.hosts import Host, parse_hosts, read_hostfile
 from ddp_callbacks.launcher.torchrun_flags import FLAGS, TORCH, torchrun_parser
-from ddp_callbacks.version import __version__
+from ddp_callbacks.schedulers import hosts_of_job
+from ddp_callbacks.versions import __version__
 
 PATIENCE = 30.0
 """Seconds without a sign of life until a connection is lost. TCP tries again after 6 and 13 seconds of silence."""
@@ -300,7 +300,7 @@ def parse_bench_options(argv: Sequence[str], environ: Mapping[str, str]) -> Benc
         _check_equal_slots(nodes.hosts or [])
     if len(nodes.hosts or [None]) == 1 and (processes or str((nodes.hosts or [Host("")])[0].slots)) == "1":
         raise ConfigurationError("one process has nothing to synchronize; name more hosts, or more processes.")
-    module = ["--module", "ddp_callbacks.calibration", "--seconds", str(args.seconds)]
+    module = ["--module", "ddp_callbacks.launcher.bench.calibration", "--seconds", str(args.seconds)]
     model = [] if args.model is None else ["--model", args.model]
     flags = [] if args.log_dir is None else ["--log-dir", args.log_dir]
     flags += ["--nproc-per-node", processes] if processes else []
@@ -397,10 +397,10 @@ def _check_processes(text: str) -> None:
 def _is_accelerator(name: str) -> bool:
     """Whether torch was built for such a device; where there is no torch, the nodes find out."""
     try:
-        import torch
+        from ddp_callbacks._torch import name_of_own_accelerator
     except ImportError:
         return name.isidentifier()
-    return name == torch._C._get_privateuse1_backend_name()
+    return name == name_of_own_accelerator()
 
 
 def _forwarded(args: Namespace, environ: Mapping[str, str]) -> dict[str, str]:

@@ -26,11 +26,11 @@ import sys
 import warnings
 from typing import Any
 
-from ddp_callbacks.lightning import choice as _choice
+from ddp_callbacks.lightning import which_package as _which_package
 
 
 def _home(name: str) -> Any:
-    return importlib.import_module(f"{__name__}.{_choice.HOMES[name]}")
+    return importlib.import_module(f"{__name__}.{_which_package.HOMES[name]}")
 
 
 def _home_of_other(name: str) -> None:
@@ -40,16 +40,16 @@ def _home_of_other(name: str) -> None:
         warnings.warn(f'{name} has no strategy "ddp_callbacks": {error}', stacklevel=2)
 
 
-_first, *_others = _choice.installed()
+_first, *_others = _which_package.installed()
 
 #: Makes a strategy for the package that the caller uses, where both are in use.
 CallbackStrategy: Any = _home(_first).CallbackStrategy
 DDPCallback: Any = _home(_first).DDPCallback
 
 for _name in _others:
-    if _choice.ROOTS[_name] in sys.modules:
+    if _which_package.ROOTS[_name] in sys.modules:
         _home_of_other(_name)
     else:
-        _choice.AtImport(_choice.ROOTS[_name], functools.partial(_home_of_other, _name))
+        _which_package.AtImport(_which_package.ROOTS[_name], functools.partial(_home_of_other, _name))
 
 __all__ = ["CallbackStrategy", "DDPCallback"]

@@ -1,7 +1,7 @@
 """Which part of a batch this rank has, while Lightning's loops draw, prefetch and combine batches.
 
-Each loader that a Trainer processes becomes this rank's part of it (:mod:`ddp_callbacks.sharding`). A batch can come
-from several loaders at once (``CombinedLoader``); then it has a share of each.
+Each loader that a Trainer processes becomes this rank's part of it (:mod:`ddp_callbacks.data.sharding`). A batch can
+come from several loaders at once (``CombinedLoader``); then it has a share of each.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from ddp_callbacks.agreement import require_agreement
+from ddp_callbacks._torch import TreeSpec, tree_unflatten
+from ddp_callbacks.comm.agreement import require_agreement
+from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.data.outputs import gather_outputs
+from ddp_callbacks.data.sharding import BatchSize, ShardedLoader, Share, common_size, length_of, shard_loader
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.outputs import gather_outputs
 from ddp_callbacks.process_group import get_rank, get_world_size
-from ddp_callbacks.rows import RowExchange
-from ddp_callbacks.sharding import BatchSize, ShardedLoader, Share, common_size, length_of, shard_loader
 from ddp_callbacks.weighing import CrossEntropyWeight
 
 Weight = Callable[[Any], float | torch.Tensor]
@@ -48,7 +48,7 @@ def shard(loader: Any, batch_size: BatchSize, name: str, at_least: int = 1) -> A
     """This rank's part of a loader. A collective.
 
     Args:
-        at_least: See :func:`ddp_callbacks.sharding.shard_loader`.
+        at_least: See :func:`ddp_callbacks.shard_loader`.
     """
     sharded = shard_loader(loader, batch_size, at_least=at_least)
     if sharded is not loader:
@@ -75,7 +75,7 @@ class Batches:
     """
 
     def __init__(
-        self, weight: Weight | None, exchange: RowExchange, sums_weights: bool = True, reduction: Reduction = "mean"
+        self, weight: Weight | None, exchange: ScalarExchange, sums_weights: bool = True, reduction: Reduction = "mean"
     ) -> None:
         self._weight_of = weight
         self._sums = reduction == "sum"

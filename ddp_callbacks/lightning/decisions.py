@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_callbacks.lightning.replaced import Replaced
+from ddp_callbacks.lightning.replacement import Replaced
 
 
 class Decisions:

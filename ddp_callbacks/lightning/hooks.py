@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ddp_callbacks.lightning.replaced import Replaced
-from ddp_callbacks.random_state import RunRandomState
+from ddp_callbacks.data.random_state import RunRandomState
+from ddp_callbacks.lightning.replacement import Replaced
 
 _OWN = {
     "forward",

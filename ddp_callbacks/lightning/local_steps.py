@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.lightning.replaced import Replaced, after
+from ddp_callbacks.lightning.replacement import Replaced, after
 from ddp_callbacks.local_sgd import ParameterAverager, set_gradients_aside
 
 MakeAverager = Callable[..., ParameterAverager]
@@ -50,10 +50,10 @@ class LocalSteps:
         """Whether the next step closes the window; the same on all ranks."""
         return self._averager is None or self._averager.is_last_step
 
-    def close_window(self) -> None:
+    def outer_step(self) -> None:
         """Make the parameters one again, if training has begun. A collective."""
         if self._averager is not None:
-            self._averager.close_window()
+            self._averager.outer_step()
 
     @contextmanager
     def backward(self, batches: Batches | None) -> Iterator[None]:
@@ -88,4 +88,4 @@ class LocalSteps:
 
     def _close_in_training(self) -> None:
         if self._trainer.training:
-            self.close_window()
+            self.outer_step()

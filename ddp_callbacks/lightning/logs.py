@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
-from ddp_callbacks.collectives import all_gather_json, all_gather_tensors
+from ddp_callbacks.comm.collectives import all_gather_json, all_gather_tensors
+from ddp_callbacks.comm.scalars import Carrier, ScalarExchange, ScalarWork, room_of
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.history import NO_ROWS, SUMS, History, Parts, Record, join, stack
 from ddp_callbacks.lightning.metrics import SyncedMetrics, can_encode, decode_states, encode_states
-from ddp_callbacks.rows import Carrier, RowExchange, Rows, room_of
 
 Part = tuple[float, float, float]  # weight, size (0: a stand-in's) and value of what one rank has logged
 
@@ -74,7 +74,7 @@ class Sent:
 
     numbers: list[tuple[str, Record]]
     metrics: list[tuple[str, Metric]]
-    rows: Rows
+    rows: ScalarWork
     is_taken: bool = False
 
 
@@ -92,7 +92,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         training: bool,
         batches: Batches,
         metrics: SyncedMetrics,
-        exchange: RowExchange,
+        exchange: ScalarExchange,
         hooks: Callable[[], Sequence[bool]],
     ) -> None:
         super().__init__(training)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
-from ddp_callbacks.broadcast import running_statistics
-from ddp_callbacks.collectives import all_gather_tensors
+from ddp_callbacks.comm.collectives import all_gather_tensors
+from ddp_callbacks.replicas import running_statistics
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPES = (*_FLOATS, torch.bool, torch.uint8, torch.int32, torch.int64)

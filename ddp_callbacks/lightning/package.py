@@ -9,10 +9,10 @@ import importlib
 from typing import Any
 
 from ddp_callbacks.lightning.callback import DDPCallbackMixin
-from ddp_callbacks.lightning.choice import ROOTS, ByCaller
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
-from ddp_callbacks.requirements import require_names
+from ddp_callbacks.lightning.which_package import ROOTS, ByCaller
+from ddp_callbacks.versions import require_names
 
 # Of the strategy; Lightning looks for it in lower case. Libraries that find "ddp" in it divide their data themselves.
 NAMES = ("ddp_callbacks", "callbacks")
@@ -58,7 +58,7 @@ STRATEGY_DOC = """Train on many processes without wrapping the module; the strat
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`: each process takes its own steps, and
             parameters are averaged now and then, for slow networks; see :class:`ddp_callbacks.ParameterAverager`.
         verify: ``"first_batch"``: compare the gradient of the first batch of a fit with that of one process, and raise
-            :class:`MismatchError` where they differ; see :func:`ddp_callbacks.verification.verify_gradient`.
+            :class:`MismatchError` where they differ; see :func:`ddp_callbacks.verify_gradient`.
             ``training_step`` is called two or three times for it, with logging off.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`; beside another
             ``sync``, :class:`ddp_callbacks.ParameterAverager`.

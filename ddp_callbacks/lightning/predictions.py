@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ddp_callbacks.data.outputs import gather_outputs
+from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.lightning.replaced import Replaced
-from ddp_callbacks.outputs import gather_outputs
-from ddp_callbacks.sharding import ShardedLoader
+from ddp_callbacks.lightning.replacement import Replaced
 
 
 class Predictions:

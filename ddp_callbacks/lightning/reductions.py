@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.collectives import all_gather_tensors, all_reduce
+from ddp_callbacks.comm.collectives import all_gather_tensors, all_reduce
 from ddp_callbacks.errors import ConfigurationError
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import treespec_leaf
 
+from ddp_callbacks._torch import treespec_leaf
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
-from ddp_callbacks.broadcast import merge_buffers
+from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.data.sharding import ShardedIterator, ShardedLoader
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight
 from ddp_callbacks.lightning.decisions import Decisions
@@ -21,11 +22,9 @@ from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember
 from ddp_callbacks.lightning.predictions import Predictions
-from ddp_callbacks.lightning.replaced import Replaced, after
+from ddp_callbacks.lightning.replacement import Replaced, after
 from ddp_callbacks.lightning.verification import verify_first_batch
-from ddp_callbacks.replicas import require_equal_replicas
-from ddp_callbacks.rows import RowExchange
-from ddp_callbacks.sharding import ShardedIterator, ShardedLoader
+from ddp_callbacks.replicas import merge_buffers, require_equal_replicas
 
 SKIPPED = object()
 """What ``training_step`` returns in Lightning's eyes where it has returned ``None`` on every rank."""
@@ -47,7 +46,7 @@ class Run:
         self._trainer = trainer
         self._model = model
         self._synchronizer = synchronizer
-        self._exchange = RowExchange()
+        self._exchange = ScalarExchange()
         self._local = local
         self.batches = Batches(weight, self._exchange, local is None, reduction)
         self._metrics = SyncedMetrics([model, *trainer.callbacks], self._is_stand_in)

@@ -14,37 +14,30 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from ddp_callbacks.agreement import module_settings, optimizer_settings, require_agreement
 from ddp_callbacks.batch_norm import samples_needed
-from ddp_callbacks.broadcast import broadcast_parameters
-from ddp_callbacks.buckets import check_bucket_cap_mb
-from ddp_callbacks.collectives import (
-    all_gather_tensors,
-    any_rank,
-    broadcast_tensors,
-    pack,
-    unpack,
-)
-from ddp_callbacks.comm_hooks import CommHook, check_comm_hook
-from ddp_callbacks.compression import Compress, check_compress
+from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
+from ddp_callbacks.comm.buckets import check_bucket_cap_mb
+from ddp_callbacks.comm.codec import pack, unpack
+from ddp_callbacks.comm.collectives import all_gather_tensors, any_rank, broadcast_tensors
+from ddp_callbacks.comm.compression import Compress, check_compress
+from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
+from ddp_callbacks.data.random_state import broadcast_rng_state
+from ddp_callbacks.data.sharding import BatchSize, ShardedLoader, check_batch_size
 from ddp_callbacks.errors import ConfigurationError, MismatchError
-from ddp_callbacks.failures import report_failure
-from ddp_callbacks.finite import LossWatch
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight, shard, weight_function
+from ddp_callbacks.lightning.environment import environment_of_job, join
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.run import Run
-from ddp_callbacks.lightning.world import environment_of_job, join
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
-from ddp_callbacks.random_state import make_equal
-from ddp_callbacks.replicas import describe_checkpoint, require_same_checkpoint
-from ddp_callbacks.runs import begin_run
-from ddp_callbacks.sharding import BatchSize, ShardedLoader, check_batch_size
-from ddp_callbacks.verification import Verify, check_verify
-from ddp_callbacks.version import __version__
+from ddp_callbacks.process_group.failures import report_failure
+from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.replicas import broadcast_parameters, describe_checkpoint, require_same_checkpoint
+from ddp_callbacks.verification import LossWatch, Verify, check_verify
+from ddp_callbacks.versions import __version__
 
 _ACCELERATORS = ("CPUAccelerator", "CUDAAccelerator")
 _FOREIGN_PLUGINS = {
@@ -211,7 +204,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         join(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
         begin_run()
         if self._batch_size == "global":
-            make_equal()  # where nobody has seeded, the ranks would split their data differently in setup()
+            broadcast_rng_state()  # where nobody has seeded, the ranks would split their data differently in setup()
 
     # --- a run of the Trainer -----------------------------------------------------------------------------------------
 
@@ -364,14 +357,14 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         """Parameters that hooks have exchanged at the start of the epoch are those to train from."""
         super().on_train_batch_start(batch, batch_idx)
         if self._local is not None and batch_idx == 0:
-            self._local.close_window()
+            self._local.outer_step()
 
     def on_validation_start(self) -> None:
         """Running statistics of the training so far are merged, and parameters averaged if they differ."""
         if self._run is not None:
             self._run.merge_buffers()
         if self._local is not None:
-            self._local.close_window()
+            self._local.outer_step()
 
     def on_train_end(self) -> None:
         """The processes draw alike from here on, as they did before."""
@@ -396,12 +389,12 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         if self._run is not None:
             self._run.decide()
         if self._local is not None:
-            self._local.close_window()
+            self._local.outer_step()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """For a checkpoint: of the averaged parameters. A collective where local steps are taken."""
         if self._local is not None and (self.world_size == 1 or not self._is_alone()):
-            self._local.close_window()
+            self._local.outer_step()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state
 

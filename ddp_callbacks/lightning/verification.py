@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.sharding import ShardedLoader
 from ddp_callbacks.verification import verify_gradient
 
 _LOGGING = ("log", "log_dict")
@@ -28,7 +28,7 @@ def verify_first_batch(trainer: Any, loaders: Sequence[Any], batches: Batches, a
         arguments: Of ``training_step``, behind the batch.
 
     Raises:
-        MismatchError, ConfigurationError: See :func:`ddp_callbacks.verification.verify_gradient`.
+        MismatchError, ConfigurationError: See :func:`ddp_callbacks.verify_gradient`.
         ConfigurationError: The loss of the whole batch cannot be had.
     """
     module = trainer.lightning_module

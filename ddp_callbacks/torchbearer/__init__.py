@@ -21,7 +21,7 @@ With ``sync=LocalSGD(...)`` or ``DiLoCo(...)`` AverageParameters stands in the p
 stay the rank's own, and windows close in on_step_training and on_end_training.
 """
 
-from ddp_callbacks.requirements import how_to_install
+from ddp_callbacks.versions import how_to_install
 
 try:
     import torchbearer as _torchbearer  # noqa: F401

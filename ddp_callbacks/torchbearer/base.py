@@ -11,14 +11,14 @@ import torchbearer
 from torchbearer import Callback
 from torchbearer.callbacks import CallbackList
 
-from ddp_callbacks.failures import announce_join
+from ddp_callbacks.data.sharding import Share, common_size
 from ddp_callbacks.process_group import get_rank, get_world_size, join_process_group
-from ddp_callbacks.sharding import Share, common_size
+from ddp_callbacks.process_group.failures import announce_join
 
 State: TypeAlias = Any  # torchbearer.State, a dict whose keys are torchbearer.StateKey
 
 SHARE = torchbearer.state_key("ddp_callbacks_share")
-"""State key of the :class:`ddp_callbacks.sharding.Share` that this rank has of the current batch."""
+"""State key of the :class:`ddp_callbacks.Share` that this rank has of the current batch."""
 
 WEIGHS_LOSS = torchbearer.state_key("ddp_callbacks_weighs_loss")
 """State key, there where the loss has to be weighed before backward, since layers exchange gradients in it."""

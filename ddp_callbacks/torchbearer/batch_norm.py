@@ -15,7 +15,7 @@ from ddp_callbacks.torchbearer.base import SHARE, WEIGHS_LOSS, DistributedCallba
 class SynchronizeBatchNorm(DistributedCallback):
     """Let the model's BatchNorm layers use the statistics of the whole batch while the Trial runs.
 
-    See :class:`ddp_callbacks.batch_norm.BatchNormSynchronizer`. The layers are the user's own again when ``run``,
+    See :class:`ddp_callbacks.BatchNormSynchronizer`. The layers are the user's own again when ``run``,
     ``evaluate`` or ``predict`` returns or raises. :class:`AllReduceGradients` sees ``state[WEIGHS_LOSS]`` and weighs
     the loss before backward, in place of the gradients after it, which makes the gradients exact through these layers.
     A custom closure (``with_closure``) has to call ``on_criterion`` before the backward of each loss for that.

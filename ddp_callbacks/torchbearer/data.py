@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torchbearer
 
 from ddp_callbacks.batch_norm import samples_needed
-from ddp_callbacks.random_state import RunRandomState, make_equal
-from ddp_callbacks.sharding import (
+from ddp_callbacks.data.random_state import RunRandomState, broadcast_rng_state
+from ddp_callbacks.data.sharding import (
     BatchSize,
     ShardedIterator,
     ShardedLoader,
@@ -86,7 +86,7 @@ class ShardData(DistributedCallback):
             assert self._random_state is not None
             self._random_state.synchronize()
         else:
-            make_equal(self.process_group)
+            broadcast_rng_state(self.process_group)
 
     def on_sample(self, state: State) -> None:
         if self.world_size > 1:

@@ -7,7 +7,7 @@ import torchbearer
 from torchbearer import Callback
 from torchbearer.callbacks import CallbackList, EarlyStopping, TerminateOnNaN
 
-from ddp_callbacks.collectives import any_rank
+from ddp_callbacks.comm.collectives import any_rank
 from ddp_callbacks.torchbearer.base import DistributedCallback, State
 
 _MAY_STOP = ("on_forward", "on_criterion", "on_backward", "on_step_training")

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from torchbearer.callbacks import CallbackList
 
-from ddp_callbacks.random_state import RunRandomState
+from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.torchbearer.base import State
 from ddp_callbacks.torchbearer.decisions import flat_callbacks, handles
 

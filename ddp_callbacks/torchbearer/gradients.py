@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 import torchbearer
 
-from ddp_callbacks.buckets import check_bucket_cap_mb
-from ddp_callbacks.collectives import all_reduce, message_device
-from ddp_callbacks.comm_hooks import CommHook, check_comm_hook
-from ddp_callbacks.compression import Compress, check_compress
+from ddp_callbacks.comm.buckets import check_bucket_cap_mb
+from ddp_callbacks.comm.collectives import all_reduce, message_device
+from ddp_callbacks.comm.compression import Compress, check_compress
+from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.finite import LossWatch
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.torchbearer.base import WEIGHS_LOSS, DistributedCallback, State, share_of
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
+from ddp_callbacks.verification import LossWatch
 
 
 class AllReduceGradients(DistributedCallback):

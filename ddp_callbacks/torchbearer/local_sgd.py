@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torchbearer
 
-from ddp_callbacks.buckets import check_bucket_cap_mb
-from ddp_callbacks.compression import Compress, check_compress
+from ddp_callbacks.comm.buckets import check_bucket_cap_mb
+from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, check_sync, set_gradients_aside
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
@@ -75,7 +75,7 @@ class AverageParameters(DistributedCallback):
                 process_group=self.process_group,
             )
         else:
-            self._averager.close_window()  # it is empty; callbacks may have exchanged the parameters since the last
+            self._averager.outer_step()  # it is empty; callbacks may have exchanged the parameters since the last
 
     def on_sample(self, state: State) -> None:
         self._weight = float(share_of(state).local)
@@ -101,7 +101,7 @@ class AverageParameters(DistributedCallback):
 
     def on_end_training(self, state: State) -> None:
         assert self._averager is not None
-        self._averager.close_window()
+        self._averager.outer_step()
 
     def on_end(self, state: State) -> None:
         self._averager = None

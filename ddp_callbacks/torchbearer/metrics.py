@@ -13,9 +13,10 @@ import torchbearer
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, MetricTree, Var
 from torchbearer.metrics import Loss as _DecoratedLoss
 
-from ddp_callbacks.collectives import Json, all_gather_json, all_gather_tensors, pack, unpack
+from ddp_callbacks.comm.codec import Json, pack, unpack
+from ddp_callbacks.comm.collectives import all_gather_json, all_gather_tensors
+from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows, join_batch_logs
 from ddp_callbacks.errors import MismatchError
-from ddp_callbacks.metrics import BatchLog, interleave_rows, join_batch_logs
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 

@@ -16,8 +16,8 @@ from torchbearer.callbacks import ConsolePrinter, CSVLogger, LiveLossPlot, Tqdm
 from torchbearer.callbacks.checkpointers import _Checkpointer
 from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 
+from ddp_callbacks.data.random_state import plain_global_state
 from ddp_callbacks.files import remove_leftovers, write_atomically
-from ddp_callbacks.random_state import plain_global_state
 from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, State, wrap_methods
 from ddp_callbacks.torchbearer.decisions import flat_callbacks
 

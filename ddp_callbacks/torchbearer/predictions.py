@@ -9,7 +9,7 @@ import torchbearer
 from torchbearer.callbacks import AggregatePredictions
 from torchbearer.trial import CallbackListInjection
 
-from ddp_callbacks.outputs import gather_outputs
+from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torchbearer
 
-from ddp_callbacks.failures import report_failure
-from ddp_callbacks.runs import begin_run
+from ddp_callbacks.process_group.failures import report_failure
+from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, wrap_methods
 
 

@@ -10,20 +10,23 @@ import torch
 import torch.distributed as dist
 import torchbearer
 
-from ddp_callbacks.agreement import module_settings, optimizer_settings, require_agreement
-from ddp_callbacks.broadcast import (
+from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
+from ddp_callbacks.comm.codec import pack, unpack
+from ddp_callbacks.comm.collectives import all_gather_json, broadcast_tensors
+from ddp_callbacks.data.random_state import set_global_state
+from ddp_callbacks.data.sharding import length_of
+from ddp_callbacks.replicas import (
     broadcast_optimizer_state,
     broadcast_parameters,
+    describe_checkpoint,
     merge_buffers,
+    require_equal_replicas,
+    require_same_checkpoint,
     running_statistics,
 )
-from ddp_callbacks.collectives import all_gather_json, broadcast_tensors, pack, unpack
-from ddp_callbacks.random_state import set_global_state
-from ddp_callbacks.replicas import describe_checkpoint, require_equal_replicas, require_same_checkpoint
-from ddp_callbacks.sharding import length_of
 from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, State, share_of, wrap_methods
 from ddp_callbacks.torchbearer.data import DATA_KEYS
-from ddp_callbacks.version import __version__
+from ddp_callbacks.versions import __version__
 
 
 class BroadcastParameters(DistributedCallback):
@@ -153,7 +156,7 @@ class MergeBuffers(DistributedCallback):
 class CompareReplicas(DistributedCallback):
     """At the end of each epoch of ``run``: raise unless parameters and buffers are equal on all ranks.
 
-    See :func:`ddp_callbacks.replicas.require_equal_replicas`; it costs about one pass over the model's memory.
+    See :func:`ddp_callbacks.require_equal_replicas`; it costs about one pass over the model's memory.
 
     Args:
         process_group: ``None`` is the default group.

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torchbearer
 from torchbearer.bases import _forward_with_exceptions, _get_param_list
 
+from ddp_callbacks.data.sharding import ShardedIterator
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.sharding import ShardedIterator
 from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, State
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 from ddp_callbacks.verification import verify_gradient
@@ -20,7 +20,7 @@ class VerifyGradient(DistributedCallback):
     """At the first batch of each ``run``: raise unless the ranks' gradients make that of the whole batch.
 
     Each rank computes model and criterion of the whole batch as well, once or twice, without the Trial's other
-    callbacks; see :func:`ddp_callbacks.verification.verify_gradient`. Must stand after :class:`ShardData`.
+    callbacks; see :func:`ddp_callbacks.verify_gradient`. Must stand after :class:`ShardData`.
 
     Args:
         weight, reduction: As :class:`AllReduceGradients` has them.

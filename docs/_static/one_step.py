@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ddp_callbacks.shared_memory import SharedMemoryAllReduce
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_callbacks.collectives import Reduction, all_gather_json
+from ddp_callbacks import get_rank
+from ddp_callbacks.comm import Reduction, all_gather_json
+from ddp_callbacks.comm.hierarchical import HierarchicalWork
 from ddp_callbacks.gradients import Bucket, GradientSynchronizer
-from ddp_callbacks.process_group import get_rank
-from ddp_callbacks.shared_memory import SharedMemory
-from ddp_callbacks.two_level import TwoLevelReduction
 
 HERE = Path(__file__).parent
 STEPS, BATCH, WIDTH, LAYERS = 40, 512, 512, 9
@@ -85,8 +85,8 @@ def listen(clock: Clock) -> None:
 
     GradientSynchronizer._finish = finishing  # type: ignore[method-assign]
     after(GradientSynchronizer, "_send", clock.note_launch)
-    after(TwoLevelReduction, "deliver", clock.note_arrival)
-    after(SharedMemory, "deliver", clock.note_arrival)
+    after(HierarchicalWork, "deliver", clock.note_arrival)
+    after(SharedMemoryAllReduce, "deliver", clock.note_arrival)
 
 
 def make_model() -> nn.Sequential:

@@ -22,7 +22,7 @@ from torchbearer import Trial
 from torchbearer.callbacks import MostRecent
 
 from ddp_callbacks import join_process_group
-from ddp_callbacks.collectives import all_gather_json
+from ddp_callbacks.comm import all_gather_json
 from ddp_callbacks.torchbearer import DDPCallback
 
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_callbacks.cost import BF16, EXACT, Calibration, Layout, diloco, efficiency, step_time
-from ddp_callbacks.launcher.bench import HOSTS, plot
+from ddp_callbacks.launcher.bench.command import HOSTS, plot
+from ddp_callbacks.launcher.bench.cost import BF16, EXACT, Calibration, Layout, diloco, efficiency, step_time
 
 ROOT = Path(__file__).parents[3]
 DDPRUN = [sys.executable, "-m", "ddp_callbacks.launcher"]

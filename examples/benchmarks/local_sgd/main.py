@@ -99,7 +99,7 @@ def ways(seed: int) -> dict[str, Way]:
         name = f"{type(sync).__name__}(every={sync.every})" + (f", {compress}" if compress else "")
         way = made[name] = Way(copy.deepcopy(model))
         averager = ParameterAverager(way.model, sync, way.optimizer, compress=compress)
-        way.after_step, way.end_block = averager.step, averager.close_window
+        way.after_step, way.end_block = averager.step, averager.outer_step
     return made
 
 

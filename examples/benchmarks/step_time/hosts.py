@@ -20,8 +20,8 @@ from main import BASELINE, WORKLOADS, Batch, Step, make_step, plot, table, time_
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_callbacks import GradientSynchronizer, join_process_group, leave_process_group, two_level_hook
-from ddp_callbacks.compression import Compress
+from ddp_callbacks import GradientSynchronizer, hierarchical_allreduce_hook, join_process_group, leave_process_group
+from ddp_callbacks.comm.compression import Compress
 
 
 def step_of_ours(model: nn.Module, batch: Batch, compress: Compress = None) -> Step:
@@ -39,11 +39,11 @@ def ways(model: nn.Module, batch: Batch) -> dict[str, Step]:
     """Each way to synchronize, on a copy of ``model`` of its own."""
     copies = [copy.deepcopy(model) for _ in range(5)]
     ddp, hooked = (DistributedDataParallel(copies.pop()) for _ in range(2))
-    hooked.register_comm_hook(None, two_level_hook)
+    hooked.register_comm_hook(None, hierarchical_allreduce_hook)
     return {
         "no sync": make_step(copies.pop(), batch),
         BASELINE: make_step(ddp, batch),
-        "DDP, two_level_hook": make_step(hooked, batch),
+        "DDP, hierarchical_allreduce_hook": make_step(hooked, batch),
         "ours": step_of_ours(copies.pop(), batch),
         "ours, bf16": step_of_ours(copies.pop(), batch, "bf16"),
     }

@@ -1,0 +1,175 @@
+"""What this library uses of torch beside its public names: each in one function, all listed in :data:`PRIVATE`.
+
+A new version of torch may change any of it, which is why the supported versions have an upper bound.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.utils._pytree import TreeSpec, tree_unflatten, treespec_leaf
+from torch.utils.data import DataLoader
+
+from ddp_callbacks.versions import require_names
+
+__all__ = ["Backend", "BatchNorm", "Dropout", "TreeSpec", "tree_unflatten", "treespec_leaf"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PRIVATE = (
+    "torch:_C._current_autograd_node",
+    "torch:_C._get_privateuse1_backend_name",
+    "torch:_C._storage_Use_Count",
+    "torch:_foreach_copy_",
+    "torch:UntypedStorage._new_shared_fd_cpu",
+    "torch:UntypedStorage._share_fd_cpu_",
+    "torch._C._distributed_c10d:Backend",
+    "torch.autograd:Variable._execution_engine.queue_callback",
+    "torch.distributed:ProcessGroup._allgather_base",
+    "torch.distributed:ProcessGroup._device_types",
+    "torch.distributed:ProcessGroup._get_backend",
+    "torch.distributed:ProcessGroup._get_sequence_number_for_group",
+    "torch.distributed:distributed_c10d._world.group_count",
+    "torch.distributed:distributed_c10d._world.pg_map",
+    "torch.distributed:distributed_c10d._world.pg_names",
+    "torch.nn.modules.batchnorm:_BatchNorm.forward(self, input)",
+    "torch.nn.modules.batchnorm:_BatchNorm._check_input_dim(self, input)",
+    "torch.nn.modules.dropout:_DropoutNd",
+    "torch.utils._pytree:tree_unflatten(leaves, treespec)",
+)
+"""The contract: ``module:attribute``, with the parameters of what Python can tell them of."""
+
+
+def require_torch() -> None:
+    """Raise :class:`ImportError` if the installed torch lacks a private name, naming the versions that have it."""
+    require_names("torch", PRIVATE)
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+
+def current_node() -> Node | None:
+    """The node of the graph that backward is at in this thread; ``None`` outside, or at the end of a graph."""
+    return torch._C._current_autograd_node()
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward that runs now has come to the end of its graph."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function that allocates or writes memory for later: inference tensors can't be written outside."""
+
+    @functools.wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return outside
+
+
+def count_of_tensors(storage: torch.UntypedStorage) -> int:
+    """How many tensors and storage objects refer to this memory."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def shared_storage(fd: int, nbytes: int) -> torch.UntypedStorage:
+    """The memory behind a descriptor, as torch makes it for tensors that it sends to other processes."""
+    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
+    return storage
+
+
+def descriptor_of(storage: torch.UntypedStorage) -> int:
+    """The descriptor by which other processes open a shared storage."""
+    fd: int = storage._share_fd_cpu_()[0]
+    return fd
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into the target at its position, in one call."""
+    torch._foreach_copy_(targets, sources)
+
+
+# --- modules and loaders ------------------------------------------------------------------------------------------
+
+
+def non_persistent_buffers(layer: torch.nn.Module) -> set[str]:
+    """The names of the layer's own buffers that its ``state_dict`` leaves out."""
+    return layer._non_persistent_buffers_set
+
+
+def replace_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> None:
+    """Give a fresh copy of a loader another batch sampler, which ``DataLoader`` refuses after construction."""
+    loader.__dict__.update(batch_sampler=batch_sampler, _iterator=None, in_order=True)
+
+
+def name_of_own_accelerator() -> str:
+    """What torch calls the device of an out-of-tree backend."""
+    return torch._C._get_privateuse1_backend_name()
+
+
+# --- process groups -----------------------------------------------------------------------------------------------
+
+
+def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
+    """The devices whose tensors the group can send."""
+    return group._device_types
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The limit of the group's collectives."""
+    timeout: timedelta = group._get_backend(devices_of(group)[0]).options._timeout
+    return timeout
+
+
+def abort_accelerators(group: dist.ProcessGroup) -> None:
+    """Abort what the group has under way on other devices than the CPU."""
+    for device in devices_of(group):
+        if device.type != "cpu":
+            group._get_backend(device).abort()
+
+
+def sequence_number(group: dist.ProcessGroup | None) -> int:
+    """How many collectives this rank has started in the group; -1 where the backend does not count."""
+    try:
+        assert group is not None
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except (RuntimeError, AssertionError):
+        return -1
+
+
+def all_gather_flat(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
+    """Start an all-gather into one flat tensor of world size times ``sent``."""
+    return group._allgather_base(received, sent)
+
+
+def known_groups() -> list[dist.ProcessGroup]:
+    """The process groups that this rank is a member of."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def count_of_groups() -> int:
+    """How many groups of the whole world were made; torch names the next one after it."""
+    return dist.distributed_c10d._world.group_count
+
+
+def count_of_own_groups() -> int:
+    """How many groups this rank is a member of."""
+    return len(dist.distributed_c10d._world.pg_names)

@@ -1,0 +1,99 @@
+"""What must be equal on all ranks: compare it before it does harm, and name what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.errors import MismatchError
+from ddp_callbacks.process_group import get_world_size, resolve_group
+from ddp_callbacks.process_group.failures import describe_rank
+
+MISSING = "(none)"
+SHOWN = 5  # differences that a message lists
+
+
+def require_agreement(
+    settings: Mapping[str, Any], subject: str, remedy: str, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise unless ``settings`` are equal on all ranks. A collective.
+
+    Args:
+        settings: Names to values that JSON takes; they are compared as strings.
+        subject: What the settings belong to: "the model".
+        remedy: What to do about a difference, one sentence.
+        group: ``None`` is the default group.
+
+    Raises:
+        MismatchError: On every rank alike, naming each setting that differs, the ranks and their values.
+    """
+    if get_world_size(group) == 1:
+        return
+    gathered = all_gather_json(dict(settings), f"the comparison of {subject}", group)
+    lines = list(differences(gathered))
+    if not lines:
+        return
+    hosts = ", ".join(describe_rank(resolve_group(group), rank) for rank in range(len(gathered)))
+    more = f"\n  ... and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    raise MismatchError(
+        f"the ranks disagree about {subject}:\n  " + "\n  ".join(lines[:SHOWN]) + more + f"\n{remedy}\nRanks: {hosts}."
+    )
+
+
+def differences(gathered: list[dict[str, Any]]) -> Iterable[str]:
+    """One line for each setting that is not equal everywhere: ``lr: 0.1 on ranks 0, 2; 0.2 on rank 1``."""
+    names = dict.fromkeys(name for settings in gathered for name in settings)
+    for name in names:
+        ranks_by_value: dict[str, list[str]] = {}
+        for rank, settings in enumerate(gathered):
+            ranks_by_value.setdefault(str(settings.get(name, MISSING)), []).append(str(rank))
+        if len(ranks_by_value) > 1:
+            yield f"{name}: " + "; ".join(
+                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+                for value, ranks in ranks_by_value.items()
+            )
+
+
+def module_settings(module: torch.nn.Module) -> dict[str, str]:
+    """The shape, dtype and trainability of each parameter and buffer, by name."""
+    return parameter_settings(module) | {f"buffer {name}": _describe(buffer) for name, buffer in module.named_buffers()}
+
+
+def parameter_settings(module: torch.nn.Module) -> dict[str, str]:
+    """The shape, dtype and trainability of each parameter, by name."""
+    settings = {
+        f"parameter {name}": _describe(parameter) + ("" if parameter.requires_grad else " frozen")
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    return settings | {"the order of the parameters": ", ".join(name for name, _ in module.named_parameters())}
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The class, and each group's options and number of parameters."""
+    settings = {"optimizer": type(optimizer).__name__}
+    for index, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key != "params"}
+        settings |= {f"optimizer group {index}: {key}": _plain(value) for key, value in options.items()}
+        settings[f"optimizer group {index}: number of parameters"] = str(len(group["params"]))
+    return settings
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _plain(value: Any) -> str:
+    """Without what differs between processes by itself: of an object that is no plain data, its class."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_plain, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_plain(key)}: {_plain(item)}' for key, item in value.items())}}}"
+    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device):
+        return str(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}"

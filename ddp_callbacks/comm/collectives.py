@@ -1,0 +1,213 @@
+"""Small messages between all ranks: JSON headers and raw tensors, no pickle on the wire.
+
+Every function is a collective: all ranks of the group must call it, in the same order, and each blocks until all have.
+In a world of one it is the identity.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks._torch import count_of_groups, count_of_own_groups, devices_of, timeout_of
+from ddp_callbacks.comm.codec import Json, decode, encode
+from ddp_callbacks.comm.process_group import ProcessGroupWork
+from ddp_callbacks.comm.protocol import as_real
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group import get_world_size, resolve_group
+from ddp_callbacks.process_group.failures import enter, of_device, require_sent, require_tags, tag_of, wait
+
+
+def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Sum ``tensor`` over the ranks, in place, and return it. A collective.
+
+    Args:
+        tensor: Flat and contiguous, of the same size and dtype on every rank; no need of gradients.
+        doing: What this is for, as an error is to name it: "the loss of an epoch". The same on every rank.
+        group: ``None`` is the default group.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
+        MismatchError: Another rank is in another exchange. So with every function here.
+    """
+    if get_world_size(group) > 1:
+        ProcessGroupWork(tensor, resolve_group(group), doing).wait(doing)
+    return tensor
+
+
+def any_rank(flag: bool, doing: str, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether ``flag`` is true on any rank. A collective; every rank gets the same answer.
+
+    Args:
+        flag: This rank's.
+        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        group: ``None`` is the default group.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
+    """
+    if get_world_size(group) == 1:
+        return flag
+    return any(_all_gather_numbers(int(flag), doing, resolve_group(group)))
+
+
+def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Overwrite ``tensor`` with rank 0's, in place, and return it. A collective.
+
+    Args:
+        tensor: Contiguous, of any shape, which is the same on every rank, as is the dtype.
+        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        group: ``None`` is the default group.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
+    """
+    if get_world_size(group) > 1:
+        enter(doing)
+        _broadcast(tensor, doing, resolve_group(group))
+    return tensor
+
+
+def start_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to overwrite ``tensor`` with rank 0's; it must not be touched before that is done. Does not block."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return group.broadcast([as_real(tensor)], options)
+
+
+def all_gather_json(value: Json, doing: str, group: dist.ProcessGroup | None = None) -> list[Json]:
+    """Every rank's ``value``, by rank. A collective.
+
+    Args:
+        value: What ``json.dumps`` takes; NaN and infinities, too, and floats keep every bit. Tuples become lists.
+        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        group: ``None`` is the default group.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
+    """
+    return [header for header, _ in all_gather_tensors(value, [], doing, group)]
+
+
+def all_gather_tensors(
+    header: Json, tensors: Sequence[torch.Tensor], doing: str, group: dist.ProcessGroup | None = None
+) -> list[tuple[Json, list[torch.Tensor]]]:
+    """Every rank's ``header`` and ``tensors``, by rank. A collective.
+
+    Args:
+        header: What ``json.dumps`` takes.
+        tensors: Number, shapes and dtypes may differ between ranks.
+        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        group: ``None`` is the default group.
+
+    Returns:
+        The tensors lie on the CPU if ``tensors`` do or there are none, else on this rank's device.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
+    """
+    if get_world_size(group) == 1:
+        return [(json.loads(json.dumps(header)), list(tensors))]
+    resolved = resolve_group(group)
+    home = tensors[0].device if tensors else torch.device("cpu")
+    message = encode(header, tensors).to(message_device(group))
+    sizes = _all_gather_numbers(message.numel(), doing, resolved)
+    padded = message.new_zeros(max(sizes))
+    padded[: message.numel()] = message
+    received = _all_gather(padded, doing, resolved)
+    return [decode(part[:size].cpu(), home) for part, size in zip(received, sizes, strict=True)]
+
+
+def broadcast_tensors(
+    header: Json, tensors: Sequence[torch.Tensor], doing: str, group: dist.ProcessGroup | None = None
+) -> tuple[Json, list[torch.Tensor]]:
+    """Rank 0's ``header`` and ``tensors``, on every rank. A collective.
+
+    Args:
+        header: What ``json.dumps`` takes. What other ranks than 0 pass is not read.
+        tensors: Of any number, shapes and dtypes. What other ranks than 0 pass is not read.
+        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        group: ``None`` is the default group.
+
+    Returns:
+        The tensors lie on the CPU; in a world of one they are those passed.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
+    """
+    if get_world_size(group) == 1:
+        return header, list(tensors)
+    enter(doing)
+    resolved, device = resolve_group(group), message_device(group)
+    root = resolved.rank() == 0
+    message = encode([doing, header], tensors).to(device) if root else torch.empty(0, dtype=torch.uint8)
+    size = int(_broadcast(torch.tensor([message.numel()], device=device), doing, resolved))
+    message = message if root else torch.empty(size, dtype=torch.uint8, device=device)
+    (sent, header), tensors = decode(_broadcast(message, doing, resolved).cpu(), torch.device("cpu"))
+    require_sent(sent, doing, resolved)
+    return header, tensors
+
+
+def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """The device on which small messages travel: the CPU unless the group cannot."""
+    devices = devices_of(resolve_group(group))
+    return torch.device("cpu") if torch.device("cpu") in devices else torch.device("cuda", torch.cuda.current_device())
+
+
+def new_subgroup(parts: Sequence[Sequence[int]], group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Further process groups with the backends and the limit of ``group``; the one of this rank, if it is in any.
+
+    Args:
+        parts: Disjoint; the ranks of each by their numbers in ``group``, in the order that they get.
+
+    Raises:
+        ConfigurationError: ``group`` is the default group, and its ranks have made different numbers of groups.
+    """
+    whole = group is dist.group.WORLD
+    # torch names a new group after this number, and would wait for the ranks that take another name.
+    made = count_of_groups() if whole else count_of_own_groups()
+    counts = all_gather_json(made, "further process groups", group)
+    if whole and len(set(counts)) > 1:
+        raise ConfigurationError(
+            f"the ranks of the process group have made different numbers of groups: {counts}. Let all of them call "
+            "new_group for the same groups in the same order."
+        )
+    rank = dist.get_rank()
+    ranks = [[dist.get_global_rank(group, member) for member in part] for part in parts]
+    own = ranks if whole else [part for part in ranks if rank in part]
+    # The ranks of a smaller group may be in different numbers of others; groups of one rank make up for it.
+    alone = [] if whole else [[rank]] * (max(counts) - made)
+    groups = [
+        dist.new_group(
+            part,
+            timeout=timeout_of(group),
+            backend=dist.get_backend_config(group),
+            use_local_synchronization=not whole,
+            sort_ranks=False,
+        )
+        for part in [*alone, *own]
+    ]
+    return next((own_group for own_group in groups[len(alone) :] if isinstance(own_group, dist.ProcessGroup)), None)
+
+
+def _all_gather(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    received = [torch.empty_like(tensor) for _ in range(group.size())]
+    wait(of_device(group.allgather([received], [tensor]), tensor.device), doing, group)
+    return received
+
+
+def _all_gather_numbers(number: int, doing: str, group: dist.ProcessGroup) -> list[int]:
+    """Every rank's, with what it is for."""
+    enter(doing)
+    message = torch.tensor([number, tag_of(doing)], device=message_device(group))
+    numbers, tags = zip(*(row.tolist() for row in _all_gather(message, doing, group)), strict=True)
+    require_tags(tags, doing, group)
+    return list(numbers)
+
+
+def _broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup) -> torch.Tensor:
+    wait(of_device(start_broadcast(tensor, group), tensor.device), doing, group)
+    return tensor

@@ -1,0 +1,151 @@
+"""Fewer bytes between hosts: gradients in half precision, or as matrices of low rank.
+
+Only what goes over the network is compressed: within a host that shares memory sums stay exact, and a run on one host
+stays exact altogether.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import weakref
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from ddp_callbacks.comm.ddp_hook import future_of
+from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce
+from ddp_callbacks.comm.hooks import CommHook, GradBucket
+from ddp_callbacks.comm.protocol import Work
+from ddp_callbacks.comm.topology import topology_of
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group.failures import wait
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Matrices of gradients travel as products of two thin ones (Vogels et al., 2019, arXiv:1905.13727).
+
+    torch's own ``powerSGD_hook``, between hosts. What it leaves out of a step is added to the next (error feedback).
+
+    Args:
+        rank: Columns of the thin matrices. An n x m gradient is sent as rank * (n + m) numbers, where that is less than
+            half of it; vectors are sent as they are.
+        start: The first so many steps are exact; at least 2.
+
+    It needs numpy; and for gradients on the CPU, between hosts, a process that sees no GPU.
+
+    Raises:
+        ConfigurationError: One of them is too small.
+    """
+
+    rank: int = 4
+    start: int = 10
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigurationError(f"rank of PowerSGD must be at least 1, got {self.rank}.")
+        if self.start < 2:
+            raise ConfigurationError(f"start of PowerSGD must be at least 2, got {self.start}.")
+
+
+Compress: TypeAlias = "Literal['bf16', 'fp16'] | PowerSGD | None"
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+
+
+def check_compress(compress: Compress, comm_hook: CommHook | None) -> None:
+    """Raise :class:`ConfigurationError` unless it is one of the words, or if there is a hook as well."""
+    if compress is not None and compress not in _DTYPES and not isinstance(compress, PowerSGD):
+        raise ConfigurationError(f'compress must be "bf16", "fp16", PowerSGD(...) or None, got {compress!r}.')
+    if compress is not None and comm_hook is not None:
+        raise ConfigurationError(
+            f"compress={compress!r} and comm_hook both say how gradients are sent. Leave one of them out."
+        )
+
+
+def dtype_of(compress: Compress) -> torch.dtype | None:
+    """What is sent in place of wider numbers; ``None`` where this is not how it is compressed."""
+    return _DTYPES[compress] if isinstance(compress, str) else None
+
+
+def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.device]) -> tuple[CommHook | None, Any]:
+    """The communication hook that compresses, and its state; none where another way does, or nothing. A collective."""
+    on_cpu = all(device.type == "cpu" for device in devices)
+    if compress is None or not devices:
+        return None, None
+    if isinstance(compress, PowerSGD) and not (on_cpu and topology_of(group).on_one_node):
+        _require_what_powersgd_needs(on_cpu)
+    if not on_cpu:
+        return (_HOOKS[compress], group) if isinstance(compress, str) else (powerSGD_hook, _state(compress, group))
+    if isinstance(compress, str) or topology_of(group).on_one_node:
+        return None, None
+    return PowerSGDBetweenNodes(group, compress), None
+
+
+def _require_what_powersgd_needs(on_cpu: bool) -> None:
+    if importlib.util.find_spec("numpy") is None:
+        raise ConfigurationError("compress=PowerSGD(...) needs numpy, which torch's hook imports: pip install numpy.")
+    if on_cpu and torch.cuda.is_available():
+        raise ConfigurationError(
+            "compress=PowerSGD(...) for gradients on the CPU needs a process that sees no GPU: torch's hook would "
+            'synchronize with one, and fail. Hide the GPUs (CUDA_VISIBLE_DEVICES=), or take compress="bf16".'
+        )
+
+
+class PowerSGDBetweenNodes:
+    """A communication hook: the leader of each node sends what the ranks of the node have summed."""
+
+    def __init__(self, group: dist.ProcessGroup, settings: PowerSGD) -> None:
+        self._intra_node, self._groups, self._threads = topology_of(group).open()
+        self._state = None if self._groups is None else _state(settings, self._groups.group)
+        self._group = weakref.ref(group)
+        self._size = group.size()
+        self.allocate = self._intra_node.allocate
+
+    def __call__(self, _: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        inter_node = None if self._state is None else _PowerSGDAllReduce(self._state, bucket, self._size)
+        # One leader: matrices must not be cut, and the hook's state counts the steps by seeing every bucket.
+        sums = HierarchicalAllReduce(self._intra_node, inter_node, self._threads, exact=False, leaders=1)
+        group = self._group()
+        assert group is not None
+        return future_of(sums.launch(bucket.buffer()), bucket.buffer(), group)
+
+
+class _PowerSGDAllReduce:
+    """See :class:`.hierarchical.InterNode`."""
+
+    def __init__(self, state: PowerSGDState, bucket: GradBucket, ranks: int) -> None:
+        self._state, self._bucket, self._ranks = state, bucket, ranks
+
+    def start(self, shard: torch.Tensor) -> list[Work]:
+        if not shard.numel():
+            return []  # not the leader
+        group = self._state.process_group
+        shard.mul_(group.size() / self._ranks)  # the hook divides by the number of nodes
+        bucket = self._bucket
+        whole: Any = GradBucket(bucket.index(), shard, bucket.parameters(), is_last=bucket.is_last())
+        return [_FutureWork(powerSGD_hook(self._state, whole), shard, group)]
+
+
+@dataclass(frozen=True)
+class _FutureWork:
+    """The handle of a future whose value is to be in ``result``."""
+
+    future: torch.futures.Future[torch.Tensor]
+    result: torch.Tensor
+    group: dist.ProcessGroup
+
+    def wait(self, doing: str) -> None:
+        wait(self.future, doing, self.group)
+        value = self.future.value()
+        if value.data_ptr() != self.result.data_ptr():
+            self.result.copy_(value)
+
+
+def _state(settings: PowerSGD, group: dist.ProcessGroup) -> PowerSGDState:
+    return PowerSGDState(group, matrix_approximation_rank=settings.rank, start_powerSGD_iter=settings.start)

@@ -1,0 +1,137 @@
+"""The flat memory of a bucket: gradients are copied in, reduced in place, and handed out as views.
+
+After a synchronization ``parameter.grad`` is a view of the memory that was reduced, so nothing is copied out. That is
+safe only as long as nobody else looks at that memory when the next gradients are copied in. Three may: the parameter
+itself (``zero_grad(set_to_none=False)`` keeps the gradient), a user who kept ``parameter.grad``, and a user who kept a
+tensor made from it (``grad.detach()``). Memory that is looked at is left to them and other memory is taken.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ddp_callbacks._torch import copy_each, count_of_tensors
+
+_LARGE = 1 << 14  # elements per gradient from which one fused pass beats two foreach passes
+
+
+class FlatBuffer:
+    """One flat tensor with room for all gradients of a bucket and for a tail.
+
+    Attributes:
+        flat: Shape ``[numel + tail]``.
+        views: One view per parameter, with its shape and, where it is dense, its strides.
+    """
+
+    def __init__(self, flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.flat = flat
+        offset = 0
+        self.views: list[torch.Tensor] = []
+        for parameter in parameters:
+            self.views.append(_view_like(flat, offset, parameter))
+            offset += parameter.numel()
+        self.numel = offset
+        self._references = self._count_references()
+
+    def is_aliased(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether a gradient, or anything outside, still refers to this memory."""
+        if any(parameter.grad is view for parameter, view in zip(parameters, self.views, strict=True)):
+            return True
+        return self._count_references() != self._references
+
+    def _count_references(self) -> tuple[int, int]:
+        storage = self.flat.untyped_storage()
+        return count_of_tensors(storage), sys.getrefcount(storage) + sum(map(sys.getrefcount, self.views))
+
+
+class BufferPool:
+    """The memory of one bucket: usually one :class:`FlatBuffer`, two where gradients are kept between steps."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        tail: int,
+        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
+    ) -> None:
+        self.parameters = list(parameters)
+        self._tail = tail
+        self._allocate = allocate
+        self._memories: list[FlatBuffer] = []
+        # Gradients that exist before the first step are the user's own tensors: kept, and written in place, for as long
+        # as they are the parameters' gradients.
+        self._given = [parameter.grad for parameter in self.parameters]
+        self._has_given = True
+
+    def take(self) -> FlatBuffer:
+        """Memory that nobody looks at."""
+        self.let_go()
+        for memory in self._memories:
+            if not memory.is_aliased(self.parameters):
+                return memory
+        # What only outsiders look at is theirs from now on; a gradient's home stays known.
+        self._memories = [memory for memory in self._memories if self._is_home(memory)]
+        numel = sum(parameter.numel() for parameter in self.parameters)
+        first = self.parameters[0]
+        memory = FlatBuffer(self._allocate(numel + self._tail, first.dtype, first.device), self.parameters)
+        self._memories.append(memory)
+        return memory
+
+    def let_go(self) -> None:
+        """Forget the gradients of before the first step that are none any more."""
+        if self._has_given:
+            pairs = zip(self.parameters, self._given, strict=True)
+            self._given = [given if parameter.grad is given else None for parameter, given in pairs]
+            self._has_given = any(given is not None for given in self._given)
+
+    def abandon(self) -> None:
+        """Forget all memory: a collective may still write to it."""
+        self._memories = []
+
+    def has_no_aliases(self) -> bool:
+        """Whether no gradient can be one of an earlier step: the usual case, with ``zero_grad()`` before each step."""
+        return len(self._memories) == 1 and not self._has_given
+
+    def kept_gradient(self, slot: int) -> torch.Tensor | None:
+        """The gradient of parameter ``slot`` if it is the tensor of an earlier step, accumulated into since."""
+        grad = self.parameters[slot].grad
+        if grad is self._given[slot] or any(grad is memory.views[slot] for memory in self._memories):
+            return grad
+        return None
+
+    def _is_home(self, memory: FlatBuffer) -> bool:
+        return any(parameter.grad is view for parameter, view in zip(self.parameters, memory.views, strict=True))
+
+
+def copy_in(memory: FlatBuffer, gradients: Sequence[torch.Tensor | None], scale: float) -> None:
+    """Write ``scale * gradient`` into each view; zeros for ``None``, and for all where ``scale`` is 0.
+
+    A rank with weight 0 may hold NaN (the mean over no samples), which must not reach the others.
+    """
+    if scale == 0:
+        memory.flat[: memory.numel].zero_()
+        return
+    sources, targets = [], []
+    for gradient, view in zip(gradients, memory.views, strict=True):
+        if gradient is None:
+            view.zero_()
+        else:
+            gradient = gradient.detach() if gradient.requires_grad else gradient  # backward(create_graph=True)
+            sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
+            targets.append(view)
+    if scale != 1 and memory.numel > _LARGE * len(memory.views):
+        for source, target in zip(sources, targets, strict=True):
+            torch.mul(source, scale, out=target)
+    elif sources:
+        copy_each(targets, sources)
+        if scale != 1:
+            memory.flat[: memory.numel].mul_(scale)  # zeros stay zeros
+
+
+def _view_like(flat: torch.Tensor, offset: int, parameter: torch.nn.Parameter) -> torch.Tensor:
+    # empty_like keeps the strides of exactly those tensors that fill their memory without gaps or overlaps.
+    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+        return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + offset)
+    return flat[offset : offset + parameter.numel()].view(parameter.shape)

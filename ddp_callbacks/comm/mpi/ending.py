@@ -1,0 +1,196 @@
+"""The end of a process in which MPI runs.
+
+MPI_Finalize waits for all processes, so a job of which one has failed would hang in it. Here a process that ends looks
+after the others first::
+
+    it fails      tells the others; once they have said what they have to, or after LINGER seconds, MPI_Abort with its
+                  exit code, which ends the job
+    it ends       waits, asleep, until all have come to their end, then MPI_Finalize; if another fails meanwhile,
+                  this one had left too early, and it fails, too
+
+Who fails only because another has failed or left (:class:`PeerError`) lets that one decide the job's exit code. A
+process that is killed is the launcher's business: mpiexec ends the job.
+
+Keys in the store of the default group: ``mpi/aborts``, the first rank that fails; ``mpi/ended/{rank}``, a rank that
+has nothing more to say.
+
+[Note: exit codes]
+Python tells nobody the exit code before it is too late for MPI_Abort. But it reads ``SystemExit.code`` when it is about
+to exit, and as no Python code is running then, that is told from any other reading. So ``sys.exit`` raises a
+SystemExit that notes this. With ``raise SystemExit(3)`` the job ends, too, once the others miss this rank, but with 1.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from ddp_callbacks.comm.mpi.progress import Progress
+from ddp_callbacks.comm.mpi.runtime import MPI, finalizes_itself
+from ddp_callbacks.errors import PeerError
+from ddp_callbacks.process_group.failures import LINGER, announce_leave, report_end
+
+_LOOK = 0.2  # seconds between two looks into the store
+_INTERRUPTED = 130  # the exit code of a shell's child that Ctrl-C has ended
+
+
+class Ending:
+    """Ends MPI with this process. Make one in a process, before anything else that runs when the process ends."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self._store: dist.Store | None = None
+        self._pid = os.getpid()
+        self._code = 0
+        self._follows = False  # fails because of another
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._note_exception
+        sys.exit = _exit_that_tells(self._note_exit)
+        atexit.register(self._end)
+
+    def watch(self, store: dist.Store) -> None:
+        """``store`` is the world's; it lives as long as this process."""
+        self._store = dist.PrefixStore("mpi", store)
+
+    def _note_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        self._follows = isinstance(error, PeerError)
+        if dist.is_initialized():
+            report_end(error)
+        self._previous_hook(kind, error, trace)
+
+    def _note_exit(self, code: object) -> None:
+        self._code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+
+    def _end(self) -> None:
+        if os.getpid() != self._pid or MPI.Is_finalized():
+            return
+        if dist.is_initialized():
+            _try(announce_leave)
+        if self._code == 0 and self._all_end():
+            self._finalize()
+        else:
+            self._abort(self._code or 1)
+
+    def _all_end(self) -> bool:
+        """Wait until all processes have come to their end; false if one fails."""
+        begin = looked = time.monotonic()
+        with self.progress.lock:
+            request = MPI.COMM_WORLD.Ibarrier()
+        while True:
+            with self.progress.lock:
+                if request.Test():
+                    return True
+            now = time.monotonic()
+            if now - looked > _LOOK:
+                looked = now
+                if self._somebody_fails():
+                    return False
+            time.sleep(min((now - begin) / 10, 0.01))
+
+    def _somebody_fails(self) -> bool:
+        assert self._store is not None
+        try:
+            return self._store.check(["aborts"])
+        except RuntimeError:
+            return True  # rank 0, which hosts the store, has gone without a word
+
+    def _first_to_abort(self) -> bool:
+        assert self._store is not None
+        me = str(MPI.COMM_WORLD.Get_rank())
+        try:
+            return self._store.compare_set("aborts", "", me).decode() == me
+        except RuntimeError:
+            return False  # the store has gone with rank 0
+
+    def _await_ends(self) -> None:
+        """Let the others print what they have to say."""
+        assert self._store is not None
+        _flush()
+        end = time.monotonic() + LINGER
+        keys = [f"ended/{rank}" for rank in range(MPI.COMM_WORLD.Get_size())]
+        try:
+            self._store.set(keys[MPI.COMM_WORLD.Get_rank()], "1")
+            while not self._store.check(keys) and time.monotonic() < end:
+                time.sleep(0.05)
+        except RuntimeError:
+            pass  # the store has gone with rank 0
+
+    def _abort(self, code: int) -> None:
+        first = self._first_to_abort()
+        self._await_ends()
+        if self._follows or not first:
+            time.sleep(LINGER)
+        self.progress.stop()
+        _unlink_segments()
+        MPI.COMM_WORLD.Abort(code)
+
+    def _finalize(self) -> None:
+        self.progress.stop()
+        if not self.progress.drop_receives():
+            print(
+                "MPI still works on an operation that not all ranks have started: the job is aborted.", file=sys.stderr
+            )
+            _flush()
+            MPI.COMM_WORLD.Abort(1)
+        if not finalizes_itself():
+            MPI.Finalize()
+
+
+def _exit_that_tells(note: Callable[[object], None]) -> Callable[..., NoReturn]:
+    """A ``sys.exit`` that calls ``note`` with the code when the interpreter is about to exit with it."""
+    plain: Any = SystemExit.code
+
+    class Exit(SystemExit):
+        @property
+        def code(self) -> Any:
+            code = plain.__get__(self)
+            try:
+                sys._getframe(1)
+            except ValueError:
+                note(code)
+            return code
+
+        @code.setter
+        def code(self, code: Any) -> None:
+            plain.__set__(self, code)
+
+    def exit(status: Any = None, /) -> NoReturn:
+        raise Exit(status)
+
+    Exit.__name__ = Exit.__qualname__ = "SystemExit"
+    return exit
+
+
+def _unlink_segments() -> None:
+    """Remove the names of MPICH's shared memory that this process has mapped: its MPI_Abort leaves them."""
+    try:
+        mapped = set(re.findall(r"/dev/shm/mpich_shm_\w+$", Path("/proc/self/maps").read_text(), re.MULTILINE))
+        for path in mapped:
+            Path(path).unlink(missing_ok=True)
+    except OSError:
+        pass
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass
+
+
+def _try(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except RuntimeError:
+        pass  # the store has gone with the process that hosted it

@@ -1,0 +1,56 @@
+"""What every way to sum over the ranks offers: :class:`AllReduce` starts a sum and returns a :class:`Work` handle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ddp_callbacks._torch import outside_inference_mode
+
+Allocator = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+
+
+class Work(Protocol):
+    """The handle of a sum that is under way."""
+
+    def wait(self, doing: str) -> None:
+        """Block until the sum is there.
+
+        Raises:
+            PeerError: Another rank failed, died or went silent.
+        """
+
+
+class AllReduce(Protocol):
+    """A way to sum over the ranks. Every rank launches the same sums in the same order.
+
+    Attributes:
+        exact: Whether nothing is rounded but the sums themselves.
+        unattended: Whether a sum that every rank has launched completes though no other rank waits for it.
+    """
+
+    exact: bool
+    unattended: bool
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat tensor in the memory that suits this way best. Local."""
+
+    def launch(self, tensor: torch.Tensor, doing: str = "") -> Work:
+        """Start to sum ``tensor`` (flat, contiguous) over the ranks, in place. Does not block.
+
+        Args:
+            doing: What this is for, the same on every rank: it travels with the sum.
+        """
+
+
+@outside_inference_mode
+def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A flat tensor in this process's own memory."""
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, flat, as real numbers: gloo knows no complex ones."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

@@ -1,0 +1,192 @@
+"""A few numbers from every rank, in every step: with the gradients, or as a small sum of their own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks._torch import outside_inference_mode
+from ddp_callbacks.comm.collectives import all_gather_tensors, message_device, start_broadcast
+from ddp_callbacks.comm.protocol import Work
+from ddp_callbacks.comm.topology import choose_all_reduce
+from ddp_callbacks.process_group import resolve_group
+from ddp_callbacks.process_group.failures import Pending, enter, of_device, require_tags, tag_of, wait
+
+_CAPACITY = 96  # numbers in a row, until a longer one was sent
+_HEADER = 2  # numbers before the row: its length, and a checksum of what it is for
+
+
+class Carrier(Protocol):
+    """What rows can travel with: :class:`ddp_callbacks.GradientSynchronizer`."""
+
+    room: int
+    rounds: int
+    carried: torch.Tensor
+
+    def carry(self, numbers: torch.Tensor) -> None: ...
+
+
+class ScalarExchange:
+    """Gives every rank the row of every other; in a world of more than one. Making it is a collective.
+
+    The rows are gathered as a sum, in which each rank writes its own row and leaves the others zero: a sum is what
+    goes through shared memory. Numbers travel as float64.
+
+    Attributes:
+        unattended: Whether rows that every rank has launched arrive though no other rank waits for them.
+    """
+
+    @outside_inference_mode
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = resolve_group(group)
+        self._device = message_device(group)
+        self._all_reduce = choose_all_reduce(self._group, [self._device])
+        self.unattended = self._all_reduce.unattended
+        self._capacity = _CAPACITY
+        self._spare: list[torch.Tensor] = []
+        self._led: tuple[Pending, torch.Tensor] | None = None  # the last row of rank 0, which may be on its way
+
+    @outside_inference_mode
+    def exchange(self, row: Sequence[float], doing: str) -> list[list[float]]:
+        """Send this rank's row; every rank's, by rank. Lengths may differ. Blocks until all have called it.
+
+        Raises:
+            MismatchError: Some rank exchanges something else.
+            PeerError: As :func:`ddp_callbacks.process_group.failures.wait` does.
+        """
+        return self.launch(row, doing).wait()
+
+    @outside_inference_mode
+    def lead(self, row: Sequence[float], doing: str) -> list[float]:
+        """Rank 0's row, on every rank; of one length. Rank 0 waits only until the others have got the one before.
+
+        Raises:
+            PeerError: As :func:`ddp_callbacks.process_group.failures.wait` does.
+        """
+        enter(doing)
+        sent = torch.tensor(row, dtype=torch.float64, device=self._device)
+        before, self._led = self._led, (of_device(start_broadcast(sent, self._group), sent.device), sent)
+        if self._group.rank() == 0:
+            if before is not None:
+                wait(before[0], doing, self._group)
+            return list(row)
+        wait(self._led[0], doing, self._group)
+        numbers: list[float] = sent.tolist()
+        return numbers
+
+    @outside_inference_mode
+    def launch(self, row: Sequence[float], doing: str) -> LaunchedScalars:
+        """Send this rank's row without waiting for the others'. Every rank launches the same, in the same order."""
+        memory = self._spare.pop() if self._spare else self._allocate()
+        rows = memory.zero_().view(self._group.size(), _HEADER + self._capacity)
+        sent = _with_header(row, doing, self._capacity)
+        rows[self._group.rank(), : len(sent)] = torch.tensor(sent, dtype=torch.float64)
+        return LaunchedScalars(self, row, doing, rows, self._all_reduce.launch(memory, doing))
+
+    def send_with(self, carrier: Carrier, row: Sequence[float], doing: str) -> PiggybackedScalars:
+        """Let this rank's row travel with the next gradients. Local; every rank must do it before the same backward."""
+        return PiggybackedScalars(self, row, doing, carrier)
+
+    @outside_inference_mode
+    def reuse(self, rows: torch.Tensor) -> None:
+        """What :meth:`launch` has used and nobody needs any more."""
+        if rows.shape[1] == _HEADER + self._capacity:
+            self._spare.append(rows.view(-1))
+
+    def read(self, received: list[list[float]], doing: str) -> tuple[list[list[float]], bool]:
+        """What has arrived: every rank's row, cut where it was too long; and whether none was. Local."""
+        require_tags([own[1] for own in received], doing, self._group)
+        capacity = len(received[0]) - _HEADER
+        return [own[_HEADER : _HEADER + int(own[0])] for own in received], max(own[0] for own in received) <= capacity
+
+    def send_whole(self, row: Sequence[float], doing: str) -> list[list[float]]:
+        """Every rank's row, of any length; from now on there is room for them. A collective."""
+        whole = torch.tensor(row, dtype=torch.float64)
+        rows = [tensor.tolist() for _, (tensor,) in all_gather_tensors(None, [whole], doing, self._group)]
+        self._capacity, self._spare = max(self._capacity, 2 * max(map(len, rows))), []
+        return rows
+
+    def _allocate(self) -> torch.Tensor:
+        numel = self._group.size() * (_HEADER + self._capacity)
+        return self._all_reduce.allocate(numel, torch.float64, self._device)
+
+
+class ScalarWork(ABC):
+    """ScalarWork that are under way."""
+
+    def __init__(self, exchange: ScalarExchange, row: Sequence[float], doing: str) -> None:
+        self._exchange, self._row, self._doing = exchange, list(row), doing
+
+    @abstractmethod
+    def are_here(self) -> bool:
+        """Whether :meth:`arrive` may be called: by one rank alone, at any time, where the exchange is unattended."""
+
+    @abstractmethod
+    def arrive(self) -> tuple[list[list[float]], bool]:
+        """Every rank's row, cut where it was too long, and whether none was.
+
+        Raises:
+            MismatchError: Some rank exchanges something else.
+            PeerError: As :func:`ddp_callbacks.process_group.failures.wait` does.
+        """
+
+    def wait(self) -> list[list[float]]:
+        """Every rank's row. A collective: all have seen whether a row was too long, and then send again."""
+        rows, are_whole = self.arrive()
+        return rows if are_whole else self._exchange.send_whole(self._row, self._doing)
+
+
+class LaunchedScalars(ScalarWork):
+    """ScalarWork with a message of their own; :meth:`ScalarExchange.launch` makes it."""
+
+    def __init__(
+        self, exchange: ScalarExchange, row: Sequence[float], doing: str, rows: torch.Tensor, pending: Work
+    ) -> None:
+        super().__init__(exchange, row, doing)
+        self._rows, self._pending = rows, pending
+        self._received: tuple[list[list[float]], bool] | None = None
+
+    def are_here(self) -> bool:
+        """See :class:`ScalarWork`."""
+        return True
+
+    def arrive(self) -> tuple[list[list[float]], bool]:
+        """See :class:`ScalarWork`. Blocks until every rank has launched its row."""
+        if self._received is None:
+            self._pending.wait(self._doing)
+            received = self._rows.tolist()
+            self._exchange.reuse(self._rows)
+            self._received = self._exchange.read(received, self._doing)
+        return self._received
+
+
+class PiggybackedScalars(ScalarWork):
+    """ScalarWork that travel with gradients; :meth:`ScalarExchange.send_with` makes it."""
+
+    def __init__(self, exchange: ScalarExchange, row: Sequence[float], doing: str, carrier: Carrier) -> None:
+        super().__init__(exchange, row, doing)
+        self._carrier, self._rounds = carrier, carrier.rounds
+        sent = _with_header(row, doing, room_of(carrier))
+        carrier.carry(torch.tensor(sent + [0.0] * (carrier.room - len(sent)), dtype=torch.float64))
+
+    def are_here(self) -> bool:
+        """See :class:`ScalarWork`."""
+        return self._carrier.rounds > self._rounds
+
+    def arrive(self) -> tuple[list[list[float]], bool]:
+        """See :class:`ScalarWork`. Does not block; the gradients must be there."""
+        return self._exchange.read(self._carrier.carried.tolist(), self._doing)
+
+
+def room_of(carrier: Carrier) -> int:
+    """How long a row may be that travels with it."""
+    return carrier.room - _HEADER
+
+
+def _with_header(row: Sequence[float], doing: str, capacity: int) -> list[float]:
+    """What travels of a row: its length, what it is for, and as much of it as there is room for."""
+    return [float(len(row)), float(tag_of(doing)), *row[:capacity]]

@@ -1,0 +1,400 @@
+"""All-reduce between the processes of one node through memory that they share: no socket, and no copy.
+
+gloo sends every byte over TCP, between two processes of one machine too. Here the buckets themselves lie in memory
+that all ranks of the node have mapped (see :mod:`ddp_callbacks.comm.memfd`). Each node leader adds up its shard of
+every rank's bucket, in the order of the ranks, and writes the sum into every bucket, so all get the same bits::
+
+    post               tell the others that this bucket can be read                       does not block
+    reduce_scatter     wait until every rank has posted, sum this rank's shard
+    all_gather         write the sum into every rank's bucket, tell the others            does not block
+    finish             wait until every rank has done so
+
+On a single node every rank is a leader, and the last three steps run when a rank waits. With several nodes
+(:mod:`ddp_callbacks.comm.hierarchical`) the shard is summed between the nodes after the reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks import environment
+from ddp_callbacks._torch import descriptor_of, outside_inference_mode, timeout_of
+from ddp_callbacks.comm import memfd
+from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.comm.protocol import as_real
+from ddp_callbacks.comm.semaphores import LINE, SemaphoreChannel
+from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.process_group.failures import ProcessEnded, diagnose, enter, require_tags, tag_of, wait
+
+SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
+"""Environment variable: 0 on any rank turns shared memory off, on all."""
+
+_MAPPINGS = 4  # of each rank, per segment: a bucket has several memories where gradients are kept between steps
+_SLOTS = 8192  # of each rank in the ring: how many sums can be under way
+ALIGNMENT = 64
+"""Elements. Shards begin at a multiple, so that no two ranks write to the same cache line."""
+
+
+@dataclass(frozen=True)
+class LocalRanks:
+    """The ranks of one node.
+
+    Attributes:
+        ranks: Their numbers in the group.
+        pids: Their process ids.
+        local_rank: Which of them this one is.
+        leaders: How many of them, the first ones, sum a shard each.
+    """
+
+    ranks: list[int]
+    pids: list[int]
+    local_rank: int
+    leaders: int
+
+
+class SharedMemoryAllReduce:
+    """All-reduce through the memory that the ranks of a node share.
+
+    Every rank must launch the same sums in the same order.
+
+    Args:
+        group: To which the ranks belong.
+        local_ranks: Those on this node.
+        control: Descriptor of a segment that all of them have opened, of :meth:`control_nbytes`.
+    """
+
+    exact = True
+    unattended = False  # each rank sums its shard when it waits
+
+    def __init__(self, group: dist.ProcessGroup, local_ranks: LocalRanks, control: int) -> None:
+        self._group = weakref.ref(group)
+        self.local_ranks = local_ranks
+        self._local_rank, self._size = local_ranks.local_rank, len(local_ranks.ranks)
+        timeout = timeout_of(group)
+        nbytes = SemaphoreChannel.nbytes(self._size)
+        ranks = local_ranks.ranks
+        self._posted, self._done = (
+            SemaphoreChannel(control, at, ranks, self._local_rank, timeout) for at in (0, nbytes)
+        )
+        # A ring of slots per rank, by number of the sum: serial number and descriptor of the segment, offset in it,
+        # number of bytes, and what it is for.
+        ring = memoryview(mmap.mmap(control, self.control_nbytes(self._size)))
+        self._descriptors = ring[2 * nbytes :].cast("q")
+        self._segments: dict[int, _Segment] = {}  # this rank's, by address
+        self._serial = 0
+        self._finished = 0  # number of the last work that is done on all
+        self._launched: deque[SharedMemoryWork] = deque()
+        self._under_way = False  # a sum is half done
+        # Keeps a buffer until every rank has finished: a peer may not have mapped it yet, even if nobody here waits.
+        self._gathered: deque[SharedMemoryWork] = deque()
+        self._spare: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._lock = threading.RLock()  # a communication hook's future is completed by another thread
+
+    @staticmethod
+    def control_nbytes(size: int) -> int:
+        return 2 * SemaphoreChannel.nbytes(size) + size * _SLOTS * LINE
+
+    @outside_inference_mode
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+        """A flat tensor on the CPU that the other ranks can open. Local. Its segment goes with it."""
+        size = max(numel, 1)
+        try:
+            storage = memfd.create_storage(size * dtype.itemsize)
+        except (OSError, RuntimeError) as error:
+            raise ConfigurationError(
+                f"no shared memory of {size * dtype.itemsize} bytes for gradients: {error}. Raise that limit "
+                f"(ulimit -n), or set {SWITCH}=0 to sum through gloo."
+            ) from error
+        tensor = torch.empty(0, dtype=dtype).set_(storage)
+        self._serial += 1
+        segment = _Segment(self._serial, descriptor_of(storage), [OrderedDict() for _ in range(self._size)])
+        self._segments[_address(tensor)] = segment
+        weakref.finalize(tensor, _forget, self._segments, _address(tensor), segment).atexit = False
+        return tensor[:numel]
+
+    def launch(self, tensor: torch.Tensor, doing: str = "") -> SharedMemoryWork:
+        """Start to sum ``tensor`` (flat, contiguous) over the ranks of this node, in place. Does not block."""
+        if doing:
+            enter(doing)
+        work = self.post(tensor, doing=doing)
+        self._launched.append(work)
+        return work
+
+    def complete(self, work: SharedMemoryWork, doing: str) -> None:
+        """Do this rank's part of all that is launched; return when ``work`` is done on every rank."""
+        with self._lock:
+            self._require_whole()
+            while self._launched:
+                first = self._launched[0]
+                self._find_shards(first, doing)  # if this raises, the sum can be made later
+                self._under_way = True
+                _sum_into_first(first.shards)
+                self.all_gather(first)
+                self._launched.popleft()
+                self._under_way = False
+            self.finish(work, doing)
+
+    def _require_whole(self) -> None:
+        if self._under_way:
+            raise RuntimeError(
+                "a sum of gradients was interrupted (Ctrl-C) when it was half done, and the other processes have parts "
+                "of it already. Start the processes again."
+            )
+
+    # --- the steps of a sum -------------------------------------------------------------------------------------------
+
+    def post(self, tensor: torch.Tensor, leaders: int | None = None, doing: str = "") -> SharedMemoryWork:
+        """Tell the others that they can read ``tensor``. Does not block."""
+        if self._posted.posted - self._finished >= _SLOTS:
+            raise ConfigurationError(f"more than {_SLOTS} sums are under way: raise bucket_cap_mb.")
+        result = as_real(tensor)
+        home, segment = self._home_of(result)
+        number = self._posted.posted + 1
+        slot, at = self._slot(self._local_rank, number), int(home.storage_offset()) * home.itemsize
+        for offset, entry in enumerate((segment.serial, segment.fd, at, home.nbytes, tag_of(doing))):
+            self._descriptors[slot + offset] = entry
+        self._posted.post()
+        return SharedMemoryWork(self, result, home, segment, number, leaders or self.local_ranks.leaders, doing)
+
+    def reduce_scatter(self, work: SharedMemoryWork, doing: str) -> torch.Tensor:
+        """Sum this rank's shard, and return it. Blocks until every rank of the node has posted."""
+        self._find_shards(work, doing)
+        _sum_into_first(work.shards)
+        return work.shards[0]
+
+    def _find_shards(self, work: SharedMemoryWork, doing: str) -> None:
+        """Block until every rank of the node has posted; then find this rank's shard of each buffer."""
+        self._await(self._posted, work.number, doing)
+        slots = [self._slot(index, work.number) for index in range(self._size)]
+        self._require_same(slots, work.doing)
+        # The usual step sums the same memory as the one before.
+        places = tuple(self._descriptors[slot + offset] for slot in slots for offset in (0, 2, 3))
+        key = (work.home.dtype, work.leaders, places)
+        known = work.segment.shards
+        at = int(work.home.storage_offset())
+        if at not in known or known[at][0] != key:
+            known[at] = key, self._cut(work, slots, doing)
+        _, work.shards = known[at]
+
+    def all_gather(self, work: SharedMemoryWork) -> None:
+        """Write this rank's shard into every rank's buffer. Does not block."""
+        first, *others = work.shards
+        for other in others:
+            other.copy_(first)
+        self._gathered.append(work)
+        self._done.post()
+
+    def finish(self, work: SharedMemoryWork, doing: str) -> None:
+        """Block until every rank of the node has written its shard everywhere."""
+        with self._lock:
+            self._await(self._done, work.number, doing)
+            self._finished = max(self._finished, work.number)
+            while self._gathered and self._gathered[0].number <= work.number:
+                self._gathered.popleft()
+        if work.home is not work.result:
+            work.result.copy_(work.home)
+            self._spare[work.home.numel(), work.home.dtype] = work.home
+            work.home = work.result  # whoever waits once more has it; the next sum may have its home
+
+    def _home_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Segment]:
+        """``tensor`` if it lies in a segment, else a copy that does."""
+        segment = self._segments.get(_address(tensor))
+        if segment is not None:
+            return tensor, segment
+        home = self._spare.pop((tensor.numel(), tensor.dtype), None)
+        home = self.allocate(tensor.numel(), tensor.dtype) if home is None else home
+        return home.copy_(tensor), self._segments[_address(home)]
+
+    @outside_inference_mode
+    def _cut(self, work: SharedMemoryWork, slots: list[int], doing: str) -> list[torch.Tensor]:
+        """This rank's shard of every rank's buffer."""
+        begin, end = self._bounds(work)
+        shards = []
+        for index, slot in enumerate(slots):
+            serial, fd, at, nbytes = self._descriptors[slot : slot + 4]
+            self._require_size(index, nbytes, work.home.nbytes)
+            # The own memory is mapped once more, too: a view of the tensor itself would look like a user who keeps it.
+            home = self._open(index, serial, fd, work.segment, doing)[at : at + nbytes]
+            shards.append(home.view(work.home.dtype)[begin:end])
+        return shards
+
+    def _bounds(self, work: SharedMemoryWork) -> tuple[int, int]:
+        """Where this rank's shard begins and ends."""
+        numel, leaders = work.home.numel(), work.leaders
+        units = -(-numel // ALIGNMENT)
+        first, last = (
+            units * min(at, leaders) // leaders * ALIGNMENT for at in (self._local_rank, self._local_rank + 1)
+        )
+        return min(first, numel), min(last, numel)
+
+    def _require_same(self, slots: list[int], doing: str) -> None:
+        tags = [self._descriptors[slot + 4] for slot in slots]
+        if tags.count(tags[0]) < len(tags):
+            group = self._group()
+            assert group is not None
+            require_tags(tags, doing, group, self.local_ranks.ranks)
+
+    def _require_size(self, index: int, nbytes: int, own: int) -> None:
+        if nbytes != own:
+            there, here = self.local_ranks.ranks[index], self.local_ranks.ranks[self._local_rank]
+            raise MismatchError(
+                f"rank {there} sums {nbytes} bytes of gradients where rank {here} sums {own}: every rank must make "
+                "the same calls in the same order, with the same model and bucket_cap_mb."
+            )
+
+    def _open(self, index: int, serial: int, fd: int, segment: _Segment, doing: str) -> torch.Tensor:
+        """The memory of the rank at ``index``, as bytes."""
+        mapped = segment.mapped[index]
+        if serial not in mapped:
+            mapped[serial] = self._map(index, fd, doing)
+            if len(mapped) > _MAPPINGS:
+                mapped.popitem(last=False)
+        mapped.move_to_end(serial)
+        return mapped[serial]
+
+    def _map(self, index: int, fd: int, doing: str) -> torch.Tensor:
+        """The segment of another rank, which may have died since it launched."""
+        try:
+            return memfd.map_bytes(self.local_ranks.pids[index], fd)
+        except (OSError, RuntimeError) as error:
+            group, dead = self._group(), self._posted.dead()
+            assert group is not None
+            text = f"the memory of rank {self.local_ranks.ranks[index]} cannot be opened: {error}"
+            raise diagnose(group, doing, ProcessEnded(dead) if dead else RuntimeError(text)) from error
+
+    def _await(self, channel: SemaphoreChannel, number: int, doing: str) -> None:
+        group = self._group()
+        assert group is not None
+        while (missing := channel.missing(number)) is not None:
+            wait(missing, doing, group)
+
+    def _slot(self, index: int, number: int) -> int:
+        return (index * _SLOTS + number % _SLOTS) * (LINE // 8)
+
+
+@dataclass(eq=False)
+class SharedMemoryWork:
+    """A sum over the ranks of a host that is under way; :meth:`SharedMemoryAllReduce.launch` makes it.
+
+    Attributes:
+        result: Where the sum is wanted.
+        home: Where it is made, in ``segment``; ``result`` itself if that lies there.
+        number: How often this rank had posted, and is to post that it is done, when this sum's turn comes.
+        leaders: How many ranks sum a shard each.
+        doing: What it is for.
+        shards: This rank's shard of everybody's memory once it is summed; the sum is in the first.
+    """
+
+    memory: SharedMemoryAllReduce
+    result: torch.Tensor
+    home: torch.Tensor
+    segment: _Segment
+    number: int
+    leaders: int
+    doing: str = ""
+    shards: list[torch.Tensor] = field(default_factory=list)
+
+    def wait(self, doing: str) -> None:
+        """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
+        self.memory.complete(self, doing)
+
+
+@dataclass(eq=False)
+class _Segment:
+    """A segment of this rank.
+
+    Attributes:
+        serial, fd: Its number and descriptor, as the others know it.
+        mapped: Of each rank, what was summed with it, by number.
+        shards: By where in the segment: what was summed there the last time, after a key that says what that was.
+    """
+
+    serial: int
+    fd: int
+    mapped: list[OrderedDict[int, torch.Tensor]]
+    shards: dict[int, tuple[Hashable, list[torch.Tensor]]] = field(default_factory=dict)
+
+
+def _sum_into_first(parts: list[torch.Tensor]) -> None:
+    """Write the sum of ``parts`` into the first of them. Half precision is summed in float32."""
+    first, *others = parts
+    if not first.numel():
+        return
+    total = first.float() if first.dtype in (torch.float16, torch.bfloat16) else first
+    for other in others:
+        total += other
+    if total is not first:
+        first.copy_(total)
+
+
+def _forget(segments: dict[int, _Segment], address: int, segment: _Segment) -> None:
+    if segments.get(address) is segment:  # else its storage was exchanged, and another has got the address
+        del segments[address]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()  # a tensor without elements has none of its own
+
+
+def refusal() -> str:
+    """Why this process cannot or should not share memory; empty if it can."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 is set"
+    if not memfd.can_create():
+        return "this system has no memfd_create"
+    return "" if environment.host_identity() else "this system does not say which host it is (/proc)"
+
+
+def open_shared_memory(
+    group: dist.ProcessGroup, hosts: list[list[int]], pids: list[int]
+) -> tuple[SharedMemoryAllReduce | None, str]:
+    """The memory of this rank's host; or nothing, and why some rank of the group cannot open its own. A collective.
+
+    Args:
+        hosts: The ranks of the group, host by host.
+        pids: Their process ids.
+    """
+    doing = "the shared memory of the host"
+    local_ranks = next(ranks for ranks in hosts if group.rank() in ranks)
+    here = local_ranks.index(group.rank())
+    control, problem = _create_control(len(local_ranks)) if here == 0 else (-1, "")
+    created, problems = zip(*all_gather_json([control, problem], doing, group), strict=True)
+    if problem := next(filter(None, problems), ""):
+        _close(control)
+        return None, problem
+    memory: SharedMemoryAllReduce | None = None
+    try:
+        if here > 0:
+            control = memfd.open_control(pids[local_ranks[0]], created[local_ranks[0]])
+        leaders = min(map(len, hosts))
+        memory = SharedMemoryAllReduce(
+            group, LocalRanks(local_ranks, [pids[rank] for rank in local_ranks], here, leaders), control
+        )
+        weakref.finalize(group, _close, control).atexit = False
+    except OSError as error:
+        problem = f"rank {group.rank()} cannot open what rank {local_ranks[0]} shares: {error}"
+        _close(control)
+    # Nobody channel before every rank has made its semaphores.
+    problem = next(filter(None, all_gather_json(problem, doing, group)), "")
+    return (None, problem) if problem else (memory, "")
+
+
+def _create_control(size: int) -> tuple[int, str]:
+    try:
+        return memfd.create(SharedMemoryAllReduce.control_nbytes(size)), ""
+    except OSError as error:
+        return -1, f"shared memory cannot be created: {error}"
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)

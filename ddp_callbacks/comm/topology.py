@@ -1,0 +1,106 @@
+"""Which ranks share a node, and the choice of the fastest way to sum over all of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks import environment
+from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce, IntraNode, SingleRankNode, SummingThreads
+from ddp_callbacks.comm.inter_node import CHUNK_NBYTES, InterNodeAllReduce, InterNodeGroups, open_inter_node_groups
+from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
+from ddp_callbacks.comm.protocol import AllReduce, allocate
+from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce, open_shared_memory, refusal
+from ddp_callbacks.errors import say
+
+_say_once = functools.cache(say)
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, Topology] = weakref.WeakKeyDictionary()
+
+
+def choose_all_reduce(
+    group: dist.ProcessGroup, devices: Sequence[torch.device], dtype: torch.dtype | None = None
+) -> AllReduce:
+    """The fastest way to sum gradients on ``devices``. A collective: the ranks agree.
+
+    Args:
+        dtype: Half precision, to which everything is rounded that crosses the network between nodes (between all
+            processes, where they share no memory); ``None`` keeps every sum exact. For CPUs.
+    """
+    if not devices or any(device.type != "cpu" for device in devices):
+        return ProcessGroupAllReduce(group, allocate)
+    return topology_of(group).all_reduce(dtype)
+
+
+def topology_of(group: dist.ProcessGroup) -> Topology:
+    """The topology of ``group``; the first call is a collective."""
+    if group not in _opened:
+        _opened[group] = Topology(group)
+    return _opened[group]
+
+
+class Topology:
+    """Which ranks of a group share a node, and with it memory; between nodes there is the network.
+
+    Making it is a collective. Either the ranks of every node share memory or none do, and rank 0 logs which.
+
+    Attributes:
+        nodes: The ranks, node by node; where memory is not shared, each rank is a node by itself.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        known = all_gather_json([environment.host_identity(), os.getpid(), refusal()], "the hosts of the ranks", group)
+        names, pids, refusals = zip(*known, strict=True)
+        self.nodes = [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
+        self._memory: SharedMemoryAllReduce | None = None
+        problem: str = next(filter(None, refusals), "")
+        if not problem and len(self.nodes) == len(pids):
+            problem = "every rank is on a host of its own"
+        if not problem:
+            self._memory, problem = open_shared_memory(group, self.nodes, list(pids))
+        if self._memory is None:
+            self.nodes = [[rank] for rank in range(len(pids))]
+        self._groups: InterNodeGroups | None = None
+        self._threads: SummingThreads | None = None
+        if group.rank() == 0:
+            _say_once(f"gradients on the CPU are summed by {self._describe(problem)}")
+
+    @property
+    def on_one_node(self) -> bool:
+        """Whether all ranks share memory."""
+        return len(self.nodes) == 1
+
+    def all_reduce(self, dtype: torch.dtype | None = None) -> AllReduce:
+        """The fastest sum; rounded to ``dtype`` between nodes. A collective."""
+        group = self._group()
+        assert group is not None
+        if self.on_one_node and self._memory is not None:
+            return self._memory
+        if self._memory is None and dtype is None:
+            return ProcessGroupAllReduce(group, allocate)
+        intra_node, groups, threads = self.open()
+        inter_node = None if groups is None else InterNodeAllReduce(groups, dtype)
+        chunk_nbytes = CHUNK_NBYTES * min(map(len, self.nodes))
+        return HierarchicalAllReduce(intra_node, inter_node, threads, exact=dtype is None, chunk_nbytes=chunk_nbytes)
+
+    def open(self) -> tuple[IntraNode, InterNodeGroups | None, SummingThreads]:
+        """The parts of a hierarchical all-reduce. A collective, the first time."""
+        group = self._group()
+        assert group is not None
+        if self._threads is None:
+            self._groups, self._threads = open_inter_node_groups(group, self.nodes), SummingThreads(group)
+        return self._memory or SingleRankNode(), self._groups, self._threads
+
+    def _describe(self, problem: str) -> str:
+        if problem:
+            return f"gloo: {problem}"
+        if len(self.nodes) == 1:
+            return "shared memory"
+        sizes = ", ".join(str(len(ranks)) for ranks in self.nodes)
+        return f"shared memory on each of {len(self.nodes)} hosts (with {sizes} ranks), and gloo between them"

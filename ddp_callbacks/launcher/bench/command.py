@@ -1,0 +1,271 @@
+"""``ddprun bench``: measures the parts of a training step on the nodes, and says how its cost grows with their number.
+
+The nodes run :mod:`.calibration`; this module shows their progress and evaluates :mod:`.cost`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.launcher.bench.cost import (
+    BF16,
+    EXACT,
+    MARK,
+    Calibration,
+    Job,
+    Layout,
+    Machine,
+    Sync,
+    choose,
+    diloco,
+    efficiency,
+    step_time,
+)
+from ddp_callbacks.launcher.options import BenchOptions
+from ddp_callbacks.launcher.output import Output, Terminal
+from ddp_callbacks.launcher.screen import Bar, Screen, Side, Table
+
+HOSTS = tuple(1 << exponent for exponent in range(11))  # 1 to 1,024
+ASSUMED_LATENCY = 50e-6  # seconds
+ASSUMED_BANDWIDTH = 10e9 / 8  # bytes per second
+USUAL_PLOT = "ddprun-bench.png"
+ASSUMPTIONS = (
+    "Assumed: equal hosts with one link each, a network that carries all of them at full rate at once, nobody late, "
+    "the same batch on each process however many there are, and gloo's rings, whose latency grows with the hosts."
+)
+_NO_MATPLOTLIB = "matplotlib is not installed here: python -m pip install matplotlib"
+
+
+class Bench:
+    """One run of ``ddprun bench`` on so many nodes; the bar is shown while the ``with`` block runs.
+
+    Raises:
+        ConfigurationError: A plot is asked for that cannot be drawn.
+    """
+
+    def __init__(self, options: BenchOptions, nodes: int) -> None:
+        self._options, self._nodes = options, nodes
+        self._can_plot = importlib.util.find_spec("matplotlib") is not None
+        folder = Path(options.plot or USUAL_PLOT).absolute().parent
+        if options.plot is not None and not self._can_plot:
+            raise ConfigurationError(f"--plot: {_NO_MATPLOTLIB}.")
+        if options.plot is not None and not os.access(folder, os.W_OK):
+            raise ConfigurationError(f"--plot: cannot write to {folder}. Name another place.")
+        self._bar = Bar(Screen(sys.stderr), "reaching the nodes")
+        self._output: _BenchOutput | None = None
+
+    def __enter__(self) -> Bench:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.__exit__()
+
+    def output(self, folder: Path, terminal: Terminal) -> Output:
+        """What takes the output of the ranks."""
+        self._output = _BenchOutput(folder, terminal, self._bar)
+        return self._output
+
+    def show(self, screen: Screen) -> None:
+        """Print what was found, and draw the plot."""
+        found = self._output.calibration if self._output else None
+        if found is None:
+            raise ConfigurationError("the calibration ended without a result.")
+        machine, remarks = with_network(found, self._options)
+        if found.layout.hosts > self._nodes:
+            remarks.append("The processes of a node share no memory here, so each of them counts as a host.")
+        syncs = (EXACT, BF16, diloco(self._options.every))
+        if self._options.json:
+            hosts = [{"hosts": count, **_row(machine, found, count, syncs)} for count in HOSTS]
+            print(json.dumps(_finite({"calibration": asdict(found), "machine": asdict(machine), "predicted": hosts})))
+            return
+        for table in (parts_table(machine, found), check_table(found), growth_table(machine, found, syncs)):
+            screen.table(table)
+        for line in (*remarks, ASSUMPTIONS, *sentences(machine, found.job, found.layout, syncs)):
+            screen.line(line)
+        if not self._can_plot:
+            screen.line(f"No plot: {_NO_MATPLOTLIB}")
+            return
+        path = Path(self._options.plot or USUAL_PLOT)
+        plot(machine, found, syncs, path)
+        screen.line(f"plot: {path}")
+
+
+class _BenchOutput(Output):
+    """Takes rank 0's messages for the bar; the rest goes to the files."""
+
+    def __init__(self, folder: Path, terminal: Terminal, bar: Bar) -> None:
+        super().__init__(folder, frozenset(), True, terminal)
+        self._bar = bar
+        self._unread = b""
+        self.calibration: Calibration | None = None
+
+    def write(self, node: str, rank: int, stream: str, data: bytes) -> None:
+        super().write(node, rank, stream, data)
+        if rank == 0 and stream == "o":
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            for line in lines:
+                if line.startswith(MARK.encode()):
+                    self._take(json.loads(line[len(MARK) :]))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "calibration" in message:
+            self.calibration = Calibration.from_json(message["calibration"])
+        else:
+            self._bar.update(message["doing"] or "measured", message["share"])
+
+    def _print(self, data: bytes, stream: str) -> None:
+        """Above the bar."""
+        self._bar.above(data.decode(errors="replace"))
+
+
+def with_network(found: Calibration, options: BenchOptions) -> tuple[Machine, list[str]]:
+    """The machine with the network that the user names, or that stands in for one that was not there; and remarks."""
+    machine, remarks = found.machine, []
+    if found.layout.hosts == 1:
+        machine = replace(machine, latency=ASSUMED_LATENCY, bandwidth=ASSUMED_BANDWIDTH)
+        if options.latency is None or options.bandwidth is None:
+            network = f"{ASSUMED_BANDWIDTH * 8 / 1e9:g} Gbit/s and {ASSUMED_LATENCY * 1e6:g} µs"
+            remarks = [
+                f"There is one host, so the network is not measured: {network} are assumed where --bandwidth and "
+                "--latency say nothing else."
+            ]
+    if options.latency is not None:
+        machine = replace(machine, latency=options.latency)
+    if options.bandwidth is not None:
+        machine = replace(machine, bandwidth=options.bandwidth)
+    return machine, remarks
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def parts_table(machine: Machine, found: Calibration) -> Table:
+    """What the model of the cost was given."""
+    table = Table(("what a step is made of", "left"), ("", "right"))
+    rows = {
+        "compute, ms": found.job.compute * 1e3,
+        "gradients, MB": found.job.nbytes / 1e6,
+        "message between hosts, µs": machine.latency * 1e6,
+        "link of a host, Gbit/s": machine.bandwidth * 8 / 1e9,
+    }
+    if found.layout.ranks_per_host > 1:
+        rows["memory, GB/s for each process"] = machine.memory_bandwidth / 1e9
+    for name, value in rows.items():
+        table.add_row(name, f"{value:.3g}")
+    return table
+
+
+def check_table(found: Calibration) -> Table:
+    """Whole steps as measured, and what the model makes of their parts."""
+    table = Table(("step on these nodes", "left"), ("measured, ms", "right"), ("predicted, ms", "right"), ("", "right"))
+    for sync in (EXACT, BF16):
+        if sync.name in found.steps:
+            measured = found.steps[sync.name]
+            predicted = step_time(found.machine, found.job, found.layout, sync)
+            cells = f"{measured * 1e3:.1f}", f"{predicted * 1e3:.1f}", f"{predicted / measured - 1:+.0%}"
+            table.add_row(sync.name, *cells)
+    return table
+
+
+def growth_table(machine: Machine, found: Calibration, syncs: Sequence[Sync]) -> Table:
+    """Seconds per step and efficiency, by the number of hosts."""
+    heads: list[tuple[str, Side]] = [
+        (f"{sync.name}, {what}", "right") for sync in syncs for what in ("s/step", "efficiency")
+    ]
+    table = Table(("hosts", "right"), ("ranks", "right"), *heads)
+    for count in HOSTS:
+        layout, row = Layout(count, found.layout.ranks_per_host), _row(machine, found, count, syncs)
+        cells = [cell for seconds, share in row.values() for cell in (f"{seconds:.3g}", f"{share:.0%}")]
+        table.add_row(f"{count:,}", f"{layout.ranks:,}", *cells)
+    return table
+
+
+def sentences(machine: Machine, job: Job, here: Layout, syncs: Sequence[Sync]) -> list[str]:
+    """What it would choose here, and where that changes."""
+    chosen = {count: choose(machine, job, replace(here, hosts=count), syncs) for count in (here.hosts, *HOSTS)}
+    first = chosen[here.hosts]
+    share = efficiency(machine, job, here, first)
+    hosts = f"{here.hosts} host{'s' if here.hosts > 1 else ''}"
+    lines = [f"On {hosts} it would choose {first.name} ({share:.0%}): {_reason(machine, job, here, first, syncs)}."]
+    previous = first
+    for count in HOSTS:
+        if count > here.hosts and chosen[count] != previous:
+            previous = chosen[count]
+            share = efficiency(machine, job, replace(here, hosts=count), previous)
+            lines.append(f"From {count:,} hosts on, {previous.name} ({share:.0%}).")
+    return lines
+
+
+def _reason(machine: Machine, job: Job, here: Layout, chosen: Sync, syncs: Sequence[Sync]) -> str:
+    times = {sync: step_time(machine, job, here, sync) for sync in syncs}
+    mildest, fastest = syncs[0], min(times.values())
+    if chosen != mildest:
+        return f"its steps take {times[chosen] / times[mildest]:.2f} of those of {mildest.name}"
+    if fastest >= 0.995 * times[chosen]:
+        return "no other way is faster"
+    return f"no other way makes a step shorter by more than {1 - fastest / times[chosen]:.0%}"
+
+
+def plot(machine: Machine, found: Calibration, syncs: Sequence[Sync], path: Path) -> None:
+    """Efficiency by the number of hosts. A file that is there is replaced once the new one is complete."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for sync, marker in zip(syncs, "osD^", strict=False):
+        shares = [_row(machine, found, count, [sync])[sync.name][1] * 100 for count in HOSTS]
+        axes.plot(HOSTS, shares, marker=marker, label=sync.name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(HOSTS, [f"{count:,}" for count in HOSTS])
+    axes.set_ylim(0, 105)
+    axes.grid(alpha=0.3)
+    k = found.layout.ranks_per_host
+    axes.set_xlabel(f"hosts, with {k} process{'' if k == 1 else 'es'} each")
+    axes.set_ylabel("predicted efficiency, %\n(step without synchronization / step)")
+    network = f"{machine.bandwidth * 8 / 1e9:.3g} Gbit/s, {machine.latency * 1e6:.3g} µs a message"
+    job = f"{found.job.nbytes / 1e6:.3g} MB of gradients, {found.job.compute * 1e3:.3g} ms of compute"
+    axes.set_title(f"{job}\n{network}", fontsize=10)
+    axes.legend()
+    figure.tight_layout()
+    with tempfile.NamedTemporaryFile(dir=path.absolute().parent, suffix=path.suffix or ".png", delete=False) as file:
+        temporary = Path(file.name)
+    try:
+        figure.savefig(temporary, dpi=150)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        pyplot.close(figure)
+
+
+def _row(machine: Machine, found: Calibration, hosts: int, syncs: Sequence[Sync]) -> dict[str, tuple[float, float]]:
+    """By the name of the way: seconds per step, and efficiency."""
+    layout = replace(found.layout, hosts=hosts)
+    return {
+        sync.name: (step_time(machine, found.job, layout, sync), efficiency(machine, found.job, layout, sync))
+        for sync in syncs
+    }
+
+
+def _finite(value: Any) -> Any:
+    """For JSON, which knows no infinity: ``None`` in its place."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if value == math.inf else value

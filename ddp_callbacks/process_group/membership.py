@@ -1,0 +1,184 @@
+"""Join and leave the default process group."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from datetime import timedelta
+from importlib import import_module
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks._torch import require_torch
+from ddp_callbacks.environment import WorkerEnv, worker_env, worker_env_of
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group.failures import announce_join, announce_leave, linger, report_end
+from ddp_callbacks.process_group.presence import presence
+from ddp_callbacks.process_group.rendezvous import agent_hosts_store, choose_interface, meet
+from ddp_callbacks.process_group.runs import destroy_groups, form_group
+from ddp_callbacks.versions import how_to_install
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for gloo
+MPI4PY = "mpi4py"  # the backend of ddp_callbacks.mpi, which is imported when it is asked for
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in ``group``; 0 where no group has been joined."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """The number of processes in ``group``; 1 where no group has been joined."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """``group``, or the default group for ``None``. The caller has made sure that the world has more than one rank."""
+    resolved = dist.group.WORLD if group is None else group
+    assert resolved is not None
+    return resolved
+
+
+def join_process_group(
+    rank: int | None = None,
+    world_size: int | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    *,
+    init_method: str | None = None,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> WorkerEnv:
+    """Meet the other processes; call it once in each. A callback or strategy of this library calls it by itself.
+
+    Without arguments the place in the world comes from the variables of torchrun, MPI or Slurm (see
+    :meth:`WorkerEnv.from_environ`); without those it is a world of one, in which nothing is started. Where a default
+    group exists already, it is used as it is. The group is left by itself when the process ends.
+
+    Args:
+        rank, world_size: Number of this process, and of all. Given together, or neither.
+        host: Address of rank 0, the same on every process. On rank 0 the rendezvous store listens there and nowhere
+            else, so it must be one of that machine's own addresses. A name that does not resolve yet is looked up again
+            within ``timeout``; one that means 127.0.1.1 on rank 0 stands for the address that other machines reach.
+        port: Port of the store, 29500 if not given.
+        init_method: Where to meet, in torch's words and in place of host and port: ``tcp://HOST:PORT``,
+            ``file:///PATH`` (a file that all processes see), or ``env://``, which is the same as ``None``.
+        backend: As in :func:`torch.distributed.init_process_group`. ``None`` means gloo, with NCCL for CUDA tensors
+            where CUDA is there.
+        device: What this process computes on; a GPU becomes the current one, and for ``"cpu"`` no GPU is touched.
+            ``None``: where the process sees several GPUs, the one with the number of its local rank.
+        timeout: How long to wait for the other processes, and afterwards the longest silence in a collective.
+
+    Returns:
+        The place of this process. Blocks until all processes are there.
+
+    Raises:
+        ConfigurationError: The arguments or variables contradict each other, torch lacks the backend, or the address
+            of rank 0 cannot be reached from other hosts on which there are processes.
+        ImportError: This version of torch lacks something that is needed.
+        PeerError: Another process failed or died while the connections were made.
+        RendezvousError: Nobody answers at the address, or some rank did not come within ``timeout``.
+    """
+    if dist.is_initialized():
+        env = WorkerEnv(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0)), file="")
+        announce_join()
+        return env
+    device = None if device is None else torch.device(device)
+    chosen = _choose_backend(backend, device)
+    if chosen == MPI4PY and (rank, world_size, host, port) == (None,) * 4 and init_method in (None, "env://"):
+        env = _mpi().place(timeout)
+    else:
+        env = _place(rank, world_size, host, port, init_method)
+    if env.world_size == 1:
+        return env
+    require_torch()
+    if chosen != MPI4PY:  # which is for CPUs
+        _select_gpu(env.local_rank, device)
+    env, store = meet(env, timeout)
+    choose_interface(env.host)
+    atexit.register(leave_process_group)
+    _report_uncaught_exceptions()
+    form_group(chosen, store, env.rank, env.world_size, timeout)
+    return env
+
+
+def _place(
+    rank: int | None, world_size: int | None, host: str | None, port: int | None, init_method: str | None
+) -> WorkerEnv:
+    if init_method is None or init_method == "env://":
+        return worker_env(rank, world_size, host, port)
+    if host is not None or port is not None:
+        raise ConfigurationError(f"init_method={init_method!r} and host or port both say where to meet. Give one.")
+    return worker_env_of(init_method, rank, world_size, os.environ)
+
+
+def leave_process_group() -> None:
+    """Leave the default group, if there is one; whoever still waits for this rank is told. Safe to call twice.
+
+    Rank 0, with which the store goes, returns when the others have left too, or after three seconds.
+    """
+    if not _is_member():
+        return
+    group = resolve_group()
+    store, hosts_store = group.get_group_store(), group.rank() == 0 and not agent_hosts_store()
+    try:
+        announce_leave()
+        destroy_groups()
+        if hosts_store:
+            linger(dist.PrefixStore("ddp_callbacks", store), group.size())
+    except RuntimeError:
+        pass  # the peers or the store went first
+
+
+def _is_member() -> bool:
+    """Whether this process has joined; a child that it has forked has inherited the group, and is no member."""
+    return dist.is_initialized() and presence().pid == os.getpid()
+
+
+def _select_gpu(local_rank: int, device: torch.device | None) -> None:
+    """Make the GPU of this process the current one. Not where it is already: that would start CUDA for a run on CPUs.
+
+    A launcher may show each process a GPU of its own, so that all see one (``--gpus-per-task=1`` of Slurm).
+    """
+    if device is not None:
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
+    elif torch.cuda.is_available() and local_rank < torch.cuda.device_count() > 1:
+        torch.cuda.set_device(torch.device("cuda", local_rank))
+
+
+def _choose_backend(backend: str | None, device: torch.device | None) -> str:
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise ConfigurationError(
+            'backend="mpi" needs a torch that was built with MPI, which an installed wheel never is. Take '
+            f'backend="mpi4py" ({how_to_install("mpi4py")}), or leave backend out: gloo and NCCL work under '
+            "mpirun, too."
+        )
+    if backend == MPI4PY:
+        _mpi()
+    if backend is not None:
+        return backend
+    for_gpus = torch.cuda.is_available() and dist.is_nccl_available() and (device is None or device.type != "cpu")
+    return "cpu:gloo,cuda:nccl" if for_gpus else "gloo"
+
+
+def _mpi() -> Any:
+    """Registers the backend with torch. Raises ConfigurationError where mpi4py is missing."""
+    return import_module("ddp_callbacks.mpi")
+
+
+def _report_uncaught_exceptions() -> None:
+    """Tell the other ranks before the interpreter prints an exception that ends this process."""
+    previous = sys.excepthook
+
+    def report(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
+        if _is_member():
+            report_end(exception)
+        previous(kind, exception, trace)
+
+    sys.excepthook = report

@@ -1,0 +1,232 @@
+"""The place where the processes meet: a store on rank 0's host, or a file."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_callbacks.environment import WorkerEnv
+from ddp_callbacks.errors import ConfigurationError, RendezvousError, say
+from ddp_callbacks.network import address_for_others, addresses_of, is_loopback, route_to
+from ddp_callbacks.schedulers import hosts_of_job
+
+BIND = "DDP_CALLBACKS_BIND"
+"""Environment variable: where rank 0's store listens, if that is not MASTER_ADDR. 0.0.0.0 is all interfaces."""
+
+_PATIENCE = 10.0  # seconds after which rank 0 says for whom it waits
+
+
+def meet(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
+    """The store in which the processes of a world meet, and the place with the address at which they do.
+
+    Blocks until all have come.
+
+    Raises:
+        ConfigurationError: The address cannot be reached from other hosts on which there are processes.
+        RendezvousError: Nobody answers there, or some rank did not come within ``timeout``.
+    """
+    end = time.monotonic() + timeout.total_seconds()
+    try:
+        env = at_reachable_address(env, timeout)
+        store = _open_store(env, timedelta(seconds=max(end - time.monotonic(), 1)))
+        store.set_timeout(timeout)
+        return env, _await_all(dist.PrefixStore("ddp_callbacks", store), env, timeout, end)
+    except (dist.DistError, OSError) as error:
+        raise RendezvousError(
+            f"rank {env.rank} on host {socket.gethostname()} could not meet the other {env.world_size - 1} at "
+            f"{_where(env)} within {timeout.total_seconds():g} s. Check that rank 0 runs on that address, that "
+            f"the port is free there and open in the firewall. Cause: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def at_reachable_address(env: WorkerEnv, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> WorkerEnv:
+    """``env`` with an address of rank 0 that the other hosts reach.
+
+    To itself a machine may be called 127.0.1.1 (Debian), where the others know its real address.
+
+    Raises:
+        ConfigurationError: There is none.
+        OSError: The name does not resolve within ``timeout``.
+    """
+    if env.host is None or env.several_hosts is False:
+        return env
+    if is_loopback(env.host):
+        if env.several_hosts:
+            raise ConfigurationError(_unreachable(env, "is every machine's own"))
+        return env
+    if not all(map(is_loopback, addresses_of(env.host, timeout.total_seconds()))):
+        return env
+    found = address_for_others(_other_hosts(env.host, environ))
+    if found is None and env.several_hosts:
+        raise ConfigurationError(_unreachable(env, "means this machine alone here (/etc/hosts, 127.0.1.1 perhaps)"))
+    if found is None:
+        return env  # a machine without a network
+    if env.rank == 0:
+        say(f"{env.host} means this machine alone here; the processes meet at {found}", logging.WARNING)
+    return replace(env, host=found)
+
+
+def _other_hosts(own: str, environ: Mapping[str, str]) -> list[str]:
+    try:
+        return [name for name, _ in hosts_of_job(environ) if name != own]
+    except ConfigurationError:
+        return []  # a list that only the first host can read
+
+
+def _unreachable(env: WorkerEnv, why: str) -> str:
+    return (
+        f"the {env.world_size} processes are on several hosts, but the address of rank 0, {env.host}, {why}. Set "
+        "MASTER_ADDR to an address of rank 0's host that the others reach (ip -br address lists them)."
+    )
+
+
+def choose_interface(host: str | None) -> None:
+    """Let gloo listen on the network on which the processes meet, unless GLOO_SOCKET_IFNAME says otherwise.
+
+    By itself gloo takes the address that the host's own name resolves to, and Debian resolves that to 127.0.1.1, which
+    the other hosts cannot reach.
+    """
+    if host is not None and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        route = route_to(host)
+        if route.interface and not is_loopback(route.address):
+            os.environ["GLOO_SOCKET_IFNAME"] = route.interface
+
+
+def _where(env: WorkerEnv) -> str:
+    return env.file or f"{env.host}:{env.port}"
+
+
+def _open_store(env: WorkerEnv, timeout: timedelta) -> dist.Store:
+    if env.file is not None:
+        store = dist.FileStore(env.file, env.world_size)
+        store.set_timeout(timeout)
+        return store
+    assert env.host is not None and env.port is not None
+    if env.rank == 0 and not agent_hosts_store():
+        return _listen(env.host, env.port, timeout)
+    return dist.TCPStore(env.host, env.port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def agent_hosts_store() -> bool:
+    """torchrun's agent hosts the store itself and says so with this variable of its own."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _listen(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A store that listens on ``host`` alone: torch's own binds every interface (pytorch issue 173909)."""
+    chosen = os.environ.get(BIND) or host
+    family, kind, proto, _, address = socket.getaddrinfo(chosen, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _bind(listener, address)
+        listener.listen(128)
+        own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(chosen, chosen)
+        return dist.TCPStore(
+            own, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        )
+    finally:
+        listener.close()
+
+
+def _bind(listener: socket.socket, address: tuple[Any, ...]) -> None:
+    try:
+        listener.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        raise OSError(
+            error.errno,
+            f"{address[0]} is no address of this machine. Where it is that of a Service of Kubernetes or of a router, "
+            f"which leads here, let rank 0 listen elsewhere: {BIND}=0.0.0.0 for all interfaces",
+        ) from error
+
+
+def _await_all(store: dist.Store, env: WorkerEnv, timeout: timedelta, end: float) -> dist.Store:
+    """Wait until every rank has come, so that whoever has not can be named; the part of the store that is theirs alone.
+
+    A store can hold the keys of an earlier life: an agent's when it starts its workers again, a file that was left.
+    So rank 0 opens a new part, and lets in the processes that it has seen there: each knows itself by its ticket.
+    (TORCHELASTIC_RESTART_COUNT would not do: torchrun counts on each node alone.)
+    """
+    ticket = uuid.uuid4().hex
+    if env.rank == 0:
+        store.set("part", ticket)
+    part, missing, say_at = None, set[int](), time.monotonic() + _PATIENCE
+    try:
+        while time.monotonic() < end:
+            opened = _read(store, "part")
+            if opened is not None and (part is None or part.name != opened):
+                part = _Part(opened, store, env.world_size)
+                part.store.set(f"present/{env.rank}", ticket)
+            if env.rank == 0 and time.monotonic() > say_at:
+                say(f"rank 0 waits at {_where(env)} for {_ranks(missing)} of a world of {env.world_size}")
+                say_at = end
+            if part is not None:
+                missing = part.admit() if env.rank == 0 else part.missing()
+                if ticket in (_read(part.store, "admitted") or "").split(","):
+                    return part.store
+            time.sleep(0.05)
+    except dist.DistError as error:
+        if part is None:
+            raise  # the first look failed, so nothing is known
+        raise _never_came(missing or {0}, env, "before rank 0, which hosts the store, gave up or died") from error
+    raise _never_came(missing or {0}, env, f"within {timeout.total_seconds():g} s")
+
+
+class _Part:
+    """The part of a store that one rank 0 has opened."""
+
+    def __init__(self, name: str, store: dist.Store, world_size: int) -> None:
+        self.name = name
+        self.store = dist.PrefixStore(name, store)
+        self._tickets: dict[int, str | None] = dict.fromkeys(range(world_size))
+
+    def admit(self) -> set[int]:
+        """For rank 0: who is missing; let all in once nobody is."""
+        for rank, found in self._tickets.items():
+            if found is None:
+                self._tickets[rank] = _read(self.store, f"present/{rank}")
+        missing = {rank for rank, found in self._tickets.items() if found is None}
+        self.store.set("missing", ",".join(map(str, sorted(missing))))
+        if not missing:
+            self.store.set("admitted", ",".join(map(str, self._tickets.values())))
+        return missing
+
+    def missing(self) -> set[int]:
+        """For the other ranks: whom rank 0 misses."""
+        return {int(rank) for rank in (_read(self.store, "missing") or "").split(",") if rank}
+
+
+def _read(store: dist.Store, key: str) -> str | None:
+    """Does not block."""
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def _ranks(ranks: set[int]) -> str:
+    """``rank 3``, or ``ranks 1, 4-7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {text}"
+
+
+def _never_came(missing: set[int], env: WorkerEnv, when: str) -> RendezvousError:
+    return RendezvousError(
+        f"{_ranks(missing)} of a world of {env.world_size} did not come to {_where(env)} {when}; rank {env.rank} on "
+        f"host {socket.gethostname()} waited. Start every rank, each with its own number, or lower world_size."
+    )

@@ -1,0 +1,130 @@
+"""Start processes from a script or a notebook that is itself one process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ddp_callbacks.environment import worker_env_of
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group, leave_process_group
+from ddp_callbacks.process_group.failures import report_end
+
+
+def spawn(
+    fn: Callable[..., Any],
+    nprocs: int,
+    args: tuple[Any, ...] = (),
+    *,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    init_method: str = "env://",
+    backend: str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> None:
+    """Call ``fn(*args)`` on ``nprocs`` new processes that have joined a process group; blocks until all have ended.
+
+    The rank of a process is ``node_rank * nprocs`` and its number on this node. On several nodes call this on each,
+    with its own ``node_rank`` and otherwise alike. What ``fn`` returns is dropped: let rank 0 write a file.
+
+    From a script the processes start afresh (``spawn``), so ``fn`` must be a function of a module, and the script needs
+    ``if __name__ == "__main__":``. In a notebook they are forked, so that they find what its cells have defined; the
+    notebook itself must not have used CUDA or computed a gradient before.
+
+    Args:
+        fn: What each process runs. A world of one runs it, too, in one new process.
+        nprocs: Number of processes on this node.
+        args: Its arguments.
+        nnodes, node_rank: Number of nodes, and of this one.
+        init_method: Where to meet: ``env://`` (MASTER_ADDR and MASTER_PORT; on one node they need not be set),
+            ``tcp://HOST:PORT``, or ``file:///PATH``, see :func:`join_process_group`.
+        backend, timeout: As in :func:`join_process_group`.
+
+    Raises:
+        ConfigurationError: The numbers cannot be, or nothing says where to meet.
+        ProcessRaisedException: Of torch: ``fn`` raised on a process; holds the traceback. The others are ended.
+        ProcessExitedException: Of torch: a process was killed, or has exited with an exit code that is not 0.
+    """
+    _check(nprocs, nnodes, node_rank)
+    places = [
+        _place(node_rank * nprocs + local_rank, nnodes * nprocs, local_rank, nprocs) for local_rank in range(nprocs)
+    ]
+    with _address(init_method, nnodes) as where:
+        for place in places:
+            worker_env_of(where, None, None, place)  # raises here, not there
+        mp.start_processes(
+            _run, (fn, args, places, where, backend, timeout), nprocs=nprocs, start_method=_start_method()
+        )
+
+
+def _start_method() -> str:
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    method = "spawn" if script and os.path.exists(script) else "fork"
+    if method == "fork" and torch.cuda.is_initialized():
+        raise ConfigurationError(
+            "CUDA has been used in this notebook, and forked processes cannot use it then. Restart the kernel, and "
+            "call spawn before anything uses CUDA."
+        )
+    return method
+
+
+def _check(nprocs: int, nnodes: int, node_rank: int) -> None:
+    if nprocs < 1 or nnodes < 1:
+        raise ConfigurationError(f"nprocs and nnodes must be at least 1, got nprocs={nprocs} and nnodes={nnodes}.")
+    if not 0 <= node_rank < nnodes:
+        raise ConfigurationError(f"node_rank must lie in [0, nnodes), got {node_rank} of {nnodes} nodes.")
+
+
+def _place(rank: int, world_size: int, local_rank: int, local_world_size: int) -> dict[str, str]:
+    """torchrun's variables, which other libraries read, too."""
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}
+    return {name: str(number) for name, number in numbers.items()}
+
+
+@contextmanager
+def _address(init_method: str, nnodes: int) -> Iterator[str]:
+    """Where to meet: as ``init_method`` says; for env:// as the variables say, or at a port of this machine."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if init_method != "env://" or host:
+        yield init_method if init_method != "env://" else f"tcp://{host}:{port or 29500}"
+        return
+    if nnodes > 1:
+        raise ConfigurationError(
+            f'{nnodes} nodes need an address to meet at: set MASTER_ADDR, or pass init_method="tcp://HOST:PORT" with '
+            "the address of node 0."
+        )
+    with socket.socket() as kept:
+        # Bound but not listening: rank 0 can bind it too (SO_REUSEADDR), and nobody else gets it before that.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield f"tcp://127.0.0.1:{kept.getsockname()[1]}"
+
+
+def _run(
+    index: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    places: list[dict[str, str]],
+    init_method: str,
+    backend: str | None,
+    timeout: timedelta,
+) -> None:
+    os.environ.update(places[index])
+    join_process_group(init_method=init_method, backend=backend, timeout=timeout)
+    try:
+        fn(*args)
+    except BaseException as error:
+        ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
+        if dist.is_initialized() and not ends_well:
+            report_end(error)
+        raise
+    leave_process_group()

@@ -1,0 +1,248 @@
+"""What schedulers and MPI launchers tell a process: its rank, and the hosts of its job (PBS, Slurm, LSF)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_callbacks.errors import ConfigurationError
+
+DEFAULT_PORT = 29500  # torch's own default rendezvous port
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a launcher has told this process; the attributes are those of :class:`ddp_callbacks.WorkerEnv`."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    port: int
+    several_hosts: bool
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The names of a launcher's variables; ``local_size`` or ``nodes`` says whether there are several hosts."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str = ""
+    nodes: str = ""
+
+    def has_started(self, environ: Mapping[str, str]) -> bool:
+        return all(environ.get(name) for name in (self.rank, self.size, self.local_rank, self.nodes) if name)
+
+    def is_on_one_host(self, environ: Mapping[str, str]) -> bool:
+        if self.nodes:
+            return number(environ, self.nodes) == 1
+        return number(environ, self.local_size) == number(environ, self.size)
+
+
+# Slurm's are those of a step: a batch script has SLURM_PROCID and SLURM_NTASKS, too, but is one process.
+_LAUNCHERS = (
+    _Launcher(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", nodes="SLURM_STEP_NUM_NODES"),
+    _Launcher("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", nodes="FLUX_JOB_NNODES"),
+    _Launcher("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", local_size="PMI_LOCAL_SIZE"),  # PALS
+    _Launcher("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"),
+    _Launcher(
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher(
+        "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", local_size="JSM_NAMESPACE_LOCAL_SIZE"
+    ),
+)
+# Only processes that a launcher has started have one of these; beside it, what says of how many it is one.
+_RANKS = {launcher.rank: launcher.size for launcher in _LAUNCHERS if launcher.rank != "SLURM_PROCID"} | {
+    "PMIX_RANK": "",
+    "ALPS_APP_PE": "",
+}
+_JOBS = (
+    ("PMIX_NAMESPACE",),
+    ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ("PALS_APID",),
+    ("FLUX_JOB_ID",),
+    ("PBS_JOBID",),
+    ("LSB_JOBID",),
+)
+_SAY_WHERE = (
+    "Set MASTER_ADDR to the address of rank 0's host: mpirun -x MASTER_ADDR=ADDRESS (Open MPI), mpiexec -genv "
+    "MASTER_ADDR ADDRESS (MPICH, Intel MPI); export it before srun, flux run, jsrun or another mpiexec."
+)
+
+
+def number(environ: Mapping[str, str], name: str) -> int | None:
+    """The value of a variable; ``None`` where it is not set. Raises ConfigurationError if it is no number."""
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(f"{name} must be a whole number, got {name}={text!r}.") from None
+
+
+def read_launcher(environ: Mapping[str, str]) -> Launched | None:
+    """What a launcher of MPI, Slurm, PALS, Flux or LSF has told this process; ``None`` where it is alone.
+
+    Raises:
+        ConfigurationError: A launcher has started it that does not say enough, or nothing says where to meet.
+    """
+    for launcher in _LAUNCHERS:
+        if launcher.has_started(environ):
+            return _read(launcher, environ)
+    if name := unknown_launcher(environ):
+        raise ConfigurationError(
+            f"{name}={environ[name]} says that a launcher has started this process as one of several, but no variable "
+            "that is known here says of how many, so each would train alone. Give each process RANK, WORLD_SIZE, "
+            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT: let the launcher start a shell script that exports them "
+            f"(RANK=${name}) and then starts python. For a process that is alone: RANK=0 WORLD_SIZE=1."
+        )
+    return None
+
+
+def unknown_launcher(environ: Mapping[str, str]) -> str:
+    """The variable by which a launcher numbers its processes that does not say enough of them; else empty."""
+    if any(launcher.has_started(environ) for launcher in _LAUNCHERS):
+        return ""
+    return next((name for name, size in _RANKS.items() if environ.get(name) and number(environ, size) != 1), "")
+
+
+def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Launched | None:
+    rank, size, local_rank = (
+        number(environ, name) or 0 for name in (launcher.rank, launcher.size, launcher.local_rank)
+    )
+    if size == 1:
+        return None
+    several_hosts = not launcher.is_on_one_host(environ)
+    host = environ.get("MASTER_ADDR") or (_first_host(launcher, environ) if several_hosts else "127.0.0.1")
+    if not host:
+        raise ConfigurationError(
+            f"{launcher.size}={size} processes are on several hosts, and nothing says which host has rank 0. "
+            f"{_SAY_WHERE}"
+        )
+    port = number(environ, "MASTER_PORT") or _job_port(environ)
+    return Launched(rank, size, local_rank, host, port, several_hosts)
+
+
+def _first_host(launcher: _Launcher, environ: Mapping[str, str]) -> str:
+    """The first host of the Slurm step, or of the PBS or LSF job; empty where there is none."""
+    if nodes := environ.get("SLURM_STEP_NODELIST"):
+        # rack[1-2]n[07,09],other: the first of each bracket, up to the first comma outside
+        return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]
+    try:
+        hosts = [name for name, _ in hosts_of_job(environ)]
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error} {_SAY_WHERE}") from error
+    if launcher.rank == "JSM_NAMESPACE_RANK":
+        hosts = hosts[1:]  # jsrun starts nothing on the first, where the job's script runs
+    return next(iter(hosts), "")
+
+
+def _job_port(environ: Mapping[str, str]) -> int:
+    """A port that is the same on all processes of a job, and most likely another one in another job."""
+    for names in _JOBS:
+        if all(environ.get(name) for name in names):
+            job = ".".join(environ[name] for name in names)
+            return 20000 + zlib.crc32(job.encode()) % 10000  # below the ports that systems hand out by themselves
+    return DEFAULT_PORT
+
+
+_SLURM_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def hosts_of_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int | None]]:
+    """The hosts that PBS, Slurm or LSF has given to the job in which this process runs; none outside a job.
+
+    Returns:
+        Each host with the number of processes that the job asked for there, ``None`` where it does not say.
+
+    Raises:
+        ConfigurationError: The variables of the job cannot be read.
+    """
+    if path := environ.get("PBS_NODEFILE"):
+        return _hosts_of_pbs(path)
+    if nodes := environ.get("SLURM_JOB_NODELIST"):
+        return _hosts_of_slurm(nodes, environ)
+    if pairs := environ.get("LSB_MCPU_HOSTS"):
+        return _hosts_of_lsf(pairs)
+    return []
+
+
+def _hosts_of_pbs(path: str) -> list[tuple[str, int | None]]:
+    """The node file names a host once for each process that the job asked for there.
+
+    That is ``mpiprocs`` in PBS Pro, 1 if the job does not say, and ``ppn`` in Torque.
+    """
+    try:
+        lines = [line.strip() for line in Path(path).read_text().splitlines()]
+    except OSError as error:
+        raise ConfigurationError(f"PBS_NODEFILE={path!r} cannot be read: {error}.") from error
+    counts = Counter(line for line in lines if line)
+    if not counts:
+        raise ConfigurationError(f"PBS_NODEFILE={path!r} names no host.")
+    said = set(counts.values()) != {1}  # else the node decides
+    return [(name, count if said else None) for name, count in counts.items()]
+
+
+def _hosts_of_slurm(nodes: str, environ: Mapping[str, str]) -> list[tuple[str, int | None]]:
+    names = _expand(nodes)
+    tasks = environ.get("SLURM_TASKS_PER_NODE") if environ.get("SLURM_NTASKS") else None
+    if not tasks:
+        return [(name, None) for name in names]
+    counts: list[int] = []
+    for part in tasks.split(","):
+        match = _SLURM_TASKS.fullmatch(part)
+        if match is None:
+            raise ConfigurationError(f"SLURM_TASKS_PER_NODE={tasks!r} is not understood at {part!r}.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    if len(counts) != len(names):
+        raise ConfigurationError(
+            f"SLURM_TASKS_PER_NODE={tasks!r} speaks of {len(counts)} nodes, SLURM_JOB_NODELIST={nodes!r} of "
+            f"{len(names)}."
+        )
+    said = set(counts) != {1}  # else the node decides
+    return [(name, count if said else None) for name, count in zip(names, counts, strict=True)]
+
+
+def _expand(nodes: str) -> list[str]:
+    """Slurm's own program knows every form of its lists; a list without brackets is plain."""
+    if "[" not in nodes:
+        return nodes.split(",")
+    scontrol = shutil.which("scontrol")
+    if scontrol is None:
+        raise ConfigurationError(
+            f"SLURM_JOB_NODELIST={nodes!r} needs the program scontrol, which is not in PATH here. Name the hosts by -H."
+        )
+    done = subprocess.run(
+        [scontrol, "show", "hostnames", nodes], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+    )
+    if done.returncode:
+        raise ConfigurationError(f"scontrol show hostnames {nodes!r} failed: {done.stderr.strip()}.")
+    return done.stdout.split()
+
+
+def _hosts_of_lsf(pairs: str) -> list[tuple[str, int | None]]:
+    words = pairs.split()
+    if len(words) % 2 or not all(word.isdigit() and int(word) for word in words[1::2]):
+        raise ConfigurationError(f"LSB_MCPU_HOSTS={pairs!r} must hold pairs of a host and a number.")
+    return [(name, int(count)) for name, count in zip(words[::2], words[1::2], strict=True)]

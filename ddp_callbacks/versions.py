@@ -1,0 +1,71 @@
+"""What this library needs, as its own metadata says; what installs it; and whether an installed version has it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+__version__ = "0.1.0"
+
+_NAME = re.compile(r"[\w.-]+")
+
+
+def how_to_install(*distributions: str) -> str:
+    """``pip install "lightning<2.7,>=2.6"``: the command for these, in versions that the tests have seen."""
+    return "pip install " + " ".join(f'"{_requirement(name)}"' for name in distributions)
+
+
+def how_to_install_this(python: str = "python") -> str:
+    """The command that installs this library. No package index has it, and what is there by its name is another."""
+    folder = Path(__file__).resolve().parents[1]
+    where = str(folder) if (folder / "pyproject.toml").exists() else "FOLDER"
+    return f"{python} -m pip install {where} (the folder of its repository; no package index has it)"
+
+
+def require_names(distribution: str, names: Iterable[str]) -> None:
+    """Raise :class:`ImportError` if the installed version lacks one of the names, which are private.
+
+    Args:
+        distribution: As pip calls it.
+        names: Each as ``module:attribute.attribute``, or with the parameters that a function must take:
+            ``module:Class.method(self, first, second)``.
+    """
+    for name in names:
+        module, _, rest = name.partition(":")
+        path, _, parameters = rest.rstrip(")").partition("(")
+        try:
+            found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError) as error:
+            raise _lacks(distribution, f"{module}.{path}") from error
+        if parameters and not set(parameters.split(", ")) <= _parameters(found):
+            raise _lacks(distribution, f"{module}.{path}({parameters})")
+
+
+def _parameters(function: Any) -> set[str]:
+    return set(importlib.import_module("inspect").signature(function).parameters)  # slow to import, as the metadata
+
+
+def _lacks(distribution: str, name: str) -> ImportError:
+    return ImportError(
+        f"{distribution} {_metadata().version(distribution)} has no {name}, which ddp_callbacks {__version__} needs. "
+        f"It supports {_requirement(distribution)}: {how_to_install(distribution)}"
+    )
+
+
+def _requirement(distribution: str) -> str:
+    """Name and versions, as the metadata of this library has them; the name alone where it does not."""
+    try:
+        needed = _metadata().requires("ddp_callbacks") or []
+    except ImportError:  # PackageNotFoundError: on the path, but not installed
+        needed = []
+    found = (text.partition(";")[0].strip() for text in needed)
+    return next((text for text in found if _NAME.match(text)[0] == distribution), distribution)  # type: ignore[index]
+
+
+def _metadata() -> Any:
+    """Imported late: only messages need it, and ddprun is to start at once."""
+    return importlib.import_module("importlib.metadata")
