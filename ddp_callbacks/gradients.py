@@ -6,13 +6,13 @@ One backward, on each rank::
                                            copied into flat memory and its all-reduce starts
     ... more gradients ...                 the collectives run beside the rest of backward (in shared memory the sums
                                            wait for its end: they would take the processor from it)
-    the outermost backward ends            the remaining buckets start, the last one with the control numbers; all
+    the outermost backward ends            the remaining buckets start, the last one with the metadata; all
                                            are awaited; parameter.grad becomes a view of the reduced memory
 
-[Note: control numbers]
+[Note: metadata]
 Which parameters were used, and whether a bucket has to be sent again, is known only when backward ends, and differs
 between ranks where control flow does. It travels behind the gradients of the last bucket, which is therefore never
-launched before the end: ``[weight, trained, again (one per bucket), used (one per parameter)]``, each summed over the
+launched before the end: ``[weight, trained, dirty (one per bucket), used (one per parameter)]``, each summed over the
 ranks. A parameter that no rank used keeps its gradient as it was, ``None`` included; one that some ranks used gets the
 sum, in which the others count as zero. Where the last bucket cannot carry them (low precision, compression, or a
 communication hook), they travel alone, in float64.
@@ -24,7 +24,7 @@ float32 holds exactly, whatever their bits.
 [Note: which parameters are trained]
 Buckets of frozen parameters are not sent, and which are frozen may change, and by mistake on some ranks only, whose
 buckets would then be summed with others. So the buckets that a backward sends are guessed from those before, which all
-ranks have seen, and a checksum of what is trained travels among the control numbers: where it differs, all ranks raise.
+ranks have seen, and a checksum of what is trained travels among the metadata: where it differs, all ranks raise.
 Else buckets that were not guessed follow; those guessed in vain were zeros.
 
 [Note: a gradient that comes twice]
@@ -40,21 +40,22 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import call_at_end_of_backward, current_node
 from ddp_callbacks.comm.agreement import parameter_settings, require_agreement
-from ddp_callbacks.comm.buckets import Forecast, ParameterSpec, assign_buckets, check_bucket_cap_mb
+from ddp_callbacks.comm.buckets import Bucket, Forecast, ParameterSpec, assign_buckets, check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_gather_tensors
 from ddp_callbacks.comm.compression import Compress, check_compress, dtype_of, hook_of
-from ddp_callbacks.comm.flat_buffer import BufferPool, FlatBuffer, copy_in
+from ddp_callbacks.comm.flat_buffer import BufferPool
 from ddp_callbacks.comm.hooks import CommHook, GradBucket, check_comm_hook
 from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
-from ddp_callbacks.comm.protocol import Work, allocate
+from ddp_callbacks.comm.protocol import allocate
 from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_world_size, resolve_group
@@ -63,69 +64,6 @@ from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.weighing import Undo, Weighing, hook_even_if_frozen
 
 _PIECES = 4  # integers of 16 bits in a float64
-
-
-class Bucket:
-    """The parameters that travel together, and how far they are in this backward."""
-
-    def __init__(self, index: int, slots: list[int], pool: BufferPool) -> None:
-        self.index = index
-        self.doing = f"the gradients of bucket {index}"
-        self.slots = slots  # positions of its parameters in the synchronizer's list
-        self.pool = pool
-        self.patient = False  # a gradient came twice once, so wait for the end of backward
-        self.start()
-
-    def start(self) -> None:
-        """Forget the last backward."""
-        # A frozen parameter may fire its hook, with no gradient: it was frozen after the forward pass.
-        self.frozen = [not parameter.requires_grad for parameter in self.pool.parameters]
-        self.ready = self.frozen.copy()
-        self.missing = self.ready.count(False)
-        self.active = self.missing > 0
-        self.again = False
-        self.memory: FlatBuffer | None = None
-        self.sum: Work | None = None
-        self.future: torch.futures.Future[torch.Tensor] | None = None  # of a communication hook
-
-    def mark(self, position: int) -> None:
-        """A gradient is complete."""
-        if not self.ready[position]:
-            self.ready[position] = True
-            self.missing -= 1
-        elif self.memory is not None and self.pool.parameters[position].requires_grad:
-            self.again = self.patient = True
-
-    def fill(self, scale: float) -> FlatBuffer:
-        """Copy the gradients, scaled, into memory."""
-        if self.memory is None:
-            self.memory = self.pool.take()
-        copy_in(self.memory, [parameter.grad for parameter in self.pool.parameters], scale)
-        return self.memory
-
-    def scale_untouched(self, used: list[bool], factor: float) -> None:
-        """Multiply, in memory, what was there before this backward and was not added to in it."""
-        assert self.memory is not None
-        for slot, view in zip(self.slots, self.memory.views, strict=True):
-            if not used[slot]:
-                view.mul_(factor)
-
-    def has_kept(self) -> bool:
-        """Whether a gradient is the tensor of an earlier synchronization."""
-        positions = range(len(self.slots))
-        return not self.pool.has_no_aliases() and any(self.pool.kept_gradient(at) is not None for at in positions)
-
-    def deliver(self, used: list[bool], counts: bool) -> None:
-        """Hand the reduced gradients of the used parameters out; where no rank ``counts``, those there are stay."""
-        assert self.memory is not None
-        has_no_aliases = self.pool.has_no_aliases()
-        for position, (parameter, view) in enumerate(zip(self.pool.parameters, self.memory.views, strict=True)):
-            if not used[self.slots[position]]:
-                continue
-            if has_no_aliases or (kept := self.pool.kept_gradient(position)) is None:
-                parameter.grad = view
-            elif counts:
-                kept.copy_(view)
 
 
 class GradientSynchronizer:
@@ -186,8 +124,8 @@ class GradientSynchronizer:
         begin_run(process_group)
         self._group = resolve_group(process_group)
         self._last_total = 0.0
-        self._backward: Callable[[], _Backward | None] = _no_backward  # the one under way
-        self._unfinished = False
+        self._graph_task: Callable[[], _GraphTask | None] = _no_graph_task  # of the backward that runs
+        self._round = _Round([], 0.0, 0.0, False, is_finished=True)
         parameters = [parameter for parameter in module.parameters() if _differentiable(parameter)]
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._refuse_foreign_hooks(parameters)
@@ -278,7 +216,7 @@ class GradientSynchronizer:
         Raises:
             PeerError: Another rank failed or died.
         """
-        if self._world_size > 1 and self._enabled and self._backward() is None:
+        if self._world_size > 1 and self._enabled and self._graph_task() is None:
             self._begin()
             self._finish()
 
@@ -350,7 +288,7 @@ class GradientSynchronizer:
         def hook(_: torch.Tensor) -> None:
             self._used[slot] = True
             if self._enabled:
-                if self._backward() is None:
+                if self._graph_task() is None:
                     self._begin_in_backward()
                 bucket.mark(position)
                 if not bucket.missing:
@@ -361,7 +299,7 @@ class GradientSynchronizer:
     def _sparse_hook(self, slot: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
             self._used[slot] = True
-            if self._enabled and self._backward() is None:
+            if self._enabled and self._graph_task() is None:
                 self._begin_in_backward()
 
         return hook
@@ -370,26 +308,25 @@ class GradientSynchronizer:
 
     def _begin_in_backward(self) -> None:
         self._begin()
-        backward = _Backward()
-        self._backward = weakref.ref(backward)
-        self._call_at_end(backward)
+        task = _GraphTask()
+        self._graph_task = weakref.ref(task)
+        self._call_at_end(task)
 
     def _begin(self) -> None:
-        if self._unfinished:  # an exception ended the last backward; what was under way is abandoned with its memory
+        if not self._round.is_finished:  # an exception ended the last backward: abandon its sums with their memory
             for bucket in self._buckets:
                 bucket.pool.abandon()
         if not self.rounds:
             self._refuse_foreign_hooks(self._parameters)
-        self._unfinished = True
+        self._round.is_finished = False  # if asking for the first weight fails
         for bucket in self._buckets:
             bucket.start()
-        self._active = [self._buckets[index] for index in self._forecast.guess]
-        self._launched = 0
-        self._scale, self._reference = self._scales()
-        self._carried = bool(self._active) and self._can_carry(self._active[-1])
+        buckets = [self._buckets[index] for index in self._forecast.guess]
+        carries_metadata = bool(buckets) and self._can_carry(buckets[-1])
+        self._round = _Round(buckets, *self._scales(), carries_metadata)
 
     def _can_carry(self, bucket: Bucket) -> bool:
-        """Whether the control numbers can be summed beside this bucket's gradients; flags can in any real dtype."""
+        """Whether the metadata can be summed beside this bucket's gradients; flags can in any real dtype."""
         if self._comm_hook is not None or not self._all_reduce.exact:
             return False
         dtype = bucket.pool.parameters[0].dtype
@@ -413,62 +350,63 @@ class GradientSynchronizer:
         return (self._weighing.weight * average / reference if reference else 0.0), reference
 
     def _launch_full(self) -> None:
-        """Launch every bucket that is full, in order; never the last, which carries the control numbers."""
-        while self._launched < len(self._active) - 1:
-            bucket = self._active[self._launched]
-            if bucket.missing or bucket.patient:
+        """Launch every bucket that is full, in order; never the last, which carries the metadata."""
+        while len(self._round.waiting) > 1:
+            bucket = self._round.waiting[0]
+            if bucket.missing or bucket.deferred:
                 return
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        if self._comm_hook is not None and self._launched:
+        if self._comm_hook is not None and self._round.launched:
             # A hook may start further collectives from its futures (PowerSGD does), at a moment that differs between
             # the ranks; the next bucket's come after all of them.
-            self._await(self._active[self._launched - 1])
-        self._launched += 1
+            self._await(self._round.buckets[self._round.launched - 1])
+        self._round.launched += 1
         self._send(bucket)
 
-    def _call_at_end(self, backward: _Backward) -> None:
-        call_at_end_of_backward(partial(self._end_of_graph_task, backward))
+    def _call_at_end(self, task: _GraphTask) -> None:
+        call_at_end_of_backward(partial(self._end_of_graph_task, task))
 
-    def _end_of_graph_task(self, backward: _Backward) -> None:
+    def _end_of_graph_task(self, task: _GraphTask) -> None:
         # Reentrant checkpointing runs a backward inside a node of another one; only the outermost is the end.
         node = current_node()
         if node is None:
-            self._backward = _no_backward
+            self._graph_task = _no_graph_task
             self._finish()
         else:
-            node.register_hook(lambda *_: self._call_at_end(backward))
+            node.register_hook(lambda *_: self._call_at_end(task))
 
     def _finish(self) -> None:
         # Gradients of no_sync, of a backward that failed or of a frozen parameter may have gone since.
         self._used[:] = [used and p.grad is not None for used, p in zip(self._used, self._parameters, strict=True)]
-        for bucket in self._active[self._launched :]:
+        for bucket in self._round.waiting:
             self._launch(bucket)
-        weight, trained, again, used = self._exchange_control()
-        self._require_same_trained(trained)
-        for bucket, count in zip(self._buckets, again, strict=True):
-            if count:
-                bucket.patient = True
+        metadata = self._exchange_metadata()
+        weight = metadata.weight
+        self._require_same_trained(metadata.trained)
+        for bucket, is_dirty in zip(self._buckets, metadata.dirty, strict=True):
+            if is_dirty:
+                bucket.deferred = True
                 self._send_behind(bucket)
         filled = [bucket for bucket in self._buckets if bucket.active]
         for bucket in filled:
             if bucket.memory is None:  # it was not guessed
                 self._send_behind(bucket)
         self._require_same_kind(weight, filled)
-        self._deliver(filled, weight, used)
+        self._write_back(filled, weight, metadata.used)
         self._forecast.note([bucket.index for bucket in filled])
         self._last_total = weight
         self._weighing.end(weight)
         self._used[:] = [False] * len(self._used)
-        self._unfinished = False
+        self._round.is_finished = True
         self.rounds += 1
 
-    def _deliver(self, filled: list[Bucket], weight: float, used: list[bool]) -> None:
+    def _write_back(self, filled: list[Bucket], weight: float, used: list[bool]) -> None:
         counts = weight != 0 or self._weighing.total is not None
         for bucket in filled:
             self._rescale(bucket, weight)
-            bucket.deliver(used, counts)
+            bucket.write_back(used, counts)
         for slot in range(len(self._dense), len(self._parameters)):
             if used[slot]:
                 self._exchange_sparse(slot, weight)
@@ -497,19 +435,19 @@ class GradientSynchronizer:
     # --- the wire -----------------------------------------------------------------------------------------------
 
     def _send(self, bucket: Bucket) -> None:
-        memory = bucket.fill(self._scale)
+        memory = bucket.fill(self._round.scale)
         if self._weighing.kept != 1:
             bucket.scale_untouched(self._used, self._weighing.kept)
-        is_last = bool(self._active) and bucket is self._active[-1]
+        is_last = bool(self._round.buckets) and bucket is self._round.buckets[-1]
         if self._comm_hook is not None:
             stand_in = GradBucket(bucket.index, memory.flat[: memory.numel], bucket.pool.parameters, is_last=is_last)
             enter(bucket.doing)
             bucket.future = self._comm_hook(self._comm_state, stand_in)
             return
         payload = memory.flat[: memory.numel]
-        if is_last and self._carried:
+        if is_last and self._round.carries_metadata:
             payload = memory.flat
-            payload[memory.numel :] = self._control().to(payload)
+            payload[memory.numel :] = self._metadata().to(payload)
         bucket.sum = self._all_reduce.launch(payload, bucket.doing)
 
     def _await(self, bucket: Bucket) -> None:
@@ -525,16 +463,17 @@ class GradientSynchronizer:
         if value.data_ptr() != flat.data_ptr() or value.dtype != flat.dtype:
             flat.copy_(value.view(-1))
 
-    def _control(self) -> torch.Tensor:
-        again = [float(bucket.again) for bucket in self._buckets]
-        numbers = [self._weighing.weight, self._trained(), *again, *map(float, self._used)]
-        control = torch.tensor(numbers, dtype=torch.float64)
+    def _metadata(self) -> torch.Tensor:
+        """This rank's, as it is summed."""
+        dirty = [float(bucket.is_dirty) for bucket in self._buckets]
+        numbers = [self._weighing.weight, self._trained(), *dirty, *map(float, self._used)]
+        metadata = torch.tensor(numbers, dtype=torch.float64)
         if not self.room:
-            return control
+            return metadata
         places = torch.zeros(self._world_size, self.room * _PIECES, dtype=torch.float64)
         if self._piggyback is not None:
             places[self._group.rank()] = self._piggyback.view(torch.int16)
-        return torch.cat([control, places.view(-1)])
+        return torch.cat([metadata, places.view(-1)])
 
     def _trained(self) -> float:
         """A checksum of the parameters that are trained; float32 holds the sum of the ranks' exactly."""
@@ -545,34 +484,35 @@ class GradientSynchronizer:
             checksum = zlib.crc32(bytes(parameter.requires_grad for parameter in self._sparse), checksum)
         return float(checksum % ((1 << 24) // self._world_size))
 
-    def _exchange_control(self) -> tuple[float, float, list[bool], list[bool]]:
-        """Await everything; the total weight, the sum of the checksums of what is trained, and per bucket and per
-        parameter whether any rank says so."""
-        for bucket in self._active:
+    def _exchange_metadata(self) -> _Metadata:
+        """Wait for all buckets, and for the metadata of all ranks."""
+        for bucket in self._round.buckets:
             self._await(bucket)
-        if self._carried:
-            memory = self._active[-1].memory
+        if self._round.carries_metadata:
+            memory = self._round.buckets[-1].memory
             assert memory is not None
-            control = memory.flat[memory.numel :]
+            numbers = memory.flat[memory.numel :]
         else:
             # Only now: a hook may start further collectives from its futures, at another moment on each rank.
-            control = self._control().to(self._device())
-            doing = "the control numbers of the gradients"
-            self._exact.launch(control, doing).wait(doing)
+            numbers = self._metadata().to(self._device())
+            doing = "the metadata of the gradients"
+            self._exact.launch(numbers, doing).wait(doing)
         if self._piggyback is not None:
-            places = control[self._tail :].view(self._world_size, -1)
+            places = numbers[self._tail :].view(self._world_size, -1)
             self.carried, self._piggyback = places.to("cpu", torch.int16).view(torch.float64), None
-        weight, trained, *flags = control[: self._tail].tolist()
+        weight, trained, *flags = numbers[: self._tail].tolist()
         count = len(self._buckets)
-        return weight, trained, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]]
+        return _Metadata(weight, trained, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]])
 
     def _rescale(self, bucket: Bucket, weight: float) -> None:
         """Correct for a total weight that was not known when the bucket was sent."""
         if self._weighing.total is not None:
             return
         assert bucket.memory is not None
-        if weight != self._reference and weight:  # where no rank has a sample, all gradients are zero already
-            bucket.memory.flat[: bucket.memory.numel].mul_(self._reference / weight)
+        if (
+            weight != self._round.supposed_total and weight
+        ):  # where no rank has a sample, all gradients are zero already
+            bucket.memory.flat[: bucket.memory.numel].mul_(self._round.supposed_total / weight)
 
     def _exchange_sparse(self, slot: int, weight: float) -> None:
         parameter = self._parameters[slot]
@@ -601,11 +541,53 @@ class GradientSynchronizer:
         return (self._dense or self._sparse)[0].device
 
 
-class _Backward:
-    """Lives as long as the graph task that is to call its end: an exception drops the task, and this with it."""
+@dataclass
+class _Round:
+    """One synchronization: what it sends, and how far it is.
+
+    Attributes:
+        buckets: Those that the backward is expected to fill, in the order in which they are launched.
+        scale: What the gradients are multiplied with before the sum.
+        supposed_total: The total weight for which ``scale`` is right.
+        carries_metadata: Whether the metadata travels behind the gradients of the last bucket.
+        launched: How many of the buckets are under way.
+        is_finished: ``False`` also after an exception has ended the backward.
+    """
+
+    buckets: list[Bucket]
+    scale: float
+    supposed_total: float
+    carries_metadata: bool
+    launched: int = 0
+    is_finished: bool = False
+
+    @property
+    def waiting(self) -> list[Bucket]:
+        """The buckets that are not launched yet."""
+        return self.buckets[self.launched :]
 
 
-def _no_backward() -> None:
+class _Metadata(NamedTuple):
+    """What travels with the gradients, of all ranks together.
+
+    Attributes:
+        weight: The total.
+        trained: The sum of the checksums of which parameters are trained.
+        dirty: Per bucket, whether any rank has to send it again.
+        used: Per parameter, whether any rank has a gradient for it.
+    """
+
+    weight: float
+    trained: float
+    dirty: list[bool]
+    used: list[bool]
+
+
+class _GraphTask:
+    """Lives as long as autograd's graph task that calls its end: an exception drops the task, and this with it."""
+
+
+def _no_graph_task() -> None:
     return None
 
 

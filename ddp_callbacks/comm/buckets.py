@@ -1,4 +1,4 @@
-"""Which parameters travel together: pure bookkeeping, no communication."""
+"""Which gradients travel together, and how far each bucket of them is in a backward. No communication."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ddp_callbacks.comm.flat_buffer import BufferPool, FlatBuffer, copy_in
+from ddp_callbacks.comm.protocol import Work
 from ddp_callbacks.errors import ConfigurationError
 
 Kind = tuple[torch.dtype, torch.device, bool]
@@ -103,3 +105,66 @@ class Forecast:
 
 _REMEMBERED = 4  # backwards: those of a turn of one generator and up to three discriminator steps
 _PATTERNS = 256
+
+
+class Bucket:
+    """The parameters that travel together, and how far they are in this backward."""
+
+    def __init__(self, index: int, slots: list[int], pool: BufferPool) -> None:
+        self.index = index
+        self.doing = f"the gradients of bucket {index}"
+        self.slots = slots  # positions of its parameters in the synchronizer's list
+        self.pool = pool
+        self.deferred = False  # a gradient came twice once: launch at the end of backward
+        self.start()
+
+    def start(self) -> None:
+        """Forget the last backward."""
+        # A frozen parameter may fire its hook, with no gradient: it was frozen after the forward pass.
+        self.frozen = [not parameter.requires_grad for parameter in self.pool.parameters]
+        self.ready = self.frozen.copy()
+        self.missing = self.ready.count(False)
+        self.active = self.missing > 0
+        self.is_dirty = False
+        self.memory: FlatBuffer | None = None
+        self.sum: Work | None = None
+        self.future: torch.futures.Future[torch.Tensor] | None = None  # of a communication hook
+
+    def mark(self, position: int) -> None:
+        """A gradient is complete."""
+        if not self.ready[position]:
+            self.ready[position] = True
+            self.missing -= 1
+        elif self.memory is not None and self.pool.parameters[position].requires_grad:
+            self.is_dirty = self.deferred = True
+
+    def fill(self, scale: float) -> FlatBuffer:
+        """Copy the gradients, scaled, into memory."""
+        if self.memory is None:
+            self.memory = self.pool.take()
+        copy_in(self.memory, [parameter.grad for parameter in self.pool.parameters], scale)
+        return self.memory
+
+    def scale_untouched(self, used: list[bool], factor: float) -> None:
+        """Multiply, in memory, what was there before this backward and was not added to in it."""
+        assert self.memory is not None
+        for slot, view in zip(self.slots, self.memory.views, strict=True):
+            if not used[slot]:
+                view.mul_(factor)
+
+    def has_kept(self) -> bool:
+        """Whether a gradient is the tensor of an earlier synchronization."""
+        positions = range(len(self.slots))
+        return not self.pool.has_no_aliases() and any(self.pool.kept_gradient(at) is not None for at in positions)
+
+    def write_back(self, used: list[bool], counts: bool) -> None:
+        """Hand the reduced gradients of the used parameters out; where no rank ``counts``, those there are stay."""
+        assert self.memory is not None
+        has_no_aliases = self.pool.has_no_aliases()
+        for position, (parameter, view) in enumerate(zip(self.pool.parameters, self.memory.views, strict=True)):
+            if not used[self.slots[position]]:
+                continue
+            if has_no_aliases or (kept := self.pool.kept_gradient(position)) is None:
+                parameter.grad = view
+            elif counts:
+                kept.copy_(view)
