@@ -109,10 +109,6 @@ def moves(rank: int, ranks: int, seed: int, dtype: torch.dtype, shape: tuple[int
     require(whole, torch.stack(mine), ("all_gather_single", what))
     dist.all_gather_single(whole.view(-1), whole[rank].reshape(-1))
     require(whole, torch.stack(mine), ("all_gather_single in place", what))
-    everything = [parts(ranks, seed + 1 + other, dtype, shape) for other in range(ranks)]
-    taken_from = [scattered(torch.zeros_like(part)) for part in mine]
-    dist.all_to_all(taken_from, [scattered(part) for part in everything[rank]])
-    require(taken_from, [everything[other][rank] for other in range(ranks)], ("all_to_all", what))
     rows = [torch.arange((rank + 1) * (other + 1), dtype=torch.float64) for other in range(ranks)]
     received = torch.zeros(sum((other + 1) * (rank + 1) for other in range(ranks)), dtype=torch.float64)
     dist.all_to_all_single(
@@ -149,14 +145,6 @@ def reductions(rank: int, ranks: int, seed: int, dtype: torch.dtype, shape: tupl
         tensor = mine[rank].clone()
         dist.reduce(tensor, ranks - 1, op)
         require(tensor, reduced(op, mine) if rank == ranks - 1 else mine[rank], ("reduce", what))
-        lists = [parts(ranks, seed + 1 + other, dtype, shape) for other in range(ranks)]
-        expected = reduced(op, [lists[other][rank] for other in range(ranks)])
-        output = scattered(torch.zeros_like(mine[0]))
-        dist.reduce_scatter(output, lists[rank], op)
-        require(output, expected, ("reduce_scatter", what))
-        flat = torch.zeros(mine[0].numel(), dtype=dtype)
-        dist.reduce_scatter_single(flat, torch.stack(lists[rank]).view(-1), op)
-        require(flat, expected.reshape(-1), ("reduce_scatter_single", what))
 
 
 def average_of_halves(rank: int, ranks: int) -> None:

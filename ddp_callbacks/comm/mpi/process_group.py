@@ -109,8 +109,6 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._start("all-reduce", post, tensors, finish, opts)
 
-    allreduce_coalesced = allreduce
-
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         (tensor,) = tensors
         part, root = _Reduced(tensor, tensor, opts), opts.rootRank
@@ -128,47 +126,6 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 part.finish(self._size)
 
         return self._start("reduce", post, tensors, finish, opts)
-
-    def reduce_scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any = None) -> Work:
-        (output,), (inputs,) = output_tensors, input_tensors
-        counts = [tensor.numel() for tensor in inputs]
-        if counts[self._rank] != output.numel():
-            raise ConfigurationError(
-                f"reduce_scatter needs as many elements in the output as in the input number {self._rank}, got "
-                f"{output.numel()} and {counts[self._rank]}."
-            )
-        part = _Reduced(torch.cat([flat(tensor) for tensor in inputs]), output, opts)
-        return self._reduce_scatter([part], [[count * part.width for count in counts]], output_tensors, opts)
-
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        for output, input in zip(outputs, inputs, strict=True):
-            _require_multiple("reduce_scatter", input, output, self._size)
-        parts = [_Reduced(input, output, opts) for output, input in zip(outputs, inputs, strict=True)]
-        counts = [[output.numel() * part.width] * self._size for output, part in zip(outputs, parts, strict=True)]
-        return self._reduce_scatter(parts, counts, outputs, opts)
-
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def _reduce_scatter(self, parts: list[_Reduced], counts: list[list[int]], outputs: Tensors, opts: Any) -> Work:
-        results = [part.input.new_empty(count[self._rank]) for part, count in zip(parts, counts, strict=True)]
-
-        def post() -> list[MPI.Request]:
-            return [
-                self._comm.Ireduce_scatter(
-                    part.reduction.spec(part.input), part.reduction.spec(result), count, part.reduction.op
-                )
-                for part, result, count in zip(parts, results, counts, strict=True)
-            ]
-
-        def finish(_: Any) -> None:
-            for part, result in zip(parts, results, strict=True):
-                part.reduction.unstage(result, part.output, self._size)
-
-        return self._start("reduce-scatter", post, outputs, finish, opts)
 
     # --- the same for all ---------------------------------------------------------------------------------------------
 
@@ -194,25 +151,17 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
             inputs, results, [output for outputs in output_tensors for output in outputs], finish, opts
         )
 
-    def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> Work:
-        """``output_lists`` has a list for each rank, and that one for each input."""
-        return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], input_list, opts)
-
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        return self.all_gather_single_coalesced([output], [input], opts)
-
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        for output, input in zip(outputs, inputs, strict=True):
-            _require_multiple("all_gather", output, input, self._size)
-        results = [flat(output) for output in outputs]
-        sent = [
-            flat(input).clone() if shares(input, output) else flat(input)
-            for output, input in zip(outputs, inputs, strict=True)
-        ]
-        return self._all_gather(sent, results, outputs, lambda _: _copy_all(results, outputs), opts)
+        if output.numel() != self._size * input.numel() or output.dtype != input.dtype:
+            raise ConfigurationError(
+                f"all_gather needs an output of {self._size} x {input.numel()} elements of {input.dtype}, got "
+                f"{output.numel()} of {output.dtype}."
+            )
+        result = flat(output)
+        sent = flat(input).clone() if shares(input, output) else flat(input)
+        return self._all_gather([sent], [result], [output], lambda _: copy_back(result, output), opts)
 
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _all_gather(self, inputs: Tensors, results: Tensors, outputs: Tensors, finish: Finish, opts: Any) -> Work:
         def post() -> list[MPI.Request]:
@@ -252,16 +201,6 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return [self._comm.Iscatter(None if sent is None else moved(sent, self._size), moved(result), root)]
 
         return self._start("scatter", post, output_tensors, lambda _: copy_back(result, output), opts)
-
-    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Work:
-        sent = torch.cat([flat(tensor) for tensor in input_tensors])
-        received = sent.new_empty(sum(tensor.numel() for tensor in output_tensors))
-        counts = [tensor.numel() for tensor in output_tensors], [tensor.numel() for tensor in input_tensors]
-
-        def finish(_: Any) -> None:
-            _copy_all(_split(received, output_tensors), output_tensors)
-
-        return self._all_to_all(received, sent, counts, output_tensors, finish, opts)
 
     def all_to_all_single(
         self,
@@ -356,14 +295,12 @@ class _Reduced:
     Attributes:
         input: What MPI reduces.
         output: Where the result is wanted.
-        width: Of how many numbers of MPI an element consists.
     """
 
     def __init__(self, tensor: torch.Tensor, output: torch.Tensor, opts: Any) -> None:
         self.reduction = Reduction.of(_SUM if opts is None else opts.reduceOp.op, tensor.dtype)
         self.input = self.reduction.stage(tensor)
         self.output = output
-        self.width = 2 if tensor.is_complex() else 1
 
     def finish(self, size: int) -> None:
         self.reduction.unstage(self.input, self.output, size)
@@ -394,12 +331,4 @@ def _require_equal(name: str, many: Tensors, one: torch.Tensor, ranks: int) -> N
         raise ConfigurationError(
             f"{name} needs {ranks} tensors of {one.numel()} elements of {one.dtype}, one for each rank, got "
             f"{[f'{t.numel()} of {t.dtype}' for t in many]}."
-        )
-
-
-def _require_multiple(name: str, large: torch.Tensor, small: torch.Tensor, ranks: int) -> None:
-    if large.numel() != ranks * small.numel() or large.dtype != small.dtype:
-        raise ConfigurationError(
-            f"{name} needs a tensor of {ranks} times the elements of the other and of its dtype, got {large.numel()} "
-            f"of {large.dtype} and {small.numel()} of {small.dtype}."
         )
