@@ -440,9 +440,9 @@ class GradientSynchronizer:
             bucket.scale_untouched(self._used, self._weighing.kept)
         is_last = bool(self._round.buckets) and bucket is self._round.buckets[-1]
         if self._comm_hook is not None:
-            stand_in = GradBucket(bucket.index, memory.flat[: memory.numel], bucket.pool.parameters, is_last=is_last)
+            grad_bucket = GradBucket(bucket.index, memory.flat[: memory.numel], bucket.pool.parameters, is_last=is_last)
             enter(bucket.doing)
-            bucket.future = self._comm_hook(self._comm_state, stand_in)
+            bucket.future = self._comm_hook(self._comm_state, grad_bucket)
             return
         payload = memory.flat[: memory.numel]
         if is_last and self._round.carries_metadata:

@@ -1,13 +1,13 @@
-"""Fewer rounds: each rank trains by itself for a window of steps, then the ranks' parameters become one again.
+"""Communicate less often: each rank takes a window of local steps, then the ranks average their parameters.
 
 One window, on each rank::
 
     the window opens     the parameters, equal on all ranks, are copied: the anchor
     every - 1 steps      of this rank's own optimizer, on this rank's gradients; nothing is sent
-    the window closes    outer gradient = anchor - parameters, averaged over the ranks;
+    the window closes    pseudo-gradient = anchor - parameters, averaged over the ranks;
                          the outer optimizer takes one step from the anchor; that is the new model, on all ranks
 
-With an outer optimizer that just subtracts the outer gradient this is local SGD, the plain mean of the parameters
+With an outer optimizer that just subtracts the pseudo-gradient this is local SGD, the plain mean of the parameters
 (https://arxiv.org/abs/1805.09767); with Nesterov momentum it is DiLoCo (https://arxiv.org/abs/2311.08105, algorithm 1).
 
 The mean is weighted by the samples that each rank has used in the window. So with ``LocalSGD(every=1)``, SGD without
@@ -22,6 +22,7 @@ optimizer is torch's SGD.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -131,12 +132,12 @@ class ParameterAverager:
     """Close a window every so many optimizer steps, on all ranks at once; see the module's docstring.
 
     The parameters must be equal on all ranks when it is made (:func:`ddp_callbacks.broadcast_parameters`);
-    they are equal, bit for bit, after each :meth:`outer_step`. Pieces that no rank has changed in a window, of frozen
-    parameters say, are not sent. Buffers are left alone, and so is the optimizer's own state (momentum, moments of
-    Adam), which stays each rank's as in the paper.
+    they are equal, bit for bit, after each :meth:`outer_step`. Fragments that no rank has changed in a window, of
+    frozen parameters say, are not sent. Buffers are left alone, and so is the optimizer's own state (momentum, moments
+    of Adam), which stays each rank's as in the paper.
 
-    Memory: a copy of the parameters, with DiLoCo two, and two pieces of ``bucket_cap_mb`` that are sent. Half precision
-    is averaged in float32.
+    Memory: a copy of the parameters, with DiLoCo two, and two fragments of ``bucket_cap_mb`` that are sent. Half
+    precision is averaged in float32.
 
     In a world of one local SGD does nothing, as the mean of one model is that model. DiLoCo is the same algorithm with
     one worker, for which it is defined too: N ranks are then the larger batch, not another method.
@@ -148,8 +149,8 @@ class ParameterAverager:
         sync: :class:`LocalSGD` or :class:`DiLoCo`.
         optimizer: The one that trains ``module``; DiLoCo's momentum is kept in its state, so that it is saved and
             loaded with it. ``None``: it is lost with this object.
-        bucket_cap_mb: The size in MiB of the pieces in which parameters are sent; a larger parameter is a piece.
-        compress: ``"bf16"`` or ``"fp16"``: the outer gradients are rounded to it before they are sent to another host,
+        bucket_cap_mb: The size in MiB of the fragments in which parameters are sent; a larger parameter is a fragment.
+        compress: ``"bf16"`` or ``"fp16"``: the pseudo-gradients are rounded to it before they are sent to another host,
             and summed in float32. All ranks still get the same bits.
         process_group: ``None`` is the default group.
 
@@ -174,10 +175,10 @@ class ParameterAverager:
         check_sync(sync, compress=compress)
         self._sync = sync
         self._optimizer = optimizer
-        self._momentum: dict[str, torch.Tensor] = {}  # of all pieces
+        self._momentum: dict[str, torch.Tensor] = {}  # of all fragments
         self._steps, self._weight = 0, 0.0
         self._world: _World | None = None
-        self._pieces: list[_Piece] = []
+        self._fragments: list[_Fragment] = []
         if get_world_size(process_group) > 1:
             begin_run(process_group)
             settings = {"sync": repr(sync), "bucket_cap_mb": bucket_cap_mb, "compress": compress}
@@ -186,9 +187,9 @@ class ParameterAverager:
             require_agreement(settings, _DOING, remedy, process_group)
         elif isinstance(sync, LocalSGD):
             return
-        self._pieces = _make_pieces(module, sync, bucket_cap_mb)
+        self._fragments = _make_fragments(module, sync, bucket_cap_mb)
         if get_world_size(process_group) > 1:
-            self._world = _World(resolve_group(process_group), self._pieces, dtype_of(compress))
+            self._world = _World(resolve_group(process_group), self._fragments, dtype_of(compress))
 
     @property
     def is_last_step(self) -> bool:
@@ -216,7 +217,7 @@ class ParameterAverager:
     @outside_inference_mode
     @torch.no_grad()
     def outer_step(self) -> None:
-        """Make the parameters one again, also before the window is full; every rank must call it.
+        """Average the parameters, also before the window is full; every rank must call it.
 
         Call it before an evaluation, a checkpoint and the end of training. Where no step was taken since the last
         call, nothing is sent, and the parameters as they are now, which something else may have exchanged, are what the
@@ -228,42 +229,47 @@ class ParameterAverager:
             PeerError: Another rank failed, died or went silent.
         """
         if self._steps:
-            pieces, share = self._agree()
+            fragments, share = self._agree()
             self._take_loaded_momentum()
-            for piece, outer_gradient in self._outer_gradients(pieces, share):
-                piece.take_outer_step(outer_gradient)
+            for fragment, pseudo_gradient in self._pseudo_gradients(fragments, share):
+                fragment.take_outer_step(pseudo_gradient)
             self._keep_momentum()
-        for piece in self._pieces:
-            piece.take_anchor()
+        for fragment in self._fragments:
+            fragment.take_anchor()
         self._steps, self._weight = 0, 0.0
 
-    def _agree(self) -> tuple[list[_Piece], float]:
-        """The pieces that some rank has changed, and what this rank counts of all."""
-        changed = [piece.has_changed() for piece in self._pieces]
+    def close_window(self) -> None:
+        """The deprecated name of :meth:`outer_step`."""
+        warnings.warn("close_window is deprecated: it is called outer_step now.", DeprecationWarning, stacklevel=2)
+        self.outer_step()
+
+    def _agree(self) -> tuple[list[_Fragment], float]:
+        """The fragments that some rank has changed, and what this rank counts of all."""
+        changed = [fragment.has_changed() for fragment in self._fragments]
         if self._world is None:
             share = 1.0
         else:
             changed, share = self._world.agree(self._steps, self._weight, changed)
-        return [piece for piece, is_changed in zip(self._pieces, changed, strict=True) if is_changed], share
+        return [fragment for fragment, is_changed in zip(self._fragments, changed, strict=True) if is_changed], share
 
-    def _outer_gradients(self, pieces: list[_Piece], share: float) -> Iterator[tuple[_Piece, torch.Tensor]]:
+    def _pseudo_gradients(self, fragments: list[_Fragment], share: float) -> Iterator[tuple[_Fragment, torch.Tensor]]:
         if self._world is not None:
-            yield from self._world.outer_gradients(pieces, share)
+            yield from self._world.pseudo_gradients(fragments, share)
             return
-        for piece in pieces:
-            yield piece, piece.write_outer_gradient(torch.empty_like(piece.anchor), share)
+        for fragment in fragments:
+            yield fragment, fragment.write_pseudo_gradient(torch.empty_like(fragment.anchor), share)
 
     def _take_loaded_momentum(self) -> None:
         """That of a checkpoint which the optimizer has loaded since the last window."""
         loaded = self._state().get(OUTER_MOMENTUM)
         if loaded is not None and loaded is not self._momentum:
-            for piece in self._pieces:
-                piece.load_momentum(loaded)
+            for fragment in self._fragments:
+                fragment.load_momentum(loaded)
 
     def _keep_momentum(self) -> None:
         self._momentum.clear()
-        for piece in self._pieces:
-            self._momentum.update(piece.momentum())
+        for fragment in self._fragments:
+            self._momentum.update(fragment.momentum())
         if self._momentum:
             self._state()[OUTER_MOMENTUM] = self._momentum
 
@@ -272,7 +278,7 @@ class ParameterAverager:
         return {} if self._optimizer is None else self._optimizer.state
 
 
-class _Piece:
+class _Fragment:
     """Parameters of one kind that travel together, where they were when the window opened, and the outer optimizer.
 
     Attributes:
@@ -295,11 +301,11 @@ class _Piece:
         copy_each(self._anchors, self._reals())
 
     def has_changed(self) -> bool:
-        """Whether a parameter is no more what it was when the window opened."""
+        """Whether a parameter has changed since the window opened."""
         pairs = zip(self._anchors, self._reals(), strict=True)
         return any(not torch.equal(anchor, real.to(anchor.dtype)) for anchor, real in pairs)
 
-    def write_outer_gradient(self, memory: torch.Tensor, share: float) -> torch.Tensor:
+    def write_pseudo_gradient(self, memory: torch.Tensor, share: float) -> torch.Tensor:
         """``share * (anchor - parameters)`` into ``memory``, which has the anchor's shape; returns it."""
         if share == 0:
             return memory.zero_()  # a rank that counts nowhere may hold NaN
@@ -307,12 +313,12 @@ class _Piece:
             torch.sub(anchor, real, out=target)
         return memory.mul_(share)
 
-    def take_outer_step(self, outer_gradient: torch.Tensor) -> None:
+    def take_outer_step(self, pseudo_gradient: torch.Tensor) -> None:
         """Move the parameters to where the outer optimizer goes from the anchor.
 
         What no rank has changed stays where it is, whatever its momentum: it may have been frozen.
         """
-        for anchor, gradient in zip(self._anchors, self._views(outer_gradient), strict=True):
+        for anchor, gradient in zip(self._anchors, self._views(pseudo_gradient), strict=True):
             anchor.grad = gradient if gradient.any() else None
         self._outer.step()
         self._outer.zero_grad()
@@ -355,38 +361,38 @@ class _World:
         dtype: What is sent in place of wider numbers; ``None`` sends them as they are.
     """
 
-    def __init__(self, group: dist.ProcessGroup, pieces: Sequence[_Piece], dtype: torch.dtype | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, fragments: Sequence[_Fragment], dtype: torch.dtype | None) -> None:
         self._group = group
         self._rows = ScalarExchange(group)
-        self._all_reduce = choose_all_reduce(group, [piece.anchor.device for piece in pieces], dtype)
-        self._numel: dict[tuple[torch.dtype, torch.device], int] = {}  # of the largest piece of each kind
-        for piece in pieces:
-            kind = piece.anchor.dtype, piece.anchor.device
-            self._numel[kind] = max(self._numel.get(kind, 0), piece.anchor.numel())
+        self._all_reduce = choose_all_reduce(group, [fragment.anchor.device for fragment in fragments], dtype)
+        self._numel: dict[tuple[torch.dtype, torch.device], int] = {}  # of the largest fragment of each kind
+        for fragment in fragments:
+            kind = fragment.anchor.dtype, fragment.anchor.device
+            self._numel[kind] = max(self._numel.get(kind, 0), fragment.anchor.numel())
         self._memories: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
     def agree(self, steps: int, weight: float, changed: list[bool]) -> tuple[list[bool], float]:
-        """For each piece whether any rank has changed it, and the share of this rank."""
+        """For each fragment whether any rank has changed it, and the share of this rank."""
         rows = self._rows.exchange([float(steps), weight, *map(float, changed)], _DOING)
         self._require_steps([int(row[0]) for row in rows])
         total = sum(row[1] for row in rows)
         share = weight / total if total else 1 / len(rows)
         return [any(flags) for flags in zip(*(row[2:] for row in rows), strict=True)], share
 
-    def outer_gradients(self, pieces: list[_Piece], share: float) -> Iterator[tuple[_Piece, torch.Tensor]]:
-        """Each piece with the sum over the ranks, good until the next is asked for; one more is under way."""
-        under_way: deque[tuple[_Piece, torch.Tensor, Work]] = deque()
-        for index, piece in enumerate(pieces):
-            memory = piece.write_outer_gradient(self._memory(index % 2, piece.anchor), share)
-            under_way.append((piece, memory, self._all_reduce.launch(memory, _DOING)))
+    def pseudo_gradients(self, fragments: list[_Fragment], share: float) -> Iterator[tuple[_Fragment, torch.Tensor]]:
+        """Each fragment with the sum over the ranks, good until the next is asked for; one more is under way."""
+        under_way: deque[tuple[_Fragment, torch.Tensor, Work]] = deque()
+        for index, fragment in enumerate(fragments):
+            memory = fragment.write_pseudo_gradient(self._memory(index % 2, fragment.anchor), share)
+            under_way.append((fragment, memory, self._all_reduce.launch(memory, _DOING)))
             if len(under_way) == 2:
                 yield self._await(*under_way.popleft())
         while under_way:
             yield self._await(*under_way.popleft())
 
-    def _await(self, piece: _Piece, memory: torch.Tensor, pending: Work) -> tuple[_Piece, torch.Tensor]:
+    def _await(self, fragment: _Fragment, memory: torch.Tensor, pending: Work) -> tuple[_Fragment, torch.Tensor]:
         pending.wait(_DOING)
-        return piece, memory
+        return fragment, memory
 
     def _memory(self, slot: int, like: torch.Tensor) -> torch.Tensor:
         kind = like.dtype, like.device
@@ -420,10 +426,10 @@ def set_gradients_aside(module: torch.nn.Module) -> Callable[[], None]:
     return put_back
 
 
-def _make_pieces(module: torch.nn.Module, sync: LocalSGD | DiLoCo, bucket_cap_mb: float) -> list[_Piece]:
+def _make_fragments(module: torch.nn.Module, sync: LocalSGD | DiLoCo, bucket_cap_mb: float) -> list[_Fragment]:
     named = [(name, p) for name, p in module.named_parameters() if p.is_floating_point() or p.is_complex()]
     specs = [ParameterSpec(p.numel(), p.dtype, p.device, p.requires_grad) for _, p in named]
-    return [_Piece([named[index] for index in indices], sync) for indices in assign_buckets(specs, bucket_cap_mb)]
+    return [_Fragment([named[index] for index in indices], sync) for indices in assign_buckets(specs, bucket_cap_mb)]
 
 
 def _real(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A few numbers from every rank, in every step: with the gradients, or as a small sum of their own."""
+"""All-gather of a few float64 per step: piggybacked on the gradients, or as a small message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEADER = 2  # numbers before the row: its length, and a checksum of what it is 
 
 
 class Carrier(Protocol):
-    """What rows can travel with: :class:`ddp_callbacks.GradientSynchronizer`."""
+    """A message that has room for a row: that of :class:`ddp_callbacks.GradientSynchronizer`."""
 
     room: int
     rounds: int
@@ -31,10 +31,10 @@ class Carrier(Protocol):
 
 
 class ScalarExchange:
-    """Gives every rank the row of every other; in a world of more than one. Making it is a collective.
+    """Gives every rank the numbers of every other, one row per rank. Making it is a collective; it needs several ranks.
 
-    The rows are gathered as a sum, in which each rank writes its own row and leaves the others zero: a sum is what
-    goes through shared memory. Numbers travel as float64.
+    The all-gather is a sum, in which each rank writes its own row and leaves the others zero, because sums can go
+    through shared memory. Numbers travel as float64.
 
     Attributes:
         unattended: Whether rows that every rank has launched arrive though no other rank waits for them.
@@ -56,7 +56,7 @@ class ScalarExchange:
 
         Raises:
             MismatchError: Some rank exchanges something else.
-            PeerError: As :func:`ddp_callbacks.process_group.failures.wait` does.
+            PeerError: Another rank failed, died or went silent.
         """
         return self.launch(row, doing).wait()
 
@@ -65,7 +65,7 @@ class ScalarExchange:
         """Rank 0's row, on every rank; of one length. Rank 0 waits only until the others have got the one before.
 
         Raises:
-            PeerError: As :func:`ddp_callbacks.process_group.failures.wait` does.
+            PeerError: Another rank failed, died or went silent.
         """
         enter(doing)
         sent = torch.tensor(row, dtype=torch.float64, device=self._device)
@@ -116,7 +116,7 @@ class ScalarExchange:
 
 
 class ScalarWork(ABC):
-    """ScalarWork that are under way."""
+    """The handle of an exchange that is under way."""
 
     def __init__(self, exchange: ScalarExchange, row: Sequence[float], doing: str) -> None:
         self._exchange, self._row, self._doing = exchange, list(row), doing
@@ -131,7 +131,7 @@ class ScalarWork(ABC):
 
         Raises:
             MismatchError: Some rank exchanges something else.
-            PeerError: As :func:`ddp_callbacks.process_group.failures.wait` does.
+            PeerError: Another rank failed, died or went silent.
         """
 
     def wait(self) -> list[list[float]]:

@@ -37,8 +37,8 @@ def gather_outputs(outputs: Sequence[Any], sizes: Sequence[int], group: dist.Pro
     does it. The classes of mappings and named tuples do not travel: they are taken from this rank's own outputs.
 
     Args:
-        outputs: What this rank has computed of its part of each batch, or of a stand-in.
-        sizes: The number of samples of each part; 0 where this rank has computed a stand-in, which counts nowhere.
+        outputs: What this rank has computed of its part of each batch, or of a padding batch.
+        sizes: The number of samples of each part; 0 where this rank has computed a padding batch, which counts nowhere.
         group: ``None`` is the default group.
 
     Raises:

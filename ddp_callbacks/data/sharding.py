@@ -14,7 +14,7 @@ not divisible                   one rank, in turn, computes the batch
 ``DistributedSampler`` inside   left alone, it is a part already
 ==============================  =======================================================================================
 
-A rank that gets nothing of a batch still runs it, so that all ranks make the same calls, and gets a stand-in; its
+A rank that gets nothing of a batch still runs it, so that all ranks make the same calls, and gets a padding batch; its
 :class:`Share` says 0 samples, and it counts nowhere.
 """
 
@@ -71,7 +71,7 @@ class Share:
     """This rank's part of a batch.
 
     Attributes:
-        local: Number of samples on this rank; 0 where it holds a stand-in.
+        local: Number of samples on this rank; 0 where it holds a padding batch.
         total: Number of samples on all ranks, ``None`` where it is not known here.
     """
 
@@ -182,7 +182,7 @@ class ShardedLoader:
 
     @property
     def indices(self) -> list[list[Any]] | None:
-        """This rank's part of the indices of each batch of the last pass, if they were kept; empty for a stand-in."""
+        """This rank's indices of each batch of the last pass, if they were kept; empty for a padding batch."""
         sampler = self._sliced.sampler if isinstance(self._sliced, _Part) else None
         return sampler.draw.indices if sampler is not None and sampler.keeps_indices else None
 
@@ -271,7 +271,7 @@ def with_shares(loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
 
     In that loop ``synchronizer.weigh(share.local, share.total)`` goes before backward
     (:class:`ddp_callbacks.GradientSynchronizer`). A batch of which this rank has no sample is yielded as well, as a
-    stand-in with a local share of 0: run it like any other. A collective, as iterating is.
+    padding batch with a local share of 0: run it like any other. A collective, as iterating is.
 
     Args:
         loader: What :func:`shard_loader` returned, in a world of one the loader itself.
@@ -550,7 +550,7 @@ def _sliced_before_loading(
 def _slices(batches: Iterator[Sequence[Any]], rank: int, world_size: int, at_least: int) -> Iterator[_Division]:
     for batch in batches:
         start, end = slice_bounds(len(batch), rank, world_size, at_least)
-        # The stand-in is the whole batch: it has too few samples for all ranks, and as many as one process sees.
+        # The padding batch is the whole batch: it has too few samples for all ranks, and as many as one process sees.
         part = batch[start:end] if end > start else batch
         yield _Division(batch, part, start if end > start else 0, Share(end - start, len(batch)))
 
@@ -712,7 +712,7 @@ def _require_samples_first(loader: Any, batch: Any) -> None:
 
 
 def slice_batch(batch: Any, size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[Any, Share]:
-    """This rank's slice of a loaded batch of ``size`` samples; the whole as a stand-in where that is empty."""
+    """This rank's slice of a loaded batch of ``size`` samples; the whole as a padding batch where that is empty."""
     start, end = slice_bounds(size, rank, world_size, at_least)
     part = _slice(batch, size, slice(start, end)) if end > start else batch
     return part, Share(end - start, size)
