@@ -19,6 +19,7 @@ from ddp_callbacks.launcher.meeting import choose_interface
 
 LIMIT = 600.0  # seconds
 DDPRUN = [sys.executable, "-m", "ddp_callbacks.launcher"]
+ALIAS = [sys.executable, "-m", "ddp_callbacks"]
 # Without torchrun: for what does not depend on it.
 PLAIN = [sys.executable, "-P", str(Path(__file__).with_name("ddprun_with_plain_agent.py"))]
 
@@ -298,7 +299,19 @@ def test_help_has_the_hosts_first_and_torchrun_s_flags_after(tmp_path: Path) -> 
     assert max(map(len, done.stdout.splitlines())) <= 120
 
 
-def test_a_ctrl_c_while_modules_are_imported_is_not_lost(tmp_path: Path) -> None:
+def test_python_m_ddp_callbacks_is_ddprun(tmp_path: Path, no_torch: dict[str, str]) -> None:
+    """Without torch too, which neither may import before it handles signals."""
+    for argv, code in ((["--dry-run", "-H", "localhost:2", "x.py"], 0), (["--nproc-per-nodes", "2", "x.py"], 2)):
+        alias, own = (
+            subprocess.run([*name, *argv], cwd=tmp_path, env=no_torch, capture_output=True, text=True, timeout=LIMIT)
+            for name in (ALIAS, DDPRUN)
+        )
+        assert (alias.returncode, alias.stdout, alias.stderr) == (code, own.stdout, own.stderr)
+        assert (alias.stdout + alias.stderr).startswith("node 0: localhost" if code == 0 else "ddprun: ")
+
+
+@pytest.mark.parametrize("command", [DDPRUN, ALIAS], ids=["ddprun", "alias"])
+def test_a_ctrl_c_while_modules_are_imported_is_not_lost(tmp_path: Path, command: list[str]) -> None:
     """An exception in a finalizer is ignored by Python, and so was the KeyboardInterrupt of Ctrl-C."""
     (tmp_path / "sitecustomize.py").write_text(
         """
@@ -315,8 +328,8 @@ sys.meta_path.insert(0, Finder())
     )
     (tmp_path / "script.py").write_text("print('started')")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = ["env", "--default-signal=INT", *DDPRUN, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT)
+    start = ["env", "--default-signal=INT", *command, "script.py"]
+    done = subprocess.run(start, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 

@@ -49,8 +49,9 @@ def test_only_versions_that_the_tests_have_seen_are_installed() -> None:
     assert text.count("lightning>=2.6,!=2.6.2,!=2.6.3,<2.7") == 2
 
 
-def test_no_message_tells_to_install_a_package_that_no_index_has() -> None:
-    for path in (ROOT / "ddp_callbacks").rglob("*.py"):
+def test_no_message_or_page_tells_to_install_a_package_that_no_index_has() -> None:
+    texts = [*ROOT.glob("*.md"), *(path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md"))]
+    for path in [*(ROOT / "ddp_callbacks").rglob("*.py"), *texts]:
         assert not re.search(r"pip install [^{]?ddp_callbacks", path.read_text()), path
     assert how_to_install_this("ssh n1 python") == (
         f"ssh n1 python -m pip install {ROOT} (the folder of its repository; no package index has it)"

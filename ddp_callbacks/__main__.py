@@ -1,0 +1,6 @@
+"""``python -m ddp_callbacks`` is ``ddprun``."""
+
+from ddp_callbacks.launcher.__main__ import main
+
+if __name__ == "__main__":
+    main()
