@@ -102,8 +102,9 @@ def test_make_has_the_targets_that_pages_name() -> None:
 
 
 def _tracked_pages() -> list[Page]:
-    """Those of the examples as well."""
-    return [*PAGES, *(Page(path) for path in sorted((ROOT / "examples").rglob("*.md")))]
+    """Those of the examples and of the root folder as well."""
+    root = [Page(path) for path in sorted(ROOT.glob("*.md")) if path.name != "README.md"]
+    return [*PAGES, *root, *(Page(path) for path in sorted((ROOT / "examples").rglob("*.md")))]
 
 
 @pytest.mark.parametrize("page", _tracked_pages(), ids=lambda page: page.name)
