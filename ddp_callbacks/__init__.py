@@ -21,16 +21,10 @@ if TYPE_CHECKING:
     from ddp_callbacks.comm.compression import PowerSGD
     from ddp_callbacks.comm.ddp_hook import hierarchical_allreduce_hook
     from ddp_callbacks.comm.hooks import GradBucket
+    from ddp_callbacks.data.iterator import ShardedIterator
     from ddp_callbacks.data.random_state import RunRandomState, broadcast_rng_state, seed_by_rank
-    from ddp_callbacks.data.sharding import (
-        ShardedIterator,
-        ShardedLoader,
-        Share,
-        WholeBatch,
-        shard_loader,
-        slice_bounds,
-        with_shares,
-    )
+    from ddp_callbacks.data.sharding import ShardedLoader, shard_loader, with_shares
+    from ddp_callbacks.data.shares import Share, WholeBatch, slice_bounds
     from ddp_callbacks.environment import WorkerEnv
     from ddp_callbacks.files import write_atomically
     from ddp_callbacks.gradients import GradientSynchronizer
@@ -99,15 +93,9 @@ _HOMES = {
     "comm.ddp_hook": ("hierarchical_allreduce_hook",),
     "comm.hooks": ("GradBucket",),
     "data.random_state": ("RunRandomState", "broadcast_rng_state", "seed_by_rank"),
-    "data.sharding": (
-        "Share",
-        "ShardedIterator",
-        "ShardedLoader",
-        "WholeBatch",
-        "shard_loader",
-        "slice_bounds",
-        "with_shares",
-    ),
+    "data.iterator": ("ShardedIterator",),
+    "data.sharding": ("ShardedLoader", "shard_loader", "with_shares"),
+    "data.shares": ("Share", "WholeBatch", "slice_bounds"),
     "environment": ("WorkerEnv",),
     "files": ("write_atomically",),
     "gradients": ("GradientSynchronizer",),

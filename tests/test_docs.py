@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import importlib.util
 import inspect
@@ -159,11 +160,11 @@ def _find(name: str) -> Any:
 
 
 def test_the_reference_lists_every_public_name() -> None:
-    for module in ("ddp_callbacks", *(f"ddp_callbacks.{name}" for name in ("torchbearer", "lightning", "mpi"))):
-        source = (
-            ROOT / module.replace(".", "/") / "__init__.py"
-        ).read_text()  # to import mpi would change this process
-        names = re.findall(r'"(\w+)"', re.findall(r"__all__ = \[(.*?)\]", source, re.DOTALL)[0])
+    for module in ("ddp_callbacks", *(f"ddp_callbacks.{name}" for name in ("comm", "torchbearer", "lightning", "mpi"))):
+        path = ROOT / module.replace(".", "/")
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        text = source.read_text()  # to import mpi would change this process
+        names = re.findall(r'"(\w+)"', re.findall(r"__all__ = \[(.*?)\]", text, re.DOTALL)[0])
         assert {f"{module}.{name}" for name in names} - {"ddp_callbacks.__version__"} <= set(LISTED)
 
 
@@ -214,20 +215,52 @@ def test_public_names_are_described_with_all_their_parameters(name: str, thing: 
     assert not missing, f"{name} does not say what {missing} are"
 
 
-def test_the_map_of_the_code_names_every_module_after_what_it_imports() -> None:
-    text = (DOCS / "reference" / "contributing.md").read_text()
-    rows = re.findall(r"^\|[^|]*\|([^|]*)\|", text[text.index("| Row | Modules") :], re.MULTILINE)
-    order = re.findall(r"`([\w.]+)`", " ".join(rows))
-    package = ROOT / "ddp_callbacks"
-    sources = {".".join(path.relative_to(package).with_suffix("").parts): path for path in package.rglob("*.py")}
-    modules = {name: path for name, path in sources.items() if "__" not in name}
-    assert sorted(order) == sorted(modules)
+PACKAGE = ROOT / "ddp_callbacks"
+LEAVES = ("launcher.bench",)  # folders within folders that stand on a level of their own
+
+
+def _imports() -> dict[str, set[str]]:
+    """What each module of the package imports of the others when it is imported itself."""
+    sources = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in sources.items() if name != "__init__"}
+    found: dict[str, set[str]] = {name: set() for name in modules}
     for name, path in modules.items():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ddp_callbacks"):
                 inner = str(node.module).removeprefix("ddp_callbacks").removeprefix(".")
-                imported = [inner] if inner in modules else [f"{inner}.{part.name}".strip(".") for part in node.names]
-                assert all(order.index(other) < order.index(name) for other in imported), f"{name}: {ast.unparse(node)}"
+                inside = [f"{inner}.{part.name}".strip(".") for part in node.names]
+                found[name] |= {other if other in modules else inner for other in inside} - {"", name}
+    return found
+
+
+def _entry(module: str) -> str:
+    """What stands on the map for a module."""
+    leaf = next((leaf for leaf in LEAVES if f"{module}.".startswith(f"{leaf}.")), "")
+    return leaf or module.partition(".")[0]
+
+
+def test_the_map_of_the_code_has_every_module_above_what_it_imports() -> None:
+    text = (DOCS / "reference" / "contributing.md").read_text()
+    levels = {name: int(level) for level, name in re.findall(r"^\| (\d) \| `([\w.]+)` \|", text, re.MULTILINE)}
+    imports = {name: others for name, others in _imports().items() if name != "__main__"}
+    assert set(levels) == set(map(_entry, imports))
+    for name, others in imports.items():
+        for other in others:
+            here, there = _entry(name), _entry(other)
+            assert here == there or levels[there] < levels[here], f"{name} imports {other}"
+
+
+def test_the_modules_of_a_folder_import_each_other_in_one_direction() -> None:
+    imports = _imports()
+    ends = graphlib.TopologicalSorter({name: others - {_entry(name)} for name, others in imports.items()})
+    assert len(list(ends.static_order())) >= len(imports)  # raises CycleError
+
+
+def test_the_file_list_is_short() -> None:
+    entries = [path for path in PACKAGE.iterdir() if not path.name.startswith("__")]
+    modules = [path.stem for path in entries if path.suffix == ".py"]
+    folders = [path.name for path in entries if path.is_dir()]
+    assert len(modules) <= 14 and len(folders) <= 6, (modules, folders)
 
 
 # --- the site --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 from ddp_callbacks import GradientSynchronizer
-from ddp_callbacks.data.sharding import Share, shard_loader, with_shares
+from ddp_callbacks.data.sharding import shard_loader, with_shares
+from ddp_callbacks.data.shares import Share
 from ddp_callbacks.errors import ConfigurationError
 
 WORLD_SIZE = 3

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchbearer import Trial
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
-from ddp_callbacks.data.sharding import BatchSize, shard_loader
+from ddp_callbacks.data.sharding import shard_loader
+from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.torchbearer import DDPCallback

@@ -13,7 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 from ddp_callbacks._torch import treespec_leaf
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.comm.scalars import ScalarExchange
-from ddp_callbacks.data.sharding import ShardedIterator, ShardedLoader
+from ddp_callbacks.data.iterator import ShardedIterator
+from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight
 from ddp_callbacks.lightning.decisions import Decisions

@@ -22,7 +22,8 @@ from ddp_callbacks.comm.collectives import all_gather_tensors, any_rank, broadca
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.data.random_state import broadcast_rng_state
-from ddp_callbacks.data.sharding import BatchSize, ShardedLoader, check_batch_size
+from ddp_callbacks.data.sharding import ShardedLoader
+from ddp_callbacks.data.shares import BatchSize, check_batch_size
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight, shard, weight_function

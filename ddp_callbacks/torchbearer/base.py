@@ -11,7 +11,7 @@ import torchbearer
 from torchbearer import Callback
 from torchbearer.callbacks import CallbackList
 
-from ddp_callbacks.data.sharding import Share, common_size
+from ddp_callbacks.data.shares import Share, common_size
 from ddp_callbacks.process_group import get_rank, get_world_size, join_process_group
 from ddp_callbacks.process_group.failures import announce_join
 

@@ -11,7 +11,7 @@ from torchbearer.callbacks import CallbackList
 
 from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.hooks import CommHook
-from ddp_callbacks.data.sharding import BatchSize
+from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group
 from ddp_callbacks.torchbearer.batch_norm import SynchronizeBatchNorm

@@ -9,18 +9,10 @@ import torch.distributed as dist
 import torchbearer
 
 from ddp_callbacks.batch_norm import samples_needed
+from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.random_state import RunRandomState, broadcast_rng_state
-from ddp_callbacks.data.sharding import (
-    BatchSize,
-    ShardedIterator,
-    ShardedLoader,
-    Share,
-    check_batch_size,
-    common_size,
-    length_of,
-    shard_loader,
-    slice_batch,
-)
+from ddp_callbacks.data.sharding import ShardedLoader, length_of, shard_loader
+from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
 from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, State, wrap_methods
 from ddp_callbacks.torchbearer.events import draw_alike
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torchbearer
 from torchbearer.bases import _forward_with_exceptions, _get_param_list
 
-from ddp_callbacks.data.sharding import ShardedIterator
+from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, State
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight

@@ -1,0 +1,173 @@
+"""Division after loading: every rank produces the whole batch, and keeps its slice or its turn of it."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    default_collate,
+)
+
+from ddp_callbacks.comm.agreement import require_agreement
+from ddp_callbacks.data.iterator import ShardedIterator
+from ddp_callbacks.data.nested import arrays_in
+from ddp_callbacks.data.random_state import SharedRandomState
+from ddp_callbacks.data.shares import Share, WholeBatch, common_size, slice_batch, slice_samples, uneven_bounds
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group import get_rank, get_world_size
+
+
+def name_of(loader: Any) -> str:
+    return type(getattr(loader, "dataset", loader)).__name__
+
+
+class _WholeIterator(ShardedIterator):
+    """Produces the batches of a loader that can't be divided before loading, the same ones on every rank."""
+
+    def __init__(self, loader: Iterable[Any], group: dist.ProcessGroup | None, shares: deque[Share]) -> None:
+        self._group, self._rank, self._world_size = group, get_rank(group), get_world_size(group)
+        self._name = name_of(loader)
+        self._loads = isinstance(loader, DataLoader)
+        self._items_are_samples = _yields_samples(loader)
+        self._loader = loader
+        self._position = -1
+        self._first: WholeBatch | None = None
+        dataset = getattr(loader, "dataset", None)
+        self._shared = SharedRandomState([loader, dataset], group=group)
+        with self._shared.drawing():
+            super().__init__(iter(loader), shares)
+
+    def _next_whole(self) -> Any:
+        with self._shared.drawing():
+            batch = next(self.batches)
+        self._position += 1
+        if self._position == 0:
+            self._require_equal(batch)
+            _require_samples_first(self._loader, batch)
+        return batch
+
+    def first_batch(self) -> WholeBatch:
+        if self._first is None:
+            raise ConfigurationError(
+                f"the first batch of {self._name} cannot be had as a whole: it is not kept any more, or "
+                'batch_size="per_process" makes a step of several batches.'
+            )
+        size = self._size(self._first.whole)
+        bounds = None if size is None else uneven_bounds(size, self._rank, self._world_size)
+        if size is None or bounds is None:
+            return self._first
+        part = slice_samples(self._first.whole, size, slice(*bounds))
+        return WholeBatch(self._first.whole, part, Share(bounds[1] - bounds[0], size))
+
+    def _keep(self, whole: Any, part: Any, share: Share) -> None:
+        """Hosts draw one batch ahead; then the first is let go."""
+        if self._position == 0:
+            self._first = WholeBatch(whole, part, share)
+        elif self._position == 2:
+            self._first = None
+
+    def _require_equal(self, batch: Any) -> None:
+        """Every rank divides the same batch; raise unless the first is equal on all."""
+        checksum = 0
+        for tensor in arrays_in(batch):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_sparse and tensor.numel():
+                raw = tensor.detach().cpu().contiguous().view(-1)
+                checksum = zlib.crc32(repr((tensor.shape, raw[:64].tolist())).encode(), checksum)
+        require_agreement(
+            {f"{self._name}: checksum of the first batch": checksum},
+            f"the batches that {self._name} yields",
+            f"Every process yields the batches of {self._name} under rank 0's random state (torch's, Python's and "
+            "NumPy's global ones), and takes its part of each. Yield the same on every process. (In Lightning, "
+            "Trainer(use_distributed_sampler=False) leaves loaders alone that yield each process's own.)",
+            self._group,
+        )
+
+    def _size(self, batch: Any) -> int | None:
+        return None if self._items_are_samples else common_size(batch)
+
+
+class SlicingIterator(_WholeIterator):
+    """Keeps this rank's slice of every tensor; says in the first pass that it cannot."""
+
+    def __init__(self, *args: Any, at_least: int, is_first: bool) -> None:
+        super().__init__(*args)
+        self._at_least, self._is_first = at_least, is_first
+
+    def __next__(self) -> Any:
+        batch = self._next_whole()
+        size = self._size(batch)
+        if size is None:
+            if self._position == 0 and self._rank == 0 and self._is_first:
+                self._warn(batch)
+            part, share = batch, Share(int(self._position % self._world_size == self._rank), 1)
+        else:
+            part, share = slice_batch(batch, size, self._rank, self._world_size, self._at_least)
+        self._keep(batch, part, share)
+        self._shares.append(share)
+        return part
+
+    def _warn(self, batch: Any) -> None:
+        shapes = ", ".join(str(list(array.shape)) for array in itertools.islice(arrays_in(batch), 4))
+        remedy = "Yield tensors that all have the samples in front" if self._loads else "Give a DataLoader"
+        why = "has no common first dimension to divide"
+        if self._items_are_samples and self._loads:
+            why = "is taken for one sample (batch_size=None)"
+        warnings.warn(
+            f"A batch of {self._name} ({type(batch).__name__}: {shapes or 'no tensors'}) {why}, so each "
+            "is computed by one process in turn: right, but no faster than one process. "
+            f"{remedy}; or a data set with samples by index, of which each process loads its own; or "
+            'batch_size="per_process".',
+            stacklevel=3,
+        )
+
+
+class TakingIterator(_WholeIterator):
+    """Takes every ``world_size``-th batch."""
+
+    def __next__(self) -> Any:
+        turn = [self._next_whole()]
+        for _ in range(self._world_size - 1):
+            try:
+                turn.append(self._next_whole())
+            except StopIteration:
+                break
+        sizes = [size if (size := self._size(batch)) is not None else 1 for batch in turn]
+        mine = self._rank < len(turn)
+        self._shares.append(Share(sizes[self._rank] if mine else 0, sum(sizes)))
+        return turn[self._rank if mine else 0]
+
+
+def _yields_samples(loader: Any) -> bool:
+    """Whether its items are what a map-style data set has under one index, which may have any first dimension."""
+    if isinstance(loader, DataLoader) and loader.batch_sampler is None:
+        return _is_map_style(loader.dataset) and not isinstance(loader.sampler, BatchSampler)
+    return _is_map_style(loader)
+
+
+def _is_map_style(data: Any) -> bool:
+    return isinstance(data, Dataset) and not isinstance(data, IterableDataset)
+
+
+def _require_samples_first(loader: Any, batch: Any) -> None:
+    """Raise where a loader's own ``collate_fn`` has put the samples of the first batch along the second dimension."""
+    if not isinstance(loader, DataLoader) or not loader.batch_size or loader.collate_fn is default_collate:
+        return
+    size = loader.batch_size
+    shapes = [list(tensor.shape) for tensor in arrays_in(batch) if tensor.ndim > 1]
+    if size > 1 and shapes and all(first != size == second for first, second, *_ in shapes):
+        raise ConfigurationError(
+            "samples must lie along the first dimension of a batch, which is divided, got tensors of shape "
+            f"{', '.join(map(str, shapes))} with batch_size={size}. Let collate_fn put the samples first "
+            "(batch_first), and transpose in the model."
+        )

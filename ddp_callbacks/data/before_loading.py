@@ -1,0 +1,236 @@
+"""Division before loading: a map-style ``DataLoader`` loads this rank's samples only."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
+
+from ddp_callbacks._torch import replace_batch_sampler
+from ddp_callbacks.comm.agreement import require_agreement
+from ddp_callbacks.comm.checksums import checksum_of, is_dense
+from ddp_callbacks.data.iterator import ShardedIterator
+from ddp_callbacks.data.random_state import SharedRandomState
+from ddp_callbacks.data.shares import BatchSize, Share, WholeBatch, slice_bounds, uneven_bounds
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group import get_rank, get_world_size
+
+_COMPARED_ROWS = 1 << 16
+
+
+@dataclass(frozen=True)
+class _Division:
+    """The indices of one step, divided among the ranks.
+
+    Attributes:
+        whole: Those of all ranks.
+        part: This rank's.
+        start: Where in ``whole`` they begin.
+    """
+
+    whole: Sequence[Any]
+    part: Sequence[Any]
+    start: int
+    share: Share
+
+
+class _Draw:
+    """One pass over a batch sampler: the shares of the batches drawn, a checksum of all indices, the first division."""
+
+    def __init__(self) -> None:
+        self.shares: deque[Share] = deque()
+        self.indices: list[list[Any]] = []  # of this rank's parts, if they are kept
+        self.checksum = 0
+        self.first: _Division | None = None
+
+
+class _SlicedBatchSampler:
+    """Yields this rank's indices of each batch that ``batch_sampler`` yields, under rank 0's random state."""
+
+    def __init__(
+        self, loader: DataLoader[Any], batch_size: BatchSize, group: dist.ProcessGroup | None, at_least: int
+    ) -> None:
+        self._loader = loader
+        self.batch_sampler: Any = loader.batch_sampler
+        self.sampler = getattr(self.batch_sampler, "sampler", None)
+        self._divide = functools.partial(_slices, at_least=at_least) if batch_size == "global" else _turns
+        self.group = group
+        self.keeps_indices = False
+        self.draw = _Draw()
+        self._compared = type(loader.dataset).__module__ != "torch.utils.data.dataset"
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        self.draw = _Draw()
+        return self._iterate(self.draw)
+
+    def _iterate(self, draw: _Draw) -> Iterator[Sequence[Any]]:
+        # Runs at the first next(): by then rank 0's DataLoader has drawn the seed of its workers, as without us.
+        sources = (self._loader, self.batch_sampler, self.sampler)
+        torch_only = _is_torchs(self.batch_sampler) and _is_torchs(self.sampler)
+        shared = SharedRandomState(sources, torch_only=torch_only, group=self.group)
+        batches = self._drawn(shared, draw)
+        divided = self._divide(batches, get_rank(self.group), get_world_size(self.group))
+        for division in divided:
+            if draw.first is None:
+                draw.first = division
+                self._require_same_data()
+                self.check_agreement(draw)
+            draw.shares.append(division.share)
+            if self.keeps_indices:
+                draw.indices.append(list(division.part) if division.share.local else [])
+            yield division.part
+
+    def _require_same_data(self) -> None:
+        """Raise unless what is cheap to compare of the data set is equal on all ranks; once for a loader."""
+        if self._compared:
+            return
+        self._compared = True
+        name = type(self._loader.dataset).__name__
+        require_agreement(
+            {f"{name}: checksum of its indices and labels": checksum_of(_cheaply_described(self._loader.dataset))},
+            "the data",
+            "Every process takes its part of the same data: give random_split a seed, and read the same files.",
+            self.group,
+        )
+
+    def check_agreement(self, draw: _Draw) -> None:
+        """Raise unless all ranks have drawn the same so far."""
+        name = type(self.sampler if _is_torchs(self.batch_sampler) else self.batch_sampler).__name__
+        require_agreement(
+            {f"{name}: checksum of the indices drawn so far": draw.checksum},
+            f"the batches that {name} draws",
+            f"Every process runs {name} under rank 0's random state (torch's, Python's and NumPy's global ones and "
+            "generators that are its attributes). Take its randomness from one of these, not from the clock, the "
+            "process id or os.urandom.",
+            self.group,
+        )
+
+    def _drawn(self, shared: SharedRandomState, draw: _Draw) -> Iterator[Sequence[Any]]:
+        batches = iter(self.batch_sampler)
+        while True:
+            with shared.drawing():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            draw.checksum = checksum_of(batch, draw.checksum)
+            yield batch
+
+
+def _cheaply_described(dataset: Any) -> Any:
+    """Of torch's data sets what is exact and quick to compare: which samples, and integers such as labels."""
+    if isinstance(dataset, Subset):
+        return [torch.as_tensor(dataset.indices), _cheaply_described(dataset.dataset)]
+    if isinstance(dataset, ConcatDataset):
+        return list(map(_cheaply_described, dataset.datasets))
+    if isinstance(dataset, TensorDataset):
+        return [(str(found.dtype), found.shape, _integers(found)) for found in dataset.tensors]
+    return None
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor | None:
+    is_exact = is_dense(tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor[:_COMPARED_ROWS] if is_exact and tensor.dim() == 1 else None
+
+
+class Part:
+    """A ``DataLoader`` like the user's that loads this rank's samples only."""
+
+    def __init__(
+        self, loader: DataLoader[Any], batch_size: BatchSize, group: dist.ProcessGroup | None, at_least: int
+    ) -> None:
+        self.sampler = _SlicedBatchSampler(loader, batch_size, group, at_least)
+        self.loader = copy.copy(loader)
+        # A shallow copy keeps the user's class and options.
+        # The shares are those of the batches in the sampler's order.
+        replace_batch_sampler(self.loader, self.sampler)
+        if get_rank(group) != 0:
+            self.loader.generator = None  # the workers' seeds come from this rank's own random state
+
+
+class PartIterator(ShardedIterator):
+    def __init__(self, part: Part, shares: deque[Share]) -> None:
+        super().__init__(iter(part.loader), shares)
+        self._loader = part.loader
+        self._sampler = part.sampler
+        self._draw = part.sampler.draw
+
+    def __next__(self) -> Any:
+        batch = next(self.batches)
+        self._shares.append(self._draw.shares.popleft())
+        return batch
+
+    def first_batch(self) -> WholeBatch:
+        division, group = self._draw.first, self._sampler.group
+        if division is None:
+            raise ConfigurationError("the first batch must be drawn before it can be had as a whole, got none so far.")
+        with SharedRandomState(group=group).drawing():
+            samples = _load(self._loader.dataset, division.whole)
+        collate, size = self._loader.collate_fn, len(division.whole)
+        start, end = division.start, division.start + len(division.part)
+        share = division.share
+        if bounds := uneven_bounds(size, get_rank(group), get_world_size(group)):
+            start, end = bounds
+            share = Share(end - start, size)
+        return WholeBatch(collate(samples), collate(samples[start:end]), share)
+
+    def check_agreement(self) -> None:
+        self._sampler.check_agreement(self._draw)
+
+
+def _load(dataset: Any, indices: Sequence[Any]) -> Any:
+    """As ``DataLoader`` loads them."""
+    load_many = getattr(dataset, "__getitems__", None)
+    return load_many(indices) if load_many else [dataset[index] for index in indices]
+
+
+def divide_before_loading(
+    loader: Any, batch_size: BatchSize, group: dist.ProcessGroup | None, at_least: int
+) -> Part | None:
+    if not isinstance(loader, DataLoader):
+        return None
+    if loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset):
+        return Part(loader, batch_size, group, at_least)
+    if loader.num_workers and not loader.in_order:
+        raise ConfigurationError(
+            "DataLoader(in_order=False) must be in_order=True here: every process loads all batches and takes its part "
+            "of each, and without order they come in another order on each."
+        )
+    return None
+
+
+def _slices(batches: Iterator[Sequence[Any]], rank: int, world_size: int, at_least: int) -> Iterator[_Division]:
+    for batch in batches:
+        start, end = slice_bounds(len(batch), rank, world_size, at_least)
+        # The padding batch is the whole batch: it has too few samples for all ranks, and as many as one process sees.
+        part = batch[start:end] if end > start else batch
+        yield _Division(batch, part, start if end > start else 0, Share(end - start, len(batch)))
+
+
+def _turns(batches: Iterator[Sequence[Any]], rank: int, world_size: int) -> Iterator[_Division]:
+    while turn := list(itertools.islice(batches, world_size)):
+        mine = turn[rank] if rank < len(turn) else None
+        share = Share(len(mine or ()), sum(map(len, turn)))
+        start = sum(map(len, turn[:rank])) if mine is not None else 0
+        yield _Division(list(itertools.chain(*turn)), turn[0] if mine is None else mine, start, share)
+
+
+def _is_torchs(sampler: object) -> bool:
+    return sampler is None or type(sampler).__module__.startswith("torch.utils.data")

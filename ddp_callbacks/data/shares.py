@@ -1,0 +1,106 @@
+"""Which samples of a batch a rank gets: arithmetic on one batch, no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ddp_callbacks.data.nested import arrays_in, is_array, rebuild_mapping, rebuild_sequence
+from ddp_callbacks.errors import ConfigurationError
+
+BatchSize = Literal["global", "per_process"]
+BATCH_SIZES = ("global", "per_process")
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of a batch.
+
+    Attributes:
+        local: Number of samples on this rank; 0 where it holds a padding batch.
+        total: Number of samples on all ranks, ``None`` where it is not known here.
+    """
+
+    local: int
+    total: int | None
+
+    def __add__(self, other: Share) -> Share:
+        total = None if self.total is None or other.total is None else self.total + other.total
+        return Share(self.local + other.local, total)
+
+
+def check_batch_size(batch_size: str) -> None:
+    """Raise :class:`ConfigurationError` unless it is one of :data:`BATCH_SIZES`."""
+    if batch_size not in BATCH_SIZES:
+        raise ConfigurationError(
+            f'batch_size must be one of "global" (the loader\'s batch is divided among the processes) and '
+            f'"per_process" (each process takes whole batches), got {batch_size!r}.'
+        )
+
+
+def slice_bounds(size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[int, int]:
+    """Start and end of ``rank``'s part of ``size`` samples, divided among ``world_size`` ranks.
+
+    Parts differ by one sample at most, and the first ranks have the longer ones. Local.
+
+    Args:
+        at_least: No part is smaller, but those of ranks that get nothing; where ``size`` is, the first rank has all.
+    """
+    world_size = min(world_size, max(1, size // at_least))
+    if rank >= world_size:
+        return size, size
+    base, extra = divmod(size, world_size)
+    start = rank * base + min(rank, extra)
+    return start, start + base + (rank < extra)
+
+
+def uneven_bounds(size: int, rank: int, world_size: int) -> tuple[int, int] | None:
+    """As :func:`slice_bounds`, in parts of which rank r's is r + 1 times rank 0's; each has two samples or more.
+
+    ``None`` where ``size`` is too small for that. Local.
+    """
+    shares = world_size * (world_size + 1)
+    if size < shares:
+        return None
+    return size * rank * (rank + 1) // shares, size * (rank + 1) * (rank + 2) // shares
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """A batch, the same on every rank, and a part of it.
+
+    Attributes:
+        whole: The batch.
+        part: This rank's, where that can be of other sizes than in training: equal parts would hide wrong weights.
+        share: Of the part.
+    """
+
+    whole: Any
+    part: Any
+    share: Share
+
+
+def slice_batch(batch: Any, size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[Any, Share]:
+    """This rank's slice of a loaded batch of ``size`` samples; the whole as a padding batch where that is empty."""
+    start, end = slice_bounds(size, rank, world_size, at_least)
+    part = slice_samples(batch, size, slice(start, end)) if end > start else batch
+    return part, Share(end - start, size)
+
+
+def common_size(batch: Any) -> int | None:
+    """The number of samples: the first dimension that all tensors and arrays of ``batch`` share, ``None`` if none."""
+    sizes = {array.shape[0] if array.ndim else None for array in arrays_in(batch)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def slice_samples(batch: Any, size: int, part: slice) -> Any:
+    if is_array(batch):
+        return batch[part]
+    if isinstance(batch, Mapping):
+        return rebuild_mapping(batch, {key: slice_samples(value, size, part) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        if len(batch) == size and not any(True for _ in arrays_in(batch)):
+            return batch[part]  # one entry per sample, file names say
+        return rebuild_sequence(batch, [slice_samples(value, size, part) for value in batch])
+    return batch
