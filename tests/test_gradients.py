@@ -1395,7 +1395,7 @@ def hooks_in_two_threads() -> list[tuple[int, list[int]]]:
             thread.start()
         for thread in threads:
             thread.join(60)
-        sync._backward = lambda: None
+        sync._graph_task = lambda: None
         sync._finish()
         seen.append((len(begun), sent.copy()))
     sys.setswitchinterval(interval)
