@@ -20,15 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ddp_callbacks.shared_memory import SharedMemoryAllReduce
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_callbacks import get_rank
-from ddp_callbacks.comm import Reduction, all_gather_json
+from ddp_callbacks.comm import all_gather_json
+from ddp_callbacks.comm.buckets import Bucket
 from ddp_callbacks.comm.hierarchical import HierarchicalWork
-from ddp_callbacks.gradients import Bucket, GradientSynchronizer
+from ddp_callbacks.comm.process_group import ProcessGroupWork
+from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
+from ddp_callbacks.gradients import GradientSynchronizer
 
 HERE = Path(__file__).parent
 STEPS, BATCH, WIDTH, LAYERS = 40, 512, 512, 9
@@ -52,7 +54,7 @@ class Clock:
         if self.steps:
             step, which = self.steps[-1], id(bucket.sum)
             step["launched"][which] = time.monotonic()
-            if isinstance(bucket.sum, Reduction):  # by the process group alone
+            if isinstance(bucket.sum, ProcessGroupWork):  # by the process group alone
                 done = bucket.sum._work.get_future()
                 done.add_done_callback(lambda _: step["arrived"].setdefault(which, time.monotonic()))
 
@@ -85,8 +87,8 @@ def listen(clock: Clock) -> None:
 
     GradientSynchronizer._finish = finishing  # type: ignore[method-assign]
     after(GradientSynchronizer, "_send", clock.note_launch)
-    after(HierarchicalWork, "deliver", clock.note_arrival)
-    after(SharedMemoryAllReduce, "deliver", clock.note_arrival)
+    after(HierarchicalWork, "gather", clock.note_arrival)
+    after(SharedMemoryAllReduce, "all_gather", clock.note_arrival)
 
 
 def make_model() -> nn.Sequential:
