@@ -1,13 +1,13 @@
-"""The gradient engine: every gradient becomes the weighted sum over the ranks, while backward still runs.
+"""The gradient engine: each gradient becomes the weighted sum over the ranks, while backward still runs.
 
 One backward, on each rank::
 
     a parameter's gradient is complete     its hook marks it; when a bucket and all before it are full, the bucket is
-                                           copied into flat memory and its all-reduce starts
-    ... more gradients ...                 the collectives run beside the rest of backward (in shared memory the sums
-                                           wait for its end: they would take the processor from it)
-    the outermost backward ends            the remaining buckets start, the last one with the metadata; all
-                                           are awaited; parameter.grad becomes a view of the reduced memory
+                                           copied into a flat buffer and its all-reduce starts
+    ... more gradients ...                 the all-reduces overlap the rest of backward (in shared memory they are
+                                           deferred to its end: they would compete with it for the same cores)
+    the outermost backward ends            the remaining buckets start, the last one with the metadata; we wait for
+                                           all; parameter.grad becomes a view of the reduced buffer
 
 [Note: metadata]
 Which parameters were used, and whether a bucket has to be sent again, is known only when backward ends, and differs
@@ -67,35 +67,35 @@ _PIECES = 4  # integers of 16 bits in a float64
 
 
 class GradientSynchronizer:
-    """Synchronize the gradients of a module over the ranks, in each backward, without wrapping the module.
+    """All-reduce the gradients of a module in each backward, without wrapping the module.
 
-    From construction to :meth:`close`, each backward through the module adds to ``parameter.grad`` the sum over the
-    ranks of ``weight / total weight`` times the local gradient: with the numbers of samples as weights
-    (:meth:`weigh`) and a loss that is a mean, the gradient of the mean over all samples of all ranks. The call to
-    backward returns when that is done, so clipping and the optimizer see it. All ranks must call backward equally
-    often, and train the same parameters. In a world of one nothing is registered and nothing changes. The constructor
-    is a collective: it blocks until every rank has called it.
+    From construction to :meth:`close`, each backward adds to ``parameter.grad`` the sum over the ranks of ``weight /
+    total weight`` times the local gradient. If you pass the number of samples to :meth:`weigh` and your loss is a mean,
+    that is the gradient of the mean over all samples of all ranks. Backward returns when the sum is complete, so
+    clipping and the optimizer see it. All ranks must call backward equally often and train the same parameters. With a
+    single process it does nothing. The constructor is a collective: it blocks until every rank has called it.
 
     Attributes:
-        rounds: Number of synchronizations that are complete; 0 in a world of one.
+        rounds: How many synchronizations are complete; 0 with a single process.
         room: As given.
-        carried: What all ranks have last given to :meth:`carry`, float64 of shape ``[world size, room]``.
+        carried: What the ranks passed to :meth:`carry` last, float64 of shape ``[world size, room]``.
 
     Args:
-        module: Its parameters are synchronized; frozen ones cost nothing, and may be unfrozen later.
+        module: Its parameters are synchronized. Frozen ones cost nothing, and may be unfrozen later.
         bucket_cap_mb: As in DDP, the size in MiB at which a bucket is launched.
         comm_hook, comm_state: A communication hook as for ``DistributedDataParallel.register_comm_hook`` and its
             state (see :class:`ddp_callbacks.GradBucket`). ``None`` is the exact all-reduce.
-        compress: What goes over the network between hosts is sent in half precision (``"bf16"``, ``"fp16"``) or as
-            matrices of low rank (:class:`ddp_callbacks.PowerSGD`). ``None`` keeps it exact; on one host it always is.
+        compress: How to send less over the network between nodes: in half precision (``"bf16"``, ``"fp16"``) or as
+            matrices of low rank (:class:`ddp_callbacks.PowerSGD`). ``None`` keeps every sum exact, as it always is on a
+            single node.
         process_group: ``None`` is the default group.
-        room: For so many numbers of each rank, which travel with the gradients (:meth:`carry`).
+        room: How many numbers of each rank can travel with the gradients (:meth:`carry`).
 
     Raises:
-        ConfigurationError: The hook needs DDP itself, or a setting is out of range; or, here and in the first backward,
-            a parameter has a hook of somebody else's (``register_post_accumulate_grad_hook``).
-        MismatchError: The ranks' models or settings differ; or, from backward, the parameters that they train.
-        PeerError: From backward, where another rank failed or died.
+        ConfigurationError: The hook needs DDP itself, or a setting is out of range. Here and in the first backward: a
+            parameter has a hook that is not ours (``register_post_accumulate_grad_hook``).
+        MismatchError: The ranks' models or settings differ. From backward: they train different parameters.
+        PeerError: From backward: another rank failed or died.
     """
 
     def __init__(
@@ -134,16 +134,7 @@ class GradientSynchronizer:
         self._dense = [parameter for parameter in parameters if id(parameter) not in sparse]
         self._sparse = [parameter for parameter in parameters if id(parameter) in sparse]
         devices = [parameter.device for parameter in parameters]
-        if compress is not None:
-            comm_hook, comm_state = hook_of(compress, self._group, devices)
-        self._comm_hook, self._comm_state = comm_hook, comm_state
-        if comm_hook is None:
-            self._all_reduce = choose_all_reduce(self._group, devices, dtype_of(compress))
-            self._exact = choose_all_reduce(self._group, devices)  # of what must not be compressed
-        else:
-            self._all_reduce = self._exact = ProcessGroupAllReduce(
-                self._group, getattr(comm_hook, "allocate", allocate)
-            )
+        self._choose_ways(devices, comm_hook, comm_state, compress)
         self._has_double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         self._parameters = [*self._dense, *self._sparse]
         self._used = [False] * len(parameters)  # since the last synchronization
@@ -247,6 +238,20 @@ class GradientSynchronizer:
             self._weighing.close()
 
     # --- set-up -------------------------------------------------------------------------------------------------
+
+    def _choose_ways(
+        self, devices: list[torch.device], comm_hook: CommHook | None, comm_state: Any, compress: Compress
+    ) -> None:
+        """How buckets are summed, and how what must not be compressed is."""
+        if compress is not None:
+            comm_hook, comm_state = hook_of(compress, self._group, devices)
+        self._comm_hook, self._comm_state = comm_hook, comm_state
+        if comm_hook is None:
+            self._all_reduce = choose_all_reduce(self._group, devices, dtype_of(compress))
+            self._exact = choose_all_reduce(self._group, devices)
+        else:
+            allocator = getattr(comm_hook, "allocate", allocate)
+            self._all_reduce = self._exact = ProcessGroupAllReduce(self._group, allocator)
 
     def _make_buckets(self, bucket_cap_mb: float) -> list[Bucket]:
         specs = [ParameterSpec(p.numel(), p.dtype, p.device, p.requires_grad) for p in self._dense]
