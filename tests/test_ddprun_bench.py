@@ -86,7 +86,7 @@ def test_this_machine_alone_gets_two_processes() -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["-H", "a:4,b:2"], "ddprun bench wants as many processes on each node, got a:4, b:2. Make them equal."),
+        (["-H", "a:4,b:2"], "ddprun bench needs the same number of processes on every node, got a:4, b:2."),
         (["--every", "1"], "--every must be at least 2, got 1."),
         (["--seconds", "0"], "argument --seconds: takes a positive number, got '0'. See ddprun bench --help."),
         (
@@ -94,7 +94,7 @@ def test_this_machine_alone_gets_two_processes() -> None:
             "argument --bandwidth: takes a positive number, got 'fast'. See ddprun bench --help.",
         ),
         (["--model", "net.py"], "--model takes FILE.py:FUNCTION or MODULE:FUNCTION, got 'net.py'."),
-        (["--model", "none.py:make"], "--model none.py:make: none.py cannot be read: "),
+        (["--model", "none.py:make"], "--model none.py:make: cannot read none.py: "),
         (["--model", f"{__file__}:make"], f"--model {__file__}:make: {__file__} defines no function make."),
         (["train.py"], "unrecognized arguments: train.py. See ddprun bench --help."),
         (["--nproc-per-node", "0"], "--nproc-per-node must be at least 1, got 0."),
@@ -152,7 +152,7 @@ def test_the_tables_hold_what_the_model_says(tmp_path: Path) -> None:
     times = [step_time(TWO_HOSTS.machine, JOB, Layout(1024, 4), sync) for sync in (EXACT, BF16, diloco(50))]
     cells = [cell for time in times for cell in (f"{time:.3g}", f"{0.1 / time:.0%}")]
     assert row(text, "1,024") == ["1,024", "4,096", *cells]
-    assert "Assumed: equal hosts" in text and "are assumed" not in text
+    assert "Assumptions: equal hosts" in text and "Assumed: " not in text
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "plot.png"]
 
@@ -168,7 +168,7 @@ def test_a_network_that_is_not_there_is_assumed_and_said() -> None:
     alone = replace(TWO_HOSTS, layout=Layout(1, 4), machine=Machine(0.0, math.inf))
     machine, remarks = with_network(alone, options())
     assert (machine.latency, machine.bandwidth) == (bench.ASSUMED_LATENCY, bench.ASSUMED_BANDWIDTH)
-    assert "the network is not measured: 10 Gbit/s and 50 µs are assumed" in remarks[0]
+    assert "the network was not measured. Assumed: 10 Gbit/s and 50 µs." in remarks[0]
     named = with_network(alone, options("--latency", "5", "--bandwidth", "100"))
     assert named == (Machine(pytest.approx(5e-6), 12.5e9), [])
     assert with_network(TWO_HOSTS, options("--bandwidth", "1")) == (Machine(1e-4, 1.25e8), [])
@@ -177,11 +177,11 @@ def test_a_network_that_is_not_there_is_assumed_and_said() -> None:
 @pytest.mark.parametrize(
     ("bandwidth", "first"),
     [
-        (1e12, "On 2 hosts it would choose exact (100%): no other way is faster."),
+        (1e12, "On 2 hosts, exact is recommended (100%): no other way is faster."),
         # Exact: 2.15 s on the wire and 0.01 s before and after. In half precision half of that. Else 0.1 + 2.1 / 50.
-        (1e7, "On 2 hosts it would choose DiLoCo(50) (70%): its steps take 0.07 of those of exact."),
+        (1e7, "On 2 hosts, DiLoCo(50) is recommended (70%): a step takes 0.07 of the time of exact."),
         # The second bucket takes 20 ms after backward, or 10: steps of 120 and 110 ms. DiLoCo would take 100.
-        (1e9, "On 2 hosts it would choose bf16 (91%): its steps take 0.92 of those of exact."),
+        (1e9, "On 2 hosts, bf16 is recommended (91%): a step takes 0.92 of the time of exact."),
     ],
 )
 def test_what_it_would_choose_and_why(bandwidth: float, first: str) -> None:
@@ -192,7 +192,7 @@ def test_where_the_choice_changes_is_said() -> None:
     machine, syncs = Machine(2e-4, 1e10), (EXACT, BF16, diloco(50))
     first, *others = sentences(machine, JOB, Layout(2), syncs)
     # 2 ms for 20 MB, and 6 messages.
-    assert first == "On 2 hosts it would choose exact (97%): no other way makes a step shorter by more than 3%."
+    assert first == "On 2 hosts, exact is recommended (97%): no other way shortens a step by more than 3%."
     chosen = [choose(machine, JOB, Layout(count), syncs).name for count in (1, *bench.HOSTS)]
     changes = [
         (now, count) for count, before, now in zip(bench.HOSTS, chosen, chosen[1:], strict=False) if now != before
@@ -235,7 +235,7 @@ def test_one_run_on_this_machine(tmp_path: Path) -> None:
     assert row(text, "gradients,") == ["gradients,", "MB", "1.2"]
     assert row(text, "exact")[3].endswith("%") and row(text, "bf16")[3].endswith("%")
     assert row(text, "1,024")[:2] == ["1,024", "1,024"]
-    assert "share no memory here, so each of them counts as a host" in text
+    assert "cannot share memory here, so each counts as a host" in text
     assert "On 2 hosts it would choose " in text
     left = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}  # of net.py, where Python may write it
     assert left == {"ddprun-bench.png", "ddprun-logs", "net.py"}
@@ -246,6 +246,6 @@ def test_one_process_is_refused_by_name(tmp_path: Path) -> None:
     environ = {**os.environ, "PWD": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 2 and done.stdout == ""
-    says = "ddprun: one process has nothing to synchronize; name more hosts, or more processes."
+    says = "ddprun: ddprun bench needs at least two processes. Name more hosts, or pass --nproc-per-node 2."
     assert done.stderr.splitlines()[-1] == says
     assert list(tmp_path.iterdir()) == []

@@ -57,21 +57,21 @@ def test_equal_nodes_are_green() -> None:
             "torch",
             "red",
             "2.12.0",
-            "torch is 2.12.0, the others' 2.13.0+cpu: ssh n3 /p/python -m pip install torch==2.13.0",
+            "torch 2.12.0, but 2.13.0+cpu on the others. Run: ssh n3 /p/python -m pip install torch==2.13.0",
         ),
         (
             {"packages": packages(torch=None)},
             "torch",
             "red",
             "missing",
-            "torch is not installed: ssh n3 /p/python -m pip install torch==2.13.0",
+            "torch is not installed. Run: ssh n3 /p/python -m pip install torch==2.13.0",
         ),
         (
             {"packages": packages(ddp_callbacks=None)},
             "ddp_callbacks",
             "red",
             "missing",
-            f"ddp_callbacks is not installed: ssh n3 /p/python -m pip install {Path(__file__).parents[1]} "
+            f"ddp_callbacks is not installed. Run: ssh n3 /p/python -m pip install {Path(__file__).parents[1]} "
             "(the folder of its repository; no package index has it)",
         ),
         (
@@ -79,29 +79,29 @@ def test_equal_nodes_are_green() -> None:
             "lightning",
             "red",
             "2.6.5",
-            "lightning is 2.6.5, the others' 2.6.6: ssh n3 /p/python -m pip install lightning==2.6.6",
+            "lightning 2.6.5, but 2.6.6 on the others. Run: ssh n3 /p/python -m pip install lightning==2.6.6",
         ),
         (
             {"python": "3.12.1"},
             "python",
             "amber",
             "3.12.1",
-            "its Python is 3.12.1, the others' 3.11: name another by --python",
+            "Python 3.12.1, but 3.11 on the others. Choose another with --python",
         ),
         (
             {"free_memory": GIB // 2},
             "memory",
             "amber",
             "0.5 of 16.0 GiB free",
-            "little memory is free: ssh n3 ps aux --sort=-rss | head",
+            "less than 1 GiB is free. Check: ssh n3 ps aux --sort=-rss | head",
         ),
         (
             {"shared_memory": 64 << 20},
             "/dev/shm",
             "amber",
             "64 MiB free",
-            "the workers of a DataLoader pass batches through it: mount -o remount,size=8g /dev/shm, or docker run "
-            "--shm-size=8g",
+            "DataLoader workers pass batches through it. Run: mount -o remount,size=8g /dev/shm; for Docker: docker "
+            "run --shm-size=8g",
         ),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_clock_is_judged_with_the_uncertainty_of_the_look() -> None:
     assert judge_clock("a", 0.9, 0.0).level == "green"
     assert judge_clock("a", -4.0, 3.5).level == "green"
     assert judge_clock("a", -90.0, 0.2) == Finding(
-        "a", "clock", "amber", "-90.0 s", "its clock is 90 s behind: timedatectl set-ntp true"
+        "a", "clock", "amber", "-90.0 s", "its clock is 90 s behind. Run: timedatectl set-ntp true"
     )
 
 
@@ -149,8 +149,8 @@ def test_the_table_is_plain_text_where_no_terminal_is() -> None:
     row = next(line for line in text.splitlines() if line.split()[:1] == ["torch"])
     assert row.split() == ["torch", "2.13.0+cpu", "2.13.0+cpu", "FAIL", "2.12.0"]
     assert (
-        "FAIL n3, torch: torch is 2.12.0, the others' 2.13.0+cpu: ssh n3 /p/python -m pip install torch==2.13.0\n"
-        in text
+        "FAIL n3, torch: torch 2.12.0, but 2.13.0+cpu on the others. "
+        "Run: ssh n3 /p/python -m pip install torch==2.13.0\n" in text
     )
     assert text.endswith("FAIL all-reduce: mend the above\nA run would not work.\n")
 

@@ -197,33 +197,33 @@ TOO = End("a", 2, 0.9, 1, printed=peer("rank 0 (host a, pid 1) left the run whil
         pytest.param(
             [SAYS_FAILED, End("b", 1, 9.0, printed=None)],
             1,
-            f"rank 1 on b failed first. rank 0 on a says: ddp_callbacks.errors.PeerError: {QUOTED}",
+            f"rank 1 on b failed first. rank 0 on a reports: ddp_callbacks.errors.PeerError: {QUOTED}",
             id="has printed nothing yet",
         ),
         pytest.param(
             [SAYS_LEFT, TOO, End("b", 1, 0.5, 0)],
             1,
-            "rank 1 on b left with exit code 0 first. rank 0 on a says: "
+            "rank 1 on b exited with code 0 first. rank 0 on a reports: "
             "ddp_callbacks.errors.PeerError: rank 1 (host b, pid 2) left the run while rank 0 waits for x",
             id="left with code 0",
         ),
         pytest.param(
             [SAYS_FAILED, End("b", 1, 0.5, 0, printed=own())],
             1,
-            "rank 1 on b left with exit code 0: ValueError: x",
+            "rank 1 on b exited with code 0: ValueError: x",
             id="failed, and left with code 0",
         ),
         pytest.param(
             [SAYS_SILENT, End("b", 1, 5.0, 137, is_ours=True)],
             1,
-            "rank 1 on b failed first. rank 0 on a says: "
+            "rank 1 on b failed first. rank 0 on a reports: "
             "ddp_callbacks.errors.PeerError: rank 1 (host b, pid 2) died or went silent while rank 0 waits",
             id="silent, and killed by ddprun",
         ),
         pytest.param(
-            [SAYS_SILENT, End("b", 1, 0.5, 137, "ended by SIGKILL")],
+            [SAYS_SILENT, End("b", 1, 0.5, 137, "killed by SIGKILL")],
             137,
-            "rank 1 on b failed with exit code 137: ended by SIGKILL",
+            "rank 1 on b failed with exit code 137: killed by SIGKILL",
             id="killed by someone else",
         ),
         pytest.param(
@@ -241,10 +241,10 @@ TOO = End("a", 2, 0.9, 1, printed=peer("rank 0 (host a, pid 1) left the run whil
         pytest.param(
             [
                 End("a", 0, 1.0, 1, printed=own("RuntimeError: Connection closed by peer")),
-                End("b", 1, 2.0, 1, "ended by SIGSEGV"),
+                End("b", 1, 2.0, 1, "killed by SIGSEGV"),
             ],
             1,
-            "rank 1 on b failed with exit code 1: ended by SIGSEGV",
+            "rank 1 on b failed with exit code 1: killed by SIGSEGV",
             id="a broken connection follows from a signal",
         ),
         pytest.param(
@@ -268,7 +268,7 @@ TOO = End("a", 2, 0.9, 1, printed=peer("rank 0 (host a, pid 1) left the run whil
         pytest.param(
             [End("a", 0, 1.0, 1, printed=own(f"MismatchError: {DISAGREE}"))],
             1,
-            f"rank 0 on a, as every rank, failed with exit code 1: MismatchError: {DISAGREE}",
+            f"rank 0 on a, like every rank, failed with exit code 1: MismatchError: {DISAGREE}",
             id="every rank",
         ),
         pytest.param([End("a", 0, 1.0, 7)], 7, "rank 0 on a failed with exit code 7: no exception was printed", id="-"),

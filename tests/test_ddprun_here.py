@@ -44,7 +44,7 @@ def test_two_ranks_start_with_their_output_apart(tmp_path: Path) -> None:
     done = ddprun("--nproc-per-node", "2", write(tmp_path, script), cwd=tmp_path, stdin="not for the ranks")
     threads = max(1, usable_cores() // 2)
     each = f"{threads} thread{'' if threads == 1 else 's'} each"
-    assert (done.returncode, done.stderr) == (0, f"ddprun: localhost: ranks 0-1, {each}, lo\n")
+    assert (done.returncode, done.stderr) == (0, f"ddprun: localhost: ranks 0-1, {each}, interface lo\n")
     assert done.stdout == f"[localhost:0] rank 0 '' {threads}\n"
     (folder,) = (tmp_path / "ddprun-logs").iterdir()
     assert (folder / "rank-1.log").read_text() == f"rank 1 '' {threads}\n"
@@ -57,7 +57,7 @@ def test_two_ranks_start_with_their_output_apart(tmp_path: Path) -> None:
     [
         ("sys.exit(7)", 7, "no exception was printed"),
         ("raise KeyError('x')", 1, "KeyError: 'x'"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "ended by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
     ],
 )
 def test_the_exit_code_is_the_failing_rank_s(tmp_path: Path, end: str, code: int, reason: str) -> None:
@@ -68,7 +68,7 @@ def test_the_exit_code_is_the_failing_rank_s(tmp_path: Path, end: str, code: int
     assert done.returncode == code
     cause, log = done.stderr.splitlines()[-2:]
     assert cause == f"ddprun: rank 1 on localhost failed with exit code {code}: {reason}"
-    assert log.startswith("ddprun: its whole output is in ") and log.endswith("/rank-1.log")
+    assert log.startswith("ddprun: its full output is in ") and log.endswith("/rank-1.log")
     assert slowness.took < 30 * slowness.factor
 
 
@@ -117,12 +117,12 @@ for step in range(10_000):
         ("slow to exit", r"rank 1 on localhost failed(?: with exit code \d+)?: ValueError: the data are gone"),
         (
             "reported, and exits with 0",
-            r"rank 1 on localhost left with exit code 0 first. rank 0 on localhost says: ddp_callbacks.errors.PeerError"
+            r"rank 1 on localhost exited with code 0 first. rank 0 on localhost reports: ddp_callbacks.errors.PeerError"
             r": rank 1 \(.*\) failed with ValueError: the data are gone",
         ),
         (
             "left",
-            r"rank 1 on localhost left with exit code 0 first. rank 0 on localhost says: ddp_callbacks.errors.PeerError"
+            r"rank 1 on localhost exited with code 0 first. rank 0 on localhost reports: ddp_callbacks.errors.PeerError"
             r": rank 1 \(.*",
         ),
         (
@@ -132,7 +132,7 @@ for step in range(10_000):
         ("long message", r"rank 1 on localhost failed(?: with exit code \d+)?: ValueError: x{1000,4000}(?:\.\.\.)?"),
         (
             "differs",
-            r"rank [01] on localhost, as every rank, failed with exit code 1: ddp_callbacks.errors.MismatchError: "
+            r"rank [01] on localhost, like every rank, failed with exit code 1: ddp_callbacks.errors.MismatchError: "
             r"the ranks disagree about the Trial:\n  lr: 0.1 on rank 0; 0.2 on rank 1\nGive each the same.\n"
             r"Ranks: rank 0 \(.*\), rank 1 \(.*\)\.",
         ),
@@ -151,7 +151,7 @@ def test_a_caught_exception_is_not_the_cause_of_a_signal(tmp_path: Path) -> None
     script = "import os, signal, traceback\ntry: open('/no')\nexcept OSError: traceback.print_exc()\n"
     done = ddprun(write(tmp_path, script + "os.kill(os.getpid(), signal.SIGSEGV)"), cwd=tmp_path)
     assert done.returncode == 139
-    assert done.stderr.splitlines()[-2] == "ddprun: rank 0 on localhost failed with exit code 139: ended by SIGSEGV"
+    assert done.stderr.splitlines()[-2] == "ddprun: rank 0 on localhost failed with exit code 139: killed by SIGSEGV"
 
 
 @pytest.mark.cold
@@ -198,11 +198,11 @@ def test_it_ends_when_nobody_reads_any_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["no_such.py"], "ddprun: localhost: there is no file no_such.py (working directory {cwd}).\n"),
-        (["-H", "a,a", "x.py"], "ddprun: -H a,a: a is named twice. Name it once, with the sum of its slots.\n"),
+        (["no_such.py"], "ddprun: localhost: file not found: no_such.py (working directory {cwd}).\n"),
+        (["-H", "a,a", "x.py"], "ddprun: -H a,a: a is named twice. Name it once, with all its slots.\n"),
         (
             ["--python", "/no/python", "x.py"],
-            "ddprun: localhost: cannot start the interpreter /no/python. Name the one ",
+            "ddprun: localhost: cannot start the interpreter /no/python. Set its path ",
         ),
     ],
 )
@@ -236,9 +236,9 @@ def test_any_command_that_gives_a_pipe_leads_to_a_node(tmp_path: Path, runs: str
     [
         (
             'echo "error: pods pod-7 not found" >&2; exit 1',
-            "enter does not reach it (exit code 1): error: pods pod-7 not found",
+            "enter cannot reach it (exit code 1): error: pods pod-7 not found",
         ),
-        ("exit 0", "enter does not reach it (exit code 0): it said nothing"),
+        ("exit 0", "enter cannot reach it (exit code 0): no message"),
     ],
 )
 def test_a_command_that_does_not_reach_a_node_is_told_with_its_words(tmp_path: Path, runs: str, says: str) -> None:
@@ -287,7 +287,7 @@ def test_no_more_than_eight_log_in_at_the_same_time(tmp_path: Path) -> None:
     hosts = ",".join(f"198.51.100.{number}" for number in range(1, 25))
     command = [*DDPRUN, "-H", hosts, write(tmp_path, "print('started')")]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT)
-    assert (done.returncode, done.stderr.count("the login is refused")) == (2, 24), done.stderr
+    assert (done.returncode, done.stderr.count("login refused")) == (2, 24), done.stderr
     counts = list(map(int, (tmp_path / "counts").read_text().split()))
     assert len(counts) == 24 and 2 <= max(counts) <= 8
 
@@ -359,7 +359,7 @@ def no_torch(tmp_path: Path) -> dict[str, str]:
         (["doctor", "--help"], 0, "usage: ddprun doctor"),
         (["bench", "--help"], 0, "usage: ddprun bench"),
         (["--dry-run", "-H", "localhost:2", "x.py"], 0, "node 0: localhost"),
-        (["--nproc-per-nodes", "2", "x.py"], 2, "ddprun: neither ddprun nor torchrun"),
+        (["--nproc-per-nodes", "2", "x.py"], 2, "ddprun: unknown flag --nproc-per-nodes: neither ddprun nor torchrun"),
         (["doctor", "--jsn"], 2, "ddprun: unrecognized arguments: --jsn"),
     ],
 )
@@ -392,7 +392,7 @@ def test_a_port_that_is_taken_is_named_with_the_remedy(tmp_path: Path) -> None:
         done = ddprun("--master-port", str(port), write(tmp_path, "print('started')"), cwd=tmp_path)
     problem = f"ddprun: localhost: cannot listen on 127.0.0.1 port {port}: Address already in use."
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"{problem} Name another by --master-port or --master-addr.\n"
+    assert done.stderr == f"{problem} Choose another with --master-port or --master-addr.\n"
 
 
 def test_the_interface_that_is_told_is_the_one_that_gloo_uses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_a_flag_of_the_script_may_look_like_the_beginning_of_ours() -> None:
         "--node",
         "b",
     )
-    with pytest.raises(ConfigurationError, match="has a flag --logs"):
+    with pytest.raises(ConfigurationError, match="unknown flag --logs:"):
         plan("--logs", "train.py")
 
 
@@ -167,31 +167,35 @@ def test_what_sets_up_the_libraries_here_is_given_to_all_nodes() -> None:
         ([], "name a script to run: ddprun train.py. See ddprun --help."),
         (
             ["--lr", "1", "train.py"],
-            f"neither ddprun nor torchrun (torch {TORCH}) has a flag --lr. If it is the script's, put it behind the "
-            "script. See ddprun --help.",
+            f"unknown flag --lr: neither ddprun nor torchrun (torch {TORCH}) has it. If it belongs to your script, "
+            "put it after the script. See ddprun --help.",
         ),
         (
             ["--nproc-per-nodes=2", "train.py"],
-            f"neither ddprun nor torchrun (torch {TORCH}) has a flag --nproc-per-nodes. Did you mean --nproc-per-node?",
+            f"unknown flag --nproc-per-nodes: neither ddprun nor torchrun (torch {TORCH}) has it. Did you mean "
+            "--nproc-per-node?",
         ),
         (["-H", "a,b"], "name a script to run: ddprun train.py. See ddprun --help."),
-        (["-H", "a,a", "t.py"], "-H a,a: a is named twice. Name it once, with the sum of its slots."),
+        (["-H", "a,a", "t.py"], "-H a,a: a is named twice. Name it once, with all its slots."),
         (["-H", "a:0", "t.py"], "-H a:0: the slots of a must be a number of at least 1, got '0'."),
-        (["-H", "", "t.py"], "-H : '' is no host; write HOST or HOST:SLOTS."),
-        (["-H", "a", "--hostfile", "f", "t.py"], "-H and --hostfile both name the nodes. Give one of them."),
-        (["--hostfile", "/no/file", "t.py"], "the host file /no/file cannot be read: "),
+        (["-H", "", "t.py"], "-H : '' is not a host. Write HOST or HOST:SLOTS."),
+        (["-H", "a", "--hostfile", "f", "t.py"], "-H and --hostfile both name the nodes. Use one of them."),
+        (["--hostfile", "/no/file", "t.py"], "cannot read the host file /no/file: "),
         (["-x", "NO_SUCH", "t.py"], "-x NO_SUCH: the variable is not set here. Set it, or write -x NO_SUCH=VALUE."),
         (["-x", "=1", "t.py"], "-x takes NAME or NAME=VALUE, got '=1'."),
-        (["--show-ranks", "0-3", "t.py"], "--show-ranks takes numbers with commas between them, or all, got '0-3'."),
+        (["--show-ranks", "0-3", "t.py"], "--show-ranks takes rank numbers separated by commas, or all, got '0-3'."),
         (["--nproc-per-node", "0", "t.py"], "--nproc-per-node must be at least 1, got 0."),
         (["--nproc-per-node", "many", "t.py"], "--nproc-per-node takes a number, auto, cpu, gpu or xpu, got 'many'."),
         (["--nnodes", "0", "t.py"], "--nnodes must be a number of at least 1, or MIN:MAX, got '0'."),
-        (["--nnodes", "3", "-H", "a,b", "t.py"], "--nnodes 3 does not fit the number of nodes named, 2."),
-        (["--nnodes", "3:4", "-H", "a,b", "t.py"], "--nnodes 3:4 does not fit the number of nodes named, 2."),
+        (["--nnodes", "3", "-H", "a,b", "t.py"], "--nnodes 3 does not match the number of nodes, 2."),
+        (["--nnodes", "3:4", "-H", "a,b", "t.py"], "--nnodes 3:4 does not match the number of nodes, 2."),
         (["--max-restarts", "-1", "t.py"], "--max-restarts must not be negative, got -1."),
-        (["--node-rank", "1", "-H", "a,b", "t.py"], "--node-rank is for a command on one node; ddprun finds that out"),
-        (["--standalone", "-H", "a,b", "t.py"], "--standalone is for a command on one node"),
-        (["-m", "--no-python", "t"], "--module and --no-python cannot go together."),
+        (
+            ["--node-rank", "1", "-H", "a,b", "t.py"],
+            "--node-rank describes a single node; with several, ddprun finds it out",
+        ),
+        (["--standalone", "-H", "a,b", "t.py"], "--standalone describes a single node"),
+        (["-m", "--no-python", "t"], "--module and --no-python cannot be combined."),
         (["--rdzv-backend", "etcd", "t.py"], "--rdzv-backend etcd needs --rdzv-endpoint."),
         (
             ["--heartbeat-timeout", "0", "t.py"],
@@ -199,7 +203,7 @@ def test_what_sets_up_the_libraries_here_is_given_to_all_nodes() -> None:
         ),
         (
             ["--rsh", "no-such-program {host}", "t.py"],
-            "--rsh 'no-such-program {host}': there is no program no-such-program",
+            "--rsh 'no-such-program {host}': program no-such-program not found",
         ),
         (
             ["--rsh", "/opt/pbs/bin/pbs_tmrsh", "t.py"],
@@ -237,7 +241,7 @@ def test_the_description_says_what_would_run_where() -> None:
     first, second = text.split("\n\n")
     assert first.splitlines() == [
         "node 0: here",
-        "  reached by  a process of its own",
+        "  reached by  a local process",
         "  directory   /work",
         "  processes   1",
         """  command     /opt/python -u -m pack.train --name 'it'"'"'s'""",
@@ -260,7 +264,7 @@ def test_the_description_says_what_would_run_where() -> None:
 def test_another_command_takes_ssh_s_place(rsh: str, reached_by: str, shell: str) -> None:
     made = plan("-H", "here:1,me@b:1", "--rsh", rsh, "t.py")
     assert [shlex.join(command_to(node)) for node in made.nodes][1] == reached_by
-    assert "  reached by  a process of its own\n" in describe(made, command_to)
+    assert "  reached by  a local process\n" in describe(made, command_to)
     assert f"  reached by  {reached_by}\n" in describe(made, command_to)
     assert [node.shell for node in made.nodes] == ["", shell]
 
@@ -338,4 +342,4 @@ def test_ddprun_under_a_launcher_is_refused(
     monkeypatch.setattr("sys.argv", ["ddprun", "train.py"])
     with pytest.raises(SystemExit, match="2"):
         cli.main()
-    assert re.search(f"ddprun: ddprun was itself started {says}", capsys.readouterr().err)
+    assert re.search(f"ddprun: ddprun was started {says}", capsys.readouterr().err)

@@ -93,7 +93,7 @@ def test_a_node_that_is_lost_after_a_worker_of_it_failed_ends_the_job_or_is_done
     events = [*(came(second, "m", report) for report in reports), came(second, "closed")]
     found, job, said = told(tmp_path, [first, second], plan, *events, came(first, "x", {"code": 0}))
     assert (found, job.is_ending) == (code, ends)
-    assert any("goes on without it" in line for line in said) != ends
+    assert any("continuing without it" in line for line in said) != ends
     assert job.rounds == ([] if ends else [(None, ["a"])])
 
 
@@ -103,25 +103,25 @@ def test_a_node_that_is_lost_after_a_worker_of_it_failed_ends_the_job_or_is_done
         pytest.param(
             [{"agent_ended": -9}],
             1,
-            f"ddprun: rank 1 on b failed first. rank 0 on a says: {PEER_ERROR}",
+            f"ddprun: rank 1 on b failed first. rank 0 on a reports: {PEER_ERROR}",
             id="killed by ddprun, as a busy machine was too slow",
         ),
         pytest.param(
             [{"noticed": end(1, 139, "SIGSEGV")}, {"agent_ended": 143}],
             139,
-            "ddprun: rank 1 on b failed with exit code 139: ended by SIGSEGV",
+            "ddprun: rank 1 on b failed with exit code 139: killed by SIGSEGV",
             id="noticed when it was ended",
         ),
         pytest.param(
             [{"noticed": end(1, 0)}, {"agent_ended": 143}],
             1,
-            f"ddprun: rank 1 on b left with exit code 0 first. rank 0 on a says: {PEER_ERROR}",
+            f"ddprun: rank 1 on b exited with code 0 first. rank 0 on a reports: {PEER_ERROR}",
             id="left",
         ),
         pytest.param(
             [{"noticed": end(1, 143, "SIGTERM")}, {"agent_ended": 143}],
             1,
-            f"ddprun: rank 1 on b failed first. rank 0 on a says: {PEER_ERROR}",
+            f"ddprun: rank 1 on b failed first. rank 0 on a reports: {PEER_ERROR}",
             id="ended by ddprun",
         ),
     ],

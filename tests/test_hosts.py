@@ -28,19 +28,19 @@ def test_hosts_of_the_command_line(text: str, expected: list[Host]) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "-H : '' is no host; write HOST or HOST:SLOTS"),
-        ("node1,,node2", "'' is no host"),
-        ("node1:4,node1:2", "node1 is named twice. Name it once, with the sum of its slots"),
+        ("", "-H : '' is not a host. Write HOST or HOST:SLOTS"),
+        ("node1,,node2", "'' is not a host"),
+        ("node1:4,node1:2", "node1 is named twice. Name it once, with all its slots"),
         ("node1:0", "the slots of node1 must be a number of at least 1, got '0'"),
         ("node1:-2", "at least 1, got '-2'"),
         ("node1:", "at least 1, got ''"),
         ("node1:four", "at least 1, got 'four'"),
         ("node1:²", "at least 1, got '²'"),
         ("fe80::1", "write an IPv6 address in brackets, got 'fe80::1': [fe80::1]"),
-        ("-oProxyCommand=evil", "'-oProxyCommand=evil' is no host"),
-        ("node1;reboot", "'node1;reboot' is no host"),
-        ("$(reboot)", "is no host"),
-        ("node 1", "'node 1' is no host"),
+        ("-oProxyCommand=evil", "'-oProxyCommand=evil' is not a host"),
+        ("node1;reboot", "'node1;reboot' is not a host"),
+        ("$(reboot)", "is not a host"),
+        ("node 1", "'node 1' is not a host"),
     ],
 )
 def test_a_wrong_host_is_named_with_the_rule(text: str, says: str) -> None:
@@ -75,11 +75,11 @@ def test_a_host_file_in_every_spelling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "hosts: no host is named"),
-        ("# nothing\n\n", "hosts: no host is named"),
-        ("node1 slots=4\nnode2 slot=4", "hosts, line 2: 'slot=4' is not understood. A line is HOST slots=N"),
-        ("node1 4", "hosts, line 1: '4' is not understood"),
-        ("node1 slots=", "hosts, line 1: 'slots=' is not understood"),
+        ("", "hosts: no host given"),
+        ("# nothing\n\n", "hosts: no host given"),
+        ("node1 slots=4\nnode2 slot=4", "hosts, line 2: cannot parse 'slot=4'. Write HOST slots=N"),
+        ("node1 4", "hosts, line 1: cannot parse '4'"),
+        ("node1 slots=", "hosts, line 1: cannot parse 'slots='"),
         ("\nnode1 slots=no", "hosts, line 2: the slots of node1 must be a number of at least 1, got 'no'"),
         ("node1:2 slots=4", "hosts, line 1: slots is given twice"),
         ("node1 slots=4 slots=4", "hosts, line 1: slots is given twice"),
@@ -94,10 +94,10 @@ def test_a_broken_host_file_is_an_error_with_the_line(text: str, says: str) -> N
 
 
 def test_a_host_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"the host file .*none cannot be read: .*No such file"):
+    with pytest.raises(ConfigurationError, match=r"cannot read the host file .*none: .*No such file"):
         read_hostfile(str(tmp_path / "none"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigurationError, match=r"the host file .*binary cannot be read: "):
+    with pytest.raises(ConfigurationError, match=r"cannot read the host file .*binary: "):
         read_hostfile(str(tmp_path / "binary"))
 
 

@@ -213,11 +213,11 @@ def test_much_output_comes_back_whole_and_in_order() -> None:
 def test_what_cannot_be_is_said_in_the_answer(tmp_path: Path) -> None:
     with node() as it:
         it.tell("enter", cwd=as_hex("/nowhere"))
-        assert it.answer() == {"problem": "the working directory /nowhere cannot be entered: No such file or directory"}
+        assert it.answer() == {"problem": "cannot enter the working directory /nowhere: No such file or directory"}
         it.tell("enter", cwd=as_hex(str(tmp_path)))
         assert it.answer() == {}
         it.tell("find", path=as_hex("train.py"))
-        assert it.answer() == {"problem": f"there is no file train.py (working directory {tmp_path})"}
+        assert it.answer() == {"problem": f"file not found: train.py (working directory {tmp_path})"}
         it.tell("run", argv=[as_hex("/nowhere/python")], environ={}, job={})
         assert it.answer() == {"problem": "cannot start /nowhere/python: No such file or directory"}
         it.tell("listen", address="192.0.2.1", port=0)

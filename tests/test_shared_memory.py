@@ -312,7 +312,7 @@ def have_no_memfd(rank: int) -> None:
 
 REFUSALS: dict[str, tuple[Callable[[int], None], str]] = {
     "switch": (switch_off, f"gloo: {SWITCH}=0 is set"),
-    "hosts": (live_on_two_hosts, "gloo: every rank is on a host of its own"),
+    "hosts": (live_on_two_hosts, "gloo: every rank is on a different host"),
     "open": (open_nothing, "gloo: rank 1 cannot open what rank 0 shares: "),
     "memfd": (have_no_memfd, "gloo: this system has no memfd_create"),
 }
@@ -353,7 +353,7 @@ def test_ranks_that_cannot_share_memory_agree_on_gloo_and_rank_0_says_why(name: 
 
 def test_rank_0_says_that_memory_is_shared() -> None:
     first, second = run_distributed(train_without, 2, "")
-    assert first == ([[0.5] * 3] * 2, ["gradients on the CPU are summed by shared memory"])
+    assert first == ([[0.5] * 3] * 2, ["summing CPU gradients using shared memory"])
     assert not second[1]
 
 

@@ -165,8 +165,8 @@ def test_the_job_script_of_the_docs_trains_on_the_hosts_of_its_job(slurm: Slurm,
     (log,) = tmp_path.glob("train-*.log")
     said = log.read_text()
     assert ended_as == "COMPLETED", said
-    assert "ddprun: h1: ranks 0-1, 1 thread each, eth0" in said
-    assert "ddprun: h2: ranks 2-3, 1 thread each, eth0" in said
+    assert "ddprun: h1: ranks 0-1, 1 thread each, interface eth0" in said
+    assert "ddprun: h2: ranks 2-3, 1 thread each, interface eth0" in said
     assert "4 processes hold equal parameters" in said
 
 
@@ -174,7 +174,7 @@ def test_ddprun_under_srun_says_how_to_start_it(slurm: Slurm, tmp_path: Path) ->
     script = write(tmp_path, "print('started')")
     done = slurm.run("srun", "-N2", sys.executable, "-m", "ddp_callbacks.launcher", script, cwd=tmp_path)
     assert done.returncode == 2
-    assert "ddprun was itself started as rank 0 of 2. Start it once, not under srun" in done.stderr
+    assert "ddprun was started as rank 0 of 2. Start it once, not under srun" in done.stderr
     assert done.stdout == ""
 
 

@@ -61,7 +61,7 @@ class Topology:
         self._memory: SharedMemoryAllReduce | None = None
         problem: str = next(filter(None, refusals), "")
         if not problem and len(self.nodes) == len(pids):
-            problem = "every rank is on a host of its own"
+            problem = "every rank is on a different host"
         if not problem:
             self._memory, problem = open_shared_memory(group, self.nodes, list(pids))
         if self._memory is None:
@@ -69,7 +69,7 @@ class Topology:
         self._groups: InterNodeGroups | None = None
         self._threads: SummingThreads | None = None
         if group.rank() == 0:
-            _say_once(f"gradients on the CPU are summed by {self._describe(problem)}")
+            _say_once(f"summing CPU gradients using {self._describe(problem)}")
 
     @property
     def on_one_node(self) -> bool:
@@ -102,5 +102,6 @@ class Topology:
             return f"gloo: {problem}"
         if len(self.nodes) == 1:
             return "shared memory"
-        sizes = ", ".join(str(len(ranks)) for ranks in self.nodes)
-        return f"shared memory on each of {len(self.nodes)} hosts (with {sizes} ranks), and gloo between them"
+        sizes = [str(len(ranks)) for ranks in self.nodes]
+        ranks = f"x {sizes[0]}" if len(set(sizes)) == 1 else f"with {', '.join(sizes)}"
+        return f"shared memory within each host and gloo between hosts ({len(sizes)} hosts {ranks} ranks)"

@@ -134,19 +134,21 @@ def _output(options: Options, launch: Launch, make_output: Callable[[Path, Termi
     try:
         return make_output(folder, terminal)
     except OSError as error:
-        raise ConfigurationError(f"cannot make {folder}: {error.strerror}. Name another place by --log-dir.") from None
+        raise ConfigurationError(
+            f"cannot create {folder}: {error.strerror}. Choose another place with --log-dir."
+        ) from None
 
 
 def _refuse_to_multiply() -> None:
     """One command starts every node: under srun or mpirun there would be one for each task."""
     if name := unknown_launcher(os.environ):
         raise ConfigurationError(
-            f"ddprun was itself started as one of several processes ({name}={os.environ[name]}). Start it once, not "
-            f"under mpirun or the like; or start the script itself with that. If it is alone: env -u {name} ddprun ..."
+            f"ddprun was started as one of several processes ({name}={os.environ[name]}). Start it once, without "
+            f"mpirun or the like, or start the script with that, not ddprun. If it is alone: env -u {name} ddprun ..."
         )
     env = WorkerEnv.from_environ()
     if env.world_size > 1:
         raise ConfigurationError(
-            f"ddprun was itself started as rank {env.rank} of {env.world_size}. Start it once, not under srun, mpirun "
-            "or torchrun; or start the script itself with those."
+            f"ddprun was started as rank {env.rank} of {env.world_size}. Start it once, without srun, mpirun or "
+            "torchrun, or start the script with those, not ddprun."
         )

@@ -116,7 +116,7 @@ class Connection:
             answer = self._answers.get(timeout=self._answer_timeout)
         except queue.Empty:
             remedy = f". Does its login shell wait for something? Try: {self.plan.shell}true"
-            raise NodeProblem(f"no answer came within {self._answer_timeout:g} s{remedy}") from None
+            raise NodeProblem(f"no answer within {self._answer_timeout:g} s{remedy}") from None
         finally:
             self._asks = False
         if answer is None:
@@ -195,7 +195,7 @@ class Connection:
         self._stderr_reader.join(1)
         said = [line for line in self._errors.decode(errors="replace").splitlines() if line.strip()]
         if self._silent:
-            return f"the connection was lost (nothing came for {self._patience:g} s)"
+            return f"the connection was lost (silent for {self._patience:g} s)"
         if self.greeted:
             return f"the connection was lost{f' ({said[-1].strip()})' if said else ''}"
         if self._held is not None:
@@ -203,11 +203,11 @@ class Connection:
         if self._process.returncode == 255 and self.plan.host is not None:
             return explain_ssh(self.plan.host, said)
         if self._process.returncode in (126, 127):
-            where = "Name the one there by --python, or python= in the host file"
+            where = "Set its path with --python, or with python= in the host file"
             return f"cannot start the interpreter {self.plan.python}. {where}"
         noise = self._noise.decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed([*noise, *said]) if line.strip()), "nothing was printed")
-        return f"the start of the interpreter {self.plan.python} failed with code {self._process.returncode}: {last}"
+        last = next((line.strip() for line in reversed([*noise, *said]) if line.strip()), "no output")
+        return f"the interpreter {self.plan.python} failed to start (exit code {self._process.returncode}): {last}"
 
     def _write(self, data: bytes) -> None:
         with self._lock:

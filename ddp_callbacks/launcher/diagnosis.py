@@ -60,7 +60,7 @@ def judge_clock(node: str, ahead: float, uncertainty: float) -> Finding:
     text = f"{ahead:+.1f} s"
     if abs(ahead) <= _CLOCK + uncertainty:
         return Finding(node, "clock", "green", text)
-    remedy = f"its clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}: timedatectl set-ntp true"
+    remedy = f"its clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}. Run: timedatectl set-ntp true"
     return Finding(node, "clock", "amber", text, remedy)
 
 
@@ -69,7 +69,9 @@ def _version_of_python(name: str, nodes: Mapping[str, Facts]) -> Finding:
     usual = _usual(facts.values["python"].rpartition(".")[0] for facts in nodes.values())
     if own.startswith(f"{usual}."):
         return Finding(name, "python", "green", own)
-    return Finding(name, "python", "amber", own, f"its Python is {own}, the others' {usual}: name another by --python")
+    return Finding(
+        name, "python", "amber", own, f"Python {own}, but {usual} on the others. Choose another with --python"
+    )
 
 
 def _versions(package: str, nodes: Mapping[str, Facts]) -> list[Finding]:
@@ -82,11 +84,11 @@ def _versions(package: str, nodes: Mapping[str, Facts]) -> list[Finding]:
             findings.append(Finding(name, package, "green", version))
             continue
         wanted = package if usual is None else f"{package}=={usual.partition('+')[0]}"
-        what = f"{package} is not installed" if version is None else f"{package} is {version}, the others' {usual}"
+        what = f"{package} is not installed" if version is None else f"{package} {version}, but {usual} on the others"
         python = f"{nodes[name].shell}{nodes[name].python}"
         command = how_to_install_this(python) if package == "ddp_callbacks" else f"{python} -m pip install {wanted}"
         level: Level = "amber" if package == "numpy" else "red"
-        findings.append(Finding(name, package, level, version or "missing", f"{what}: {command}"))
+        findings.append(Finding(name, package, level, version or "missing", f"{what}. Run: {command}"))
     return findings
 
 
@@ -107,7 +109,9 @@ def _memory(name: str, facts: Facts) -> Finding:
     text = f"{free / GIB:.1f} of {whole / GIB:.1f} GiB free"
     if free >= _MEMORY:
         return Finding(name, "memory", "green", text)
-    return Finding(name, "memory", "amber", text, f"little memory is free: {facts.shell}ps aux --sort=-rss | head")
+    return Finding(
+        name, "memory", "amber", text, f"less than 1 GiB is free. Check: {facts.shell}ps aux --sort=-rss | head"
+    )
 
 
 def _shared_memory(name: str, facts: Facts) -> Finding:
@@ -115,7 +119,9 @@ def _shared_memory(name: str, facts: Facts) -> Finding:
     if free is not None and free >= _SHARED_MEMORY:
         return Finding(name, "/dev/shm", "green", f"{free / GIB:.1f} GiB free")
     text = "missing" if free is None else f"{free >> 20} MiB free"
-    remedy = "the workers of a DataLoader pass batches through it: mount -o remount,size=8g /dev/shm, or docker run "
+    remedy = (
+        "DataLoader workers pass batches through it. Run: mount -o remount,size=8g /dev/shm; for Docker: docker run "
+    )
     return Finding(name, "/dev/shm", "amber", text, f"{remedy}--shm-size=8g")
 
 
@@ -127,6 +133,6 @@ def _gpus(nodes: Mapping[str, Facts]) -> list[Finding]:
         if counts[name] or not any(counts.values()):
             findings.append(Finding(name, "GPUs", "green", text))
         else:
-            remedy = f"no GPU is found, the others have some: {facts.shell}nvidia-smi"
+            remedy = f"no GPU found, but others have some. Check: {facts.shell}nvidia-smi"
             findings.append(Finding(name, "GPUs", "red", text, remedy))
     return findings

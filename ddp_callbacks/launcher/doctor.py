@@ -57,7 +57,7 @@ class Doctor:
         self._on_each(self._try_ports, list(self._held))
         if len(self._nodes) > 1:
             self._all_reduce()
-            plain = "tensors travel between the nodes unencrypted; use a network that you trust"
+            plain = "traffic between the nodes is not encrypted; use a network that you trust"
             self._findings.append(Finding("", "encryption", "amber", "none", plain))
         nodes = [node.plan.name for node in self._nodes]
         return sorted(self._findings, key=lambda finding: [*nodes, finding.node].index(finding.node))
@@ -99,11 +99,11 @@ class Doctor:
             argv = [as_hex(word) for word in (plan.python, "-P", "-c", program)]
             said = node.ask("output", argv=argv, seconds=_FACTS_TIMEOUT)
         except NodeProblem as problem:
-            self._fail(node, "python", f"{plan.python} does not work: {problem}. Name another by --python")
+            self._fail(node, "python", f"{plan.python} does not work: {problem}. Choose another with --python")
             return
         if said["code"]:
             last = said["err"].strip().rpartition("\n")[2]
-            self._fail(node, "python", f"{plan.python} does not work, 3.11 or newer is needed: {last}. See --python")
+            self._fail(node, "python", f"{plan.python} does not work (needed: 3.11 or newer): {last}. See --python")
             return
         self._facts[plan.name] = Facts(plan.shell, plan.python, json.loads(said["out"]))
 
@@ -135,7 +135,7 @@ class Doctor:
             interface = known.values["interfaces"].get(address) if known else None
             self._find(node, "address", f"{address} ({interface})" if interface else address)
         except NodeProblem as problem:
-            self._fail(node, "address", f"{problem}. Look at: {node.plan.shell}ip address")
+            self._fail(node, "address", f"{problem}. Check: {node.plan.shell}ip address")
 
     def _try_ports(self, node: Connection) -> None:
         """From this node to all others; together, both ways between any two."""
@@ -147,13 +147,13 @@ class Doctor:
             self._find(node, "ports", "reaches the others")
         except NodeProblem as problem:
             own = self._held[node][0]
-            remedy = f"Let it through on that node's firewall, by ufw allow from {own}, say"
+            remedy = f"Open the firewall of that node, for example: ufw allow from {own}"
             self._fail(node, "ports", f"{problem}. {remedy}", "blocked")
 
     def _all_reduce(self) -> None:
         """A real one, on one process of each node."""
         if any(finding.level == "red" for finding in self._findings):
-            self._findings.append(Finding("", "all-reduce", "red", "not tried", "not tried: mend the above first"))
+            self._findings.append(Finding("", "all-reduce", "red", "skipped", "skipped: fix the problems above first"))
             return
         address, port = self._held[self._nodes[0]]
         try:
@@ -173,7 +173,7 @@ class Doctor:
             try:
                 event = self._events.get(timeout=max(0.0, self._end - time.monotonic()))
             except queue.Empty:
-                raise NodeProblem(f"did not end within {LIMIT:g} s, with the look at the nodes") from None
+                raise NodeProblem(f"did not end within {LIMIT:g} s, the limit for all checks") from None
             if event.kind in said:
                 said[event.kind] += event.data
             elif event.kind in ("x", "closed"):
@@ -184,18 +184,20 @@ class Doctor:
         if not said["o"]:
             raise NodeProblem("ended without a result")
         result = json.loads(said["o"])
-        text = f"{result['latency'] * 1e3:.2f} ms for one number, {result['bandwidth'] / 1e6:.0f} MB/s from each node"
+        text = f"{result['latency'] * 1e3:.2f} ms for one number, {result['bandwidth'] / 1e6:.0f} MB/s per node"
         return Finding("", "all-reduce", "green", text)
 
 
 def _copy(plan: NodePlan) -> str:
     """How the working directory comes there."""
     if plan.host is None:
-        return f"Name another by --chdir, or: mkdir -p {shlex.quote(plan.cwd)}"
+        return f"Choose another with --chdir, or: mkdir -p {shlex.quote(plan.cwd)}"
     if plan.rsh is not None:
-        return f"Copy it there, or name another by --chdir. Look at it by: {plan.shell}ls -l"
+        return f"Copy it there, or choose another with --chdir. Check: {plan.shell}ls -l"
     here = shlex.quote(f"{os.getcwd()}/")
-    return f"Copy it: rsync -a --mkpath {here} {shlex.quote(f'{plan.host}:{plan.cwd}/')}. Or name another by --chdir"
+    return (
+        f"Copy it: rsync -a --mkpath {here} {shlex.quote(f'{plan.host}:{plan.cwd}/')}. Or choose another with --chdir"
+    )
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------

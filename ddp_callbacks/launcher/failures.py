@@ -126,14 +126,14 @@ def _text(first: End, ends: Sequence[End], is_named: bool) -> str:
     if first.rank is None:
         return f"{first}: {reason}"
     if first.code and not (is_named and first.is_ours):
-        all_have = ", as every rank," if first.printed is not None and first.printed.is_mutual else ""
+        all_have = ", like every rank," if first.printed is not None and first.printed.is_mutual else ""
         return f"{first}{all_have} failed with exit code {first.code}: {reason}"
-    how = "left with exit code 0" if first.code == 0 else "failed"
+    how = "exited with code 0" if first.code == 0 else "failed"
     if first.printed is not None:
         return f"{first} {how}: {_short(first.printed.reason)}"
     says = min((end for end in ends if end.teller and first.rank in end.teller.blames), key=lambda end: end.began)
     assert says.teller is not None
-    return f"{first} {how} first. {says} says: {_short(says.teller.reason)}"
+    return f"{first} {how} first. {says} reports: {_short(says.teller.reason)}"
 
 
 def _short(text: str) -> str:

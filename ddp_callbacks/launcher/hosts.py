@@ -70,7 +70,7 @@ def read_hostfile(path: str) -> list[Host]:
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"the host file {path} cannot be read: {error}.") from error
+        raise ConfigurationError(f"cannot read the host file {path}: {error}.") from error
     return parse_hostfile(text, path)
 
 
@@ -81,7 +81,7 @@ def _host_of_line(words: list[str], where: str) -> Host:
         key, equals, value = word.partition("=")
         if not equals or key not in ("slots", "python", "chdir", *_IGNORED) or not value:
             raise ConfigurationError(
-                f"{where}: {word!r} is not understood. A line is HOST slots=N, and may say python=PATH and chdir=PATH."
+                f"{where}: cannot parse {word!r}. Write HOST slots=N, optionally with python=PATH and chdir=PATH."
             )
         if key in settings or (key == "slots" and host.slots is not None):
             raise ConfigurationError(f"{where}: {key} is given twice.")
@@ -100,7 +100,7 @@ def _host_and_slots(text: str, where: str) -> Host:
         raise ConfigurationError(f"{where}: write an IPv6 address in brackets, got {text!r}: [{text}].")
     # ssh would take a leading dash for an option.
     if not name or name.startswith("-") or not re.fullmatch(r"[\w.@:%-]+", name):
-        raise ConfigurationError(f"{where}: {text!r} is no host; write HOST or HOST:SLOTS.")
+        raise ConfigurationError(f"{where}: {text!r} is not a host. Write HOST or HOST:SLOTS.")
     return Host(name, _positive(slots, name, where) if colon else None)
 
 
@@ -112,8 +112,8 @@ def _positive(text: str, host: str, where: str) -> int:
 
 def _checked(hosts: list[Host], source: str) -> list[Host]:
     if not hosts:
-        raise ConfigurationError(f"{source}: no host is named.")
+        raise ConfigurationError(f"{source}: no host given.")
     twice = [name for name, count in Counter(host.name for host in hosts).items() if count > 1]
     if twice:
-        raise ConfigurationError(f"{source}: {twice[0]} is named twice. Name it once, with the sum of its slots.")
+        raise ConfigurationError(f"{source}: {twice[0]} is named twice. Name it once, with all its slots.")
     return hosts

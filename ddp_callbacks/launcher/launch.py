@@ -36,7 +36,7 @@ class Interrupted(Exception):
     """A signal came before the job had started on all nodes."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"ended by {signal.Signals(number).name}")
+        super().__init__(f"stopped by {signal.Signals(number).name}")
         self.code = 128 + number
 
 
@@ -75,7 +75,7 @@ class Launch:
         if problems and (len(reached) < self._plan.min_nodes or self._nodes[0] in problems):
             raise CannotStart([f"{node.plan.name}: {problem}." for node, problem in problems.items()])
         for node, problem in problems.items():
-            say(f"goes on without {node.plan.name}: {problem}.")
+            say(f"continuing without {node.plan.name}: {problem}.")
             node.close(0)
         self._nodes = reached
         self._refuse_machines_named_twice()
@@ -107,11 +107,11 @@ class Launch:
         try:
             port = int(first.ask("listen", address=address, port=self._plan.port)["port"])
         except NodeProblem as problem:
-            remedy = "Name another by --master-port or --master-addr"
+            remedy = "Choose another with --master-port or --master-addr"
             raise CannotStart([f"{first.plan.name}: {problem}. {remedy}."]) from None
         problems = self._ask_all(lambda node: node.reach([(address, port)], _REACH_TIMEOUT), others)
         if problems:
-            remedy = f"Open the ports from {first.plan.name} to it, or name another address by --master-addr"
+            remedy = f"Open the firewall of {first.plan.name} for it, or choose another address with --master-addr"
             raise CannotStart([f"{node.plan.name}: {problem}. {remedy}." for node, problem in problems.items()])
         return port
 
@@ -222,7 +222,7 @@ class Launch:
         for node in self._nodes:
             other = first.setdefault(str(node.hello["machine"]), node)
             if other is not node:
-                once = "Name it once, with the sum of its slots"
+                once = "Name it once, with all its slots"
                 raise CannotStart([f"{other.plan.name} and {node.plan.name} are the same machine. {once}."])
 
     def _check(self, node: Connection) -> None:
@@ -233,7 +233,7 @@ class Launch:
         argv = [as_hex(word) for word in (node.plan.python, "-P", "-c", _IS_INSTALLED)]
         if node.ask("output", argv=argv, seconds=_LOOK_TIMEOUT)["code"]:
             command = how_to_install_this(f"{node.plan.shell}{node.plan.python}")
-            raise NodeProblem(f"ddp_callbacks is not installed for Python 3.11 or newer there: {command}")
+            raise NodeProblem(f"ddp_callbacks is not installed there for Python 3.11 or newer. Run: {command}")
 
     def _numbers(self, node: Connection) -> dict[str, Any]:
         """Of the nodes that were reached; with one node, as the user says (by hand on each)."""

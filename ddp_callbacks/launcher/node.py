@@ -138,14 +138,14 @@ class Node:
         try:
             os.chdir(folder)
         except OSError as error:
-            raise Refusal(f"the working directory {folder} cannot be entered: {error.strerror}") from None
+            raise Refusal(f"cannot enter the working directory {folder}: {error.strerror}") from None
         return {}
 
     def do_find(self, path: str) -> dict[str, Any]:
         """Look for a file."""
         name = os.fsdecode(bytes.fromhex(path))
         if not os.path.exists(name):
-            raise Refusal(f"there is no file {name} (working directory {os.getcwd()})")
+            raise Refusal(f"file not found: {name} (working directory {os.getcwd()})")
         return {}
 
     def do_route(self, address: str) -> dict[str, Any]:

@@ -25,15 +25,15 @@ PATIENCE = 30.0
 """Seconds without a sign of life until a connection is lost. TCP tries again after 6 and 13 seconds of silence."""
 
 _ABOUT = """\
-Start a script on every process of every node: one torchrun agent a node, over ssh.
+Start a script on every process of every node. ddprun reaches the nodes over ssh and runs one torchrun agent on each.
 
   ddprun train.py --lr 0.1                        on this machine
   ddprun -H node1:4,node2:4 train.py --lr 0.1     four processes on each of two nodes
-  ddprun --hostfile hosts train.py                the nodes of a file: HOST slots=N, or HOST:N, a line each
-  ddprun train.py                                 inside a PBS, Slurm or LSF job: the nodes of the job
-  ddprun --rsh 'srun --overlap -N1 -n1 -w {host}' train.py                      likewise, without ssh
-  ddprun doctor -H node1,node2                    is everything there that a run needs?
-  ddprun bench -H node1:4,node2:4                 what would a step take, on how many hosts?
+  ddprun --hostfile hosts train.py                nodes from a file, one per line: HOST slots=N, or HOST:N
+  ddprun train.py                                 in a PBS, Slurm or LSF job: on the job's nodes
+  ddprun --rsh 'srun --overlap -N1 -n1 -w {host}' train.py     the same, through srun instead of ssh
+  ddprun doctor -H node1,node2                    check that a run on these nodes would work
+  ddprun bench -H node1:4,node2:4                 predict the time of a step on 1 to 1,024 nodes
 """
 # The variables that are given to all nodes: what begins so sets up a library that takes part in training.
 FORWARDED = (
@@ -154,9 +154,9 @@ class _RunParser(_OneLineParser):
         flag = flags[0].partition("=")[0]
         known = [spelling for action in self._actions for spelling in action.option_strings if len(spelling) > 2]
         close = get_close_matches(flag, known, 1, 0.8)
-        hint = f"Did you mean {close[0]}?" if close else "If it is the script's, put it behind the script."
+        hint = f"Did you mean {close[0]}?" if close else "If it belongs to your script, put it after the script."
         raise ConfigurationError(
-            f"neither ddprun nor torchrun (torch {TORCH}) has a flag {flag}. {hint} See {self.prog} --help."
+            f"unknown flag {flag}: neither ddprun nor torchrun (torch {TORCH}) has it. {hint} See {self.prog} --help."
         )
 
 
@@ -168,14 +168,14 @@ def _add_flags(parser: ArgumentParser) -> None:
     _add_host_flags(parser)
     start = parser.add_argument_group("start")
     _add_variables(start)
-    start.add_argument("--dry-run", action="store_true", help="print what would run where, and start nothing")
+    start.add_argument("--dry-run", action="store_true", help="print what would run on each node, and start nothing")
     start.add_argument(
         "--heartbeat-timeout",
         type=_patience,
         default=PATIENCE,
         metavar="SECONDS",
-        help="a node that is not heard of for so long is lost: everything ends, there and here (default: "
-        f"{PATIENCE:g}, which outlives a network that is away for 10 seconds)",
+        help="declare a node lost after this many silent seconds and stop the job; an elastic job continues without it "
+        f"(default: {PATIENCE:g}, which survives a network outage of 10 seconds)",
     )
     start.add_argument("--version", action="version", version=f"ddprun {__version__}")
     output = parser.add_argument_group("output")
@@ -183,10 +183,10 @@ def _add_flags(parser: ArgumentParser) -> None:
         "--show-ranks",
         default="0",
         metavar="RANKS",
-        help="whose output goes to the terminal: 0,3 or all (default: 0); that of each rank is in --log-dir, which is "
-        "made here, in ddprun-logs if not given",
+        help="ranks whose output is shown: 0,3 or all (default: 0). The output of every rank is also saved on this "
+        "machine, in --log-dir (default: ddprun-logs)",
     )
-    output.add_argument("--no-prefix", action="store_true", help="lines without [node:rank] before them")
+    output.add_argument("--no-prefix", action="store_true", help="don't start each line with [node:rank]")
 
 
 def _add_variables(parser: _ActionsContainer) -> None:
@@ -196,8 +196,8 @@ def _add_variables(parser: _ActionsContainer) -> None:
         action="append",
         default=[],
         dest="variables",
-        help="give this variable to every process, with its value here if none is said; may be repeated. Those of "
-        f"the libraries are given anyway: {', '.join(f'{name}*' for name in FORWARDED)}",
+        help="pass this variable to every process; without =VALUE, with its value on this machine. Repeatable. "
+        f"Settings of the libraries are always passed: {', '.join(f'{name}*' for name in FORWARDED)}",
     )
 
 
@@ -208,19 +208,19 @@ def _add_host_flags(parser: ArgumentParser) -> None:
         "-H",
         "--hosts",
         metavar="HOST[:SLOTS],...",
-        help="the nodes, as ssh takes them; rank 0 runs on the first. SLOTS is the number of processes there, unless "
-        "--nproc-per-node says it for all; without both, one for each GPU, else one for each CPU socket",
+        help="the nodes, named as for ssh; rank 0 runs on the first. SLOTS is the number of processes on that node; "
+        "--nproc-per-node overrides it. Default: one per GPU, or one per CPU socket if there is no GPU",
     )
-    hosts.add_argument("--hostfile", metavar="FILE", help="the same in a file; a line may say python= and chdir=, too")
+    hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file; lines may also set python= and chdir=")
     hosts.add_argument(
         "--rsh",
         metavar="COMMAND",
-        help="what leads to a node in place of ssh: any command that runs /bin/sh there and passes its input and "
-        "output, such as 'srun --overlap -N1 -n1 -w {host}', blaunch, or 'kubectl exec -i {host} --'; "
-        "without {host} the name is added at its end",
+        help="reach the nodes with this command instead of ssh. It must run /bin/sh on the node and pass on input and "
+        "output: 'srun --overlap -N1 -n1 -w {host}', blaunch, or 'kubectl exec -i {host} --', for example. "
+        "Without {host}, the name of the node is appended",
     )
-    hosts.add_argument("--python", metavar="PATH", help="the interpreter on the nodes (default: this one's path)")
-    hosts.add_argument("--chdir", metavar="DIR", help="the working directory on the nodes (default: this one)")
+    hosts.add_argument("--python", metavar="PATH", help="Python interpreter on the nodes (default: path of this one)")
+    hosts.add_argument("--chdir", metavar="DIR", help="working directory on the nodes (default: the current one)")
 
 
 def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
@@ -256,22 +256,24 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
 
 def parse_doctor_options(argv: Sequence[str], environ: Mapping[str, str]) -> DoctorOptions:
     """Read the command line after ``ddprun doctor``; errors as in :func:`parse_options`."""
-    parser = _OneLineParser(prog="ddprun doctor", description="Is everything there that a run on these nodes needs?")
+    parser = _OneLineParser(
+        prog="ddprun doctor", description="Check that a run on these nodes would work, and say what to fix."
+    )
     _add_host_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("script", nargs="?", help="a script that must be there, as in a run")
+    parser.add_argument("script", nargs="?", help="a script that every node must have")
     args = parser.parse_args(argv)
     return DoctorOptions(_nodes(args, environ), args.json, args.script)
 
 
 _ABOUT_BENCH = """\
-Measure the parts of a training step on these nodes, and say what a step would take on 1 to 1,024 of them: a table, a
-plot, and the way to synchronize that it would choose.
+Measure the parts of a training step on these nodes, and predict the time of a step on 1 to 1,024 of them. Prints
+tables, draws a plot, and recommends how to synchronize.
 
-  ddprun bench                                        two processes of this machine, and a network that is assumed
-  ddprun bench -H node1:4,node2:4                     these nodes and their network
+  ddprun bench                                        two processes on this machine, and an assumed network
+  ddprun bench -H node1:4,node2:4                     these nodes and the network between them
   ddprun bench -H node1:4,node2:4 --model net.py:make your model: make() returns (module, loss) or (module, loss,
-                                                      optimizer), where loss() computes a loss on a batch
+                                                      optimizer), where loss() computes the loss of a batch
 """
 
 
@@ -281,15 +283,15 @@ def parse_bench_options(argv: Sequence[str], environ: Mapping[str, str]) -> Benc
         prog="ddprun bench", description=_ABOUT_BENCH, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
     )
     _add_host_flags(parser)
-    parser.add_argument("--nproc-per-node", default="", metavar="N", help="processes on each node, as for ddprun")
+    parser.add_argument("--nproc-per-node", default="", metavar="N", help="processes on each node, as in ddprun")
     _add_variables(parser)
-    parser.add_argument("--model", metavar="FILE.py:FUNCTION", help="or MODULE:FUNCTION (default: a perceptron, 5.8 M)")
-    parser.add_argument("--seconds", type=_positive, default=40.0, help="about how long to measure (default: 40)")
-    parser.add_argument("--every", type=int, default=50, help="steps between two synchronizations of DiLoCo")
-    parser.add_argument("--latency", type=_positive, metavar="MICROSECONDS", help="of a message, in place of measured")
-    parser.add_argument("--bandwidth", type=_positive, metavar="GBIT", help="per second and host, in place of measured")
+    parser.add_argument("--model", metavar="FILE.py:FUNCTION", help="or MODULE:FUNCTION (default: a 5.8 M perceptron)")
+    parser.add_argument("--seconds", type=_positive, default=40.0, help="roughly how long to measure (default: 40)")
+    parser.add_argument("--every", type=int, default=50, help="local steps of DiLoCo (default: 50)")
+    parser.add_argument("--latency", type=_positive, metavar="MICROSECONDS", help="network latency (default: measured)")
+    parser.add_argument("--bandwidth", type=_positive, metavar="GBIT", help="Gbit/s per host (default: measured)")
     parser.add_argument("--plot", metavar="FILE", help="where to draw the plot (default: ddprun-bench.png)")
-    parser.add_argument("--log-dir", metavar="DIR", help="where the output of the processes goes (ddprun-logs)")
+    parser.add_argument("--log-dir", metavar="DIR", help="where to save the output (default: ddprun-logs)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     args = parser.parse_args(argv)
     if args.every < 2:
@@ -299,7 +301,9 @@ def parse_bench_options(argv: Sequence[str], environ: Mapping[str, str]) -> Benc
     if not processes:
         _check_equal_slots(nodes.hosts or [])
     if len(nodes.hosts or [None]) == 1 and (processes or str((nodes.hosts or [Host("")])[0].slots)) == "1":
-        raise ConfigurationError("one process has nothing to synchronize; name more hosts, or more processes.")
+        raise ConfigurationError(
+            "ddprun bench needs at least two processes. Name more hosts, or pass --nproc-per-node 2."
+        )
     module = ["--module", "ddp_callbacks.launcher.bench.calibration", "--seconds", str(args.seconds)]
     model = [] if args.model is None else ["--model", args.model]
     flags = [] if args.log_dir is None else ["--log-dir", args.log_dir]
@@ -319,7 +323,7 @@ def parse_bench_options(argv: Sequence[str], environ: Mapping[str, str]) -> Benc
 def _check_equal_slots(hosts: Sequence[Host]) -> None:
     if len({host.slots for host in hosts}) > 1:
         counts = ", ".join(f"{host.name}:{'?' if host.slots is None else host.slots}" for host in hosts)
-        raise ConfigurationError(f"ddprun bench wants as many processes on each node, got {counts}. Make them equal.")
+        raise ConfigurationError(f"ddprun bench needs the same number of processes on every node, got {counts}.")
 
 
 def _script_of(model: str | None) -> str | None:
@@ -334,7 +338,7 @@ def _script_of(model: str | None) -> str | None:
     try:
         names = {getattr(node, "name", None) for node in ast.parse(Path(place).read_text()).body}
     except (OSError, SyntaxError, ValueError) as error:
-        raise ConfigurationError(f"--model {model}: {place} cannot be read: {error}.") from error
+        raise ConfigurationError(f"--model {model}: cannot read {place}: {error}.") from error
     if function not in names:
         raise ConfigurationError(f"--model {model}: {place} defines no function {function}.")
     return place
@@ -355,18 +359,18 @@ def _rsh(text: str | None) -> tuple[str, ...] | None:
         raise ConfigurationError("--rsh takes a command, got an empty one.")
     if os.path.basename(words[0]) in _WITHOUT_PIPE:
         raise ConfigurationError(
-            f"--rsh {text!r}: {words[0]} passes on neither input nor output: what it starts writes to the job's files. "
-            "Leave --rsh out, if ssh may enter the nodes, or start the processes by mpiexec."
+            f"--rsh {text!r}: {words[0]} passes on neither input nor output; what it starts writes to the job's files. "
+            "Leave out --rsh if ssh can reach the nodes, or start the processes with mpiexec."
         )
     if shutil.which(words[0]) is None:
-        raise ConfigurationError(f"--rsh {text!r}: there is no program {words[0]} in PATH here.")
+        raise ConfigurationError(f"--rsh {text!r}: program {words[0]} not found in PATH.")
     return tuple(words) if "{host}" in text else (*words, "{host}")
 
 
 def _hosts(args: Namespace, environ: Mapping[str, str]) -> list[Host] | None:
     """Named by ``-H``, in a file, or those of the job in which this runs; ``None`` if nothing names any."""
     if args.hosts is not None and args.hostfile is not None:
-        raise ConfigurationError("-H and --hostfile both name the nodes. Give one of them.")
+        raise ConfigurationError("-H and --hostfile both name the nodes. Use one of them.")
     if args.hosts is not None:
         return parse_hosts(args.hosts)
     if args.hostfile is not None:
@@ -383,7 +387,7 @@ def _check_torchrun(values: dict[str, Any]) -> None:
     if values["max_restarts"] < 0:
         raise ConfigurationError(f"--max-restarts must not be negative, got {values['max_restarts']}.")
     if values["module"] and values["no_python"]:
-        raise ConfigurationError("--module and --no-python cannot go together.")
+        raise ConfigurationError("--module and --no-python cannot be combined.")
 
 
 def _check_processes(text: str) -> None:
@@ -428,7 +432,7 @@ def _ranks(text: str) -> frozenset[int] | None:
     if text == "all":
         return None
     if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise ConfigurationError(f"--show-ranks takes numbers with commas between them, or all, got {text!r}.")
+        raise ConfigurationError(f"--show-ranks takes rank numbers separated by commas, or all, got {text!r}.")
     return frozenset(int(rank) for rank in text.split(","))
 
 

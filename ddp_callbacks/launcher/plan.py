@@ -161,8 +161,8 @@ def _refuse_flags_of_one_node(torchrun: dict[str, Any]) -> None:
     for name in _FOR_ONE_NODE:
         if torchrun[name]:
             raise ConfigurationError(
-                f"--{name.replace('_', '-')} is for a command on one node; ddprun finds that out for each of the nodes "
-                "that it is given. Leave it out."
+                f"--{name.replace('_', '-')} describes a single node; with several, ddprun finds it out for each. "
+                "Leave it out."
             )
 
 
@@ -180,8 +180,8 @@ def _address(torchrun: dict[str, Any]) -> tuple[str | None, int]:
 def _min_nodes(low: int, high: int, count: int) -> int:
     if not low <= count <= high:
         raise ConfigurationError(
-            f"--nnodes {low}{'' if low == high else f':{high}'} does not fit the number of nodes named, {count}. Leave "
-            "it out, or give the range that is wanted."
+            f"--nnodes {low}{'' if low == high else f':{high}'} does not match the number of nodes, {count}. Leave "
+            f"it out, or give a range that contains {count}."
         )
     return low
 
@@ -217,9 +217,9 @@ def describe(plan: Plan, command_to: Callable[[NodePlan], list[str]]) -> str:
 def _describe_node(plan: Plan, node: NodePlan, command_to: Callable[[NodePlan], list[str]]) -> str:
     per_process = f"cores // {node.processes}" if node.processes.isdigit() else "cores // processes"
     lines = {
-        "reached by": "a process of its own" if node.host is None else shlex.join(command_to(node)),
+        "reached by": "a local process" if node.host is None else shlex.join(command_to(node)),
         "directory": node.cwd,
-        "processes": node.processes or "one for each GPU, else one for each CPU socket",
+        "processes": node.processes or "one per GPU, or one per CPU socket if there is no GPU",
         "command": _command(plan, node),
         "variables": " ".join(
             [

@@ -75,43 +75,43 @@ _NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
 FLAGS = (
     _flag("nnodes", "number of nodes, or MIN:MAX for an elastic job", "1:1"),
     _flag("nproc-per-node", "processes on each node: a number, auto, cpu, gpu or xpu", "1"),
-    _flag("rdzv-backend", "how the nodes meet", "static"),
-    _flag("rdzv-endpoint", "where they meet, HOST:PORT", ""),
-    _flag("rdzv-id", "a name for the job", "none"),
-    _flag("rdzv-conf", "settings of the rendezvous: KEY=VALUE,...", ""),
-    _switch("standalone", "meet on this node alone, on a free port"),
-    _flag("max-restarts", "how often to start the processes again after a failure", 0, type=int),
-    _flag("monitor-interval", "seconds between two looks at the processes", 0.1, type=float),
-    _flag("start-method", "how functions are started", "spawn", choices=("spawn", "fork", "forkserver")),
-    _flag("event-log-handler", "name of a registered handler of events", "null"),
-    _flag("role", "a name for the processes", "default"),
-    _switch("module", "SCRIPT is a module, as in python -m", short="-m"),
-    _switch("no-python", "SCRIPT is a program, and started as it is"),
-    _switch("run-path", "run SCRIPT (an absolute path) by runpy.run_path"),
-    _flag("log-dir", "where the output of the processes is kept"),
-    _flag("redirects", "streams that go to files there instead: 1 (stdout), 2, 3 (both), or 0:1,1:2", "0", "-r"),
-    _flag("tee", "streams that go there as well, written as in --redirects", "0", "-t"),
-    _flag("local-ranks-filter", "local ranks whose streams the node shows: 0,1", ""),
+    _flag("rdzv-backend", "rendezvous backend", "static"),
+    _flag("rdzv-endpoint", "address of the rendezvous, HOST:PORT", ""),
+    _flag("rdzv-id", "name of the job", "none"),
+    _flag("rdzv-conf", "settings of the rendezvous backend: KEY=VALUE,...", ""),
+    _switch("standalone", "run on this node only, with the rendezvous on a free port"),
+    _flag("max-restarts", "restart the processes up to this many times after a failure", 0, type=int),
+    _flag("monitor-interval", "seconds between checks of the processes", 0.1, type=float),
     _flag(
-        "duplicate-stdout-filters", "texts: lines of stdout with one of them go to a file as well", [], type=_filters
+        "start-method", "multiprocessing start method of functions", "spawn", choices=("spawn", "fork", "forkserver")
     ),
+    _flag("event-log-handler", "name of a registered event handler", "null"),
+    _flag("role", "role name of the processes", "default"),
+    _switch("module", "run SCRIPT as a module, like python -m", short="-m"),
+    _switch("no-python", "run SCRIPT as a program, without Python"),
+    _switch("run-path", "run SCRIPT (an absolute path) with runpy.run_path"),
+    _flag("log-dir", "directory for the output"),
+    _flag("redirects", "streams to write to --log-dir on the nodes only: 1 (stdout), 2, 3 (both), 0:1,1:2", "0", "-r"),
+    _flag("tee", "streams to write to --log-dir on the nodes and to show here, as for --redirects", "0", "-t"),
+    _flag("local-ranks-filter", "local ranks whose output is shown: 0,1", ""),
+    _flag("duplicate-stdout-filters", "also write stdout lines with one of these texts to a file", [], type=_filters),
     _flag("duplicate-stderr-filters", "the same for stderr", [], type=_filters),
-    _flag("node-rank", "number of this node, for a static rendezvous", 0, type=int),
+    _flag("node-rank", "rank of this node, for a static rendezvous", 0, type=int),
     _flag("master-addr", "address of the first node, for a static rendezvous", "127.0.0.1"),
-    _flag("master-port", "port there", type=int),
+    _flag("master-port", "port on the first node", type=int),
     _flag("local-addr", "address of this node"),
-    _flag("logs-specs", "entry point of a LogsSpecs that decides where output goes", has_variable=False),
-    _flag("numa-binding", "bind each process to the cores near its GPU", choices=_NUMA_BINDINGS, has_variable=False),
-    _flag("signals-to-handle", "signals that are passed on to the processes", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
-    _flag("shutdown-timeout", "seconds between SIGTERM and SIGKILL for the processes of a node", type=int),
-    _switch("virtual-local-rank", "each process sees its GPU as device 0, and LOCAL_RANK is 0"),
+    _flag("logs-specs", "entry point of a custom LogsSpecs, which decides where output goes", has_variable=False),
+    _flag("numa-binding", "bind each process to CPU cores near its GPU", choices=_NUMA_BINDINGS, has_variable=False),
+    _flag("signals-to-handle", "signals to pass on to the processes", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
+    _flag("shutdown-timeout", "seconds between SIGTERM and SIGKILL when the processes of a node are stopped", type=int),
+    _switch("virtual-local-rank", "show each process its GPU as device 0, with LOCAL_RANK 0"),
 )
 
 
 def torchrun_parser(environ: Mapping[str, str]) -> ArgumentParser:
     """A parser of torchrun's command line, without ``--help``; ``environ`` gives the defaults as for torchrun."""
     parser = ArgumentParser(usage="", add_help=False)
-    flags = parser.add_argument_group(f"torchrun's flags (those of torch {TORCH}), with their meaning")
+    flags = parser.add_argument_group(f"torchrun's flags (torch {TORCH})")
     for flag in FLAGS:
         flag.add_to(flags, environ)
     parser.add_argument("training_script", help=SUPPRESS)

@@ -117,7 +117,7 @@ class Watch:
     def _say_what_runs(self, name: str, ranks: list[int], attempt: int) -> None:
         agent = self._agents[name]
         threads = f"{agent['threads']} thread{'' if agent['threads'] == '1' else 's'} each"
-        where = f", {agent['interface']}" if agent["interface"] else ""
+        where = f", interface {agent['interface']}" if agent["interface"] else ""
         allowed = self._plan.torchrun["max_restarts"]  # that a lost node causes does not count
         again = f", restart {attempt}{f' of {allowed}' if attempt <= allowed else ''}" if attempt else ""
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
@@ -144,7 +144,7 @@ class Watch:
 
     def _go_on_without(self, node: Connection, reason: str) -> None:
         self._forget(node.plan.name)
-        self._output.note(f"{node.plan.name}: {reason}; goes on without it")
+        self._output.note(f"{node.plan.name}: {reason}; continuing without it")
         self._launch.start_again(None, self._running)
 
     def _fail_at_once(self, name: str, code: int, reason: str) -> None:
@@ -169,7 +169,7 @@ class Watch:
             return End(rank.node, number, rank.came, printed=rank.read.last)
         ended_by, message = rank.report["signal"], rank.report["message"]
         printed = rank.read.last or (printed_in(message) if message else None)
-        reason = None if ended_by is None or rank.is_ours else f"ended by {ended_by}"
+        reason = None if ended_by is None or rank.is_ours else f"killed by {ended_by}"
         if ended_by == "SIGABRT" and printed is not None:
             reason = None  # what C++ does with an exception, after Python has told it
         return End(rank.node, number, rank.came, rank.report["code"], reason, printed, rank.is_ours)
@@ -177,7 +177,7 @@ class Watch:
     def _conclude(self) -> int:
         """Say how it ended."""
         if self._launch.signal is not None:
-            self._output.note(f"ended by {signal.Signals(self._launch.signal).name}")
+            self._output.note(f"stopped by {signal.Signals(self._launch.signal).name}")
             return 128 + self._launch.signal
         late = [End(node.plan.name, None, math.inf, 1, "did not end in time") for node in self._running]
         ranks = [self._end_of(number, rank) for number, rank in self._ranks.items()]
@@ -194,6 +194,8 @@ class Watch:
     def _where_it_is(self, cause: Cause) -> str:
         """The whole output of what failed."""
         if self._redirected:
-            return f"its output is on {cause.node}, where --log-dir says"
+            return f"its output is on {cause.node}, in the folder of --log-dir"
         path = self._output.path_of_agent(cause.node) if cause.rank is None else self._output.path_of(cause.rank)
-        return f"its whole output is in {path}" if path.exists() else f"it has printed nothing; all is in {path.parent}"
+        return (
+            f"its full output is in {path}" if path.exists() else f"it printed nothing; all output is in {path.parent}"
+        )

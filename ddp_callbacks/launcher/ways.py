@@ -41,18 +41,18 @@ def command_to(node: NodePlan, patience: float = PATIENCE) -> list[str]:
 def explain_command(plan: NodePlan, code: int, said: list[str]) -> str:
     """Why the command in ssh's place has ended before a shell was there."""
     assert plan.rsh is not None
-    last = said[-1].strip() if said else "it said nothing"
-    return f"{os.path.basename(plan.rsh[0])} does not reach it (exit code {code}): {last}. Try: {plan.shell}true"
+    last = said[-1].strip() if said else "no message"
+    return f"{os.path.basename(plan.rsh[0])} cannot reach it (exit code {code}): {last}. Try: {plan.shell}true"
 
 
 # The first that is found counts.
 _SSH_SAYS = {
-    "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key is not the known one. If it should have changed, forget "
-    "the old one (ssh-keygen -R {host}) and accept the new one (ssh {host} true)",
-    "Host key verification failed": "its host key is not among the known hosts. Check and accept it: ssh {host} true",
-    "Permission denied": "the login is refused ({said}). This must work without a password: ssh {host} true. "
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key has changed. If you expected that, remove "
+    "the old key (ssh-keygen -R {host}) and accept the new one (ssh {host} true)",
+    "Host key verification failed": "its host key is unknown. Check and accept it: ssh {host} true",
+    "Permission denied": "login refused ({said}). This must work without a password: ssh {host} true. "
     "Try ssh-copy-id {host}, or ssh-add",
-    "Could not resolve hostname": "the host is unknown ({said}). Check the name, or add it to ~/.ssh/config",
+    "Could not resolve hostname": "unknown host ({said}). Check the name, or add it to ~/.ssh/config",
 }
 
 
@@ -63,5 +63,5 @@ def explain_ssh(host: str, said: list[str]) -> str:
         if words in text:
             line = next(line.strip() for line in said if words in line)
             return meaning.format(host=host, said=line)
-    last = said[-1].strip() if said else "it said nothing"
+    last = said[-1].strip() if said else "no message"
     return f"ssh cannot reach it: {last}. Try: ssh {host} true"

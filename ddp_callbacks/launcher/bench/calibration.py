@@ -74,7 +74,9 @@ def calibrate(training: Training, seconds: float, report: Callable[[float, str],
     """
     group = resolve_group(None)
     if group.size() == 1:
-        raise ConfigurationError("one process has nothing to synchronize; name more hosts, or more processes.")
+        raise ConfigurationError(
+            "ddprun bench needs at least two processes. Name more hosts, or pass --nproc-per-node 2."
+        )
     topology = topology_of(group)
     sizes = set(map(len, topology.nodes))
     if len(sizes) > 1:

@@ -40,8 +40,8 @@ ASSUMED_LATENCY = 50e-6  # seconds
 ASSUMED_BANDWIDTH = 10e9 / 8  # bytes per second
 USUAL_PLOT = "ddprun-bench.png"
 ASSUMPTIONS = (
-    "Assumed: equal hosts with one link each, a network that carries all of them at full rate at once, nobody late, "
-    "the same batch on each process however many there are, and gloo's rings, whose latency grows with the hosts."
+    "Assumptions: equal hosts with one link each; a network that serves all of them at full rate; no stragglers; the "
+    "same batch per process at every size; gloo's ring all-reduce, whose latency grows with the number of hosts."
 )
 _NO_MATPLOTLIB = "matplotlib is not installed here: python -m pip install matplotlib"
 
@@ -61,7 +61,7 @@ class Bench:
             raise ConfigurationError(f"--plot: {_NO_MATPLOTLIB}.")
         if options.plot is not None and not os.access(folder, os.W_OK):
             raise ConfigurationError(f"--plot: cannot write to {folder}. Name another place.")
-        self._bar = Bar(Screen(sys.stderr), "reaching the nodes")
+        self._bar = Bar(Screen(sys.stderr), "connecting to the nodes")
         self._output: _BenchOutput | None = None
 
     def __enter__(self) -> Bench:
@@ -83,7 +83,7 @@ class Bench:
             raise ConfigurationError("the calibration ended without a result.")
         machine, remarks = with_network(found, self._options)
         if found.layout.hosts > self._nodes:
-            remarks.append("The processes of a node share no memory here, so each of them counts as a host.")
+            remarks.append("The processes of a node cannot share memory here, so each counts as a host.")
         syncs = (EXACT, BF16, diloco(self._options.every))
         if self._options.json:
             hosts = [{"hosts": count, **_row(machine, found, count, syncs)} for count in HOSTS]
@@ -137,8 +137,8 @@ def with_network(found: Calibration, options: BenchOptions) -> tuple[Machine, li
         if options.latency is None or options.bandwidth is None:
             network = f"{ASSUMED_BANDWIDTH * 8 / 1e9:g} Gbit/s and {ASSUMED_LATENCY * 1e6:g} µs"
             remarks = [
-                f"There is one host, so the network is not measured: {network} are assumed where --bandwidth and "
-                "--latency say nothing else."
+                f"There is only one host, so the network was not measured. Assumed: {network}. Set others with "
+                "--bandwidth and --latency."
             ]
     if options.latency is not None:
         machine = replace(machine, latency=options.latency)
@@ -152,15 +152,15 @@ def with_network(found: Calibration, options: BenchOptions) -> tuple[Machine, li
 
 def parts_table(machine: Machine, found: Calibration) -> Table:
     """What the model of the cost was given."""
-    table = Table(("what a step is made of", "left"), ("", "right"))
+    table = Table(("parts of a step", "left"), ("", "right"))
     rows = {
         "compute, ms": found.job.compute * 1e3,
         "gradients, MB": found.job.nbytes / 1e6,
-        "message between hosts, µs": machine.latency * 1e6,
-        "link of a host, Gbit/s": machine.bandwidth * 8 / 1e9,
+        "latency between hosts, µs": machine.latency * 1e6,
+        "bandwidth per host, Gbit/s": machine.bandwidth * 8 / 1e9,
     }
     if found.layout.ranks_per_host > 1:
-        rows["memory, GB/s for each process"] = machine.memory_bandwidth / 1e9
+        rows["memory bandwidth per process, GB/s"] = machine.memory_bandwidth / 1e9
     for name, value in rows.items():
         table.add_row(name, f"{value:.3g}")
     return table
@@ -197,7 +197,7 @@ def sentences(machine: Machine, job: Job, here: Layout, syncs: Sequence[Sync]) -
     first = chosen[here.hosts]
     share = efficiency(machine, job, here, first)
     hosts = f"{here.hosts} host{'s' if here.hosts > 1 else ''}"
-    lines = [f"On {hosts} it would choose {first.name} ({share:.0%}): {_reason(machine, job, here, first, syncs)}."]
+    lines = [f"On {hosts}, {first.name} is recommended ({share:.0%}): {_reason(machine, job, here, first, syncs)}."]
     previous = first
     for count in HOSTS:
         if count > here.hosts and chosen[count] != previous:
@@ -211,10 +211,10 @@ def _reason(machine: Machine, job: Job, here: Layout, chosen: Sync, syncs: Seque
     times = {sync: step_time(machine, job, here, sync) for sync in syncs}
     mildest, fastest = syncs[0], min(times.values())
     if chosen != mildest:
-        return f"its steps take {times[chosen] / times[mildest]:.2f} of those of {mildest.name}"
+        return f"a step takes {times[chosen] / times[mildest]:.2f} of the time of {mildest.name}"
     if fastest >= 0.995 * times[chosen]:
         return "no other way is faster"
-    return f"no other way makes a step shorter by more than {1 - fastest / times[chosen]:.0%}"
+    return f"no other way shortens a step by more than {1 - fastest / times[chosen]:.0%}"
 
 
 def plot(machine: Machine, found: Calibration, syncs: Sequence[Sync], path: Path) -> None:
