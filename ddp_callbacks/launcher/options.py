@@ -285,9 +285,13 @@ def parse_bench_options(argv: Sequence[str], environ: Mapping[str, str]) -> Benc
     _add_host_flags(parser)
     parser.add_argument("--nproc-per-node", default="", metavar="N", help="processes on each node, as in ddprun")
     _add_variables(parser)
-    parser.add_argument("--model", metavar="FILE.py:FUNCTION", help="or MODULE:FUNCTION (default: a 5.8 M perceptron)")
+    parser.add_argument(
+        "--model",
+        metavar="FILE.py:FUNCTION",
+        help="function that makes your model, or MODULE:FUNCTION (default: a perceptron with 5.8 million parameters)",
+    )
     parser.add_argument("--seconds", type=_positive, default=40.0, help="roughly how long to measure (default: 40)")
-    parser.add_argument("--every", type=int, default=50, help="local steps of DiLoCo (default: 50)")
+    parser.add_argument("--every", type=int, default=50, help="steps between two syncs of DiLoCo (default: 50)")
     parser.add_argument("--latency", type=_positive, metavar="MICROSECONDS", help="network latency (default: measured)")
     parser.add_argument("--bandwidth", type=_positive, metavar="GBIT", help="Gbit/s per host (default: measured)")
     parser.add_argument("--plot", metavar="FILE", help="where to draw the plot (default: ddprun-bench.png)")
