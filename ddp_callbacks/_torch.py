@@ -6,7 +6,7 @@ A new version of torch may change any of it, which is why the supported versions
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,9 +32,11 @@ PRIVATE = (
     "torch:_C._get_privateuse1_backend_name",
     "torch:_C._storage_Use_Count",
     "torch:_foreach_copy_",
+    "torch:Tensor._post_accumulate_grad_hooks",
+    "torch:UntypedStorage._cdata",
     "torch:UntypedStorage._new_shared_fd_cpu",
     "torch:UntypedStorage._share_fd_cpu_",
-    "torch._C._distributed_c10d:Backend",
+    "torch._C._distributed_c10d:Backend.Options._timeout",
     "torch.autograd:Variable._execution_engine.queue_callback",
     "torch.distributed:ProcessGroup._allgather_base",
     "torch.distributed:ProcessGroup._device_types",
@@ -43,12 +45,18 @@ PRIVATE = (
     "torch.distributed:distributed_c10d._world.group_count",
     "torch.distributed:distributed_c10d._world.pg_map",
     "torch.distributed:distributed_c10d._world.pg_names",
+    "torch.nn:Module.register_buffer uses _non_persistent_buffers_set",
     "torch.nn.modules.batchnorm:_BatchNorm.forward(self, input)",
     "torch.nn.modules.batchnorm:_BatchNorm._check_input_dim(self, input)",
     "torch.nn.modules.dropout:_DropoutNd",
+    "torch.utils._pytree:TreeSpec.flatten_up_to(self, tree)",
     "torch.utils._pytree:tree_unflatten(leaves, treespec)",
+    "torch.utils._pytree:treespec_leaf",
+    "torch.utils.data:DataLoader.__iter__ uses _iterator",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__ uses _index_queues",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers(self)",
 )
-"""The contract: ``module:attribute``, with the parameters of what Python can tell them of."""
+"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it; parameters of what Python can tell them of."""
 
 
 def require_torch() -> None:
@@ -67,6 +75,11 @@ def current_node() -> Node | None:
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward that runs now has come to the end of its graph."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def hooks_on_accumulation(parameter: torch.nn.Parameter) -> Mapping[int, Callable[..., Any]]:
+    """What runs when the parameter's gradient has been accumulated, by the id of the handle that removes it."""
+    return parameter._post_accumulate_grad_hooks or {}
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -120,6 +133,23 @@ def replace_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> None:
     loader.__dict__.update(batch_sampler=batch_sampler, _iterator=None, in_order=True)
 
 
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """Let a loader with ``persistent_workers`` start new ones for its next pass."""
+    loader._iterator = None
+
+
+def worker_queues(batches: Iterator[Any]) -> Any:
+    """The queues by which the iterator of a ``DataLoader`` asks its workers for batches; ``None`` if it has none."""
+    return getattr(batches, "_index_queues", None)
+
+
+def end_workers(batches: Iterator[Any]) -> None:
+    """End the workers of a ``DataLoader``'s iterator, if it has any."""
+    shut_down = getattr(batches, "_shutdown_workers", None)
+    if shut_down is not None:
+        shut_down()
+
+
 def name_of_own_accelerator() -> str:
     """What torch calls the device of an out-of-tree backend."""
     return torch._C._get_privateuse1_backend_name()
@@ -135,8 +165,17 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The limit of the group's collectives."""
-    timeout: timedelta = group._get_backend(devices_of(group)[0]).options._timeout
-    return timeout
+    return timeout_in(group._get_backend(devices_of(group)[0]).options)
+
+
+def timeout_in(options: Backend.Options) -> timedelta:
+    """The limit of the collectives of a backend with these options."""
+    return options._timeout
+
+
+def set_timeout_in(options: Backend.Options, timeout: timedelta) -> None:
+    """Give the collectives of a backend with these options another limit."""
+    options._timeout = timeout
 
 
 def abort_accelerators(group: dist.ProcessGroup) -> None:

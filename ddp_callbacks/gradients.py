@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks._torch import call_at_end_of_backward, current_node
+from ddp_callbacks._torch import call_at_end_of_backward, current_node, hooks_on_accumulation
 from ddp_callbacks.comm.agreement import parameter_settings, require_agreement
 from ddp_callbacks.comm.buckets import Bucket, Forecast, ParameterSpec, assign_buckets, check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_gather_tensors
@@ -279,7 +279,7 @@ class GradientSynchronizer:
         """A hook of another that runs when a gradient is accumulated would see, or use up, this rank's own."""
         ours = {handle.id for handle in self._handles}
         for parameter in parameters:
-            for key, hook in (parameter._post_accumulate_grad_hooks or {}).items():
+            for key, hook in hooks_on_accumulation(parameter).items():
                 if key not in ours:
                     name = getattr(hook, "__qualname__", type(hook).__name__)
                     raise ConfigurationError(

@@ -31,11 +31,13 @@ def require_names(distribution: str, names: Iterable[str]) -> None:
 
     Args:
         distribution: As pip calls it.
-        names: Each as ``module:attribute.attribute``, or with the parameters that a function must take:
-            ``module:Class.method(self, first, second)``.
+        names: Each as ``module:attribute.attribute``; with the parameters that a function must take:
+            ``module:Class.method(self, first, second)``; or, for attributes that only objects have, with a function
+            whose code uses them: ``module:Class.__init__ uses first, second``.
     """
     for name in names:
-        module, _, rest = name.partition(":")
+        target, _, used = name.partition(" uses ")
+        module, _, rest = target.partition(":")
         path, _, parameters = rest.rstrip(")").partition("(")
         try:
             found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
@@ -43,10 +45,19 @@ def require_names(distribution: str, names: Iterable[str]) -> None:
             raise _lacks(distribution, f"{module}.{path}") from error
         if parameters and not set(parameters.split(", ")) <= _parameters(found):
             raise _lacks(distribution, f"{module}.{path}({parameters})")
+        for attribute in used.split(", ") if used else ():
+            if attribute not in _names_in(found):
+                raise _lacks(distribution, f"{attribute} in {module}.{path}")
 
 
 def _parameters(function: Any) -> set[str]:
     return set(importlib.import_module("inspect").signature(function).parameters)  # slow to import, as the metadata
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    """The attributes and globals that the code of a function uses, below its decorators."""
+    names: tuple[str, ...] = importlib.import_module("inspect").unwrap(function).__code__.co_names
+    return names
 
 
 def _lacks(distribution: str, name: str) -> ImportError:

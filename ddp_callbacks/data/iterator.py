@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from ddp_callbacks._torch import end_workers, worker_queues
 from ddp_callbacks.data.shares import Share, WholeBatch
 
 
@@ -29,13 +30,11 @@ class ShardedIterator(Iterator[Any]):
         self._shares = shares
         # Python's garbage collector finalizes the queues of a DataLoader's iterator before it ends the iterator, whose
         # workers then hear nothing, and are waited for 5 s each. Referenced from here, the queues are no garbage.
-        weakref.finalize(self, _let_go, getattr(batches, "_index_queues", None)).atexit = False
+        weakref.finalize(self, _let_go, worker_queues(batches)).atexit = False
 
     def end(self) -> None:
         """End the workers that load the batches."""
-        shut_down = getattr(self.batches, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
+        end_workers(self.batches)
 
     def take_share(self) -> Share | None:
         """The share of the batches drawn since the last call; ``None`` if none was."""

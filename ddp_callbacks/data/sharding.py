@@ -31,6 +31,7 @@ from torch.utils.data import (
     DistributedSampler,
 )
 
+from ddp_callbacks._torch import forget_workers
 from ddp_callbacks.data.after_loading import SlicingIterator, TakingIterator, name_of
 from ddp_callbacks.data.before_loading import Part, PartIterator, divide_before_loading
 from ddp_callbacks.data.iterator import ShardedIterator
@@ -85,7 +86,7 @@ class ShardedLoader:
             iterator.end()
         for loader in loaders:
             if isinstance(loader, DataLoader):
-                loader._iterator = None
+                forget_workers(loader)
 
     def keep_indices(self) -> None:
         """Keep the indices of each batch that is drawn from now on, see :attr:`indices`."""

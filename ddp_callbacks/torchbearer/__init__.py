@@ -24,7 +24,7 @@ stay the rank's own, and windows close in on_step_training and on_end_training.
 from ddp_callbacks.versions import how_to_install
 
 try:
-    import torchbearer as _torchbearer  # noqa: F401
+    import torchbearer as _installed  # noqa: F401
 except ImportError as error:
     raise ImportError(f"Torchbearer is not installed: {how_to_install('torchbearer', 'packaging', 'tqdm')}") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +16,15 @@ from ddp_callbacks.comm.codec import Json, pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_json, all_gather_tensors
 from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows, join_batch_logs
 from ddp_callbacks.errors import MismatchError
+from ddp_callbacks.torchbearer._torchbearer import (
+    add_up,
+    disable_running,
+    enable_running,
+    is_running,
+    rows_of,
+    set_rows,
+    sums_of,
+)
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 
@@ -85,9 +93,9 @@ class _Pass:
         self._aggregators = list(_aggregators(metric_list))
         self._recorders = {id(a): _record(a, root, self) for a, root in self._aggregators if isinstance(a, Mean | Var)}
         # The function of a part of the epoch's rows has no meaning, so the running value is not a number.
-        self._running = [a for a, _ in self._aggregators if isinstance(a, EpochLambda) and a._step is a._final]
+        self._running = [a for a, _ in self._aggregators if isinstance(a, EpochLambda) and is_running(a)]
         for aggregator in self._running:
-            aggregator._step = lambda *_: math.nan
+            disable_running(aggregator)
         metric_list.process = self._process
         metric_list.process_final = self._process_final
 
@@ -98,7 +106,7 @@ class _Pass:
         for aggregator, _ in self._aggregators:
             aggregator.__dict__.pop("process", None)
         for aggregator in self._running:
-            aggregator._step = aggregator._final
+            enable_running(aggregator)
 
     def _process(self, state: State) -> dict[str, Any]:
         self._step += 1
@@ -142,23 +150,20 @@ class _Pass:
     def _export(self, aggregator: Metric) -> Any:
         if isinstance(aggregator, Mean | Var):
             log = self._recorders[id(aggregator)]
-            sums = {name: getattr(aggregator, name, None) for name in ("_sum", "_sum_sq", "_count")}
-            return [sums, [log.steps, log.weights, log.values]]
+            return [sums_of(aggregator), [log.steps, log.weights, log.values]]
         if isinstance(aggregator, EpochLambda):
-            return [aggregator._y_pred, aggregator._y_true]
+            return rows_of(aggregator)
         return None
 
     def _import(self, aggregator: Metric, root: Metric, states: list[Any], rows: list[list[int]]) -> None:
         if isinstance(aggregator, Mean | Var):
-            for name in ("_sum", "_sum_sq", "_count"):
-                if hasattr(aggregator, name):
-                    setattr(aggregator, name, sum(sums[name] for sums, _ in states))
+            add_up(aggregator, [sums for sums, _ in states])
             reduction = self._reduction if isinstance(root, _Loss) else "mean"
             for value in join_batch_logs([BatchLog(*log) for _, log in states], reduction):
                 type(aggregator).process(aggregator, value)
         elif isinstance(aggregator, EpochLambda):
-            aggregator._y_pred = interleave_rows([prediction for prediction, _ in states], rows)
-            aggregator._y_true = interleave_rows([target for _, target in states], rows)
+            predictions, targets = ([own[column] for own in states] for column in (0, 1))
+            set_rows(aggregator, interleave_rows(predictions, rows), interleave_rows(targets, rows))
 
 
 def _record(aggregator: Metric, root: Metric, current: _Pass) -> BatchLog:

@@ -13,15 +13,15 @@ import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
 from torchbearer.callbacks import ConsolePrinter, CSVLogger, LiveLossPlot, Tqdm
-from torchbearer.callbacks.checkpointers import _Checkpointer
 from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 
 from ddp_callbacks.data.random_state import plain_global_state
 from ddp_callbacks.files import remove_leftovers, write_atomically
+from ddp_callbacks.torchbearer._torchbearer import Checkpointer
 from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, State, wrap_methods
 from ddp_callbacks.torchbearer.decisions import flat_callbacks
 
-WRITERS = (_Checkpointer, CSVLogger, AbstractTensorBoard, LiveLossPlot, ConsolePrinter, Tqdm)
+WRITERS = (Checkpointer, CSVLogger, AbstractTensorBoard, LiveLossPlot, ConsolePrinter, Tqdm)
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
@@ -47,7 +47,7 @@ class RankZeroOutput(DistributedCallback):
         super().on_init(state)
         # Here and not at the start of a run: writers before us in the list open their files at that event.
         for callback in flat_callbacks(state[torchbearer.CALLBACK_LIST]):
-            if isinstance(callback, _Checkpointer):
+            if isinstance(callback, Checkpointer):
                 callback.save_checkpoint = types.MethodType(save_checkpoint, callback)
             if self.rank != 0 and isinstance(callback, self._writers):
                 _silence(callback)
@@ -58,7 +58,7 @@ class RankZeroOutput(DistributedCallback):
         """Remove what killed processes have left of the checkpoints."""
         if self.rank == 0:
             for callback in flat_callbacks(state[torchbearer.CALLBACK_LIST]):
-                if isinstance(callback, _Checkpointer):
+                if isinstance(callback, Checkpointer):
                     remove_leftovers(callback.fileformat)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchbearer
-from torchbearer.bases import _forward_with_exceptions, _get_param_list
 
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.torchbearer._torchbearer import arguments_of, forward
 from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, State
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 from ddp_callbacks.verification import verify_gradient
@@ -72,12 +72,11 @@ def _loss_of(state: State, batch: Any) -> torch.Tensor:
     """As Torchbearer's own closure computes it."""
     state[torchbearer.ITERATOR] = iter([batch])
     state[torchbearer.SAMPLER](state)
-    _forward_with_exceptions(torchbearer.X, torchbearer.MODEL, torchbearer.Y_PRED, state)
+    forward(state)
     criterion = state[torchbearer.CRITERION]
     try:
         loss = criterion(state)
     except TypeError:
-        outputs = _get_param_list(state[torchbearer.Y_PRED]) + _get_param_list(state[torchbearer.Y_TRUE])
-        loss = criterion(*outputs)
+        loss = criterion(*arguments_of(state[torchbearer.Y_PRED]), *arguments_of(state[torchbearer.Y_TRUE]))
     state[torchbearer.LOSS] = loss
     return loss  # type: ignore[no-any-return]

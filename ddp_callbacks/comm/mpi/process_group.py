@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks._torch import Backend
+from ddp_callbacks._torch import Backend, set_timeout_in, timeout_in
 from ddp_callbacks.comm.mpi.buffers import CHUNK, Reduction, chunks, copy_back, flat, moved, moved_in_parts, shares
 from ddp_callbacks.comm.mpi.progress import Operation, Progress, Work
 from ddp_callbacks.comm.mpi.runtime import MPI
@@ -83,7 +83,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self.options._timeout = timeout
+        set_timeout_in(self.options, timeout)
 
     def shutdown(self) -> None:
         """Free the communicator, unless MPI still works on something of it. Safe to call twice."""
@@ -286,7 +286,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         timeout = getattr(opts, "timeout", _UNSET)
         operation = Operation(name, post, outputs, finish, receives)
-        return self._progress.start(operation, self, timeout if timeout > _UNSET else self.options._timeout)
+        return self._progress.start(operation, self, timeout if timeout > _UNSET else timeout_in(self.options))
 
 
 class _Reduced:

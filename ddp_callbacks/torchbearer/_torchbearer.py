@@ -1,0 +1,93 @@
+"""What this library uses of Torchbearer beside its public names: each in one function, all listed in :data:`PRIVATE`.
+
+Importing this raises :class:`ImportError` if the installed Torchbearer lacks one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torchbearer
+from torchbearer import bases
+from torchbearer.callbacks import checkpointers
+from torchbearer.metrics import EpochLambda, Metric
+
+from ddp_callbacks.versions import require_names
+
+_SUMS = ("_sum", "_sum_sq", "_count")  # of Mean, Var and Std; Mean lacks the second
+
+PRIVATE = (
+    "torchbearer.bases:_forward_with_exceptions(x, model, y_pred, state)",
+    "torchbearer.bases:_get_param_list(param)",
+    "torchbearer.callbacks.checkpointers:_Checkpointer.save_checkpoint(self, model_state, overwrite_most_recent)",
+    "torchbearer.callbacks.checkpointers:_Checkpointer.__init__ uses fileformat, most_recent, save_model_params_only",
+    "torchbearer.callbacks.checkpointers:_Checkpointer.__init__ uses pickle_module, pickle_protocol",
+    "torchbearer.metrics:EpochLambda.__init__ uses _step, _final",
+    "torchbearer.metrics:EpochLambda.process_train uses _y_pred, _y_true",
+    "torchbearer.metrics:Mean.process uses _sum, _count",
+    "torchbearer.metrics:Var.process uses _sum, _sum_sq, _count",
+)
+"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it."""
+
+require_names("torchbearer", PRIVATE)
+
+
+Checkpointer = checkpointers._Checkpointer
+"""The base class of the callbacks that write checkpoints."""
+
+
+# --- the step -----------------------------------------------------------------------------------------------------
+
+
+def forward(state: Any) -> None:
+    """Call the model in ``state`` as Torchbearer's closure does: with the state if it takes it, else without."""
+    bases._forward_with_exceptions(torchbearer.X, torchbearer.MODEL, torchbearer.Y_PRED, state)
+
+
+def arguments_of(value: Any) -> list[Any]:
+    """The arguments that a prediction or a target makes for a criterion: a list or a tuple is several."""
+    arguments: list[Any] = bases._get_param_list(value)
+    return arguments
+
+
+# --- metrics ------------------------------------------------------------------------------------------------------
+
+
+def sums_of(aggregator: Metric) -> dict[str, Any]:
+    """What a ``Mean`` or ``Var`` has added up so far."""
+    return {name: getattr(aggregator, name, None) for name in _SUMS}
+
+
+def add_up(aggregator: Metric, sums: Sequence[dict[str, Any]]) -> None:
+    """Give a ``Mean`` or ``Var`` the total of what several have added up."""
+    for name in _SUMS:
+        if hasattr(aggregator, name):
+            setattr(aggregator, name, sum(own[name] for own in sums))
+
+
+def rows_of(aggregator: EpochLambda) -> list[torch.Tensor | None]:
+    """The predictions and the targets that an ``EpochLambda`` has collected; ``None`` before the first batch."""
+    return [aggregator._y_pred, aggregator._y_true]
+
+
+def set_rows(aggregator: EpochLambda, predictions: torch.Tensor | None, targets: torch.Tensor | None) -> None:
+    """Let an ``EpochLambda`` compute the value of the epoch from these rows."""
+    aggregator._y_pred, aggregator._y_true = predictions, targets
+
+
+def is_running(aggregator: EpochLambda) -> bool:
+    """Whether an ``EpochLambda`` calls its function in the course of an epoch, too."""
+    return aggregator._step is aggregator._final
+
+
+def disable_running(aggregator: EpochLambda) -> None:
+    """Make the running value of an ``EpochLambda`` NaN."""
+    aggregator._step = lambda *_: math.nan
+
+
+def enable_running(aggregator: EpochLambda) -> None:
+    """Undo :func:`disable_running`."""
+    aggregator._step = aggregator._final
