@@ -56,7 +56,7 @@ PRIVATE = (
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__ uses _index_queues",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers(self)",
 )
-"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it; parameters of what Python can tell them of."""
+"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it."""
 
 
 def require_torch() -> None:

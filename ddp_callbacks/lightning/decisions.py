@@ -9,6 +9,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ddp_callbacks.lightning._lightning import (
+    BROADCAST_SIGTERM,
+    HANDLE_REQUEUE,
+    HANDLE_SIGTERM,
+    last_validation,
+    requeue,
+    set_last_validation,
+    signal_connector,
+    validation_interval,
+)
 from ddp_callbacks.lightning.replacement import Replaced
 
 
@@ -25,11 +35,12 @@ class Decisions:
         self._requeue: int | None = None  # the signal that has asked for it
         self._validated = math.inf  # when, by this rank's clock
         self._held: Sequence[bool] = ()  # flags that the other ranks have not heard of yet
+        connector = signal_connector(trainer)
         # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
         self._replaced = [
-            Replaced(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda _: None),
-            Replaced(trainer._signal_connector, "_sigterm_notifier_fn", lambda _, *args: self._note_sigterm()),
-            Replaced(trainer._signal_connector, "_slurm_sigusr_handler_fn", lambda _, *args: self._note_requeue(*args)),
+            Replaced(trainer.fit_loop.epoch_loop, BROADCAST_SIGTERM, lambda _: None),
+            Replaced(connector, HANDLE_SIGTERM, lambda _, *args: self._note_sigterm()),
+            Replaced(connector, HANDLE_REQUEUE, lambda _, *args: self._note_requeue(*args)),
         ]
 
     def close(self) -> None:
@@ -37,7 +48,7 @@ class Decisions:
         for replaced in self._replaced:
             replaced.undo()
         if self._interval is not None:
-            self._trainer._last_val_time = self._validated
+            set_last_validation(self._trainer, self._validated)
 
     def flags(self) -> list[bool]:
         """This rank's: to stop, which a hook may have set here alone; SIGTERM; to requeue; that time is up."""
@@ -51,31 +62,30 @@ class Decisions:
         them waiting.
         """
         self._held = [own and not agreed for own, agreed in zip(self.flags(), flags, strict=True)]
-        requeue = self._act(flags)
-        if requeue:
+        has_to_requeue = self._act(flags)
+        if has_to_requeue:
             number, self._requeue = self._requeue or signal.SIGUSR1, None
-            connector = self._trainer._signal_connector
-            type(connector)._slurm_sigusr_handler_fn(connector, number, None)
+            requeue(self._trainer, number)
 
     def _act(self, flags: Sequence[bool]) -> bool:
-        stop, sigterm, requeue, validate = flags
-        self._trainer.should_stop, self._trainer._signal_connector.received_sigterm = stop, sigterm
+        stop, sigterm, has_to_requeue, validate = flags
+        self._trainer.should_stop, signal_connector(self._trainer).received_sigterm = stop, sigterm
         if self._interval is not None and self._trainer.training:
             # Lightning compares this with its clock: at any moment the answer is the one that was agreed upon.
-            self._trainer._last_val_time = -math.inf if validate else math.inf
-        return requeue
+            set_last_validation(self._trainer, -math.inf if validate else math.inf)
+        return has_to_requeue
 
     @property
     def _interval(self) -> float | None:
         """Between validations, in seconds, if it is time that decides."""
-        return getattr(self._trainer, "_val_check_time_interval", None)
+        return validation_interval(self._trainer)
 
     def _is_time_to_validate(self) -> bool:
         trainer = self._trainer
         if self._interval is None or not trainer.training:
             return False
-        if math.isfinite(trainer._last_val_time):  # Lightning has noted a validation, or the start
-            self._validated = trainer._last_val_time
+        if math.isfinite(last_validation(trainer)):  # Lightning has noted a validation, or the start
+            self._validated = last_validation(trainer)
         return time.monotonic() - self._validated >= self._interval
 
     def _note_sigterm(self) -> None:

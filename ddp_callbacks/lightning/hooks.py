@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from ddp_callbacks.data.random_state import RunRandomState
+from ddp_callbacks.lightning._lightning import logger_connector
 from ddp_callbacks.lightning.replacement import Replaced
 
 _OWN = {
@@ -145,7 +146,7 @@ def _home(owner: Any, hook: str) -> str | None:
 
 def _package_of(trainer: Any) -> str:
     """``lightning.pytorch`` or ``pytorch_lightning``."""
-    return type(trainer._logger_connector).__module__.partition(".trainer.")[0]
+    return type(logger_connector(trainer)).__module__.partition(".trainer.")[0]
 
 
 def _base(package: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ddp_callbacks.lightning._lightning import logger_connector
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.replacement import Replaced, after
 from ddp_callbacks.local_sgd import ParameterAverager, set_gradients_aside
@@ -34,7 +35,7 @@ class LocalSteps:
         self._weight = 0.0  # since the last step
         self._has_stepped = False  # in this batch
         # Before any hook at the end of an epoch; the strategy is not told of that moment.
-        self._replaced = Replaced(trainer._logger_connector, "epoch_end_reached", after(self._close_in_training))
+        self._replaced = Replaced(logger_connector(trainer), "epoch_end_reached", after(self._close_in_training))
 
     def close(self) -> None:
         """Give Lightning's object back."""

@@ -32,6 +32,7 @@ from torchmetrics import Metric
 
 from ddp_callbacks.comm.collectives import all_gather_json, all_gather_tensors
 from ddp_callbacks.comm.scalars import Carrier, ScalarExchange, ScalarWork, room_of
+from ddp_callbacks.lightning._torchmetrics import is_computed, set_step_value, step_value
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.history import NO_ROWS, SUMS, History, Parts, Record, join, stack
 from ddp_callbacks.lightning.metrics import SyncedMetrics, can_encode, decode_states, encode_states
@@ -144,7 +145,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._batches.settle()
         record = self._record(value, float(batch_size))
         if metric.meta.on_step:
-            metric._forward_cache = value
+            set_step_value(metric, value)
             if self._joins_steps:
                 self._step.append((key, record))
         if metric.meta.on_epoch:
@@ -154,7 +155,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """As Lightning's, of what is joined; it communicates nothing."""
         if on_step:
             self._take_arrived()
-        elif result_metric.meta.on_epoch and result_metric._computed is None:
+        elif result_metric.meta.on_epoch and not is_computed(result_metric):
             return self._own_value(result_metric)
         value: torch.Tensor | None = super()._get_cache(result_metric, on_step)
         return value
@@ -250,7 +251,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         attributes = {
             key: metric.meta.metric_attribute
             for key, metric in self.items()
-            if not metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and metric._computed is None
+            if not metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and not is_computed(metric)
         }
         rows = self._exchange_epoch(own, attributes, flags)
         by_rank, attributes_by_rank = self._parts_of_epoch(own, attributes, rows)
@@ -263,7 +264,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             else:
                 self._metrics.compute(attribute)  # only others have logged it
         for metric in self.values():
-            if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and metric._computed is None:
+            if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and not is_computed(metric):
                 metric.compute()  # of the ranks that sync_dist_group names, if it does
         return [any(raised) for raised in zip(*(row[2 : 2 + len(flags)] for row in rows), strict=True)]
 
@@ -373,7 +374,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             code = float(zlib.crc32(key.encode()))
             states = [row.states[code] for row in rows if row.states.get(code)]
             if states and len({len(own) for own in states}) == 1:
-                self[key]._forward_cache = self._metrics.value_of(metric, states)
+                set_step_value(self[key], self._metrics.value_of(metric, states))
         sent.is_taken = True
 
     def _own_value(self, metric: Any) -> torch.Tensor | None:
@@ -406,15 +407,16 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             (size if by_size and (weight or operation != "mean") else weight, value) for weight, size, value in parts
         ]
         joined = _combine(weighted, operation)
-        metric._forward_cache = torch.tensor(joined, dtype=record.value.dtype, device=record.value.device)
+        value = torch.tensor(joined, dtype=record.value.dtype, device=record.value.device)
+        set_step_value(metric, value)
         if not metric.meta.on_epoch:
-            metric.value = metric._forward_cache
+            metric.value = value
 
     def _accumulate(self, key: str, value: torch.Tensor, size: float) -> None:
         metric = self[key]
-        step_value = metric._forward_cache
+        before = step_value(metric)
         super().update_metrics(key, value.to(metric.value.device), int(size) if size.is_integer() else size)
-        metric._forward_cache = step_value
+        set_step_value(metric, before)
 
     def _operation(self, key: str) -> str:
         return self._operation_of(self[key])

@@ -15,6 +15,14 @@ import torch
 from torchmetrics import Metric
 
 from ddp_callbacks.comm.collectives import all_gather_tensors
+from ddp_callbacks.lightning._torchmetrics import (
+    compute_alone,
+    copy_all,
+    copy_states,
+    is_in_forward,
+    merge_states,
+    set_aside,
+)
 from ddp_callbacks.replicas import running_statistics
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -53,15 +61,14 @@ class SyncedMetrics:
 
     def value_of(self, metric: Metric, states: list[list[torch.Tensor]]) -> torch.Tensor:
         """The value of a batch from the states of all ranks that count, as :meth:`batch_states` gives them."""
-        before = metric._copy_state_dict()
+        restore = copy_states(metric)
         merged = iter([list(parts) for parts in zip(*states, strict=True)])
         try:
-            metric._sync_dist(lambda *_, **__: next(merged))
+            merge_states(metric, lambda *_, **__: next(merged))
             with torch.no_grad():
-                value: torch.Tensor = metric.compute.__wrapped__()  # type: ignore[attr-defined]
+                value: torch.Tensor = compute_alone(metric)
         finally:
-            for name, state in before.items():
-                setattr(metric, name, state)
+            restore()
         return value.squeeze() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
     def compute(self, attribute: str) -> None:
@@ -76,13 +83,11 @@ class SyncedMetrics:
 
     def copy_states(self) -> Callable[[], None]:
         """What makes the metrics forget what happens from now on."""
-        kept = [(metric, metric._copy_state_dict(), metric._update_count, metric._computed) for metric in self._metrics]
+        copies = [copy_all(metric) for metric in self._metrics]
 
         def restore() -> None:
-            for metric, states, count, computed in kept:
-                for name, state in states.items():
-                    setattr(metric, name, state)
-                metric._update_count, metric._computed = count, computed
+            for put_back in copies:
+                put_back()
 
         return restore
 
@@ -106,10 +111,10 @@ class _Sync:
 
     def __call__(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         metric = self._metric()
-        if metric is None or metric._should_unsync or not self._captures:
+        if metric is None or not is_in_forward(metric) or not self._captures:
             return self._gather(state, group)
-        if metric._cache is not self._of:  # forward has begun to compute the value of a batch
-            self._of, self.captured = metric._cache, []
+        if set_aside(metric) is not self._of:  # forward has begun to compute the value of a batch
+            self._of, self.captured = set_aside(metric), []
         self.captured.append(state)
         return [state]
 

@@ -8,34 +8,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from ddp_callbacks.lightning._lightning import add_worker_init_fn, is_interactive, require_lightning, results_class
+from ddp_callbacks.lightning._torchmetrics import require_torchmetrics
 from ddp_callbacks.lightning.callback import DDPCallbackMixin
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
 from ddp_callbacks.lightning.which_package import ROOTS, ByCaller
-from ddp_callbacks.versions import require_names
 
 # Of the strategy; Lightning looks for it in lower case. Libraries that find "ddp" in it divide their data themselves.
 NAMES = ("ddp_callbacks", "callbacks")
-_RESULT = "trainer.connectors.logger_connector.result"
-_LOGGER = "trainer.connectors.logger_connector.logger_connector:_LoggerConnector"
-PRIVATE = (
-    *(f"{_RESULT}:_ResultCollection.{name}" for name in ("log", "metrics", "reset", "result_metrics", "_get_cache")),
-    f"{_RESULT}:_Metadata.is_mean_reduction",
-    *(f"{_LOGGER}.{name}" for name in ("on_batch_end", "epoch_end_reached", "on_epoch_end")),
-    "trainer:Trainer._results",
-    "trainer:Trainer._active_loop",
-    "trainer.connectors.signal_connector:_SignalConnector._sigterm_notifier_fn",
-    "trainer.connectors.signal_connector:_SignalConnector._slurm_sigusr_handler_fn",
-    "loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
-    "loops.optimization.automatic:_AutomaticOptimization.output_result_cls",
-    "loops.prediction_loop:_PredictionLoop._predict_step",
-    "loops.prediction_loop:_PredictionLoop._get_batch_indices",
-    "strategies:DDPStrategy._setup_model",
-    "strategies:DDPStrategy._configure_launcher",
-)
-"""What is used of Lightning beside its public names."""
-OF_TORCHMETRICS = tuple(f"torchmetrics:Metric.{name}" for name in ("_copy_state_dict", "_sync_dist", "_wrap_compute"))
-"""The same of torchmetrics, which comes with it."""
 
 STRATEGY_DOC = """Train on many processes without wrapping the module; the strategy's name is ``"ddp_callbacks"``.
 
@@ -88,23 +69,19 @@ def make(name: str, home: str) -> tuple[type, type]:
         home: The module that has them.
     """
     root = ROOTS[name]
-    require_names(name.replace("_", "-"), (f"{root}.{private}" for private in PRIVATE))
-    require_names("torchmetrics", OF_TORCHMETRICS)
-    fabric = "lightning.fabric" if name == "lightning" else "lightning_fabric"
+    require_lightning(name)
+    require_torchmetrics()
     strategies = importlib.import_module(f"{root}.strategies")
-    results = importlib.import_module(f"{root}.trainer.connectors.logger_connector.result")
-    data = importlib.import_module(f"{fabric}.utilities.data")
-    interactive = importlib.import_module(f"{fabric}.utilities.imports")._IS_INTERACTIVE
     callbacks = importlib.import_module(f"{root}.callbacks")
     members: dict[str, Any] = {
         "__module__": home,
         "__doc__": STRATEGY_DOC,
         "strategy_name": NAMES[0],
         "ddp_strategy": strategies.DDPStrategy,
-        "results_class": type("JointResults", (JointResults, results._ResultCollection), {"__module__": home}),
+        "results_class": type("JointResults", (JointResults, results_class(name)), {"__module__": home}),
         "monitors": (callbacks.EarlyStopping, callbacks.Checkpoint),
-        "add_worker_init_fn": staticmethod(data._auto_add_worker_init_fn),
-        "interactive": interactive,
+        "add_worker_init_fn": staticmethod(add_worker_init_fn(name)),
+        "interactive": is_interactive(name),
     }
     strategy = ByCaller("CallbackStrategy", (CallbackStrategyMixin, strategies.DDPStrategy), members)
     described = {"__module__": home, "__doc__": CALLBACK_DOC}

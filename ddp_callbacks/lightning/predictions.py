@@ -7,6 +7,13 @@ from typing import Any
 
 from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.sharding import ShardedLoader
+from ddp_callbacks.lightning._lightning import (
+    BATCH_INDICES,
+    PREDICT_STEP,
+    drawn_from,
+    loader_of,
+    predictions_of,
+)
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.replacement import Replaced
 
@@ -31,8 +38,8 @@ class Predictions:
         self._examples: dict[int, Any] = {}  # the first output, by loader
         methods: dict[str, Callable[..., Any]] = {
             "run": self._run,
-            "_predict_step": self._step,
-            "_get_batch_indices": self._indices,
+            PREDICT_STEP: self._step,
+            BATCH_INDICES: self._indices,
         }
         self._replaced = [Replaced(self._loop, name, function) for name, function in methods.items()]
 
@@ -69,12 +76,12 @@ class Predictions:
             step(batch, batch_idx, dataloader_idx, source)
         finally:
             self._trainer.callbacks = callbacks
-        index = dataloader_idx if source is None else loop._data_fetcher._dataloader_idx
+        index = dataloader_idx if source is None else drawn_from(loop)
         self._sizes.setdefault(index, []).append(self._batches.share.local)
         self._examples.setdefault(index, self._output)
         if self._batches.is_stand_in:
             batches = len(self._sizes[index]) - self._sizes[index].count(0)
-            del loop._predictions[index][batches:], loop.epoch_batch_indices[index][batches:]
+            del predictions_of(loop)[index][batches:], loop.epoch_batch_indices[index][batches:]
 
     def _indices(self, indices: Callable[[Any], Any], loader: Any) -> Any:
         """Of this rank's part of each batch that was drawn."""
@@ -91,4 +98,4 @@ class Predictions:
         return isinstance(self._loaders()[index], ShardedLoader)
 
     def _loaders(self) -> list[Any]:
-        return list(self._loop._combined_loader.flattened)
+        return list(loader_of(self._loop).flattened)

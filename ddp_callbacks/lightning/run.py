@@ -10,12 +10,21 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from ddp_callbacks._torch import treespec_leaf
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.lightning._lightning import (
+    active_loader,
+    is_learning_rate_finder,
+    loader_of,
+    loaders_of_batch,
+    logger_connector,
+    replace_results,
+    results_of,
+    skips_backward,
+)
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight
 from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.hooks import HookDrawing, hooks_behind_the_step
@@ -57,12 +66,13 @@ class Run:
         self._decisions = Decisions(trainer)
         self._trained = 0  # samples of this rank since the buffers were merged
         self._batch_norm: BatchNormSynchronizer | None = None
-        epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+        epoch_loop, connector = trainer.fit_loop.epoch_loop, logger_connector(trainer)
         evaluations = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
         self._loops = (trainer.fit_loop, *evaluations, trainer.predict_loop)
         hooks = functools.partial(hooks_behind_the_step, trainer)
+        shared = (self.batches, self._metrics, self._exchange, hooks)
         for loop in (epoch_loop, *evaluations):
-            loop._results = results_class(loop._results.training, self.batches, self._metrics, self._exchange, hooks)
+            replace_results(loop, lambda training: results_class(training, *shared))
         self._replaced: list[Replaced] = []
         self._before(connector, "on_batch_end", self._before_batch_end)
         self._before(connector, "epoch_end_reached", self._at_end_of_data)
@@ -70,7 +80,7 @@ class Run:
         # Lightning calls these after all others, so that they see what a hook at the end of the epoch has logged.
         monitors = (callback for callback in trainer.callbacks if isinstance(callback, trainer.strategy.monitors))
         for callback in itertools.islice(monitors, 1):
-            self._before(callback, "on_train_epoch_end", lambda: trainer._results.join_epoch())
+            self._before(callback, "on_train_epoch_end", lambda: results_of(trainer).join_epoch())
         self._automatic = epoch_loop.automatic_optimization
         self._automatic.output_result_cls = _MayBeSkipped(self._automatic.output_result_cls)
         self._predictions = Predictions(trainer, self.batches)
@@ -84,8 +94,9 @@ class Run:
         self._decisions.close()
         self._predictions.close()
         for loop in self._loops:
-            if loop._combined_loader is not None:
-                loop._combined_loader.flattened = [_original(loader) for loader in loop._combined_loader.flattened]
+            combined = loader_of(loop)
+            if combined is not None:
+                combined.flattened = [_original(loader) for loader in combined.flattened]
         for replaced in reversed(self._replaced):
             replaced.undo()
         del self._automatic.output_result_cls
@@ -96,14 +107,12 @@ class Run:
 
     def begin_batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Note what this rank has of a batch; the batch to compute."""
-        results = self._trainer._results
+        results = results_of(self._trainer)
         if results is not None and results.is_in_batch:
             return batch  # it is not the loop that asks
         training = self._trainer.training
-        combined = self._trainer._active_loop._combined_loader
-        loaders, spec = list(combined.flattened), combined._spec
-        if combined._mode == "sequential":
-            loaders, spec = loaders[dataloader_idx : dataloader_idx + 1], treespec_leaf()
+        combined = active_loader(self._trainer)
+        loaders, spec = loaders_of_batch(combined, dataloader_idx)
         batch = self.batches.take(batch, loaders, spec, training, not self._trainer.predicting)
         if training:
             self._trained += self.batches.share.local
@@ -113,7 +122,7 @@ class Run:
 
     def training_step(self, step: Callable[[], Any]) -> Any:
         """What ``training_step`` returns, and where that is nothing on any rank, what tells Lightning to go on."""
-        results = self._trainer._results
+        results = results_of(self._trainer)
         if not results.is_in_batch:  # training_step(dataloader_iter)
             self.batches.let_draw(self._loaders())
             self._begin_batch(self._meets())
@@ -133,7 +142,7 @@ class Run:
 
     def _skip(self, are_carried: bool) -> Any:
         """What tells Lightning that all ranks skip the step. A collective."""
-        results = self._trainer._results
+        results = results_of(self._trainer)
         if are_carried:
             self._synchronize()  # as the others do in their backward, if they skip nothing
         if not results.is_skipped():
@@ -150,7 +159,7 @@ class Run:
     def evaluation_step(self, step: Callable[[], Any]) -> Any:
         """What ``validation_step`` or ``test_step`` returns."""
         output = step()
-        results = self._trainer._results
+        results = results_of(self._trainer)
         if results.joins_steps:
             results.send_step(self._decisions.flags())
             if not self._exchange.unattended or results.is_first_batch:
@@ -159,8 +168,8 @@ class Run:
 
     def after_backward(self) -> None:
         """The gradients are there, and with them what was sent before."""
-        if self._trainer.training and self._trainer._results.joins_steps:
-            self._trainer._results.take_step()
+        if self._trainer.training and results_of(self._trainer).joins_steps:
+            results_of(self._trainer).take_step()
 
     def verified(self, step: Callable[[], Any], arguments: Sequence[Any]) -> Any:
         """What ``step`` returns, when the gradient of this batch is that of one process. A collective.
@@ -186,8 +195,8 @@ class Run:
 
     def _begin_batch(self, joins_steps: bool) -> None:
         self.end_batch()  # of one that a hook has skipped
-        if self._trainer._results is not None:
-            self._trainer._results.begin_batch(joins_steps)
+        if results_of(self._trainer) is not None:
+            results_of(self._trainer).begin_batch(joins_steps)
         if self.batches.is_stand_in:
             self._undo = remember(self._model, self._metrics)
 
@@ -204,7 +213,7 @@ class Run:
     def begin_training(self) -> None:
         """Lightning's learning rate finder, which takes the callbacks' place meanwhile, looks at whole batches."""
         for callback in self._trainer.callbacks:
-            if type(callback).__name__ == "_LRCallback":
+            if is_learning_rate_finder(callback):
                 callback.on_train_batch_end = self._with_joint_loss(callback.on_train_batch_end)
 
     def _with_joint_loss(self, hook: Callable[..., None]) -> Callable[..., None]:
@@ -225,7 +234,7 @@ class Run:
         self._trained = 0
 
     def _before_batch_end(self) -> None:
-        flags = self._trainer._results.end_batch(self._decisions.flags())
+        flags = results_of(self._trainer).end_batch(self._decisions.flags())
         self.end_batch()
         self._decisions.act(flags)
 
@@ -240,8 +249,8 @@ class Run:
     def _goes_backward(self) -> bool:
         """Whether a backward comes next unless all ranks skip the step, and what was sent may arrive with it."""
         # In the first batch a row may be too long: only all ranks together can send it again.
-        is_first = self._trainer._results.is_first_batch
-        return self._is_automatic and not self._trainer.fit_loop._skip_backward and not is_first
+        is_first = results_of(self._trainer).is_first_batch
+        return self._is_automatic and not skips_backward(self._trainer) and not is_first
 
     def decide(self) -> None:
         """All ranks act on what any of them has decided: hooks that run beside no batch may have. A collective."""
@@ -249,7 +258,7 @@ class Run:
         self._decisions.act([any(flags) for flags in zip(*rows, strict=True)])
 
     def _at_end_of_data(self) -> None:
-        self._trainer._results.join_epoch()
+        results_of(self._trainer).join_epoch()
         if self._trainer.training:
             self.merge_buffers()
             for loader in self._loaders():
@@ -258,8 +267,8 @@ class Run:
             self.drawing.random_state.synchronize()
 
     def _before_epoch_end(self) -> None:
-        flags = self._trainer._results.join_epoch(self._decisions.flags())
-        self._trainer._results.end_pass()
+        flags = results_of(self._trainer).join_epoch(self._decisions.flags())
+        results_of(self._trainer).end_pass()
         if self._trainer.training:
             self._decisions.act(flags)
             self.drawing.random_state.synchronize()
@@ -273,11 +282,11 @@ class Run:
         self._replaced.append(Replaced(owner, name, after(first)))
 
     def _loaders(self) -> list[Any]:
-        combined = self._trainer._active_loop._combined_loader
+        combined = active_loader(self._trainer)
         return [] if combined is None else list(combined.flattened)
 
     def _is_stand_in(self) -> bool:
-        results = self._trainer._results
+        results = results_of(self._trainer)
         return results is not None and results.is_in_batch and self.batches.is_stand_in
 
 

@@ -26,6 +26,7 @@ from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.lightning._lightning import accelerator_connector, torch_optimizer, trainer_of
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight, shard, weight_function
 from ddp_callbacks.lightning.environment import environment_of_job, join
 from ddp_callbacks.lightning.local_steps import LocalSteps
@@ -190,7 +191,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     def connect(self, model: Any) -> None:
         """A run begins: from now on loaders are divided, also those that a hook asks for before :meth:`setup`."""
         super().connect(model)
-        if vars(model).get("_trainer") is not None:
+        if trainer_of(model) is not None:
             self._take_trainer(model.trainer)
 
     def setup_distributed(self) -> None:
@@ -336,7 +337,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """As Lightning's; LBFGS, which decides by the loss, gets that of the whole batch."""
-        inner = getattr(optimizer, "_optimizer", optimizer)
+        inner = torch_optimizer(optimizer)
         if self._run is not None and self._local is None and isinstance(inner, torch.optim.LBFGS):
             closure = functools.partial(self._run.joint_loss, closure)
         step = functools.partial(super().optimizer_step, optimizer, model=model, **kwargs)
@@ -502,7 +503,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
 
     def _take_trainer(self, trainer: Any) -> None:
         if self._trainer is not trainer:
-            connector = trainer._accelerator_connector
+            connector = accelerator_connector(trainer)
             self._trainer, self._divides = trainer, connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # the loaders are divided in process_dataloader
 

@@ -10,6 +10,7 @@ import torch
 
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.lightning._lightning import before_transfer
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.verification import verify_gradient
 
@@ -54,7 +55,7 @@ def verify_first_batch(trainer: Any, loaders: Sequence[Any], batches: Batches, a
 
 def _transfer(trainer: Any, batch: Any) -> Any:
     """As Lightning's loop does with what it has fetched."""
-    batch = trainer.lightning_module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
+    batch = before_transfer(trainer.lightning_module, trainer.precision_plugin.convert_input(batch))
     return trainer.strategy.batch_to_device(batch)
 
 

@@ -1,0 +1,92 @@
+"""What this library uses of torchmetrics beside its public names: each in one function, all listed in :data:`PRIVATE`.
+
+Lightning's own ``_ResultMetric``, in which it keeps what ``self.log`` was given, is a metric, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torchmetrics import Metric
+
+from ddp_callbacks.versions import require_names
+
+PRIVATE = (
+    "torchmetrics:Metric.__init__ uses _cache, _computed, _forward_cache, _should_unsync, _update_count",
+    "torchmetrics:Metric.__init__ uses dist_sync_fn, dist_sync_on_step",
+    "torchmetrics:Metric._copy_state_dict(self)",
+    "torchmetrics:Metric._sync_dist(self, dist_sync_fn)",
+    "torchmetrics:Metric._wrap_compute(self, compute)",
+    "torchmetrics:Metric.sync uses _cache, _copy_state_dict, _sync_dist",
+)
+"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it."""
+
+
+def require_torchmetrics() -> None:
+    """Raise :class:`ImportError` if the installed torchmetrics lacks a private name, naming the versions that do."""
+    require_names("torchmetrics", PRIVATE)
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+def step_value(metric: Any) -> Any:
+    """The value of the last batch, which ``forward`` has returned."""
+    return metric._forward_cache
+
+
+def set_step_value(metric: Any, value: Any) -> None:
+    """Replace the value of the last batch."""
+    metric._forward_cache = value
+
+
+def is_computed(metric: Any) -> bool:
+    """Whether ``compute`` has been called since the last update, so that calling it again costs nothing."""
+    return metric._computed is not None
+
+
+# --- states -------------------------------------------------------------------------------------------------------
+
+
+def copy_states(metric: Metric) -> Callable[[], None]:
+    """Copy the states of a metric; a call of what is returned puts them back."""
+    states = metric._copy_state_dict()
+
+    def restore() -> None:
+        for name, state in states.items():
+            setattr(metric, name, state)
+
+    return restore
+
+
+def copy_all(metric: Metric) -> Callable[[], None]:
+    """As :func:`copy_states`, with the number of updates and what ``compute`` has returned."""
+    restore_states, count, computed = copy_states(metric), metric._update_count, metric._computed
+
+    def restore() -> None:
+        restore_states()
+        metric._update_count, metric._computed = count, computed
+
+    return restore
+
+
+def merge_states(metric: Metric, gather: Callable[..., list[torch.Tensor]]) -> None:
+    """Replace each state by what the metric makes of those that ``gather`` returns for it."""
+    metric._sync_dist(gather)
+
+
+def compute_alone(metric: Metric) -> Any:
+    """What the metric's own ``compute`` returns for its states: without communication, and not cached."""
+    return metric.compute.__wrapped__()  # type: ignore[attr-defined]
+
+
+def is_in_forward(metric: Metric) -> bool:
+    """Whether ``forward`` asks for the value of a batch, and not ``compute`` for that of the epoch."""
+    return not metric._should_unsync
+
+
+def set_aside(metric: Metric) -> Any:
+    """The states that ``sync`` has put aside while it replaces them; another object in each ``sync``."""
+    return metric._cache
