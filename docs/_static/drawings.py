@@ -11,7 +11,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from ddp_callbacks.sharding import slice_bounds
+from ddp_callbacks import slice_bounds
 
 HERE = Path(__file__).parent
 WIDTH = 760
@@ -129,11 +129,11 @@ def layers() -> str:
     rows: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("adapters", PURPLE, ("lightning/\nthe strategy", "torchbearer/\nthe callbacks")),
         ("engines", ORANGE, ("gradients\nevery backward", "local_sgd\nevery few steps", "batch_norm\nwhole batch")),
-        ("", ORANGE, ("weighing\na rank\u2019s weight", "comm_hooks\nthose of DDP", "verification\nchecks gradients")),
-        ("data", GREEN, ("data/\ndivides a batch", "consistency\ncompares the ranks")),
-        ("transport", TEAL, ("comm/\nprocess group, shared memory, hierarchical", "mpi")),
+        ("", ORANGE, ("weighing\na rank\u2019s weight", "verification\nchecks gradients")),
+        ("data", GREEN, ("data/\ndivides a batch", "replicas\nstart and stay equal")),
+        ("transport", TEAL, ("comm/\nprocess group, shared memory, hierarchical, MPI",)),
         ("group", BLUE, ("process_group/\njoins the ranks, names a rank that failed",)),
-        ("base", GREY, ("environment", "network", "files", "errors")),
+        ("base", GREY, ("environment", "schedulers", "network", "errors")),
     )
     drawing.box(left, 16, width, 34, GREY, "your script: a Trainer, a Trial, or your own loop", 0.05)
     y = 50.0
