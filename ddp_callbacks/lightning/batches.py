@@ -71,7 +71,7 @@ class Batches:
 
     Attributes:
         share: Of the batch that is being computed.
-        weight: What this rank's loss of that batch counts; 0 where the batch is a stand-in.
+        weight: What this rank's loss of that batch counts; 0 where the batch is a padding batch.
         total: The sum of the weights over the ranks; during training it is known where it is needed.
     """
 
@@ -86,7 +86,7 @@ class Batches:
         self._set(Share(0, None), 0.0, None)
 
     @property
-    def is_stand_in(self) -> bool:
+    def is_padding(self) -> bool:
         """Whether this rank has no sample of the batch, and computes another in its place."""
         return self.share.local == 0
 
@@ -94,7 +94,7 @@ class Batches:
     def has_samples(self) -> bool:
         """Whether this rank has a sample of the batch, also while a step draws it itself."""
         drawn = [share for loader in self._drawn_by_step for share in loader.shares]
-        return any(share.local for share in drawn) if drawn else not self.is_stand_in
+        return any(share.local for share in drawn) if drawn else not self.is_padding
 
     @property
     def is_weighed(self) -> bool:
@@ -181,7 +181,7 @@ def _next_share(loader: Any) -> Share | None:
 
 
 def _on_rank_zero(batch: Any, drawn: list[Share | None], spec: TreeSpec) -> tuple[Any, Share]:
-    """The whole batch on rank 0, which computes it alone; the others keep their parts as stand-ins.
+    """The whole batch on rank 0, which computes it alone; the others keep their parts as padding batches.
 
     For batches of several loaders that are divided in different proportions, where no one number weighs the loss.
     """

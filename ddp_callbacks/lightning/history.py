@@ -25,12 +25,12 @@ class Record:
 
     Attributes:
         position: Of the batch in its pass; -1 outside of a batch.
-        weight: What the value is the mean over; 0 if it is that of a stand-in, or a mean over nothing.
+        weight: What the value is the mean over; 0 if it is that of a padding batch, or a mean over nothing.
         total: The sum of the weights over the ranks, ``None`` where it is not known here.
         size: Lightning's batch size: what the value counts among batches.
         counts: This rank's part of what the value of the whole batch counts; ``None`` where it is not known here.
         given: Whether the user has said that size.
-        is_stand_in: Whether this rank has no sample of the batch.
+        is_padding: Whether this rank has no sample of the batch.
         value: What was logged.
     """
 
@@ -40,12 +40,12 @@ class Record:
     size: float
     counts: float | None
     given: bool
-    is_stand_in: bool
+    is_padding: bool
     value: torch.Tensor
 
     @property
     def is_counted(self) -> bool:
-        """Whether it is more than a stand-in or nothing, or, where no rank counts, as good as the others'."""
+        """Whether it is more than a padding batch or nothing, or, where no rank counts, as good as the others'."""
         return bool(self.weight) or self.total == 0
 
 
@@ -75,10 +75,10 @@ class History:
         position, count = self._last
         self._last = record.position, count + 1 if record.position == position else 0
         is_mean = self._operation == "mean"
-        if record.is_stand_in and not (record.given and is_mean) and not (is_mean and record.is_counted):
+        if record.is_padding and not (record.given and is_mean) and not (is_mean and record.is_counted):
             return
         if self._keeps_row(record):
-            numbers = (*self._last, record.weight, record.size, record.given, record.is_stand_in)
+            numbers = (*self._last, record.weight, record.size, record.given, record.is_padding)
             self._rows.append([*map(float, numbers)])
             self._row_values.append(record.value)
             return
@@ -176,7 +176,7 @@ def _weights(rows: torch.Tensor) -> torch.Tensor:
     """Of every rank's rows; where no rank counts, all do: they were logged before the first batch, say."""
     batch = _batches(rows)
     weight = rows[:, 2]
-    for instead in (1 - rows[:, 5], torch.ones_like(weight)):  # better none that are stand-ins
+    for instead in (1 - rows[:, 5], torch.ones_like(weight)):  # better none that are padding batches
         weight = torch.where(_by_batch(weight, batch)[batch] == 0, instead, weight)
     return weight
 
@@ -187,8 +187,8 @@ def _counted(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _join_rows(rows: torch.Tensor) -> tuple[float, float]:
-    """From every rank's rows: position, occurrence, weight, size, given, is_stand_in, value."""
-    position, _, weight, size, given, is_stand_in, value = rows.unbind(1)
+    """From every rank's rows: position, occurrence, weight, size, given, is_padding, value."""
+    position, _, weight, size, given, is_padding, value = rows.unbind(1)
     batch = _batches(rows)
     is_given = bool(given.any())
     constant = is_given and bool((size == size[0]).all())  # a size that is the same for every part is the batch's
@@ -200,7 +200,7 @@ def _join_rows(rows: torch.Tensor) -> tuple[float, float]:
     joined = _by_batch(torch.where(counted, weight * value, 0.0), batch) / _by_batch(weight, batch)
     one = constant | (position < 0)  # of a hook at the end of the epoch, where the value is one for all
     parts = _by_batch(torch.ones_like(size), batch)[batch]
-    sizes = _by_batch(torch.where(one, size / parts, torch.where(is_stand_in > 0, 0.0, size)), batch)
+    sizes = _by_batch(torch.where(one, size / parts, torch.where(is_padding > 0, 0.0, size)), batch)
     total = float(sizes.sum())
     return (float((joined * sizes).sum()) / total if total else float(joined[0])), total
 

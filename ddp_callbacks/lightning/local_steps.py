@@ -58,7 +58,7 @@ class LocalSteps:
 
     @contextmanager
     def backward(self, batches: Batches | None) -> Iterator[None]:
-        """Around a backward: one of a stand-in leaves no gradients."""
+        """Around a backward: one of a padding batch leaves no gradients."""
         if batches is not None:
             batches.settle()
         if batches is None or batches.weight:

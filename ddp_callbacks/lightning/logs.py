@@ -37,7 +37,7 @@ from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.history import NO_ROWS, SUMS, History, Parts, Record, join, stack
 from ddp_callbacks.lightning.metrics import SyncedMetrics, can_encode, decode_states, encode_states
 
-Part = tuple[float, float, float]  # weight, size (0: a stand-in's) and value of what one rank has logged
+Part = tuple[float, float, float]  # weight, size (0: a padding batch's) and value of what one rank has logged
 
 
 class Row:
@@ -328,7 +328,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         counts = weight if weight == size and not batches.is_weighed else None
         if total is not None and share.total is not None and size == share.local:
             counts = weight * share.total / total if total else float(share.local)
-        return Record(self._position, weight, total, size, counts, self._given, batches.is_stand_in, value)
+        return Record(self._position, weight, total, size, counts, self._given, batches.is_padding, value)
 
     def _send(self, skipped: bool, flags: Sequence[bool], carrier: Carrier | None = None) -> None:
         (numbers, self._step), (metrics, self._step_metrics) = (self._step, []), (self._step_metrics, [])
@@ -337,9 +337,9 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         # One wait for the device, however many numbers there are.
         values = stack([record.value for _, record in numbers]).tolist() if numbers else []
         for (_, record), value in zip(numbers, values, strict=True):
-            row += [record.weight, 0.0 if record.is_stand_in else record.size, value]
+            row += [record.weight, 0.0 if record.is_padding else record.size, value]
         for key, metric in metrics:
-            states = [] if self._batches.is_stand_in else self._metrics.batch_states(metric)
+            states = [] if self._batches.is_padding else self._metrics.batch_states(metric)
             row += [zlib.crc32(key.encode()), *encode_states(states if can_encode(states) else [])]
         row, doing = [*map(float, row)], "the logged values of a step"
         send = self._exchange.launch if carrier is None else partial(self._exchange.send_with, carrier)
@@ -432,7 +432,7 @@ def _raised(rows: list[Row]) -> list[bool]:
 
 
 def _combine(parts: list[tuple[float, float]], operation: str) -> float:
-    """One value from (weight, value) of each rank. A rank whose weight is 0 holds a stand-in, which counts nowhere."""
+    """One value from (weight, value) of each rank. A rank with weight 0 holds a padding batch, which counts nowhere."""
     counted = [(weight, value) for weight, value in parts if weight] or [(1.0, parts[0][1])]
     if operation == "mean":
         total = sum(weight for weight, _ in counted)

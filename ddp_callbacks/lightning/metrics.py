@@ -1,4 +1,4 @@
-"""torchmetrics: their own merging over the ranks, fed by this package's messages, and blind to stand-ins.
+"""torchmetrics: their own merging over the ranks, fed by this package's messages, and blind to padding batches.
 
 A metric that is logged in each step has to be that of the whole batch. Its ``forward`` communicates nothing: a module
 may call it on some ranks only. What it has computed the value of the batch from is kept, and merged when the logged
@@ -34,14 +34,14 @@ class SyncedMetrics:
 
     Args:
         owners: Modules, and other objects whose attributes may be metrics.
-        is_stand_in: Whether this rank computes a stand-in at the moment, whose states are not to be merged.
+        is_padding: Whether this rank computes a padding batch at the moment, whose states are not to be merged.
     """
 
-    def __init__(self, owners: Iterable[Any], is_stand_in: Callable[[], bool]) -> None:
+    def __init__(self, owners: Iterable[Any], is_padding: Callable[[], bool]) -> None:
         self._owners = list(owners)
         self._metrics = list({id(metric): metric for owner in self._owners for metric in _metrics_of(owner)}.values())
         self._before = [(metric, metric.dist_sync_fn, metric.dist_sync_on_step) for metric in self._metrics]
-        self._is_stand_in = is_stand_in
+        self._is_padding = is_padding
         self._syncs: dict[int, _Sync] = {}
         for metric, function, on_step in self._before:
             if function is None:
@@ -93,8 +93,8 @@ class SyncedMetrics:
 
     def _gather(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         """Every rank's state, of those that count."""
-        sent = all_gather_tensors(self._is_stand_in(), [state], "a metric's state", group)
-        counted = [tensor.to(state.device) for stand_in, (tensor,) in sent if not stand_in]
+        sent = all_gather_tensors(self._is_padding(), [state], "a metric's state", group)
+        counted = [tensor.to(state.device) for padding, (tensor,) in sent if not padding]
         # A rank without any sample sends an empty float, which would turn the others' class indices into floats.
         return [tensor for tensor in counted if tensor.numel()] or counted or [state]
 

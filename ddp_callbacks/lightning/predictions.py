@@ -21,7 +21,7 @@ from ddp_callbacks.lightning.replacement import Replaced
 class Predictions:
     """The prediction loop of a Trainer while it runs.
 
-    A stand-in of a batch of which this rank has no sample is kept from prediction writers and from what the loop
+    A padding batch of a batch of which this rank has no sample is kept from prediction writers and from what the loop
     collects for them, which have each row once.
 
     Args:
@@ -34,7 +34,7 @@ class Predictions:
         self._loop = trainer.predict_loop
         self._batches = batches
         self._sizes: dict[int, list[int]] = {}  # of this rank's parts, by loader
-        self._output: Any = None  # the last, which may be that of a stand-in
+        self._output: Any = None  # the last, which may be that of a padding batch
         self._examples: dict[int, Any] = {}  # the first output, by loader
         methods: dict[str, Callable[..., Any]] = {
             "run": self._run,
@@ -52,7 +52,7 @@ class Predictions:
         """``predict_step`` has returned. A collective in the first batch of a loader, whose output shows what joins."""
         self._batches.settle()
         self._output = output
-        if self._batches.is_stand_in:
+        if self._batches.is_padding:
             self._trainer.callbacks = [
                 each for each in self._trainer.callbacks if not hasattr(each, "write_on_batch_end")
             ]
@@ -79,7 +79,7 @@ class Predictions:
         index = dataloader_idx if source is None else drawn_from(loop)
         self._sizes.setdefault(index, []).append(self._batches.share.local)
         self._examples.setdefault(index, self._output)
-        if self._batches.is_stand_in:
+        if self._batches.is_padding:
             batches = len(self._sizes[index]) - self._sizes[index].count(0)
             del predictions_of(loop)[index][batches:], loop.epoch_batch_indices[index][batches:]
 

@@ -59,10 +59,10 @@ class Run:
         self._exchange = ScalarExchange()
         self._local = local
         self.batches = Batches(weight, self._exchange, local is None, reduction)
-        self._metrics = SyncedMetrics([model, *trainer.callbacks], self._is_stand_in)
+        self._metrics = SyncedMetrics([model, *trainer.callbacks], self._is_padding)
         self.drawing = HookDrawing(trainer)
         self.drawing.random_state.synchronize()
-        self._undo: Callable[[], None] | None = None  # what a stand-in has left behind
+        self._undo: Callable[[], None] | None = None  # what a padding batch has left behind
         self._decisions = Decisions(trainer)
         self._trained = 0  # samples of this rank since the buffers were merged
         self._batch_norm: BatchNormSynchronizer | None = None
@@ -183,7 +183,7 @@ class Run:
         return step()
 
     def end_batch(self) -> None:
-        """A stand-in leaves no trace in metrics and running statistics."""
+        """A padding batch leaves no trace in metrics and running statistics."""
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -197,7 +197,7 @@ class Run:
         self.end_batch()  # of one that a hook has skipped
         if results_of(self._trainer) is not None:
             results_of(self._trainer).begin_batch(joins_steps)
-        if self.batches.is_stand_in:
+        if self.batches.is_padding:
             self._undo = remember(self._model, self._metrics)
 
     def joint_loss(self, closure: Callable[[], Any]) -> Any:
@@ -285,9 +285,9 @@ class Run:
         combined = active_loader(self._trainer)
         return [] if combined is None else list(combined.flattened)
 
-    def _is_stand_in(self) -> bool:
+    def _is_padding(self) -> bool:
         results = results_of(self._trainer)
-        return results is not None and results.is_in_batch and self.batches.is_stand_in
+        return results is not None and results.is_in_batch and self.batches.is_padding
 
 
 class _MayBeSkipped:
