@@ -13,7 +13,7 @@ from distributed import run_distributed
 from lightning.pytorch import LightningModule, Trainer
 from nursery import HOSTNAME, Nursery, note
 
-from ddp_callbacks import broadcast, join_process_group, leave_process_group
+from ddp_callbacks import join_process_group, leave_process_group, replicas
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.process_group.failures import announce_join
@@ -59,7 +59,7 @@ def broadcasts_on_gpus(gpus: list[list[str]]) -> list[str]:
     torch.nn.init.constant_(model.weight, rank + 1.0)
     errors = []
     for own in (gpus[rank], [f"GPU-{rank}"]):
-        made_up.setattr(broadcast, "_gpus_of", lambda module, own=own: own)
+        made_up.setattr(replicas, "_gpus_of", lambda module, own=own: own)
         try:
             broadcast_parameters(model)
             errors.append("")
