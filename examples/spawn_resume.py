@@ -31,12 +31,12 @@ from ddp_callbacks import (
     join_process_group,
     require_agreement,
     shard_loader,
+    slice_bounds,
     spawn,
     with_shares,
     write_atomically,
 )
 from ddp_callbacks.comm import all_gather_json, all_reduce
-from ddp_callbacks.data.shares import slice_bounds
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

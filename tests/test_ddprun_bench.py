@@ -15,8 +15,7 @@ import pytest
 from distributed import run_distributed
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher import bench
-from ddp_callbacks.launcher.bench import calibration
+from ddp_callbacks.launcher.bench import calibration, command
 from ddp_callbacks.launcher.bench.calibration import load_training
 from ddp_callbacks.launcher.bench.command import Bench, sentences, with_network
 from ddp_callbacks.launcher.bench.cost import (
@@ -167,7 +166,7 @@ def test_json_holds_no_infinity(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_network_that_is_not_there_is_assumed_and_said() -> None:
     alone = replace(TWO_HOSTS, layout=Layout(1, 4), machine=Machine(0.0, math.inf))
     machine, remarks = with_network(alone, options())
-    assert (machine.latency, machine.bandwidth) == (bench.ASSUMED_LATENCY, bench.ASSUMED_BANDWIDTH)
+    assert (machine.latency, machine.bandwidth) == (command.ASSUMED_LATENCY, command.ASSUMED_BANDWIDTH)
     assert "the network was not measured. Assumed: 10 Gbit/s and 50 µs." in remarks[0]
     named = with_network(alone, options("--latency", "5", "--bandwidth", "100"))
     assert named == (Machine(pytest.approx(5e-6), 12.5e9), [])
@@ -193,9 +192,9 @@ def test_where_the_choice_changes_is_said() -> None:
     first, *others = sentences(machine, JOB, Layout(2), syncs)
     # 2 ms for 20 MB, and 6 messages.
     assert first == "On 2 hosts, exact is recommended (97%): no other way shortens a step by more than 3%."
-    chosen = [choose(machine, JOB, Layout(count), syncs).name for count in (1, *bench.HOSTS)]
+    chosen = [choose(machine, JOB, Layout(count), syncs).name for count in (1, *command.HOSTS)]
     changes = [
-        (now, count) for count, before, now in zip(bench.HOSTS, chosen, chosen[1:], strict=False) if now != before
+        (now, count) for count, before, now in zip(command.HOSTS, chosen, chosen[1:], strict=False) if now != before
     ]
     assert changes
     said = [line.split(" (")[0] for line in others]

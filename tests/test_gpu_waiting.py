@@ -93,9 +93,8 @@ def test_after_a_failure_the_communicators_of_gpus_are_aborted(
         _device_types=[torch.device("cpu"), CUDA],
         _get_backend=lambda device: SimpleNamespace(abort=lambda: calls.append(device)),
     )
-    world = SimpleNamespace(_world=SimpleNamespace(pg_map=[group]))
-    destroy = SimpleNamespace(distributed_c10d=world, destroy_process_group=lambda: calls.append("destroyed"))
-    monkeypatch.setattr(runs, "dist", destroy)
+    monkeypatch.setattr(runs, "known_groups", lambda: [group])
+    monkeypatch.setattr(runs.dist, "destroy_process_group", lambda: calls.append("destroyed"))
     monkeypatch.setattr(runs, "presence", lambda: SimpleNamespace(failed=failed))
     runs.destroy_groups()
     assert calls == [*aborted, "destroyed"]
