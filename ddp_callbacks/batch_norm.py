@@ -145,7 +145,7 @@ def samples_needed(module: torch.nn.Module, batch_size: int | None, world_size: 
     if not any(isinstance(layer, torch.nn.BatchNorm1d) for layer in layers):
         return 1
     warnings.warn(
-        f"a batch of {batch_size} samples has less than two for each of {world_size} processes, but BatchNorm needs "
+        f"a batch of {batch_size} samples has fewer than two for each of {world_size} processes, but BatchNorm needs "
         f"two to normalize: only {max(1, batch_size // 2)} of them compute. Use sync_batchnorm=True or larger batches.",
         stacklevel=2,
     )
@@ -287,8 +287,8 @@ class _Channel:
         if tags != tag * self._world_size:
             raise MismatchError(
                 f"{describe_rank(self._group, self._group.rank())} exchanges the {what} of {name}, and some rank those "
-                "of another layer: every rank must run the same BatchNorm layers in the same order, forward and "
-                "backward. Leave sync_batchnorm out where control flow differs between the ranks."
+                "of a different layer: every rank must run the same BatchNorm layers in the same order, forward and "
+                "backward. Leave out sync_batchnorm if control flow differs between the ranks."
             )
         return int(total)
 
@@ -386,13 +386,13 @@ def _find_layers(module: torch.nn.Module) -> dict[str, BatchNorm]:
     return found
 
 
-_REMEDY = "Such a layer cannot normalize by the whole batch: leave sync_batchnorm out, or put torch's in its place."
+_REMEDY = "Such a layer cannot use the whole batch: leave out sync_batchnorm, or replace the layer with torch's own."
 
 
 def _check_layer(name: str, layer: BatchNorm) -> None:
     kind = type(layer)
     if "forward" in vars(layer) or kind.forward not in (BatchNorm.forward, SyncBatchNorm.forward):
-        raise ConfigurationError(f"{name}, a {kind.__name__}, has a forward of its own. {_REMEDY}")
+        raise ConfigurationError(f"{name}, a {kind.__name__}, has its own forward. {_REMEDY}")
     if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
         raise ConfigurationError(
             f"{name}, a {kind.__name__}, has no parameters yet. Call the model on a batch before the run."

@@ -284,8 +284,8 @@ class GradientSynchronizer:
                     name = getattr(hook, "__qualname__", type(hook).__name__)
                     raise ConfigurationError(
                         f"{self._names[id(parameter)]} has a hook of register_post_accumulate_grad_hook: {name}. It "
-                        "would get this process's gradient before that is summed over the processes. Remove it, and do "
-                        "after backward what it does (an optimizer that steps in backward: step after it); or close "
+                        "would see this process's gradient before it is summed over the processes. Remove it and do "
+                        "its work after backward (an optimizer that steps in backward: step after it), or close "
                         "the GradientSynchronizer that made it."
                     )
 
@@ -432,9 +432,9 @@ class GradientSynchronizer:
         """Raise where weights turn from means into sums on top of gradients: they were not prepared for it."""
         if self._weighing.become_sums(weight) and any(bucket.has_kept() for bucket in filled):
             raise ConfigurationError(
-                f"the ranks' weights add up to {weight:g}, not to the total {self._weighing.total:g} as those of the "
-                "backwards before, and this backward adds to the gradients of one of them. Set the gradients to None "
-                "in between, or weigh each loss by weigh_loss(loss, weight, total)."
+                f"the ranks' weights add up to {weight:g}, not to the total {self._weighing.total:g} as in previous "
+                "backwards, to whose gradients this backward adds. Set the gradients to None in between, or weigh "
+                "each loss with weigh_loss(loss, weight, total)."
             )
 
     # --- the wire -----------------------------------------------------------------------------------------------

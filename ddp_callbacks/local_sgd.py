@@ -125,7 +125,7 @@ def check_sync(sync: Any, *, comm_hook: Any = None, compress: Any = None, sync_b
         ("sync_batchnorm=True", sync_batchnorm or None, "exchanges statistics in every step"),
     ):
         if setting is not None:
-            raise ConfigurationError(f"{name} {does}, and with sync={sync!r} none are sent. Leave one of them out.")
+            raise ConfigurationError(f"{name} {does}, but sync={sync!r} sends none. Use one of them.")
 
 
 class ParameterAverager:
@@ -406,7 +406,7 @@ class _World:
         taken = ", ".join(f"{count} on {describe_rank(self._group, rank)}" for rank, count in enumerate(steps))
         raise MismatchError(
             f"the ranks have taken different numbers of steps since their parameters were averaged: {taken}. Every "
-            "rank must count each step, also one for which it has no sample (weight 0)."
+            "rank must count each step, even one for which it has no sample (weight 0)."
         )
 
 

@@ -62,7 +62,7 @@ def addresses_of(host: str, timeout: float) -> list[str]:
             if silent and waited > _PATIENCE:
                 silent = False
                 say(
-                    f"the name {host} does not resolve yet ({error.strerror}); trying for {timeout:g} s",
+                    f"the name {host} does not resolve yet ({error.strerror}); retrying for {timeout:g} s",
                     logging.WARNING,
                 )
         time.sleep(_PAUSE)

@@ -126,7 +126,7 @@ def _require_own_gpus(module: torch.nn.Module, group: dist.ProcessGroup | None) 
         sharing = [describe_rank(resolve_group(group), rank) for rank, gpus in enumerate(seen) if gpu in gpus]
         if len(sharing) > 1:
             raise ConfigurationError(
-                f"every rank needs a GPU of its own, but the models of {' and '.join(sharing)} are on the same one, "
+                f"every rank needs a separate GPU, but the models of {' and '.join(sharing)} are on the same one, "
                 f"{gpu}. Start at most as many processes on a host as it has GPUs, move the model to the device "
                 '"cuda" without a number, or train on CPUs.'
             )

@@ -112,10 +112,10 @@ def read_launcher(environ: Mapping[str, str]) -> Launched | None:
             return _read(launcher, environ)
     if name := unknown_launcher(environ):
         raise ConfigurationError(
-            f"{name}={environ[name]} says that a launcher has started this process as one of several, but no variable "
-            "that is known here says of how many, so each would train alone. Give each process RANK, WORLD_SIZE, "
-            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT: let the launcher start a shell script that exports them "
-            f"(RANK=${name}) and then starts python. For a process that is alone: RANK=0 WORLD_SIZE=1."
+            f"{name}={environ[name]} means that a launcher started this process as one of several, but no known "
+            "variable gives their number, so each would train alone. Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+            "MASTER_PORT for each process: let the launcher start a shell script that exports them "
+            f"(RANK=${name}) and then starts python. For a single process: RANK=0 WORLD_SIZE=1."
         )
     return None
 
@@ -137,7 +137,7 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Launched | None:
     host = environ.get("MASTER_ADDR") or (_first_host(launcher, environ) if several_hosts else "127.0.0.1")
     if not host:
         raise ConfigurationError(
-            f"{launcher.size}={size} processes are on several hosts, and nothing says which host has rank 0. "
+            f"{launcher.size}={size} processes are on several hosts, and nothing tells which host has rank 0. "
             f"{_SAY_WHERE}"
         )
     port = number(environ, "MASTER_PORT") or _job_port(environ)
@@ -213,12 +213,11 @@ def _hosts_of_slurm(nodes: str, environ: Mapping[str, str]) -> list[tuple[str, i
     for part in tasks.split(","):
         match = _SLURM_TASKS.fullmatch(part)
         if match is None:
-            raise ConfigurationError(f"SLURM_TASKS_PER_NODE={tasks!r} is not understood at {part!r}.")
+            raise ConfigurationError(f"SLURM_TASKS_PER_NODE={tasks!r} cannot be parsed at {part!r}.")
         counts += [int(match[1])] * int(match[2] or 1)
     if len(counts) != len(names):
         raise ConfigurationError(
-            f"SLURM_TASKS_PER_NODE={tasks!r} speaks of {len(counts)} nodes, SLURM_JOB_NODELIST={nodes!r} of "
-            f"{len(names)}."
+            f"SLURM_TASKS_PER_NODE={tasks!r} lists {len(counts)} nodes, SLURM_JOB_NODELIST={nodes!r} {len(names)}."
         )
     said = set(counts) != {1}  # else the node decides
     return [(name, count if said else None) for name, count in zip(names, counts, strict=True)]
@@ -231,7 +230,7 @@ def _expand(nodes: str) -> list[str]:
     scontrol = shutil.which("scontrol")
     if scontrol is None:
         raise ConfigurationError(
-            f"SLURM_JOB_NODELIST={nodes!r} needs the program scontrol, which is not in PATH here. Name the hosts by -H."
+            f"SLURM_JOB_NODELIST={nodes!r} needs the program scontrol, which is not in PATH. Name the hosts with -H."
         )
     done = subprocess.run(
         [scontrol, "show", "hostnames", nodes], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL

@@ -44,7 +44,7 @@ def check_verify(verify: str | None, sync: object) -> None:
         )
     if verify and sync != "every_step":
         raise ConfigurationError(
-            f'verify="first_batch" compares synchronized gradients, and sync={sync!r} has none. Verify with '
+            f'verify="first_batch" compares synchronized gradients, but sync={sync!r} has none. Verify with '
             'sync="every_step" once, then train without verify.'
         )
 
@@ -97,7 +97,7 @@ def verify_gradient(
     if _on_rank_zero(repeated.is_too_large, process_group):
         raise ConfigurationError(
             'verify="first_batch" cannot compare the gradients: two computations of one batch on one process differ, '
-            "with dropout layers off. The model draws at random, or its gradients are not finite."
+            "even with dropout layers off. The model is random, or its gradients are not finite."
         )
     adds_up = not _Difference(list(parameters), unweighed, difference.expected).is_too_large
     difference = _Difference(list(parameters), summed, difference.expected, adds_up)
@@ -269,8 +269,8 @@ class LossWatch:
         self._is_over = True
         if store().add(f"{presence().run}/no number", 1) == 1:
             warnings.warn(
-                f"{describe(dist.get_rank())}: the loss of {where} is {loss.item()}, the first that is no number. Its "
-                "gradients make those of all ranks so. Look at this rank's part of that batch. (To end the run there: "
+                f"{describe(dist.get_rank())}: the loss of {where} is {loss.item()}, the first that is not finite. "
+                "Its gradients spoil those of all ranks. Check this rank's part of that batch. (To stop the run there: "
                 'warnings.simplefilter("error", ddp_callbacks.errors.NonFiniteLossWarning).)',
                 NonFiniteLossWarning,
                 stacklevel=2,

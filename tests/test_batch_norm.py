@@ -462,8 +462,8 @@ def refusals() -> list[str]:
 def test_layers_that_cannot_be_synchronized_are_refused_by_name() -> None:
     for result in seen(2):
         own, instance, lazy = result["refusals"]
-        assert own.startswith("1, a Own, has a forward of its own. Such a layer cannot normalize by the whole batch")
-        assert instance.startswith("the model, a BatchNorm1d, has a forward of its own")
+        assert own.startswith("1, a Own, has its own forward. Such a layer cannot use the whole batch")
+        assert instance.startswith("the model, a BatchNorm1d, has its own forward")
         assert lazy == "0, a LazyBatchNorm1d, has no parameters yet. Call the model on a batch before the run."
 
 

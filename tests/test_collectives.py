@@ -163,7 +163,7 @@ def test_tensors_are_packed_aside_and_put_back_in_their_places() -> None:
 def test_what_cannot_travel_is_refused_with_its_type_and_value(value: Any, kind: str) -> None:
     with pytest.raises(TypeError) as caught:
         pack({"key": [value]}, [])
-    assert str(caught.value) == f"only tensors and plain data travel between processes, got a {kind}: {value!r}"
+    assert str(caught.value) == f"only tensors and plain data can be sent between processes, got a {kind}: {value!r}"
 
 
 def test_in_a_world_of_one_every_collective_is_the_identity() -> None:

@@ -227,7 +227,7 @@ def test_what_is_no_compression_is_an_error_with_the_words(compress: Any) -> Non
 
 
 def test_compression_beside_a_hook_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="both say how gradients are sent"):
+    with pytest.raises(ConfigurationError, match="both define how gradients are sent"):
         GradientSynchronizer(model(), compress="bf16", comm_hook=powerSGD_hook)
 
 

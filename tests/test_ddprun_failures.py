@@ -71,7 +71,7 @@ Traceback (most recent call last):
   File "train.py", line 6, in <module>
     trial.run(3)
 ddp_callbacks.errors.PeerError: {QUOTED}
-This is rank 0 (host a, pid 1), which stops because the run cannot go on without it. The other rank's traceback:
+This is rank 0 (host a, pid 1), which stops because the run cannot continue without it. The other rank's traceback:
 Traceback (most recent call last):
   File "train.py", line 3, in <module>
 KeyError: 'y'
@@ -152,7 +152,7 @@ def test_a_message_of_30_megabytes_is_told_by_its_beginning() -> None:
     [
         ("rank 3 (host h2, pid 7) died or went silent while rank 0 (host h1, pid 1) was waiting for it", (3,)),
         ("rank 1 (host h1, pid 2), rank 3 left the run while rank 0 (host h1, pid 1) still waits for it", (1, 3)),
-        ("the rendezvous store at h1:1 cannot be reached any more", ()),
+        ("the rendezvous store at h1:1 can no longer be reached", ()),
         ("nothing came from rank 4 (host h2, pid 7)", (4,)),
     ],
 )

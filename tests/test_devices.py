@@ -72,7 +72,7 @@ def broadcasts_on_gpus(gpus: list[list[str]]) -> list[str]:
 def test_two_processes_with_their_models_on_one_gpu_are_named_before_they_train() -> None:
     results = run_distributed(broadcasts_on_gpus, 3, [["GPU-7"], ["GPU-1"], ["GPU-7"]])
     for shared, apart, weight in results:
-        assert f"every rank needs a GPU of its own, but the models of rank 0 (host {HOSTNAME}" in shared
+        assert f"every rank needs a separate GPU, but the models of rank 0 (host {HOSTNAME}" in shared
         assert "and rank 2" in shared and "rank 1" not in shared and "on the same one, GPU-7" in shared
         assert "at most as many processes on a host as it has GPUs" in shared
         assert (apart, weight) == ("", "1.0")

@@ -171,8 +171,8 @@ def test_processes_of_an_unknown_launcher_do_not_train_alone_in_silence(environ:
     with pytest.raises(ConfigurationError) as caught:
         worker_env(environ=environ)
     name, value = next(iter(environ.items()))
-    assert_says(caught.value, [f"{name}={value} says", "one of several", "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"])
-    assert_says(caught.value, [f"RANK=${name}", "alone: RANK=0 WORLD_SIZE=1"])
+    assert_says(caught.value, [f"{name}={value} means", "one of several", "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"])
+    assert_says(caught.value, [f"RANK=${name}", "single process: RANK=0 WORLD_SIZE=1"])
     assert worker_env(environ={**environ, "RANK": "0", "WORLD_SIZE": "1"}) == WorkerEnv()
 
 
@@ -284,7 +284,7 @@ def test_a_torch_without_mpi_says_what_works_instead() -> None:
     with pytest.raises(ConfigurationError) as caught:
         join_process_group(backend="mpi")
     assert_says(
-        caught.value, ['backend="mpi" needs a torch that was built with MPI', "mpi4py", "leave backend out", "mpirun"]
+        caught.value, ['backend="mpi" needs a torch that was built with MPI', "mpi4py", "leave out backend", "mpirun"]
     )
 
 
@@ -356,8 +356,8 @@ def test_slurms_own_program_expands_its_lists(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"SLURM_TASKS_PER_NODE": "4(x2"}, r"SLURM_TASKS_PER_NODE='4\(x2' is not understood at '4\(x2'"),
-        ({"SLURM_TASKS_PER_NODE": "4(x2)"}, "speaks of 2 nodes, SLURM_JOB_NODELIST='a,b,c' of 3"),
+        ({"SLURM_TASKS_PER_NODE": "4(x2"}, r"SLURM_TASKS_PER_NODE='4\(x2' cannot be parsed at '4\(x2'"),
+        ({"SLURM_TASKS_PER_NODE": "4(x2)"}, "lists 2 nodes, SLURM_JOB_NODELIST='a,b,c' 3"),
     ],
 )
 def test_slurm_variables_that_contradict_each_other_are_named(changed: dict[str, str], says: str) -> None:

@@ -76,7 +76,7 @@ def test_the_first_loss_that_is_no_number_is_told_once_with_rank_host_and_step(h
     assert first[host] == []
     (text,) = second[host]
     assert text.startswith(f"rank 1 (host {os.uname().nodename}, pid ")
-    assert f"the loss of {where} is nan, the first that is no number" in text
+    assert f"the loss of {where} is nan, the first that is not finite" in text
 
 
 def test_a_loss_that_is_no_number_ends_all_ranks_where_the_program_wants_an_error() -> None:

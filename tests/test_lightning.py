@@ -189,7 +189,7 @@ def gathering() -> Any:
 def test_tensors_of_several_shapes_cannot_be_stacked() -> None:
     for same, message in by_rank(gathering):
         assert same.tolist() == [[0.0, 0.0], [1.0, 1.0]]
-        assert "all_gather needs tensors of one shape, got [[2], [3]] by rank" in message
+        assert "all_gather needs tensors of the same shape, got [[2], [3]] by rank" in message
 
 
 # --- nothing is wrapped, checkpoints are free -------------------------------------------------------------------------
@@ -727,7 +727,7 @@ def test_metrics_are_left_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch_size": "local"}, 'batch_size must be one of "global"'),
+        ({"batch_size": "local"}, 'batch_size must be "global"'),
         ({"weight": 3}, 'weight must be a function of a batch, or "cross_entropy", got 3'),
         (
             {"find_unused_parameters": True},

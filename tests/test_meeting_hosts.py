@@ -87,7 +87,7 @@ def test_a_host_whose_own_name_is_127_0_1_1_is_reached_by_the_others(bed: HostBe
         "met at 10.83.0.1 sum 6.0 ports 1\n",
         "met at h1 sum 6.0 ports 3\n",
     ]
-    assert "h1 means this machine alone here; the processes meet at 10.83.0.1" in said[0][1]
+    assert "h1 resolves to this machine only; the processes meet at 10.83.0.1" in said[0][1]
 
     by_hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "h1", "MASTER_PORT": "29533"}
     said = ends([start(host, RANK=str(rank), **by_hand) for rank, host in enumerate((first, second))])
@@ -144,8 +144,8 @@ def test_behind_an_address_that_is_none_of_its_own_rank_0_listens_where_the_vari
     refused = start(first, RANK="0", **place)
     _, error = refused.communicate(timeout=LIMIT)
     assert refused.returncode == 1
-    assert f"{service.address} is no address of this machine".encode() in error
-    assert b"let rank 0 listen elsewhere: DDP_CALLBACKS_BIND=0.0.0.0 for all interfaces" in error
+    assert f"{service.address} is not an address of this machine".encode() in error
+    assert b"let rank 0 listen on another address: DDP_CALLBACKS_BIND=0.0.0.0 for all interfaces" in error
 
     forwarder = service.start(sys.executable, "-c", FORWARDER, service.address, first.address, stdout=subprocess.PIPE)
     try:

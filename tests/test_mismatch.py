@@ -217,7 +217,7 @@ def wait_in_vain_for_one_that_computes() -> None:
 def test_a_rank_that_is_late_is_named_alive_with_its_line(nursery: Nursery, tmp_path: Path) -> None:
     ranks = nursery.run(wait_in_vain_for_one_that_computes, 2, tmp_path)
     kind, text = ranks[0].notes["error"]
-    assert kind == "PeerError" and "waited for the second message in vain, though every rank lives" in text, text
+    assert kind == "PeerError" and "waited for the second message in vain, though every rank is alive" in text, text
     assert f"pid {ranks[1].pid}) is not in any collective of ddp_callbacks: it last was in the first message" in text
     assert re.search(r"is at .*test_mismatch\.py:\d+\.", text), text
 

@@ -112,7 +112,7 @@ def divide_a_stateful_loader() -> str:
 def test_a_loader_whose_state_would_be_wrong_is_refused_by_name() -> None:
     for said in run_distributed(divide_a_stateful_loader, 2):
         assert "a StatefulDataLoader of torchdata cannot be divided among 2 processes" in said
-        assert "Give a torch.utils.data.DataLoader" in said
+        assert "Use a torch.utils.data.DataLoader" in said
     alone = StatefulDataLoader(TensorDataset(torch.ones(4, 1)), 2)
     assert shard_loader(alone) is alone
 

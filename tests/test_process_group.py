@@ -217,7 +217,7 @@ def test_a_rank_that_never_comes_is_named(nursery: Nursery, tmp_path: Path) -> N
     for number, rank in enumerate(ranks):
         kind, text = rank.notes["error"]
         assert kind == "RendezvousError"
-        assert "rank 2 of a world of 3 did not come" in text, text
+        assert "rank 2 of 3 did not join" in text, text
         assert f"rank {number} on host {HOSTNAME} waited" in text, text
         assert "Start every rank" in text
         assert rank.code == 1
@@ -230,10 +230,10 @@ def test_rank_0_says_for_whom_it_waits(
     caplog.set_level("INFO")
     monkeypatch.setattr(rendezvous, "_PATIENCE", 0.3)
     port = free_port()
-    with pytest.raises(RendezvousError, match="ranks 1-3 of a world of 4 did not come"):
+    with pytest.raises(RendezvousError, match="ranks 1-3 of 4 did not join"):
         join_process_group(0, 4, HOST, port, timeout=timedelta(seconds=1))
     said = capsys.readouterr().err + "".join(record.getMessage() for record in caplog.records)
-    assert f"rank 0 waits at {HOST}:{port} for ranks 1-3 of a world of 4" in said
+    assert f"rank 0 is waiting at {HOST}:{port} for ranks 1-3 of 4" in said
     assert rendezvous._ranks({7, 1, 4, 5, 6}) == "ranks 1, 4-7" and rendezvous._ranks({2}) == "rank 2"
 
 
@@ -241,7 +241,7 @@ def test_the_rank_that_waits_alone_names_all_who_are_missing() -> None:
     port = free_port()
     with pytest.raises(RendezvousError) as caught:
         join_process_group(0, 3, HOST, port, timeout=timedelta(seconds=1))
-    assert f"ranks 1-2 of a world of 3 did not come to {HOST}:{port} within 1 s" in str(caught.value)
+    assert f"ranks 1-2 of 3 did not join at {HOST}:{port} within 1 s" in str(caught.value)
     assert not dist.is_initialized()
     del caught  # its traceback holds the store
     gc.collect()
@@ -276,7 +276,7 @@ def test_an_address_that_is_not_rank_0s_own_is_named_at_once() -> None:
         join_process_group(0, 2, "192.0.2.1", timeout=timedelta(seconds=30))
     assert slowness.took < 15 * slowness.factor
     assert "192.0.2.1:29500" in str(caught.value)
-    assert "192.0.2.1 is no address of this machine" in str(caught.value)
+    assert "192.0.2.1 is not an address of this machine" in str(caught.value)
     assert "DDP_CALLBACKS_BIND=0.0.0.0 for all interfaces" in str(caught.value)
 
 
@@ -290,7 +290,7 @@ def test_a_name_that_never_resolves_is_named_within_the_timeout(
         join_process_group(rank, 2, "no-such-host.invalid", timeout=timedelta(seconds=2))
     assert slowness.took < 15 * slowness.factor
     (said,) = caplog.messages
-    assert said.startswith("the name no-such-host.invalid does not resolve yet (") and "trying for 2 s" in said
+    assert said.startswith("the name no-such-host.invalid does not resolve yet (") and "retrying for 2 s" in said
 
 
 def names_of_this_machine(meaning: str) -> Callable[..., Any]:
@@ -310,9 +310,9 @@ ON_SEVERAL_HOSTS = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        ("127.0.0.1", "is every machine's own"),
-        ("localhost", "is every machine's own"),
-        ("node1", "means this machine alone here"),
+        ("127.0.0.1", "is a different machine on each of them"),
+        ("localhost", "is a different machine on each of them"),
+        ("node1", "resolves to this machine only"),
     ],
 )
 def test_an_address_that_other_hosts_cannot_reach_is_refused_at_once(

@@ -282,7 +282,7 @@ def hook_of_one_argument(bucket: Any) -> Any:
 
 BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"batch_size": "globl"}, ['"global"', '"per_process"', "got 'globl'"]),
-    ({"batch_size": 64}, ["batch_size must be one of", "got 64"]),
+    ({"batch_size": 64}, ['batch_size must be "global"', "got 64"]),
     ({"reduction": "average"}, ['reduction must be "mean", "sum" or None', "'average'"]),
     ({"reduction": "none"}, ['reduction must be "mean", "sum" or None', "'none'"]),
     ({"weight": 0.5}, ["weight must be a function of the Trial's state", "0.5"]),

@@ -216,7 +216,7 @@ def interrupt_between_sum_and_delivery() -> list[str]:
 
 def test_a_sum_that_is_interrupted_half_done_is_an_error_not_a_wrong_sum() -> None:
     said, _ = run_distributed(interrupt_between_sum_and_delivery, 2)
-    assert "interrupted (Ctrl-C) when it was half done" in said[0] and "Start the processes again" in said[0]
+    assert "interrupted halfway (Ctrl-C)" in said[0] and "Restart all processes" in said[0]
 
 
 def fail_to_open() -> tuple[int, str]:
@@ -247,8 +247,8 @@ def sum_what_differs() -> str:
 
 def test_ranks_that_sum_different_sizes_are_named_with_both() -> None:
     first, second = run_distributed(sum_what_differs, 2)
-    assert "rank 1 sums 16 bytes of gradients where rank 0 sums 12" in first
-    assert "rank 0 sums 12 bytes of gradients where rank 1 sums 16" in second
+    assert "rank 1 sums 16 bytes of gradients, but rank 0 sums 12" in first
+    assert "rank 0 sums 12 bytes of gradients, but rank 1 sums 16" in second
 
 
 def too_many_under_way() -> str:
@@ -262,7 +262,7 @@ def too_many_under_way() -> str:
 
 def test_more_sums_under_way_than_there_is_room_for_is_an_error() -> None:
     for message in run_distributed(too_many_under_way, 2):
-        assert message.startswith("more than 8192 sums are under way")
+        assert message.startswith("more than 8192 sums are in flight")
 
 
 def no_room(spare: int) -> tuple[str, int]:

@@ -174,7 +174,7 @@ def test_ddprun_under_srun_says_how_to_start_it(slurm: Slurm, tmp_path: Path) ->
     script = write(tmp_path, "print('started')")
     done = slurm.run("srun", "-N2", sys.executable, "-m", "ddp_callbacks.launcher", script, cwd=tmp_path)
     assert done.returncode == 2
-    assert "ddprun was started as rank 0 of 2. Start it once, not under srun" in done.stderr
+    assert "ddprun was started as rank 0 of 2. Start it once, without srun" in done.stderr
     assert done.stdout == ""
 
 

@@ -179,7 +179,7 @@ def test_a_last_batch_too_short_for_batchnorm_on_all_processes_is_trained_by_few
     for parameters, _ in others:
         assert_equal(parameters, first, 0.0)
     about = [text for text in texts if "BatchNorm" in text]
-    assert len(about) == 1 and about[0].startswith("a batch of 4 samples has less than two for each of 3 processes")
+    assert len(about) == 1 and about[0].startswith("a batch of 4 samples has fewer than two for each of 3 processes")
     assert "sync_batchnorm=True" in about[0]
 
 

@@ -73,6 +73,6 @@ def test_another_criterion_is_refused() -> None:
 def test_a_step_that_draws_its_batches_cannot_be_weighed() -> None:
     batches = Batches(len, exchange=None)  # type: ignore[arg-type]
     with pytest.raises(
-        ConfigurationError, match=r"weight= is a function of a batch, and training_step.dataloader_iter."
+        ConfigurationError, match=r"weight= needs the batch of each step, but training_step.dataloader_iter."
     ):
         batches.let_draw([])

@@ -63,7 +63,9 @@ def pack(value: Any, tensors: list[torch.Tensor]) -> Json:
         return {kind: [pack(item, tensors) for item in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return {"plain": value}
-    raise TypeError(f"only tensors and plain data travel between processes, got a {type(value).__name__}: {value!r}")
+    raise TypeError(
+        f"only tensors and plain data can be sent between processes, got a {type(value).__name__}: {value!r}"
+    )
 
 
 def unpack(value: Json, tensors: Sequence[torch.Tensor]) -> Any:

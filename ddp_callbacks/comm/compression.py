@@ -64,7 +64,7 @@ def check_compress(compress: Compress, comm_hook: CommHook | None) -> None:
         raise ConfigurationError(f'compress must be "bf16", "fp16", PowerSGD(...) or None, got {compress!r}.')
     if compress is not None and comm_hook is not None:
         raise ConfigurationError(
-            f"compress={compress!r} and comm_hook both say how gradients are sent. Leave one of them out."
+            f"compress={compress!r} and comm_hook both define how gradients are sent. Use one of them."
         )
 
 
@@ -93,7 +93,7 @@ def _require_what_powersgd_needs(on_cpu: bool) -> None:
     if on_cpu and torch.cuda.is_available():
         raise ConfigurationError(
             "compress=PowerSGD(...) for gradients on the CPU needs a process that sees no GPU: torch's hook would "
-            'synchronize with one, and fail. Hide the GPUs (CUDA_VISIBLE_DEVICES=), or take compress="bf16".'
+            'synchronize with one, and fail. Hide the GPUs (CUDA_VISIBLE_DEVICES=), or use compress="bf16".'
         )
 
 

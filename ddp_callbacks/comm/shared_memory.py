@@ -146,8 +146,8 @@ class SharedMemoryAllReduce:
     def _require_whole(self) -> None:
         if self._under_way:
             raise RuntimeError(
-                "a sum of gradients was interrupted (Ctrl-C) when it was half done, and the other processes have parts "
-                "of it already. Start the processes again."
+                "a sum of gradients was interrupted halfway (Ctrl-C), and the other processes already have parts of "
+                "it. Restart all processes."
             )
 
     # --- the steps of a sum -------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class SharedMemoryAllReduce:
     def post(self, tensor: torch.Tensor, leaders: int | None = None, doing: str = "") -> SharedMemoryWork:
         """Tell the others that they can read ``tensor``. Does not block."""
         if self._posted.posted - self._finished >= _SLOTS:
-            raise ConfigurationError(f"more than {_SLOTS} sums are under way: raise bucket_cap_mb.")
+            raise ConfigurationError(f"more than {_SLOTS} sums are in flight: raise bucket_cap_mb.")
         result = as_real(tensor)
         home, segment = self._home_of(result)
         number = self._posted.posted + 1
@@ -247,7 +247,7 @@ class SharedMemoryAllReduce:
         if nbytes != own:
             there, here = self.local_ranks.ranks[index], self.local_ranks.ranks[self._local_rank]
             raise MismatchError(
-                f"rank {there} sums {nbytes} bytes of gradients where rank {here} sums {own}: every rank must make "
+                f"rank {there} sums {nbytes} bytes of gradients, but rank {here} sums {own}: every rank must make "
                 "the same calls in the same order, with the same model and bucket_cap_mb."
             )
 

@@ -60,7 +60,7 @@ class _WholeIterator(ShardedIterator):
     def first_batch(self) -> WholeBatch:
         if self._first is None:
             raise ConfigurationError(
-                f"the first batch of {self._name} cannot be had as a whole: it is not kept any more, or "
+                f"the whole first batch of {self._name} is not available: it is no longer kept, or "
                 'batch_size="per_process" makes a step of several batches.'
             )
         size = self._size(self._first.whole)
@@ -125,7 +125,7 @@ class SlicingIterator(_WholeIterator):
             why = "is taken for one sample (batch_size=None)"
         warnings.warn(
             f"A batch of {self._name} ({type(batch).__name__}: {shapes or 'no tensors'}) {why}, so each "
-            "is computed by one process in turn: right, but no faster than one process. "
+            "is computed by one process in turn: correct, but no faster than one process. "
             f"{remedy}; or a data set with samples by index, of which each process loads its own; or "
             'batch_size="per_process".',
             stacklevel=3,

@@ -180,7 +180,9 @@ class PartIterator(ShardedIterator):
     def first_batch(self) -> WholeBatch:
         division, group = self._draw.first, self._sampler.group
         if division is None:
-            raise ConfigurationError("the first batch must be drawn before it can be had as a whole, got none so far.")
+            raise ConfigurationError(
+                "the whole first batch is available only after it has been drawn; none has been drawn."
+            )
         with SharedRandomState(group=group).drawing():
             samples = _load(self._loader.dataset, division.whole)
         collate, size = self._loader.collate_fn, len(division.whole)
@@ -211,7 +213,7 @@ def divide_before_loading(
     if loader.num_workers and not loader.in_order:
         raise ConfigurationError(
             "DataLoader(in_order=False) must be in_order=True here: every process loads all batches and takes its part "
-            "of each, and without order they come in another order on each."
+            "of each, so all must load them in the same order."
         )
     return None
 

@@ -162,7 +162,7 @@ def shard_loader(
     if any(kind.__name__ == "StatefulDataLoader" for kind in type(loader).__mro__):
         raise ConfigurationError(
             f"a StatefulDataLoader of torchdata cannot be divided among {get_world_size(group)} processes: its state "
-            "would say how far one of them has come. Give a torch.utils.data.DataLoader with the same arguments."
+            "would hold the progress of one of them only. Use a torch.utils.data.DataLoader with the same arguments."
         )
     if is_distributed(loader):
         if batch_size == "global" and get_rank(group) == 0:

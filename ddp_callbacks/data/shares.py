@@ -34,7 +34,7 @@ def check_batch_size(batch_size: str) -> None:
     """Raise :class:`ConfigurationError` unless it is one of :data:`BATCH_SIZES`."""
     if batch_size not in BATCH_SIZES:
         raise ConfigurationError(
-            f'batch_size must be one of "global" (the loader\'s batch is divided among the processes) and '
+            f'batch_size must be "global" (the loader\'s batch is divided among the processes) or '
             f'"per_process" (each process takes whole batches), got {batch_size!r}.'
         )
 

@@ -34,7 +34,7 @@ def check_weight(weight: Any, reduction: str) -> None:
         raise ConfigurationError(f'reduction must be "mean" or "sum", got {reduction!r}.')
     if weight is not None and reduction == "sum":
         raise ConfigurationError(
-            'weight= says what a loss is the mean over, and a sum (reduction="sum") is no mean. Give one of the two.'
+            'weight= defines what a loss is the mean over, but reduction="sum" makes it a sum. Use one of the two.'
         )
     if weight is not None and weight != CROSS_ENTROPY and not callable(weight):
         raise ConfigurationError(f'weight must be a function of a batch, or "{CROSS_ENTROPY}", got {weight!r}.')
@@ -141,8 +141,8 @@ class Batches:
         """The step draws from ``loaders`` itself (``training_step(dataloader_iter)``); :meth:`settle` notes what."""
         if self._weight_of is not None:
             raise ConfigurationError(
-                "weight= is a function of a batch, and training_step(dataloader_iter) draws batches that nobody else "
-                "sees. Leave weight= out, or write training_step(batch, batch_idx)."
+                "weight= needs the batch of each step, but training_step(dataloader_iter) draws batches that only it "
+                "sees. Leave out weight=, or write training_step(batch, batch_idx)."
             )
         self._drawn_by_step = [loader for loader in loaders if isinstance(loader, ShardedLoader)]
         self._set(Share(1, None), 1.0, None)

@@ -200,7 +200,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         if accelerator not in _ACCELERATORS:
             raise ConfigurationError(
                 f'strategy="ddp_callbacks" runs on CPUs and CUDA GPUs, not with {accelerator}: its processes exchange '
-                'gradients by gloo or NCCL. Use accelerator="cpu" or "cuda".'
+                'gradients through gloo or NCCL. Use accelerator="cpu" or "cuda".'
             )
         self.set_world_ranks()
         join(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
@@ -452,8 +452,8 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         shapes = [shape for shape, _ in all_gather_tensors(list(tensor.shape), [], "the shapes of a tensor", group)]
         if any(shape != shapes[0] for shape in shapes):
             raise MismatchError(
-                f"all_gather needs tensors of one shape, got {shapes} by rank: a batch that cannot be divided evenly, "
-                "perhaps. Sum or pad before, or log a torchmetrics metric."
+                f"all_gather needs tensors of the same shape, got {shapes} by rank. Perhaps a batch cannot be divided "
+                "evenly. Sum or pad the tensors first, or log a torchmetrics metric."
             )
         if sync_grads or group is not None:
             return cast(torch.Tensor, super().all_gather(tensor, group, sync_grads))

@@ -35,13 +35,13 @@ def verify_first_batch(trainer: Any, loaders: Sequence[Any], batches: Batches, a
     module = trainer.lightning_module
     if not module.automatic_optimization:
         raise ConfigurationError(
-            'verify="first_batch" needs automatic optimization, to have the loss without a step of the optimizer; '
-            f"{type(module).__name__} optimizes by hand. Verify its loss in a Trainer of its own, or leave verify out."
+            'verify="first_batch" needs automatic optimization, to get the loss without an optimizer step; '
+            f"{type(module).__name__} optimizes manually. Verify its loss in another Trainer, or leave out verify."
         )
     if len(loaders) != 1 or not isinstance(loaders[0], ShardedLoader) or loaders[0].iterator is None:
         raise ConfigurationError(
-            'verify="first_batch" needs one loader, divided among the processes, to have the whole batch of it; got '
-            f"{[type(loader).__name__ for loader in loaders]}. Leave out the DistributedSampler, or leave verify out."
+            'verify="first_batch" needs one loader, divided among the processes, to get its whole batch; got '
+            f"{[type(loader).__name__ for loader in loaders]}. Leave out the DistributedSampler, or leave out verify."
         )
     first = loaders[0].iterator.first_batch()
     whole, part = _transfer(trainer, first.whole), _transfer(trainer, first.part)

@@ -49,9 +49,9 @@ def diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> PeerE
         return reported
     except RuntimeError:
         return heard(doing) or PeerError(
-            f"the rendezvous store at {_store_address()} cannot be reached any more, so the process that hosts it "
-            f"has died or ended: rank 0, or torchrun's agent on rank 0's node. {describe(dist.get_rank())} was "
-            f"waiting for {doing}. Look at that process's own output and at its host's kernel log (out of memory, "
+            f"the rendezvous store at {_store_address()} can no longer be reached, so the process that hosts it "
+            f"has died or exited: rank 0, or torchrun's agent on rank 0's node. {describe(dist.get_rank())} was "
+            f"waiting for {doing}. Check the output of that process and the kernel log of its host (out of memory, "
             f"power, network). First error: {error}"
         )
 
@@ -124,7 +124,7 @@ def _late(
         if is_late(rank, place)
     ]
     return PeerError(
-        f"{describe(dist.get_rank())} waited for {doing} in vain, though every rank lives: one did not come within "
+        f"{describe(dist.get_rank())} waited for {doing} in vain, though every rank is alive: one did not come within "
         f"the timeout, or a connection broke.{''.join(late)} First error: {error}"
     )
 

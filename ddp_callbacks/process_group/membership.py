@@ -113,7 +113,7 @@ def _place(
     if init_method is None or init_method == "env://":
         return worker_env(rank, world_size, host, port)
     if host is not None or port is not None:
-        raise ConfigurationError(f"init_method={init_method!r} and host or port both say where to meet. Give one.")
+        raise ConfigurationError(f"init_method={init_method!r} and host or port both say where to meet. Pass one.")
     return worker_env_of(init_method, rank, world_size, os.environ)
 
 
@@ -155,8 +155,8 @@ def _select_gpu(local_rank: int, device: torch.device | None) -> None:
 def _choose_backend(backend: str | None, device: torch.device | None) -> str:
     if backend == "mpi" and not dist.is_mpi_available():
         raise ConfigurationError(
-            'backend="mpi" needs a torch that was built with MPI, which an installed wheel never is. Take '
-            f'backend="mpi4py" ({how_to_install("mpi4py")}), or leave backend out: gloo and NCCL work under '
+            'backend="mpi" needs a torch that was built with MPI, which the wheels are not. Use '
+            f'backend="mpi4py" ({how_to_install("mpi4py")}), or leave out backend: gloo and NCCL work under '
             "mpirun, too."
         )
     if backend == MPI4PY:

@@ -32,7 +32,7 @@ LINGER = 3.0  # seconds, more than two looks of who waits, for which the store o
 _SETTLED = 2.0  # seconds after which nothing of a rank that has left is still under way
 _FOLLOWED = 5.0  # seconds after which a rank that left because of another would have been told of that one
 _REMEDY = (
-    "Every rank must make the same calls in the same order, also in hooks and callbacks, wherever the others have to "
+    "Every rank must make the same calls in the same order, also in hooks and callbacks, wherever the others must "
     "take part."
 )
 
@@ -102,7 +102,7 @@ def heard(doing: str) -> PeerError | None:
 def _peer_error(report: dict[str, Any]) -> PeerError:
     return PeerError(
         f"{describe(report['rank'])} failed with {report['type']}: {report['message']}\n"
-        f"This is {describe(dist.get_rank())}, which stops because the run cannot go on without it. "
+        f"This is {describe(dist.get_rank())}, which stops because the run cannot continue without it. "
         f"The other rank's traceback:\n{report['traceback']}"
     )
 
@@ -126,8 +126,8 @@ def publish_gone(gone: str) -> str:
 def gone_error(gone: str, doing: str, first_error: str = "") -> PeerError:
     """``gone`` are their names."""
     return PeerError(
-        f"{gone} died or went silent while {describe(dist.get_rank())} was waiting for {doing}. Look at that "
-        f"process's own output and at its host's kernel log (out of memory, power, network).{first_error}"
+        f"{gone} died or went silent while {describe(dist.get_rank())} was waiting for {doing}. Check the "
+        f"output of that process and the kernel log of its host (out of memory, power, network).{first_error}"
     )
 
 

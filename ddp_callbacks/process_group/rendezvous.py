@@ -62,17 +62,17 @@ def at_reachable_address(env: WorkerEnv, timeout: timedelta, environ: Mapping[st
         return env
     if is_loopback(env.host):
         if env.several_hosts:
-            raise ConfigurationError(_unreachable(env, "is every machine's own"))
+            raise ConfigurationError(_unreachable(env, "is a different machine on each of them"))
         return env
     if not all(map(is_loopback, addresses_of(env.host, timeout.total_seconds()))):
         return env
     found = address_for_others(_other_hosts(env.host, environ))
     if found is None and env.several_hosts:
-        raise ConfigurationError(_unreachable(env, "means this machine alone here (/etc/hosts, 127.0.1.1 perhaps)"))
+        raise ConfigurationError(_unreachable(env, "resolves to this machine only (127.0.1.1 in /etc/hosts, perhaps)"))
     if found is None:
         return env  # a machine without a network
     if env.rank == 0:
-        say(f"{env.host} means this machine alone here; the processes meet at {found}", logging.WARNING)
+        say(f"{env.host} resolves to this machine only; the processes meet at {found}", logging.WARNING)
     return replace(env, host=found)
 
 
@@ -86,7 +86,7 @@ def _other_hosts(own: str, environ: Mapping[str, str]) -> list[str]:
 def _unreachable(env: WorkerEnv, why: str) -> str:
     return (
         f"the {env.world_size} processes are on several hosts, but the address of rank 0, {env.host}, {why}. Set "
-        "MASTER_ADDR to an address of rank 0's host that the others reach (ip -br address lists them)."
+        "MASTER_ADDR to an address of rank 0's host that the others can reach (ip -br address lists them)."
     )
 
 
@@ -147,8 +147,8 @@ def _bind(listener: socket.socket, address: tuple[Any, ...]) -> None:
             raise
         raise OSError(
             error.errno,
-            f"{address[0]} is no address of this machine. Where it is that of a Service of Kubernetes or of a router, "
-            f"which leads here, let rank 0 listen elsewhere: {BIND}=0.0.0.0 for all interfaces",
+            f"{address[0]} is not an address of this machine. If it belongs to a Kubernetes Service or a router that "
+            f"leads here, let rank 0 listen on another address: {BIND}=0.0.0.0 for all interfaces",
         ) from error
 
 
@@ -170,7 +170,7 @@ def _await_all(store: dist.Store, env: WorkerEnv, timeout: timedelta, end: float
                 part = _Part(opened, store, env.world_size)
                 part.store.set(f"present/{env.rank}", ticket)
             if env.rank == 0 and time.monotonic() > say_at:
-                say(f"rank 0 waits at {_where(env)} for {_ranks(missing)} of a world of {env.world_size}")
+                say(f"rank 0 is waiting at {_where(env)} for {_ranks(missing)} of {env.world_size}")
                 say_at = end
             if part is not None:
                 missing = part.admit() if env.rank == 0 else part.missing()
@@ -227,6 +227,6 @@ def _ranks(ranks: set[int]) -> str:
 
 def _never_came(missing: set[int], env: WorkerEnv, when: str) -> RendezvousError:
     return RendezvousError(
-        f"{_ranks(missing)} of a world of {env.world_size} did not come to {_where(env)} {when}; rank {env.rank} on "
-        f"host {socket.gethostname()} waited. Start every rank, each with its own number, or lower world_size."
+        f"{_ranks(missing)} of {env.world_size} did not join at {_where(env)} {when}; rank {env.rank} on "
+        f"host {socket.gethostname()} waited. Start every rank, each with a different number, or lower world_size."
     )

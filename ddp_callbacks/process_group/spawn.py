@@ -71,7 +71,7 @@ def _start_method() -> str:
     method = "spawn" if script and os.path.exists(script) else "fork"
     if method == "fork" and torch.cuda.is_initialized():
         raise ConfigurationError(
-            "CUDA has been used in this notebook, and forked processes cannot use it then. Restart the kernel, and "
+            "CUDA is already in use in this notebook, so forked processes cannot use it. Restart the kernel, and "
             "call spawn before anything uses CUDA."
         )
     return method

@@ -51,8 +51,8 @@ class VerifyGradient(DistributedCallback):
         iterator = state[torchbearer.ITERATOR]
         if not isinstance(iterator, ShardedIterator):
             raise ConfigurationError(
-                'verify="first_batch" needs a loader that is divided among the processes, to have the whole batch of '
-                f"it; got {type(iterator).__name__}. Give the Trial a DataLoader without a DistributedSampler."
+                'verify="first_batch" needs a loader that is divided among the processes, to get its whole '
+                f"batch; got {type(iterator).__name__}. Give the Trial a DataLoader without a DistributedSampler."
             )
         first = iterator.first_batch()
         scratch = torchbearer.State()

@@ -76,7 +76,7 @@ def _exchange(rank: int, size: int, timeout: timedelta) -> tuple[str, str]:
     host, port, refusal = json.loads(answer)
     if refusal:
         raise ConfigurationError(
-            f"the processes are on several hosts, and rank 0 does not know at which address they reach it: {refusal}. "
+            f"the processes are on several hosts, and rank 0 knows no address at which they can reach it: {refusal}. "
             "Set MASTER_ADDR to that address: mpirun -x MASTER_ADDR=ADDRESS (Open MPI), mpiexec -genv MASTER_ADDR "
             "ADDRESS (MPICH, Intel MPI)."
         )

@@ -17,8 +17,8 @@ try:
     from mpi4py import MPI as MPI
 except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
     raise ConfigurationError(
-        f'backend="mpi4py" needs mpi4py and an MPI library: {how_to_install("mpi4py", "mpich")}. On a cluster that has '
-        f"an MPI of its own leave mpich out. Cause: {error}"
+        f'backend="mpi4py" needs mpi4py and an MPI library: {how_to_install("mpi4py", "mpich")}. On a cluster with '
+        f"its own MPI, leave out mpich. Cause: {error}"
     ) from error
 
 # A variable that only this launcher sets, its name, and what mpi4py calls its library.

@@ -81,7 +81,7 @@ def calibrate(training: Training, seconds: float, report: Callable[[float, str],
     sizes = set(map(len, topology.nodes))
     if len(sizes) > 1:
         counts = ", ".join(str(len(ranks)) for ranks in topology.nodes)
-        raise ConfigurationError(f"the hosts have {counts} ranks; the model of the cost wants equally many on each.")
+        raise ConfigurationError(f"the cost model needs the same number of ranks on every host, got {counts}.")
     layout = Layout(len(topology.nodes), sizes.pop())
     memory, groups, _ = topology.open()
     recorder = _Recorder()
