@@ -103,5 +103,5 @@ class Topology:
         if len(self.nodes) == 1:
             return "shared memory"
         sizes = [str(len(ranks)) for ranks in self.nodes]
-        ranks = f"x {sizes[0]}" if len(set(sizes)) == 1 else f"with {', '.join(sizes)}"
+        ranks = f"x {sizes[0]}" if len(set(sizes)) == 1 else f"with {' + '.join(sizes)}"
         return f"shared memory within each host and gloo between hosts ({len(sizes)} hosts {ranks} ranks)"
