@@ -1,7 +1,7 @@
 """Train a Lightning ``Trainer`` or a Torchbearer ``Trial`` on many processes by adding one line.
 
-The strategy for a Trainer is in :mod:`ddp_callbacks.lightning`, the callbacks for a Trial are in
-:mod:`ddp_callbacks.torchbearer`. What a loop in plain PyTorch calls is here, and needs torch alone;
+:mod:`ddp_callbacks.lightning` has the strategy for a Trainer, :mod:`ddp_callbacks.torchbearer` the callbacks for a
+Trial. This module has the functions for a training loop in plain PyTorch and needs only torch;
 :mod:`ddp_callbacks.comm` sends small messages between the ranks.
 """
 
@@ -115,7 +115,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-# Deprecated: the modules and names of version 0.1.
+# Deprecated: modules and names of version 0.1.
 _MOVED = {
     "agreement": "comm.agreement",
     "broadcast": "replicas",
@@ -133,7 +133,7 @@ _RENAMED = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch when it is first needed: ``ddprun`` has to see to its signals before that (PEP 562)."""
+    """Import torch only on first use (PEP 562): ``ddprun`` has to install its signal handlers before that."""
     if name in _MOVED:
         return sys.modules[f"{__name__}.{name}"]
     current = _RENAMED.get(name, name)
@@ -145,7 +145,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _MovedModule(ModuleType):
-    """The old name of a module: what you import from it comes from the new one, with a DeprecationWarning."""
+    """The old name of a module: it imports names from the new one, with a DeprecationWarning."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""Who am I: the variables of a launcher, or explicit arguments, as one frozen :class:`WorkerEnv`."""
+"""Rank, world size and address of this process, from the launcher's variables or explicit arguments."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ddp_callbacks.schedulers import DEFAULT_PORT, number, read_launcher
 
 @dataclass(frozen=True)
 class WorkerEnv:
-    """This process's place in the world.
+    """This process's place in the process group.
 
     Attributes:
-        rank: Number of this process in the world, ``0 <= rank < world_size``.
+        rank: Rank of this process, ``0 <= rank < world_size``.
         world_size: Number of processes.
-        local_rank: Number of this process on its node; selects the GPU.
-        host: Address on which rank 0's node answers, ``None`` in a world of one.
-        port: Port of the rendezvous store on ``host``, ``None`` in a world of one.
-        file: The file in which the processes meet, in place of an address.
-        several_hosts: Whether the launcher has started processes on several hosts; ``None`` if nothing says so.
+        local_rank: Rank of this process on its node; selects the GPU.
+        host: Address of rank 0's node; ``None`` for a single process.
+        port: Port of the rendezvous store on ``host``; ``None`` for a single process.
+        file: File through which the processes meet, instead of an address.
+        several_hosts: Whether the launcher has started processes on several hosts; ``None`` if unknown.
     """
 
     rank: int = 0
@@ -53,19 +53,19 @@ class WorkerEnv:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> WorkerEnv:
-        """The place that a launcher's variables give this process; a world of one where there are none.
+        """Read this process's place from the launcher's variables; a single process if there are none.
 
-        Read in this order: torchrun's, Open MPI's, MPICH's and Intel MPI's, Slurm's (of ``srun``; the batch script
-        itself is a world of one), Flux's, those of PALS, MVAPICH2 and jsrun. ``MASTER_ADDR`` and ``MASTER_PORT`` say
-        where to meet. They need not be set, but for torchrun's, where all processes are on one host, nor in a Slurm,
-        PBS or LSF job, whose first host has rank 0. Local; nobody is asked.
+        The order is: torchrun, Open MPI, MPICH and Intel MPI, Slurm (``srun``; the batch script itself is a single
+        process), Flux, PALS, MVAPICH2, jsrun. ``MASTER_ADDR`` and ``MASTER_PORT`` are the address to meet at. Except
+        with torchrun's variables, they are optional if all processes run on one host, and in a Slurm, PBS or LSF job,
+        where rank 0 runs on the first host. Local: it doesn't communicate.
 
         Args:
-            environ: The variables; those of this process if not given.
+            environ: The variables; default: those of this process.
 
         Raises:
-            ConfigurationError: Only one of ``RANK`` and ``WORLD_SIZE`` is set, a value is not a number, the address
-                is missing, or a launcher has started this process whose variables do not say of how many it is one.
+            ConfigurationError: Only one of ``RANK`` and ``WORLD_SIZE`` is set, a value is not a number, the address is
+                missing, or the launcher's variables lack the number of processes.
         """
         present = [name for name in ("RANK", "WORLD_SIZE") if environ.get(name)]
         if not present:
@@ -95,10 +95,10 @@ def worker_env(
     port: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> WorkerEnv:
-    """Explicit arguments where given, else the environment.
+    """The explicit arguments if given, otherwise :meth:`WorkerEnv.from_environ`.
 
     Raises:
-        ConfigurationError: ``rank`` and ``world_size`` are not given together, or the values cannot be.
+        ConfigurationError: Only one of ``rank`` and ``world_size`` is given, or a value is out of range.
     """
     if rank is None and world_size is None:
         if host is not None or port is not None:
@@ -128,10 +128,10 @@ def worker_env(
 
 
 def worker_env_of(init_method: str, rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> WorkerEnv:
-    """The place of a process that meets the others by ``tcp://HOST:PORT`` or ``file://PATH``; an IPv6 host in brackets.
+    """The place of a process that meets the others at ``tcp://HOST:PORT`` (IPv6 in brackets) or ``file://PATH``.
 
     Raises:
-        ConfigurationError: It is neither of these, or nothing says which process this is.
+        ConfigurationError: The URL has neither form, or rank and world size are unknown.
     """
     kind, _, rest = init_method.partition("://")
     if rank is None and world_size is None:
@@ -160,7 +160,7 @@ def worker_env_of(init_method: str, rank: int | None, world_size: int | None, en
 
 
 def host_identity() -> str:
-    """Equal for two processes that can name each other by their process ids; empty where nothing tells."""
+    """Identify this host and PID namespace: equal for processes that see each other's ids; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -169,7 +169,7 @@ def host_identity() -> str:
 
 
 def _several_hosts(world_size: int, environ: Mapping[str, str]) -> bool | None:
-    """As torchrun's variable says, which others set, too; several nodes of torchrun's can be one machine."""
+    """Read LOCAL_WORLD_SIZE. If it is below ``world_size``, unknown: torchrun's nodes can share one machine."""
     here = number(environ, "LOCAL_WORLD_SIZE")
     return None if here is None or here < world_size else False
 

@@ -1,9 +1,9 @@
-"""What the library tells the user: its exceptions, and notices.
+"""Exceptions, warnings and notices of the library.
 
 ::
 
     DDPCallbacksError
-    ├── ConfigurationError (ValueError)     what was asked for cannot be; says the rule, the value and the remedy
+    ├── ConfigurationError (ValueError)     a setting is invalid; the message has the rule, the value and the remedy
     │   └── RendezvousError                 the processes could not meet within the timeout
     ├── MismatchError (ValueError)          the ranks hold different models, settings, data or metrics
     └── PeerError (RuntimeError)            another rank failed, died or went silent
@@ -20,31 +20,31 @@ _log = logging.getLogger("ddp_callbacks")
 
 
 class DDPCallbacksError(Exception):
-    """Base of every exception that this library raises on purpose."""
+    """Base class of every exception that this library raises on purpose."""
 
 
 class ConfigurationError(DDPCallbacksError, ValueError):
-    """A setting, an argument or an environment variable that cannot work."""
+    """A setting, argument or environment variable is invalid."""
 
 
 class RendezvousError(ConfigurationError):
-    """The processes could not meet: nobody answers at the address, or some rank never came."""
+    """The processes could not meet: nothing answers at the address, or a rank never joined."""
 
 
 class MismatchError(DDPCallbacksError, ValueError):
-    """The ranks disagree about something that must be equal; raised on every rank with the same text."""
+    """The ranks disagree about something that must be equal. Every rank raises it with the same text."""
 
 
 class PeerError(DDPCallbacksError, RuntimeError):
-    """Another rank raised, died, left or went silent; the message names it and its host."""
+    """Another rank raised, died, left or went silent. The message names the rank and its host."""
 
 
 class NonFiniteLossWarning(RuntimeWarning):
-    """The loss of a rank is NaN or infinite; given once in a run, by the first such rank."""
+    """The loss of a rank is NaN or infinite. Only the first such rank warns, once per run."""
 
 
 def say(text: str, level: int = logging.INFO) -> None:
-    """On standard error, unless the program has set up logging: then it decides, by the level."""
+    """Print to standard error. If the program has set up logging, log at ``level`` instead."""
     if _log.hasHandlers():
         _log.log(level, text)
     else:

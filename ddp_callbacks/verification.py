@@ -1,8 +1,8 @@
-"""Compare the synchronized gradient of a batch with that of the whole batch: whether N ranks train as one process.
+"""Compare the synchronized gradient of a batch with the gradient of the whole batch: do N ranks train like one process?
 
-The ranks' gradients add up to that of the whole batch where the loss is a mean, a sum or a weighed mean over samples.
-A contrastive loss, a mean over the targets that are known, or a wrong weight trains as well, with other numbers. Here
-every rank computes the batch twice, its part of it and the whole, and the two are compared.
+The ranks' gradients add up to that of the whole batch if the loss is a mean, a sum or a weighted mean over samples.
+With a contrastive loss, a mean over the known targets, or a wrong weight, training runs too, but with other numbers.
+So every rank computes both its part of the batch and the whole batch, and we compare the two.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Loss = Callable[[Any], torch.Tensor]
 """The loss of a batch, as the script computes it: a scalar."""
 
 Weight = Callable[[], tuple[float, float | None]]
-"""What the loss of this rank's part counts, and what all ranks' count together, ``None`` where that is not known."""
+"""The weight of the loss of this rank's part, and the sum over all ranks, ``None`` if unknown."""
 
 _DOING = "the comparison of a batch's gradients"
 
 
 def check_verify(verify: str | None, sync: object) -> None:
-    """Raise :class:`ConfigurationError` unless it is ``None``, or ``"first_batch"`` with gradients that are exact."""
+    """Raise :class:`ConfigurationError` unless it is ``None``, or ``"first_batch"`` with exact gradients."""
     if verify not in (None, "first_batch"):
         raise ConfigurationError(
             'verify must be None or "first_batch" (the gradient of the first batch is compared with that of one '
@@ -57,24 +57,25 @@ def verify_gradient(
     weight: Weight,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Raise unless the ranks' gradients, weighed and added up, are the gradient of the whole batch. A collective.
+    """Raise unless the ranks' weighted gradients add up to the gradient of the whole batch. A collective.
 
-    Each rank computes ``part`` and ``whole`` once, without touching ``parameter.grad``; where they differ, ``whole``
-    once more, to see whether the model draws at random. Dropout layers are off meanwhile. Buffers and the global
-    random states are left as they were; what else ``loss_of`` changes is not. Nothing is done in a world of one.
+    Each rank computes ``part`` and ``whole`` once, without touching ``parameter.grad``. If the gradients differ, it
+    computes ``whole`` once more, to see whether the model draws random numbers. Dropout layers are off meanwhile.
+    Buffers and the global random states are restored; other side effects of ``loss_of`` remain. With a single process
+    it does nothing.
 
     Args:
         module: Its parameters that require a gradient are compared, on rank 0.
         loss_of: Called with ``part`` and with ``whole``; must not call ``backward``.
         whole: The whole batch, the same on every rank.
-        part: This rank's part of it; rank 0 has samples. Parts of equal size hide that a weight is wrong.
+        part: This rank's part of it; rank 0 must have samples. Parts of equal size would hide a wrong weight.
         weight: Called after the loss of ``part`` is computed.
         process_group: ``None`` is the default group.
 
     Raises:
-        MismatchError: On every rank alike, with the parameter that differs most and what can be done.
+        MismatchError: On every rank alike; names the parameter that differs most and a remedy.
         ConfigurationError: On every rank alike: the gradients are not finite on one process either, or the model draws
-            at random beyond dropout layers, so that two computations of one batch cannot be compared.
+            random numbers outside dropout layers, so that two computations of one batch differ.
         PeerError: Another rank failed or died.
     """
     if get_world_size(process_group) == 1:
@@ -110,14 +111,14 @@ def _on_rank_zero(value: Any, group: dist.ProcessGroup | None) -> Any:
 
 
 class _Difference:
-    """Between two sets of gradients, by parameter.
+    """The difference between two sets of gradients, by parameter.
 
     Args:
         adds_up: Whether the ranks' gradients are right without weights.
 
     Attributes:
-        expected: Those that are right.
-        is_too_large: For rounding, in the precision in which they were computed.
+        expected: The gradients of the whole batch.
+        is_too_large: Whether rounding, in the precision of the computation, cannot explain it.
     """
 
     def __init__(
@@ -163,7 +164,10 @@ class _Difference:
 def _weighed_gradients(
     loss_of: Loss, part: Any, weight: Weight, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None
 ) -> tuple[list[torch.Tensor], float]:
-    """Of this rank's part, as it counts in the whole, and how much that is; zeros for nothing, which may be NaN."""
+    """The gradients of this rank's part, times its fraction of the total weight, and that fraction.
+
+    Zeros if the part counts nothing, as its gradients may be NaN.
+    """
     loss = loss_of(part)
     own, total = weight()
     if total is None:
@@ -178,12 +182,12 @@ def _weighed_gradients(
 
 
 def _sum(gradients: list[torch.Tensor], factor: float, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Over the ranks, of copies."""
+    """Sum copies over the ranks."""
     return [all_reduce((own * factor).view(-1), _DOING, group).view_as(own) for own in gradients]
 
 
 def _gradients(loss: torch.Tensor, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
-    """Of a loss, dense; zeros for parameters that it does not reach."""
+    """The dense gradients of a loss; zeros for parameters that it does not depend on."""
     inputs = list(parameters.values())
     found = torch.autograd.grad(loss, inputs, allow_unused=True) if loss.requires_grad else [None] * len(inputs)
     return [
@@ -194,7 +198,7 @@ def _gradients(loss: torch.Tensor, parameters: dict[str, nn.Parameter]) -> list[
 
 @contextmanager
 def _undone(module: nn.Module) -> Iterator[None]:
-    """Afterwards buffers and global random states are as they were."""
+    """Restore buffers and global random states on exit."""
     state = get_global_state(False)
     devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
@@ -210,7 +214,7 @@ def _undone(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Layers that draw at random let everything through inside."""
+    """Turn dropout off inside."""
     kinds = {Dropout: ("training", False), nn.RNNBase: ("dropout", 0.0), nn.MultiheadAttention: ("dropout", 0.0)}
     before = []
     for layer in module.modules():
@@ -230,7 +234,7 @@ def _normalizes_by_part(layer: nn.Module) -> bool:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """The largest absolute value; infinity where there is NaN."""
+    """The largest absolute value; infinity if any value is NaN."""
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
     return math.inf if math.isnan(largest) else largest
 
@@ -242,24 +246,24 @@ def _epsilon(gradient: torch.Tensor) -> float:
 
 
 class LossWatch:
-    """Warns once in a run, on the first rank whose loss is NaN or infinite; in a world of more than one.
+    """Warns once per run, on the first rank whose loss is NaN or infinite. Needs at least two ranks.
 
-    On a CPU alone: to look at a number on a GPU, the host would have to wait for it in each step.
+    It looks at losses on a CPU only: reading one from a GPU would synchronize in each step.
     """
 
     def __init__(self) -> None:
         self._is_over = False
 
     def look(self, loss: torch.Tensor, weight: float, where: str) -> None:
-        """Look at the loss of a step. Asks the store if it is no number, once; local else.
+        """Check the loss of a step. Local, except for one request to the store if the loss is not finite.
 
         Args:
-            loss: Of this rank; one number.
-            weight: What it counts; nothing is said of one that does not.
-            where: Which step it is, for the message.
+            loss: This rank's; one number.
+            weight: The weight of this loss; a loss with weight 0 is ignored.
+            where: The step, for the message.
 
         Raises:
-            NonFiniteLossWarning: If the program has made it an error.
+            NonFiniteLossWarning: If the program turns this warning into an error.
         """
         if self._is_over or not weight or loss.device.type != "cpu" or loss.numel() != 1:
             return

@@ -1,11 +1,11 @@
-"""How bytes move between the ranks. Nothing above this folder knows how.
+"""Communication between the ranks. Nothing above this folder depends on the transport.
 
-- :mod:`.collectives`: small messages (JSON, tensors) to and from all ranks; :mod:`.codec` is their format,
-  :mod:`.agreement` the consistency check that is built on them, :mod:`.scalars` the exchange of a few numbers per step
-- :mod:`.protocol`: what every way to sum over the ranks offers, ``AllReduce.launch() -> Work``
-- one module for each way: :mod:`.process_group` (gloo, NCCL), :mod:`.shared_memory`, :mod:`.hierarchical`
-- :mod:`.topology`: which ranks share a node, and the choice of the way
-- :mod:`.buckets`, :mod:`.flat_buffer`: which gradients travel together, and the memory they travel in
+- :mod:`.collectives`: small messages (JSON, tensors) to and from all ranks, in the format of :mod:`.codec`;
+  :mod:`.agreement`: consistency checks; :mod:`.scalars`: the exchange of a few numbers per step
+- :mod:`.protocol`: the interface of every all-reduce, ``AllReduce.launch() -> Work``
+- its implementations: :mod:`.process_group` (gloo, NCCL), :mod:`.shared_memory`, :mod:`.hierarchical`
+- :mod:`.topology`: which ranks share a node, and which all-reduce to use
+- :mod:`.buckets`, :mod:`.flat_buffer`: how gradients are grouped, and the memory that carries them
 - :mod:`.hooks`, :mod:`.compression`: DDP's communication hooks, and the hooks that compress
 - :mod:`.mpi`: a process group over MPI
 """

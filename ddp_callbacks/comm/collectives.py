@@ -1,7 +1,7 @@
-"""Small messages between all ranks: JSON headers and raw tensors, no pickle on the wire.
+"""Small messages between all ranks: JSON headers and raw tensors, without pickle.
 
-Every function is a collective: all ranks of the group must call it, in the same order, and each blocks until all have.
-In a world of one it is the identity.
+Every function is a collective: all ranks of the group must call it, in the same order, and it blocks until all have.
+With a single process it is the identity.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None
     """Sum ``tensor`` over the ranks, in place, and return it. A collective.
 
     Args:
-        tensor: Flat and contiguous, of the same size and dtype on every rank; no need of gradients.
-        doing: What this is for, as an error is to name it: "the loss of an epoch". The same on every rank.
+        tensor: Flat and contiguous, of the same size and dtype on every rank; must not require a gradient.
+        doing: The purpose, for error messages: "the loss of an epoch". The same on every rank.
         group: ``None`` is the default group.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
-        MismatchError: Another rank is in another exchange. So with every function here.
+        MismatchError: Another rank is in another exchange. All functions here raise it.
     """
     if get_world_size(group) > 1:
         ProcessGroupWork(tensor, resolve_group(group), doing).wait(doing)
@@ -42,8 +42,8 @@ def any_rank(flag: bool, doing: str, group: dist.ProcessGroup | None = None) -> 
     """Whether ``flag`` is true on any rank. A collective; every rank gets the same answer.
 
     Args:
-        flag: This rank's.
-        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        flag: This rank's flag.
+        doing: The purpose, for error messages: "the loss of an epoch".
         group: ``None`` is the default group.
 
     Raises:
@@ -58,8 +58,8 @@ def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None 
     """Overwrite ``tensor`` with rank 0's, in place, and return it. A collective.
 
     Args:
-        tensor: Contiguous, of any shape, which is the same on every rank, as is the dtype.
-        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        tensor: Contiguous, with the same shape and dtype on every rank.
+        doing: The purpose, for error messages: "the loss of an epoch".
         group: ``None`` is the default group.
 
     Raises:
@@ -72,18 +72,19 @@ def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None 
 
 
 def start_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start to overwrite ``tensor`` with rank 0's; it must not be touched before that is done. Does not block."""
+    """Start overwriting ``tensor`` with rank 0's. Does not block; leave ``tensor`` alone until the work is done."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     return group.broadcast([as_real(tensor)], options)
 
 
 def all_gather_json(value: Json, doing: str, group: dist.ProcessGroup | None = None) -> list[Json]:
-    """Every rank's ``value``, by rank. A collective.
+    """Gather every rank's ``value``, in rank order. A collective.
 
     Args:
-        value: What ``json.dumps`` takes; NaN and infinities, too, and floats keep every bit. Tuples become lists.
-        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        value: Anything that ``json.dumps`` accepts, including NaN and infinities. Floats keep every bit; tuples become
+            lists.
+        doing: The purpose, for error messages: "the loss of an epoch".
         group: ``None`` is the default group.
 
     Raises:
@@ -95,16 +96,17 @@ def all_gather_json(value: Json, doing: str, group: dist.ProcessGroup | None = N
 def all_gather_tensors(
     header: Json, tensors: Sequence[torch.Tensor], doing: str, group: dist.ProcessGroup | None = None
 ) -> list[tuple[Json, list[torch.Tensor]]]:
-    """Every rank's ``header`` and ``tensors``, by rank. A collective.
+    """Gather every rank's ``header`` and ``tensors``, in rank order. A collective.
 
     Args:
-        header: What ``json.dumps`` takes.
-        tensors: Number, shapes and dtypes may differ between ranks.
-        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        header: Anything that ``json.dumps`` accepts.
+        tensors: Their number, shapes and dtypes may differ between ranks.
+        doing: The purpose, for error messages: "the loss of an epoch".
         group: ``None`` is the default group.
 
     Returns:
-        The tensors lie on the CPU if ``tensors`` do or there are none, else on this rank's device.
+        One ``(header, tensors)`` per rank. The tensors are on the device of this rank's ``tensors``, or on the CPU if
+        it passed none.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
@@ -124,16 +126,16 @@ def all_gather_tensors(
 def broadcast_tensors(
     header: Json, tensors: Sequence[torch.Tensor], doing: str, group: dist.ProcessGroup | None = None
 ) -> tuple[Json, list[torch.Tensor]]:
-    """Rank 0's ``header`` and ``tensors``, on every rank. A collective.
+    """Send rank 0's ``header`` and ``tensors`` to every rank. A collective.
 
     Args:
-        header: What ``json.dumps`` takes. What other ranks than 0 pass is not read.
-        tensors: Of any number, shapes and dtypes. What other ranks than 0 pass is not read.
-        doing: What this is for, as an error is to name it: "the loss of an epoch".
+        header: Anything that ``json.dumps`` accepts. Ignored on ranks other than 0.
+        tensors: Of any number, shapes and dtypes. Ignored on ranks other than 0.
+        doing: The purpose, for error messages: "the loss of an epoch".
         group: ``None`` is the default group.
 
     Returns:
-        The tensors lie on the CPU; in a world of one they are those passed.
+        Rank 0's header and tensors. The tensors are on the CPU; a single process gets those that it passed.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
@@ -152,16 +154,16 @@ def broadcast_tensors(
 
 
 def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """The device on which small messages travel: the CPU unless the group cannot."""
+    """The device for small messages: the CPU unless the group doesn't support it."""
     devices = devices_of(resolve_group(group))
     return torch.device("cpu") if torch.device("cpu") in devices else torch.device("cuda", torch.cuda.current_device())
 
 
 def new_subgroup(parts: Sequence[Sequence[int]], group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Further process groups with the backends and the limit of ``group``; the one of this rank, if it is in any.
+    """Make process groups with the backends and timeout of ``group``; return this rank's, or ``None`` if it is in none.
 
     Args:
-        parts: Disjoint; the ranks of each by their numbers in ``group``, in the order that they get.
+        parts: Disjoint lists of ranks of ``group``; their order defines the ranks in the new groups.
 
     Raises:
         ConfigurationError: ``group`` is the default group, and its ranks have made different numbers of groups.
@@ -200,7 +202,7 @@ def _all_gather(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup) -> l
 
 
 def _all_gather_numbers(number: int, doing: str, group: dist.ProcessGroup) -> list[int]:
-    """Every rank's, with what it is for."""
+    """Gather every rank's number, and check that all ranks mean the same exchange."""
     enter(doing)
     message = torch.tensor([number, tag_of(doing)], device=message_device(group))
     numbers, tags = zip(*(row.tolist() for row in _all_gather(message, doing, group)), strict=True)

@@ -22,22 +22,22 @@ from ddp_callbacks.process_group.rendezvous import agent_hosts_store, choose_int
 from ddp_callbacks.process_group.runs import destroy_groups, form_group
 from ddp_callbacks.versions import how_to_install
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for gloo
-MPI4PY = "mpi4py"  # the backend of ddp_callbacks.mpi, which is imported when it is asked for
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default for gloo
+MPI4PY = "mpi4py"  # the backend of ddp_callbacks.mpi, imported on demand
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's rank in ``group``; 0 where no group has been joined."""
+    """This process's rank in ``group``; 0 before a group is joined."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """The number of processes in ``group``; 1 where no group has been joined."""
+    """The number of processes in ``group``; 1 before a group is joined."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """``group``, or the default group for ``None``. The caller has made sure that the world has more than one rank."""
+    """``group``, or the default group for ``None``. The caller checks first that there are at least two ranks."""
     resolved = dist.group.WORLD if group is None else group
     assert resolved is not None
     return resolved
@@ -54,35 +54,37 @@ def join_process_group(
     device: torch.device | str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> WorkerEnv:
-    """Meet the other processes; call it once in each. A callback or strategy of this library calls it by itself.
+    """Join the default process group; call it once in each process.
 
-    Without arguments the place in the world comes from the variables of torchrun, MPI or Slurm (see
-    :meth:`WorkerEnv.from_environ`); without those it is a world of one, in which nothing is started. Where a default
-    group exists already, it is used as it is. The group is left by itself when the process ends.
+    A callback or strategy of this library calls it for you.
+    Without arguments, rank and world size come from the variables of torchrun, MPI or Slurm (see
+    :meth:`WorkerEnv.from_environ`). If there are none, this is a single process, and nothing is started. A default
+    group that exists already is used unchanged. The process leaves the group when it exits. Blocks until all processes
+    have joined.
 
     Args:
-        rank, world_size: Number of this process, and of all. Given together, or neither.
-        host: Address of rank 0, the same on every process. On rank 0 the rendezvous store listens there and nowhere
-            else, so it must be one of that machine's own addresses. A name that does not resolve yet is looked up again
-            within ``timeout``; one that means 127.0.1.1 on rank 0 stands for the address that other machines reach.
-        port: Port of the store, 29500 if not given.
-        init_method: Where to meet, in torch's words and in place of host and port: ``tcp://HOST:PORT``,
-            ``file:///PATH`` (a file that all processes see), or ``env://``, which is the same as ``None``.
-        backend: As in :func:`torch.distributed.init_process_group`. ``None`` means gloo, with NCCL for CUDA tensors
-            where CUDA is there.
-        device: What this process computes on; a GPU becomes the current one, and for ``"cpu"`` no GPU is touched.
-            ``None``: where the process sees several GPUs, the one with the number of its local rank.
-        timeout: How long to wait for the other processes, and afterwards the longest silence in a collective.
+        rank, world_size: Rank of this process, and the number of all processes. Pass both or neither.
+        host: Address of rank 0, the same on every process. The rendezvous store on rank 0 listens only there, so it
+            must be an address of that machine. A name that does not resolve yet is looked up again within ``timeout``;
+            a name that means 127.0.1.1 on rank 0 stands for the address that other machines reach.
+        port: Port of the store; default 29500.
+        init_method: Where to meet, as in torch, instead of host and port: ``tcp://HOST:PORT``, ``file:///PATH`` (a file
+            that all processes see), or ``env://``, which is the same as ``None``.
+        backend: As in :func:`torch.distributed.init_process_group`. ``None`` means gloo, plus NCCL for CUDA tensors if
+            CUDA is available.
+        device: The device this process computes on. A GPU becomes the current one; with ``"cpu"`` no GPU is touched.
+            ``None``: if the process sees several GPUs, the one whose number is its local rank.
+        timeout: How long to wait for the other processes to join, and later the longest silence in a collective.
 
     Returns:
-        The place of this process. Blocks until all processes are there.
+        Rank, world size and address of this process.
 
     Raises:
-        ConfigurationError: The arguments or variables contradict each other, torch lacks the backend, or the address
-            of rank 0 cannot be reached from other hosts on which there are processes.
-        ImportError: This version of torch lacks something that is needed.
+        ConfigurationError: The arguments or variables contradict each other, torch lacks the backend, or processes on
+            other hosts cannot reach the address of rank 0.
+        ImportError: This version of torch lacks something that the library needs.
         PeerError: Another process failed or died while the connections were made.
-        RendezvousError: Nobody answers at the address, or some rank did not come within ``timeout``.
+        RendezvousError: Nothing answers at the address, or a rank did not join within ``timeout``.
     """
     if dist.is_initialized():
         env = WorkerEnv(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0)), file="")
@@ -97,7 +99,7 @@ def join_process_group(
     if env.world_size == 1:
         return env
     require_torch()
-    if chosen != MPI4PY:  # which is for CPUs
+    if chosen != MPI4PY:  # mpi4py runs on CPUs
         _select_gpu(env.local_rank, device)
     env, store = meet(env, timeout)
     choose_interface(env.host)
@@ -118,9 +120,9 @@ def _place(
 
 
 def leave_process_group() -> None:
-    """Leave the default group, if there is one; whoever still waits for this rank is told. Safe to call twice.
+    """Leave the default group, if there is one, and tell the ranks that still wait for this one. Safe to call twice.
 
-    Rank 0, with which the store goes, returns when the others have left too, or after three seconds.
+    Rank 0 hosts the store. It returns when the others have left too, or after three seconds.
     """
     if not _is_member():
         return
@@ -132,18 +134,18 @@ def leave_process_group() -> None:
         if hosts_store:
             linger(dist.PrefixStore("ddp_callbacks", store), group.size())
     except RuntimeError:
-        pass  # the peers or the store went first
+        pass  # the peers or the store were faster
 
 
 def _is_member() -> bool:
-    """Whether this process has joined; a child that it has forked has inherited the group, and is no member."""
+    """Whether this process has joined. A forked child inherits the group, but is not a member."""
     return dist.is_initialized() and presence().pid == os.getpid()
 
 
 def _select_gpu(local_rank: int, device: torch.device | None) -> None:
-    """Make the GPU of this process the current one. Not where it is already: that would start CUDA for a run on CPUs.
+    """Make this process's GPU the current one. If it is already, do nothing: a run on CPUs must not start CUDA.
 
-    A launcher may show each process a GPU of its own, so that all see one (``--gpus-per-task=1`` of Slurm).
+    A launcher may show each process a single GPU (Slurm's ``--gpus-per-task=1``), so that every process sees number 0.
     """
     if device is not None:
         if device.type == "cuda" and device.index is not None:
@@ -168,7 +170,7 @@ def _choose_backend(backend: str | None, device: torch.device | None) -> str:
 
 
 def _mpi() -> Any:
-    """Registers the backend with torch. Raises ConfigurationError where mpi4py is missing."""
+    """Register the backend with torch. Raises ConfigurationError if mpi4py is missing."""
     return import_module("ddp_callbacks.mpi")
 
 

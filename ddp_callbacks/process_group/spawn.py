@@ -31,28 +31,29 @@ def spawn(
     backend: str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> None:
-    """Call ``fn(*args)`` on ``nprocs`` new processes that have joined a process group; blocks until all have ended.
+    """Start ``nprocs`` processes that join a process group and call ``fn(*args)``; blocks until all have ended.
 
-    The rank of a process is ``node_rank * nprocs`` and its number on this node. On several nodes call this on each,
-    with its own ``node_rank`` and otherwise alike. What ``fn`` returns is dropped: let rank 0 write a file.
+    A process's rank is ``node_rank * nprocs`` plus its local rank. On several nodes, call this on each one with its
+    ``node_rank`` and the same other arguments. The return value of ``fn`` is dropped: let rank 0 write a file.
 
-    From a script the processes start afresh (``spawn``), so ``fn`` must be a function of a module, and the script needs
-    ``if __name__ == "__main__":``. In a notebook they are forked, so that they find what its cells have defined; the
-    notebook itself must not have used CUDA or computed a gradient before.
+    From a script the processes start with ``spawn``, so ``fn`` must be defined at the top level of a module, and the
+    script needs ``if __name__ == "__main__":``. In a notebook they are forked and see what its cells have defined; the
+    notebook must not have used CUDA or computed a gradient before.
 
     Args:
-        fn: What each process runs. A world of one runs it, too, in one new process.
+        fn: The function that each process runs. A single process also runs it in one new process.
         nprocs: Number of processes on this node.
-        args: Its arguments.
-        nnodes, node_rank: Number of nodes, and of this one.
-        init_method: Where to meet: ``env://`` (MASTER_ADDR and MASTER_PORT; on one node they need not be set),
+        args: Arguments of ``fn``.
+        nnodes, node_rank: Number of nodes, and the rank of this node.
+        init_method: Where to meet: ``env://`` (MASTER_ADDR and MASTER_PORT; optional on a single node),
             ``tcp://HOST:PORT``, or ``file:///PATH``, see :func:`join_process_group`.
         backend, timeout: As in :func:`join_process_group`.
 
     Raises:
-        ConfigurationError: The numbers cannot be, or nothing says where to meet.
-        ProcessRaisedException: Of torch: ``fn`` raised on a process; holds the traceback. The others are ended.
-        ProcessExitedException: Of torch: a process was killed, or has exited with an exit code that is not 0.
+        ConfigurationError: A number is out of range, or there is no address to meet at.
+        ProcessRaisedException: From torch: ``fn`` raised on a process; holds the traceback. The other processes are
+            ended.
+        ProcessExitedException: From torch: a process was killed, or exited with a non-zero exit code.
     """
     _check(nprocs, nnodes, node_rank)
     places = [
@@ -60,7 +61,7 @@ def spawn(
     ]
     with _address(init_method, nnodes) as where:
         for place in places:
-            worker_env_of(where, None, None, place)  # raises here, not there
+            worker_env_of(where, None, None, place)  # raises here rather than in the new processes
         mp.start_processes(
             _run, (fn, args, places, where, backend, timeout), nprocs=nprocs, start_method=_start_method()
         )
@@ -85,14 +86,14 @@ def _check(nprocs: int, nnodes: int, node_rank: int) -> None:
 
 
 def _place(rank: int, world_size: int, local_rank: int, local_world_size: int) -> dict[str, str]:
-    """torchrun's variables, which other libraries read, too."""
+    """torchrun's variables, which other libraries read too."""
     numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}
     return {name: str(number) for name, number in numbers.items()}
 
 
 @contextmanager
 def _address(init_method: str, nnodes: int) -> Iterator[str]:
-    """Where to meet: as ``init_method`` says; for env:// as the variables say, or at a port of this machine."""
+    """Where to meet: ``init_method``; for env://, MASTER_ADDR and MASTER_PORT, or a free port of this machine."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if init_method != "env://" or host:
         yield init_method if init_method != "env://" else f"tcp://{host}:{port or 29500}"
@@ -103,7 +104,7 @@ def _address(init_method: str, nnodes: int) -> Iterator[str]:
             "the address of node 0."
         )
     with socket.socket() as kept:
-        # Bound but not listening: rank 0 can bind it too (SO_REUSEADDR), and nobody else gets it before that.
+        # Bound but not listening: rank 0 can bind it too (SO_REUSEADDR), and no other program can take it first.
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))
         yield f"tcp://127.0.0.1:{kept.getsockname()[1]}"
