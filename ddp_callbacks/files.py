@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and what killed processes have left of them."""
+"""Atomic file writes, and clean-up after killed processes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from collections.abc import Callable
 
 
 def write_atomically(path: str, write: Callable[[str], object]) -> None:
-    """Call ``write`` with a temporary path beside ``path``, flush it to the disk, and rename it to ``path``.
+    """Call ``write`` with a temporary path beside ``path``, flush the file to disk, and rename it to ``path``.
 
-    A kill at any moment leaves the old file or the new one. What earlier kills have left of temporary files for the
-    same path goes first. For one process alone: rank 0, say.
+    If the process is killed at any moment, ``path`` is the old file or the new one. Leftover temporary files for the
+    same path are removed first. Call it in one process only, for example on rank 0.
 
     Args:
-        write: Makes a file at the path that it gets: ``lambda temporary: torch.save(state, temporary)``.
+        path: The file to write.
+        write: Creates a file at the path that it gets: ``lambda temporary: torch.save(state, temporary)``.
 
     Raises:
-        OSError: The file cannot be written; ``path`` is then what it was, and the temporary file has gone.
+        OSError: The file cannot be written. ``path`` is unchanged, and the temporary file is removed.
     """
     remove_leftovers(path.replace("{", "{{").replace("}", "}}"))
     temporary = f"{path}.{socket.gethostname()}-{os.getpid()}.tmp"
@@ -36,10 +37,10 @@ def write_atomically(path: str, write: Callable[[str], object]) -> None:
 
 
 def remove_leftovers(path_format: str) -> None:
-    """Remove the temporary files of :func:`write_atomically` whose process, of this host, no longer lives.
+    """Remove temporary files of :func:`write_atomically` whose process, on this host, has ended.
 
     Args:
-        path_format: The path; a field of ``str.format`` in it stands for anything.
+        path_format: The path; a ``str.format`` field in it matches anything.
     """
     ending = re.compile(rf"\.{re.escape(socket.gethostname())}-(\d+)\.tmp$")
     for path in glob.glob(f"{_pattern(path_format)}.*.tmp"):
@@ -48,7 +49,7 @@ def remove_leftovers(path_format: str) -> None:
             try:
                 os.remove(path)
             except FileNotFoundError:
-                pass  # somebody else has removed it
+                pass  # another process has removed it
 
 
 def _pattern(path_format: str) -> str:
@@ -57,7 +58,7 @@ def _pattern(path_format: str) -> str:
 
 
 def _lives(pid: int) -> bool:
-    """Whether this is another process that lives; this one is writing nothing else."""
+    """Whether another process with this id is alive. This process has no write in progress."""
     if pid == os.getpid():
         return False
     try:
@@ -65,5 +66,5 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # of another user
+        pass  # it belongs to another user
     return True

@@ -1,6 +1,6 @@
-"""Start equal: parameters, buffers and optimizer state from rank 0; and buffers merged before an evaluation.
+"""Make and keep replicas equal: broadcast rank 0's state, merge buffers before an evaluation, compare replicas.
 
-All functions are collectives and block; in a world of one they change nothing.
+All functions but :func:`describe_checkpoint` are collectives and block. With a single process they change nothing.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
 
 MESSAGE_NBYTES = 1 << 18
-"""Tensors of at least so many bytes travel alone: their copies would cost more time and memory than a message.
+"""Tensors of at least this size are sent alone: packing them would cost more time and memory than a message.
 
-Smaller ones travel together until they have as many. Between hosts one message of all would be slower, since a host
-passes a message on when it has the whole (four hosts, 100 Mbit/s, 16 tensors of 64 KiB: 226 ms, in four messages 175).
+Smaller ones are packed into messages of about this size. A single large message would be slower: between hosts,
+broadcast is store-and-forward (four hosts, 100 Mbit/s, 16 tensors of 64 KiB: 226 ms in one message, 175 ms in four).
 """
 
 
 def broadcast_parameters(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Overwrite every parameter and buffer of ``module`` with rank 0's, in place. A collective.
 
-    Names, shapes and dtypes must be equal on all ranks; :func:`ddp_callbacks.require_agreement` can tell.
+    Names, shapes and dtypes must be equal on all ranks; :func:`ddp_callbacks.require_agreement` can check it.
 
     Args:
         module: The same model on every rank.
-        group: ``None`` is the default group; rank 0 is that of the group.
+        group: ``None`` is the default group; rank 0 is the group's.
 
     Raises:
-        ConfigurationError: Two ranks have their model on the same GPU, which NCCL cannot do.
+        ConfigurationError: Two ranks have their model on the same GPU, which NCCL does not support.
         PeerError: Another rank failed or died.
     """
     _require_own_gpus(module, group)
@@ -51,15 +51,15 @@ def broadcast_parameters(module: torch.nn.Module, group: dist.ProcessGroup | Non
 
 @torch.no_grad()
 def merge_buffers(module: torch.nn.Module, samples: float, group: dist.ProcessGroup | None = None) -> None:
-    """Make the buffers equal: running statistics averaged with ``samples`` as this rank's weight, others rank 0's.
+    """Average running statistics, weighted by ``samples``, and copy all other buffers from rank 0. A collective.
 
-    Running statistics are ``running_mean`` and ``running_var`` of the normalization layers that track them. The
-    ranks' batches are parts of the same batches, so that the plain weighted mean of the (unbiased) variances is the
-    estimate for the whole. Where no rank has seen a sample, nothing changes. A collective.
+    Running statistics are ``running_mean`` and ``running_var`` of the normalization layers that track them. The ranks'
+    batches are parts of the same batches, so the weighted mean of the (unbiased) variances estimates the variance of
+    the whole. If no rank has seen a sample, the running statistics stay unchanged.
 
     Args:
         module: The same model on every rank; its buffers are overwritten.
-        samples: How many samples this rank's statistics come from, since the buffers were last equal.
+        samples: The number of samples behind this rank's statistics since the buffers were last equal.
         group: ``None`` is the default group.
 
     Raises:
@@ -74,9 +74,9 @@ def merge_buffers(module: torch.nn.Module, samples: float, group: dist.ProcessGr
 
 
 def running_statistics(module: torch.nn.Module) -> Iterable[torch.Tensor]:
-    """The running means and variances of the normalization layers of ``module`` that differ between the ranks.
+    """The running means and variances that differ between the ranks.
 
-    Not those of layers that normalize by the whole batch (:mod:`ddp_callbacks.batch_norm`), which are equal.
+    This leaves out synchronized layers (:mod:`ddp_callbacks.batch_norm`), whose statistics are equal.
     """
     for layer in module.modules():
         if getattr(layer, "is_synchronized", False):
@@ -90,16 +90,16 @@ def running_statistics(module: torch.nn.Module) -> Iterable[torch.Tensor]:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> None:
     """Load rank 0's state and hyperparameters of ``optimizer`` on every other rank. A collective.
 
-    Large tensors travel alone and without a copy.
+    Large tensors are sent alone and without a copy.
 
     Args:
-        optimizer: One over the same parameters on every rank.
+        optimizer: An optimizer of the same parameters on every rank.
         group: ``None`` is the default group.
 
     Raises:
         PeerError: Another rank failed or died.
-        ValueError: From ``load_state_dict``, if the groups hold different numbers of parameters.
-        TypeError: If the state holds something that is neither a tensor nor plain data.
+        ValueError: From ``load_state_dict``: the parameter groups differ in size.
+        TypeError: The state holds something that is neither a tensor nor plain data.
     """
     if get_world_size(group) == 1:
         return
@@ -118,7 +118,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.Proc
 
 
 def _require_own_gpus(module: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
-    """NCCL's own words for it name a bus, and no remedy."""
+    """Check for shared GPUs: NCCL's error message names a bus and no remedy."""
     if get_world_size(group) == 1 or "cuda:nccl" not in dist.get_backend_config(group).split(","):
         return
     seen = all_gather_json(_gpus_of(module), "the GPUs of the ranks", group)
@@ -133,13 +133,13 @@ def _require_own_gpus(module: torch.nn.Module, group: dist.ProcessGroup | None) 
 
 
 def _gpus_of(module: torch.nn.Module) -> list[str]:
-    """What tells the GPUs that hold the model from all others in the world."""
+    """The unique ids of the GPUs that hold the model."""
     gpus = {tensor.device for tensor in [*module.parameters(), *module.buffers()] if tensor.device.type == "cuda"}
     return sorted(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus)
 
 
 def _broadcast_all(tensors: list[torch.Tensor], doing: str, group: dist.ProcessGroup | None) -> None:
-    """Small tensors in common messages, large ones without a copy."""
+    """Pack small tensors into messages; send large ones without a copy."""
     if get_world_size(group) == 1:
         return
     for some in _messages(tensors):
@@ -156,7 +156,7 @@ def _is_as_in_memory(tensor: torch.Tensor) -> bool:
 
 
 def _messages(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Tensors of one dtype and device together, until they have :data:`MESSAGE_NBYTES`."""
+    """Group tensors of the same dtype and device until they reach :data:`MESSAGE_NBYTES`."""
     waiting: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in map(torch.Tensor.detach, tensors):
         if tensor.nbytes >= MESSAGE_NBYTES:
@@ -198,10 +198,10 @@ _REMEDY = (
 def require_equal_replicas(module: torch.nn.Module, when: str, group: dist.ProcessGroup | None = None) -> None:
     """Raise unless the parameters and persistent buffers of ``module`` are equal on all ranks. A collective.
 
-    Compared are checksums of the bits, which cost about one pass over the memory and one small message. Only where
-    these differ are values compared: NaN equals NaN, and 0 equals -0. Where the ranks' processors are of different
-    kinds, which may round differently, a difference is a warning, and all go on with rank 0's. What is not a dense
-    tensor is left out. Call it where the ranks are meant to be equal: with local steps at the end of a window.
+    The ranks compare checksums of the bits, which costs about one pass over the memory and one small message. If these
+    differ, they compare values: NaN equals NaN, and 0 equals -0. If the ranks run on different kinds of processors,
+    which may round differently, a difference causes a warning, and all ranks continue with rank 0's values. Only dense
+    tensors are compared. Call it when the ranks should be equal; with local steps, at the end of a window.
 
     Args:
         module: The same model on every rank.
@@ -209,7 +209,7 @@ def require_equal_replicas(module: torch.nn.Module, when: str, group: dist.Proce
         group: ``None`` is the default group.
 
     Raises:
-        MismatchError: On every rank alike, naming the first tensors that differ, by how much, the ranks and hosts.
+        MismatchError: On every rank alike; names the first tensors that differ, by how much, the ranks and hosts.
         PeerError: Another rank failed or died.
     """
     if get_world_size(group) == 1:
@@ -240,15 +240,15 @@ def require_equal_replicas(module: torch.nn.Module, when: str, group: dist.Proce
 
 
 def require_same_checkpoint(loaded: str | None, source: str, group: dist.ProcessGroup | None = None) -> None:
-    """Raise unless all ranks go on from the same. A collective.
+    """Raise unless all ranks resume from the same checkpoint. A collective.
 
     Args:
-        loaded: What :func:`describe_checkpoint` says of it; ``None``: this rank has loaded nothing.
-        source: Where it comes from, for the message; the same state may come from several places.
+        loaded: The checkpoint's description from :func:`describe_checkpoint`; ``None`` if this rank has loaded none.
+        source: Its path or origin, for the message. Equal states may have different sources.
         group: ``None`` is the default group.
 
     Raises:
-        MismatchError: On every rank, naming what each goes on from.
+        MismatchError: On every rank; names what each rank resumes from.
         PeerError: Another rank failed or died.
     """
     gathered = all_gather_json([loaded, source], "what the ranks resume from", group)
@@ -260,11 +260,11 @@ def require_same_checkpoint(loaded: str | None, source: str, group: dist.Process
 
 
 def describe_checkpoint(state: Any, **counters: int) -> str:
-    """``epoch 3, checksum 1f2e3d4c``: equal for equal states.
+    """Describe a state as ``epoch 3, checksum 1f2e3d4c``; equal states have equal descriptions. Local.
 
     Args:
-        state: Nested dicts, lists and tuples. Tensors and plain data count; of other objects their class.
-        counters: What to mention by name.
+        state: Nested dicts, lists and tuples of tensors and plain data. Other objects count only by their class.
+        counters: Numbers to include, by name.
     """
     named = [f"{name} {value}" for name, value in counters.items()]
     return ", ".join([*named, f"checksum {checksum_of(state):08x}"])
@@ -286,7 +286,7 @@ def _compared(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _joined(memories: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Small ones of a device as one, since each operation on one costs microseconds."""
+    """Concatenate small tensors of a device: each operation on a tensor costs microseconds."""
     small: dict[torch.device, list[torch.Tensor]] = {}
     for memory in memories:
         if memory.numel() > _SMALL:
@@ -297,7 +297,7 @@ def _joined(memories: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _take(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> float:
-    """Overwrite ``tensor`` with rank 0's; how far it was from it at most."""
+    """Overwrite ``tensor`` with rank 0's; return the largest distance between the two."""
     of_rank_0 = broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), "the replica of rank 0", group)
     is_equal = (tensor == of_rank_0) | ((tensor != tensor) & (of_rank_0 != of_rank_0))
     wide = torch.complex128 if tensor.is_complex() else torch.float64
@@ -309,7 +309,7 @@ def _take(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> float:
 
 
 def _line(name: str, checksums: list[int], distance: float, hosts: Sequence[str]) -> str:
-    """Which ranks differ from most others, and how far ranks are from rank 0 at most."""
+    """Name the ranks that differ from the majority, and the largest distance from rank 0."""
     usual = Counter(checksums).most_common(1)[0][0]
     others = [rank for rank, found in enumerate(checksums) if found != usual]
     ranks = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in others)

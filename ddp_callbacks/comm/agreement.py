@@ -1,4 +1,4 @@
-"""What must be equal on all ranks: compare it before it does harm, and name what differs."""
+"""Consistency checks: compare settings across ranks before a difference does harm, and name it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
 
 MISSING = "(none)"
-SHOWN = 5  # differences that a message lists
+SHOWN = 5  # differences listed in a message
 
 
 def require_agreement(
@@ -23,13 +23,13 @@ def require_agreement(
     """Raise unless ``settings`` are equal on all ranks. A collective.
 
     Args:
-        settings: Names to values that JSON takes; they are compared as strings.
+        settings: Names mapped to JSON values; they are compared as strings.
         subject: What the settings belong to: "the model".
-        remedy: What to do about a difference, one sentence.
+        remedy: How to fix a difference, one sentence.
         group: ``None`` is the default group.
 
     Raises:
-        MismatchError: On every rank alike, naming each setting that differs, the ranks and their values.
+        MismatchError: On every rank alike; names each setting that differs, the ranks and their values.
     """
     if get_world_size(group) == 1:
         return
@@ -45,7 +45,7 @@ def require_agreement(
 
 
 def differences(gathered: list[dict[str, Any]]) -> Iterable[str]:
-    """One line for each setting that is not equal everywhere: ``lr: 0.1 on ranks 0, 2; 0.2 on rank 1``."""
+    """One line for each setting that differs: ``lr: 0.1 on ranks 0, 2; 0.2 on rank 1``."""
     names = dict.fromkeys(name for settings in gathered for name in settings)
     for name in names:
         ranks_by_value: dict[str, list[str]] = {}
@@ -87,7 +87,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Without what differs between processes by itself: of an object that is no plain data, its class."""
+    """Replace objects other than plain data by their class, as their text differs between processes."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist())
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
-"""How a batch is divided among the ranks, and how what they computed of its parts becomes whole again.
+"""Divide batches among the ranks, and join the results of the parts.
 
-- :mod:`.sharding`: ``shard_loader``, which makes a loader this rank's part of it; :mod:`.before_loading` and
-  :mod:`.after_loading` are the two ways, :mod:`.iterator` is what both offer
+- :mod:`.sharding`: ``shard_loader``, the entry point. :mod:`.before_loading` and :mod:`.after_loading` are the two ways
+  to divide a loader; :mod:`.iterator` is their common interface
 - :mod:`.shares`: which samples of a batch a rank gets
-- :mod:`.random_state`: all ranks draw the same batches; each draws its own dropout and augmentation
-- :mod:`.outputs`, :mod:`.batch_logs`: predictions and logged values of the parts are joined
-- :mod:`.nested`: batches and outputs are nested lists, tuples and mappings
+- :mod:`.random_state`: all ranks draw the same batches; each draws different dropout and augmentation
+- :mod:`.outputs`, :mod:`.batch_logs`: join predictions and logged values
+- :mod:`.nested`: walk nested lists, tuples and mappings
 """

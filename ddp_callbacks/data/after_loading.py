@@ -1,4 +1,4 @@
-"""Division after loading: every rank produces the whole batch, and keeps its slice or its turn of it."""
+"""Division after loading: every rank produces the whole batch and keeps its slice, or takes batches in turn."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ class _WholeIterator(ShardedIterator):
         return WholeBatch(self._first.whole, part, Share(bounds[1] - bounds[0], size))
 
     def _keep(self, whole: Any, part: Any, share: Share) -> None:
-        """Hosts draw one batch ahead; then the first is let go."""
+        """Release the first batch: Lightning and Torchbearer draw one batch ahead."""
         if self._position == 0:
             self._first = WholeBatch(whole, part, share)
         elif self._position == 2:
             self._first = None
 
     def _require_equal(self, batch: Any) -> None:
-        """Every rank divides the same batch; raise unless the first is equal on all."""
+        """Raise unless the first batch is equal on all ranks."""
         checksum = 0
         for tensor in arrays_in(batch):
             if isinstance(tensor, torch.Tensor) and not tensor.is_sparse and tensor.numel():
@@ -98,7 +98,7 @@ class _WholeIterator(ShardedIterator):
 
 
 class SlicingIterator(_WholeIterator):
-    """Keeps this rank's slice of every tensor; says in the first pass that it cannot."""
+    """Keeps this rank's slice of every tensor; reports batches that it cannot slice in the first pass."""
 
     def __init__(self, *args: Any, at_least: int, is_first: bool) -> None:
         super().__init__(*args)
@@ -149,7 +149,7 @@ class TakingIterator(_WholeIterator):
 
 
 def _yields_samples(loader: Any) -> bool:
-    """Whether its items are what a map-style data set has under one index, which may have any first dimension."""
+    """Whether its items are those of a map-style data set under one index, whose first dimension can be anything."""
     if isinstance(loader, DataLoader) and loader.batch_sampler is None:
         return _is_map_style(loader.dataset) and not isinstance(loader.sampler, BatchSampler)
     return _is_map_style(loader)
@@ -160,7 +160,7 @@ def _is_map_style(data: Any) -> bool:
 
 
 def _require_samples_first(loader: Any, batch: Any) -> None:
-    """Raise where a loader's own ``collate_fn`` has put the samples of the first batch along the second dimension."""
+    """Raise if the loader's ``collate_fn`` has put the samples of the first batch along the second dimension."""
     if not isinstance(loader, DataLoader) or not loader.batch_size or loader.collate_fn is default_collate:
         return
     size = loader.batch_size

@@ -1,9 +1,9 @@
-"""Exact merging of what the ranks saw of the same batches: pure arithmetic, no communication.
+"""Exact merging of the ranks' values of the same batches. No communication.
 
-A metric of a batch comes in two forms. One value per sample adds up: the sums and counts of the ranks are those of the
-whole. One value per batch, such as a mean loss, does not: each rank saw the mean over its part only. Those are logged
-per batch with their weight (:class:`BatchLog`), joined to the value of the whole batch, and only then aggregated, so
-that a mean over batches of unequal size, or a standard deviation over batches, is the one-process value.
+Batch metrics come in two forms. Values per sample add up: the ranks' sums and counts give those of the whole batch. A
+value per batch, such as a mean loss, does not: each rank saw the mean over its part. We log those per batch with their
+weight (:class:`BatchLog`), join them to the value of the whole batch, and only then aggregate. So a mean over batches
+of unequal size, or a standard deviation over batches, equals that of a single process.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 @dataclass
 class BatchLog:
-    """This rank's scalar of each batch, by step, with the weight that it is a mean over.
+    """This rank's scalar of each batch, by step, with its weight.
 
-    Steps may be missing: the rank had no sample of that batch.
+    Steps without a sample on this rank may be missing.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -33,7 +33,7 @@ class BatchLog:
 
 
 def join_batch_logs(logs: Sequence[BatchLog], reduction: str) -> list[torch.Tensor]:
-    """The scalar of each whole batch, in the order of the steps.
+    """The scalar of each whole batch, in step order.
 
     Args:
         logs: One per rank.
@@ -47,12 +47,12 @@ def join_batch_logs(logs: Sequence[BatchLog], reduction: str) -> list[torch.Tens
 
 
 def interleave_rows(parts: Sequence[torch.Tensor | None], rows: Sequence[Sequence[int]]) -> torch.Tensor | None:
-    """Rows that the ranks collected batch by batch, in the order in which one process collects them.
+    """Put rows that the ranks collected batch by batch into the order of a single process.
 
     Args:
-        parts: One per rank, shape ``[sum of its rows, ...]``, ``None`` for no rows.
-        rows: One list per rank: how many rows it added at each step. Where they do not add up to the part's length
-            (the metric filters rows), the parts are concatenated by rank.
+        parts: One per rank, shape ``[number of rows, ...]``; ``None`` for no rows.
+        rows: One list per rank: the number of rows added at each step. If they do not add up to the part's length (the
+            metric filters rows), the parts are concatenated by rank.
     """
     filled = [(part, counts) for part, counts in zip(parts, rows, strict=True) if part is not None]
     if not filled:
@@ -69,7 +69,7 @@ def _join(parts: list[tuple[float, torch.Tensor]], reduction: str) -> torch.Tens
         return torch.stack([value for _, value in parts]).sum()
     if len(parts) == 1:
         return parts[0][1]
-    # A rank whose weight is 0 may hold NaN, the mean over nothing; it is not part of the sum.
+    # A rank with weight 0 may hold NaN, the mean over nothing: leave it out of the sum.
     total = sum(weight for weight, _ in parts)
     weighted = [value * (weight / total) for weight, value in parts if weight]
     return torch.stack(weighted).sum() if weighted else parts[0][1]

@@ -1,4 +1,4 @@
-"""Division before loading: a map-style ``DataLoader`` loads this rank's samples only."""
+"""Division before loading: a map-style ``DataLoader`` loads only this rank's samples."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class _Division:
     """The indices of one step, divided among the ranks.
 
     Attributes:
-        whole: Those of all ranks.
-        part: This rank's.
-        start: Where in ``whole`` they begin.
+        whole: The indices of all ranks.
+        part: This rank's indices.
+        start: The position of ``part`` in ``whole``.
     """
 
     whole: Sequence[Any]
@@ -53,7 +53,7 @@ class _Draw:
 
     def __init__(self) -> None:
         self.shares: deque[Share] = deque()
-        self.indices: list[list[Any]] = []  # of this rank's parts, if they are kept
+        self.indices: list[list[Any]] = []  # of this rank's parts, if requested
         self.checksum = 0
         self.first: _Division | None = None
 
@@ -81,7 +81,7 @@ class _SlicedBatchSampler:
         return self._iterate(self.draw)
 
     def _iterate(self, draw: _Draw) -> Iterator[Sequence[Any]]:
-        # Runs at the first next(): by then rank 0's DataLoader has drawn the seed of its workers, as without us.
+        # Runs at the first next(): rank 0's DataLoader has drawn its workers' seed by then, as without this library.
         sources = (self._loader, self.batch_sampler, self.sampler)
         torch_only = _is_torchs(self.batch_sampler) and _is_torchs(self.sampler)
         shared = SharedRandomState(sources, torch_only=torch_only, group=self.group)
@@ -98,7 +98,7 @@ class _SlicedBatchSampler:
             yield division.part
 
     def _require_same_data(self) -> None:
-        """Raise unless what is cheap to compare of the data set is equal on all ranks; once for a loader."""
+        """Raise unless the cheap-to-compare properties of the data set are equal on all ranks. Once per loader."""
         if self._compared:
             return
         self._compared = True
@@ -111,7 +111,7 @@ class _SlicedBatchSampler:
         )
 
     def check_agreement(self, draw: _Draw) -> None:
-        """Raise unless all ranks have drawn the same so far."""
+        """Raise unless all ranks have drawn the same indices so far."""
         name = type(self.sampler if _is_torchs(self.batch_sampler) else self.batch_sampler).__name__
         require_agreement(
             {f"{name}: checksum of the indices drawn so far": draw.checksum},
@@ -135,7 +135,7 @@ class _SlicedBatchSampler:
 
 
 def _cheaply_described(dataset: Any) -> Any:
-    """Of torch's data sets what is exact and quick to compare: which samples, and integers such as labels."""
+    """The exact properties of torch's data sets that are quick to compare: subset indices, integer labels."""
     if isinstance(dataset, Subset):
         return [torch.as_tensor(dataset.indices), _cheaply_described(dataset.dataset)]
     if isinstance(dataset, ConcatDataset):
@@ -151,18 +151,17 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class Part:
-    """A ``DataLoader`` like the user's that loads this rank's samples only."""
+    """A copy of the user's ``DataLoader`` that loads only this rank's samples."""
 
     def __init__(
         self, loader: DataLoader[Any], batch_size: BatchSize, group: dist.ProcessGroup | None, at_least: int
     ) -> None:
         self.sampler = _SlicedBatchSampler(loader, batch_size, group, at_least)
         self.loader = copy.copy(loader)
-        # A shallow copy keeps the user's class and options.
-        # The shares are those of the batches in the sampler's order.
+        # A shallow copy keeps the user's class and options. Shares come in the order of the sampler's batches.
         replace_batch_sampler(self.loader, self.sampler)
         if get_rank(group) != 0:
-            self.loader.generator = None  # the workers' seeds come from this rank's own random state
+            self.loader.generator = None  # the workers' seeds come from this rank's random state
 
 
 class PartIterator(ShardedIterator):
@@ -198,7 +197,7 @@ class PartIterator(ShardedIterator):
 
 
 def _load(dataset: Any, indices: Sequence[Any]) -> Any:
-    """As ``DataLoader`` loads them."""
+    """Load samples the way ``DataLoader`` does."""
     load_many = getattr(dataset, "__getitems__", None)
     return load_many(indices) if load_many else [dataset[index] for index in indices]
 
@@ -221,7 +220,8 @@ def divide_before_loading(
 def _slices(batches: Iterator[Sequence[Any]], rank: int, world_size: int, at_least: int) -> Iterator[_Division]:
     for batch in batches:
         start, end = slice_bounds(len(batch), rank, world_size, at_least)
-        # The padding batch is the whole batch: it has too few samples for all ranks, and as many as one process sees.
+        # The padding batch is the whole batch. It has too few samples for all ranks, but as many as a single process
+        # sees.
         part = batch[start:end] if end > start else batch
         yield _Division(batch, part, start if end > start else 0, Share(end - start, len(batch)))
 

@@ -1,4 +1,4 @@
-"""What every iterator over this rank's part of a loader offers."""
+"""The interface of every iterator over this rank's part of a loader."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ddp_callbacks.data.shares import Share, WholeBatch
 
 
 def _let_go(_: object) -> None:
-    """The caller's reference is gone after this."""
+    """Drop the reference to a batch. The caller's reference is gone after this call."""
 
 
 class ShardedIterator(Iterator[Any]):
-    """Iterates over this rank's part, and knows how many samples each batch had here and everywhere.
+    """Iterates over this rank's part of a loader, and knows each batch's share.
 
     Args:
-        batches: Those of the loader that is divided.
+        batches: The iterator of the divided loader.
         shares: Filled with the :class:`Share` of each batch as it is drawn.
     """
 
     def __init__(self, batches: Iterator[Any], shares: deque[Share]) -> None:
         self.batches = batches
         self._shares = shares
-        # Python's garbage collector finalizes the queues of a DataLoader's iterator before it ends the iterator, whose
-        # workers then hear nothing, and are waited for 5 s each. Referenced from here, the queues are no garbage.
+        # Python's garbage collector finalizes the queues of a DataLoader's iterator before the iterator itself. Its
+        # workers then get no message, and the process waits 5 s for each. A reference from here keeps the queues alive.
         weakref.finalize(self, _let_go, worker_queues(batches)).atexit = False
 
     def end(self) -> None:
@@ -37,7 +37,7 @@ class ShardedIterator(Iterator[Any]):
         end_workers(self.batches)
 
     def take_share(self) -> Share | None:
-        """The share of the batches drawn since the last call; ``None`` if none was."""
+        """The combined share of the batches drawn since the last call; ``None`` if there were none."""
         if not self._shares:
             return None
         taken = functools.reduce(operator.add, self._shares)
@@ -47,21 +47,21 @@ class ShardedIterator(Iterator[Any]):
     def first_batch(self) -> WholeBatch:
         """The first batch of this pass, on every rank, and a part of it.
 
-        A collective, after the first batch was drawn and before the third is. Samples of a map-style data set are
-        loaded again, in this process.
+        A collective. Call it after drawing the first batch and before drawing the third. Samples of a map-style data
+        set are loaded again, in this process.
 
         Raises:
-            ConfigurationError: The whole batch cannot be had.
+            ConfigurationError: The whole batch is not available.
         """
         raise NotImplementedError
 
     def __reduce__(self) -> Any:
-        """As of a ``DataLoader``'s iterator, nothing is left of it in a copy of what holds it."""
+        """Copies and pickles drop the iterator, like a ``DataLoader``'s."""
         return type(None), ()
 
     def check_agreement(self) -> None:
-        """Compare what the ranks have drawn. A collective; call it at the end of a pass.
+        """Compare the batches that the ranks have drawn. A collective; call it at the end of a pass.
 
         Raises:
-            MismatchError: They have drawn different batches, as a sampler with a random state of its own does.
+            MismatchError: The ranks have drawn different batches: for example, a sampler has a separate random state.
         """

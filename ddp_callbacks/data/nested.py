@@ -1,4 +1,4 @@
-"""Batches and outputs are nested: tensors and arrays in lists, tuples and mappings of any kind."""
+"""Walk and rebuild nested batches and outputs: tensors and arrays in lists, tuples and mappings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_array(value: Any) -> bool:
 
 
 def arrays_in(value: Any) -> Iterator[Any]:
-    """The tensors and arrays in something nested."""
+    """The tensors and arrays in a nested value."""
     if is_array(value):
         yield value
     elif isinstance(value, Mapping):
@@ -27,7 +27,7 @@ def arrays_in(value: Any) -> Iterator[Any]:
 
 
 def rebuild_mapping(mapping: Any, items: dict[Any, Any]) -> Any:
-    """A mapping of the same type with ``items``, of a class of the user's, say (``BatchEncoding``)."""
+    """A mapping of the same type with ``items``, including user classes such as ``BatchEncoding``."""
     if type(mapping) is dict:
         return items
     if not isinstance(mapping, MutableMapping):

@@ -1,8 +1,8 @@
-"""What a model has computed of the parts of batches becomes what it would have computed of the whole ones.
+"""Join a model's outputs for the parts of batches to its outputs for the whole batches.
 
-An output may be nested: tensors and arrays in lists, tuples and dicts of any kind. Which of its values have something
-for each sample is decided by all batches together: a length that is the number of samples of every part is no accident
-where parts differ in size.
+An output may be nested: tensors and arrays in lists, tuples and dicts of any kind. To find the values that have an
+entry per sample, we look at all batches together: if the parts differ in size, a length that equals every part's number
+of samples is no coincidence.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from ddp_callbacks.data.nested import arrays_in, is_array, rebuild_mapping, rebu
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_world_size
 
-BATCHES_AT_ONCE = 32  # that travel together: a message is held by every rank
+BATCHES_AT_ONCE = 32  # sent together; every rank holds the whole message
 
-Column = list[list[Any]]  # the values of one place in the outputs: batches x parts
+Column = list[list[Any]]  # the values at one place in the outputs: batches x parts
 
 
 def gather_outputs(outputs: Sequence[Any], sizes: Sequence[int], group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The outputs for whole batches, on every rank. A collective: all ranks must have equally many batches.
+    """Gather the outputs for whole batches on every rank. A collective: all ranks must have the same number of batches.
 
-    Tensors and plain data travel as such. Any other object is pickled, as :func:`torch.distributed.all_gather_object`
-    does it. The classes of mappings and named tuples do not travel: they are taken from this rank's own outputs.
+    Tensors and plain data are sent directly. Other objects are pickled, as in
+    :func:`torch.distributed.all_gather_object`. Classes of mappings and named tuples are not sent: this rank's own
+    outputs supply them.
 
     Args:
-        outputs: What this rank has computed of its part of each batch, or of a padding batch.
-        sizes: The number of samples of each part; 0 where this rank has computed a padding batch, which counts nowhere.
+        outputs: This rank's output for its part of each batch, or for a padding batch.
+        sizes: The number of samples of each part; 0 for a padding batch, whose output is ignored.
         group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: Outputs cannot be joined, with their place and kind.
+        ConfigurationError: Outputs cannot be joined; names their place and kind.
         PeerError: Another rank failed, died or went silent.
     """
     if get_world_size(group) == 1:
@@ -62,26 +63,26 @@ def gather_outputs(outputs: Sequence[Any], sizes: Sequence[int], group: dist.Pro
 
 
 def join_outputs(values: Column, sizes: list[list[int]]) -> list[Any]:
-    """The outputs for whole batches, from those of their parts. Local.
+    """Join the outputs for parts to those for whole batches. Local.
 
     =============================================  ====================================================================
-    tensor, array                                  joined along the dimension that has the samples, the first of several
-    list, tuple with one entry for each sample     joined
+    tensor, array                                  concatenated along the (first) dimension that has the samples
+    list, tuple with one entry for each sample     concatenated
     floating-point number or tensor of the part    averaged, weighted by samples
-    dict, list, tuple with anything in it          each entry for itself
+    dict, list, tuple with anything in it          entry by entry
     dicts without a common key                     their union
-    what is equal for all parts; strings, integers  the first
+    equal values; strings, integers                the first
     =============================================  ====================================================================
 
-    Where all parts have one size, a list with as many entries is taken for samples unless all its tensors have a
-    dimension of that size; a tuple is not, unless it holds strings.
+    If all parts have the same size, a list of that length counts as one entry per sample unless all its tensors have a
+    dimension of that size; a tuple doesn't, unless it holds strings.
 
     Args:
-        values: For each batch the outputs of its parts, of at least one sample each.
+        values: For each batch, the outputs of its parts; each part has at least one sample.
         sizes: The number of samples of each part.
 
     Raises:
-        ConfigurationError: Something of the parts that cannot be joined, with its place and kind.
+        ConfigurationError: A value cannot be joined; names its place and kind.
     """
     divided = [index for index, parts in enumerate(values) if len(parts) > 1]
     joined = _Join([sizes[index] for index in divided]).join([values[index] for index in divided], "output")
@@ -118,7 +119,7 @@ class _Join:
         return [_concatenate(parts, dimension or 0, place) for parts in column]
 
     def _dimension(self, values: list[Any]) -> int | None:
-        """Along which arrays are joined: what has the samples, or as many rows for each."""
+        """The dimension to join arrays along: it has the samples, or the same number of rows for each."""
         for dimension in range(min(value.ndim for value in values)):
             if all(value.shape[dimension] == size for value, size in zip(values, self._flat, strict=True)):
                 return dimension
@@ -167,8 +168,8 @@ class _Join:
 
 
 def _lists_samples(values: list[Any], sizes: list[int]) -> bool:
-    """Whether lists as long as the parts, which are all of one size, have one entry for each sample."""
-    if isinstance(values[0], tuple):  # of strings: what a DataLoader makes of them
+    """Whether lists as long as the parts, which all have the same size, have one entry for each sample."""
+    if isinstance(values[0], tuple):  # a tuple of strings is a DataLoader's
         return all(isinstance(entry, str | bytes) for value in values for entry in value)
     arrays = [(array, size) for value, size in zip(values, sizes, strict=True) for array in arrays_in(value)]
     return not arrays or not all(size in array.shape for array, size in arrays)
@@ -212,7 +213,7 @@ def _refusal(place: str, what: str) -> ConfigurationError:
 
 
 def _encode(value: Any, tensors: list[torch.Tensor]) -> Json:
-    """As JSON: tensors by their number, objects as pickles, collections without their classes."""
+    """Encode as JSON: tensors by number, other objects as pickles, collections without their classes."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
@@ -231,7 +232,7 @@ def _encode(value: Any, tensors: list[torch.Tensor]) -> Json:
 
 
 def _decode(value: Json, tensors: Sequence[torch.Tensor], like: Any) -> Any:
-    """The inverse; mappings and tuples have the classes of ``like``, which this rank has computed itself."""
+    """Inverse of :func:`_encode`; mappings and tuples take their classes from ``like``, this rank's output."""
     ((kind, item),) = value.items()
     if kind == "tensor":
         return tensors[item]
@@ -241,7 +242,7 @@ def _decode(value: Json, tensors: Sequence[torch.Tensor], like: Any) -> Any:
     if kind == "dict":
         own = like if isinstance(like, Mapping) else {}
         pairs = [(_decode(key, tensors, None), entry) for key, entry in item]
-        example = next(iter(own.values()), None)  # for keys that are other ones in each part
+        example = next(iter(own.values()), None)  # for keys that differ between parts
         return rebuild_mapping(own, {key: _decode(entry, tensors, own.get(key, example)) for key, entry in pairs})
     if kind in ("list", "tuple"):
         models = list(like) if isinstance(like, list | tuple) else []

@@ -1,7 +1,7 @@
-"""Random state over the ranks: shared where the ranks must draw the same, distinct everywhere else.
+"""Random states of the ranks: shared when all ranks must draw the same, distinct otherwise.
 
-"Global" are torch's CPU generator, Python's :mod:`random`, where the program has imported it NumPy's, and where the
-process uses CUDA the generator of its device.
+The global random state is torch's CPU generator, Python's :mod:`random`, NumPy's if the program has imported it, and
+the current device's generator if the process uses CUDA.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import torch.distributed as dist
 from ddp_callbacks.comm.collectives import broadcast_tensors
 from ddp_callbacks.process_group import get_rank, get_world_size
 
-State = tuple[Any, ...]  # torch's as uint8 tensors, Python's and NumPy's as they are or as JSON has them
-_TENSOR = "tensor"  # in JSON, the place of one
+State = tuple[Any, ...]  # torch's as uint8 tensors, Python's and NumPy's as objects or JSON
+_TENSOR = "tensor"  # placeholder for a tensor in JSON
 
 
 class SharedRandomState:
-    """Rank 0's global random state of one moment, which every rank then replays on its own.
+    """A snapshot of rank 0's global random state, which every rank replays.
 
-    Inside ``with shared.drawing():`` every rank draws what one process would have drawn from then on. Outside, each
-    rank's own state is as it was; only rank 0, whose state the shared one is, moves on with it, for as long as nothing
-    else has drawn from it in between.
+    Inside ``with shared.drawing():`` every rank draws what a single process would have drawn from then on. Outside,
+    each rank has its separate state. Only rank 0's state, which is the shared one, advances with the replay, as long as
+    nothing else has drawn from it in between.
 
-    A collective: all ranks create it at the same time.
+    The constructor is a collective.
 
     Args:
-        sources: Objects to search for generators of their own (a sampler, a loader); rank 0's states of these are
-            copied to all ranks for good.
-        torch_only: Whether torch's generator is all that can be drawn from. Python's and NumPy's states are large, so
-            that switching to and from them for each batch costs half a millisecond.
+        sources: Objects to search for generators (a sampler, a loader). All ranks permanently get rank 0's states of
+            them.
+        torch_only: Whether all drawing uses torch's generator. Python's and NumPy's states are large: switching them
+            costs half a millisecond per batch.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class SharedRandomState:
 
 
 def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank but 0 a global random state of its own, derived from rank 0's, which stays. A collective.
+    """Give every rank but 0 a distinct global random state, derived from rank 0's, which is unchanged. A collective.
 
-    The states are torch's on the CPU and on GPUs, Python's and NumPy's. So dropout and augmentation differ between
-    the ranks, and a run with the same seed on rank 0 and as many ranks repeats itself.
+    It sets torch's states on the CPU and on GPUs, Python's and NumPy's. Dropout and augmentation then differ between
+    the ranks, and a run with the same seed on rank 0 and the same number of ranks is reproducible.
 
     Args:
         group: ``None`` is the default group.
@@ -87,7 +87,7 @@ def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:
 
 
 def broadcast_rng_state(group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank rank 0's global random state: torch's on the CPU, Python's and NumPy's. A collective.
+    """Copy rank 0's global random state to every rank: torch's on the CPU, Python's and NumPy's. A collective.
 
     Args:
         group: ``None`` is the default group.
@@ -97,12 +97,12 @@ def broadcast_rng_state(group: dist.ProcessGroup | None = None) -> None:
 
 
 class RunRandomState:
-    """The global random state during a run: each rank's own while it computes, and one for all in :meth:`alike`.
+    """The global random state during a run: distinct per rank while computing, shared inside :meth:`alike`.
 
-    What changes parameters at random (a hook that prunes, or initializes a layer again) must draw alike on all ranks;
-    dropout, augmentation and the workers of loaders must not. The shared state is rank 0's, the user's: a hook draws
-    what it would draw in one process, as far as nothing on rank 0 draws by the part of the batch. In a world of one
-    nothing changes.
+    Code that changes parameters at random (a hook that prunes, or reinitializes a layer) must draw the same on all
+    ranks; dropout, augmentation and loader workers must not. The shared state is rank 0's, so a hook draws what it
+    would draw in a single process, unless rank 0's draws depend on its part of the batch. With a single process nothing
+    changes.
 
     Args:
         group: ``None`` is the default group.
@@ -113,18 +113,18 @@ class RunRandomState:
         self._rank = get_rank(group)
         self._shared: State | None = None  # between the first synchronize and the end
         self._in_batch: State | None = None
-        self._own: State | None = None  # while all draw alike; None where rank 0's own is the shared one
+        self._own: State | None = None  # while all ranks draw alike; None if rank 0's state is the shared one
         self._is_alike = False
 
     @property
     def is_open(self) -> bool:
-        """Whether the ranks have states of their own, between the first :meth:`synchronize` and :meth:`end`."""
+        """Whether the ranks have distinct states: between the first :meth:`synchronize` and :meth:`end`."""
         return self._shared is not None
 
     def synchronize(self) -> None:
-        """All follow rank 0 from here on: the shared state is rank 0's, and the others derive their own from it.
+        """Share rank 0's state from here on; the other ranks derive theirs from it. A collective.
 
-        A collective. What follows depends on rank 0's state alone, so that a run can go on from it.
+        Everything after this depends only on rank 0's state, so a run can resume from it.
         """
         if get_world_size(self._group) == 1:
             return
@@ -138,14 +138,14 @@ class RunRandomState:
         set_global_state(self._shared if self._is_alike or self._own is None else self._own)
 
     def end(self) -> None:
-        """What follows draws from the shared state on all ranks. Local."""
+        """Leave the shared state in place on all ranks. Local."""
         if self._shared is not None and not self._is_alike:
             set_global_state(self._shared)
         self._shared = None
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Draw alike inside. Local, no communication; every rank must draw equally much."""
+        """Draw the same on all ranks inside. Local, no communication; every rank must draw the same amount."""
         if self._is_alike:
             yield
             return
@@ -159,7 +159,7 @@ class RunRandomState:
 
     @contextmanager
     def alike_in_batch(self) -> Iterator[None]:
-        """The same in the middle of a batch, where rank 0's state has moved on by itself: from a state of its own."""
+        """Like :meth:`alike`, within a batch: draw from a separate state, since rank 0's has advanced by then."""
         if self._is_alike or self._in_batch is None or self._shared is None:
             yield
             return
@@ -173,7 +173,7 @@ class RunRandomState:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside of :meth:`alike_in_batch`, draw each its own."""
+        """Inside :meth:`alike_in_batch`, draw from this rank's state."""
         if not self._is_alike or self._own is None:
             yield
             return
@@ -203,7 +203,7 @@ class RunRandomState:
 
 
 def get_global_state(torch_only: bool) -> State:
-    """torch's state; unless ``torch_only`` Python's, NumPy's and CUDA's, too (``None`` where these are not in use)."""
+    """torch's state; unless ``torch_only``, also Python's, NumPy's and CUDA's (``None`` if not in use)."""
     state = torch.get_rng_state()
     if torch_only:
         return (state,)
@@ -213,7 +213,7 @@ def get_global_state(torch_only: bool) -> State:
 
 
 def set_global_state(state: State) -> None:
-    """The inverse of :func:`get_global_state`; leaves alone what ``state`` does not hold."""
+    """Inverse of :func:`get_global_state`; generators missing in ``state`` stay unchanged."""
     torch.set_rng_state(state[0])
     if len(state) > 1:
         random.setstate(state[1] if isinstance(state[1], tuple) else _tuples(state[1]))
@@ -224,12 +224,12 @@ def set_global_state(state: State) -> None:
 
 
 def plain_global_state() -> list[Any]:
-    """The global random state as tensors and plain data, for a checkpoint; :func:`set_global_state` takes it."""
+    """The global random state as tensors and plain data, for a checkpoint; pass it to :func:`set_global_state`."""
     return [_plain(part) for part in get_global_state(False)]
 
 
 def _seed_global(*salt: str | int) -> None:
-    """Seed everything that is global by ``salt``."""
+    """Seed all global generators with ``salt``."""
     seed = zlib.crc32(repr(salt).encode())
     torch.manual_seed(seed)
     random.seed(seed)
@@ -293,12 +293,12 @@ def _same_part(one: Any, other: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors as they are, and NumPy's state as JSON can hold it."""
+    """Keep tensors; convert NumPy's state to JSON types."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, torch.Tensor) else value
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as tuples, as ``random.setstate`` wants them back from JSON."""
+    """Convert lists to tuples, which ``random.setstate`` requires."""
     return tuple(_tuples(item) for item in value) if isinstance(value, list | tuple) else value

@@ -1,21 +1,21 @@
 """Shard a data loader: each rank iterates over its own part of every batch.
 
-With ``batch_size="global"`` the batches stay the user's: every rank draws the same batches, in the same order, and
-takes its slice of each, so the number of steps, schedules and logging need no change. With ``"per_process"`` each rank
-takes whole batches in turn, so that N ranks consume N batches a step.
+With ``batch_size="global"`` the loader's batch is the global batch: all ranks draw the same batches, in the same order,
+and each takes its slice. The number of steps, schedules and logging need no change. With ``"per_process"`` each rank
+takes whole batches in turn, so N ranks consume N batches per step.
 
-How a batch is divided depends on where it can be:
+The kind of loader decides how a batch is divided:
 
 ==============================  =======================================================================================
-map-style ``DataLoader``        before loading: a rank loads its samples only (:mod:`.before_loading`)
+map-style ``DataLoader``        before loading: a rank loads only its samples (:mod:`.before_loading`)
 any other iterable of batches   after loading: every rank produces the whole batch under rank 0's random state and
                                 keeps its slice of every tensor (:mod:`.after_loading`)
-not divisible                   one rank, in turn, computes the batch
-``DistributedSampler`` inside   left alone, it is a part already
+batch that can't be sliced      one rank computes it, each in turn
+``DistributedSampler`` inside   not divided: it is this rank's part already
 ==============================  =======================================================================================
 
-A rank that gets nothing of a batch still runs it, so that all ranks make the same calls, and gets a padding batch; its
-:class:`Share` says 0 samples, and it counts nowhere.
+A rank without samples in a batch gets a padding batch, so that all ranks make the same calls. Its :class:`Share` has 0
+samples, and its result doesn't count.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ _LEFT_ALONE = (
 
 
 class ShardedLoader:
-    """This rank's part of a loader; has its length and, by delegation, its attributes.
+    """This rank's part of a loader. It has the loader's length and delegates attribute access to it.
 
-    Made by :func:`shard_loader`. Iterating is a collective: all ranks must begin it together and ask for equally many
-    batches.
+    :func:`shard_loader` makes it. Iterating is a collective: all ranks must start together and ask for the same number
+    of batches.
 
     Args:
-        loader: The user's, which stays as it is.
+        loader: The user's loader; it is not changed.
         batch_size: ``"global"`` or ``"per_process"``, see :func:`shard_loader`.
         group: ``None`` is the default group.
         at_least: See :func:`shard_loader`.
 
     Attributes:
-        shares: Of the batches that were drawn and whose share nobody has taken yet, the oldest first.
-        iterator: The last one that was begun.
+        shares: Shares of the batches drawn so far that no caller has taken, oldest first.
+        iterator: The most recent iterator.
     """
 
     def __init__(self, loader: Any, batch_size: BatchSize, group: dist.ProcessGroup | None, at_least: int) -> None:
@@ -75,11 +75,11 @@ class ShardedLoader:
         self._sliced = divide_before_loading(loader, batch_size, group, at_least)
 
     def __reduce__(self) -> Any:
-        """A copy, or a pickle, divides among the ranks of the default group, and begins anew."""
+        """A copy or pickle uses the default group and starts from the beginning."""
         return type(self), (self.loader, self._batch_size, None, self._at_least)
 
     def end(self) -> None:
-        """End the last pass: its workers, if it has any, have ended on return."""
+        """End the last pass. Its workers, if any, have ended when this returns."""
         iterator, self.iterator = self.iterator, None
         loaders = [self.loader, self._sliced.loader] if isinstance(self._sliced, Part) else [self.loader]
         if iterator is not None:
@@ -89,13 +89,13 @@ class ShardedLoader:
                 forget_workers(loader)
 
     def keep_indices(self) -> None:
-        """Keep the indices of each batch that is drawn from now on, see :attr:`indices`."""
+        """Keep the indices of each batch drawn from now on, see :attr:`indices`."""
         if isinstance(self._sliced, Part):
             self._sliced.sampler.keeps_indices = True
 
     @property
     def indices(self) -> list[list[Any]] | None:
-        """This rank's indices of each batch of the last pass, if they were kept; empty for a padding batch."""
+        """This rank's indices of each batch of the last pass, if kept; an empty list for a padding batch."""
         sampler = self._sliced.sampler if isinstance(self._sliced, Part) else None
         return sampler.draw.indices if sampler is not None and sampler.keeps_indices else None
 
@@ -122,11 +122,11 @@ class ShardedLoader:
 
 
 class ShardedDataLoader(ShardedLoader, DataLoader[Any]):  # type: ignore[misc]
-    """Of a ``DataLoader``: one to those who ask (``isinstance``), with the attributes of the user's."""
+    """A sharded ``DataLoader``: it passes ``isinstance`` checks and has the attributes of the user's loader."""
 
     @property
     def _iterator(self) -> Any:
-        """As a ``DataLoader`` has it, for who ends the workers."""
+        """The loader's iterator, as in ``DataLoader``, for code that ends the workers."""
         return None if self.iterator is None else self.iterator.batches
 
     @_iterator.setter
@@ -137,11 +137,10 @@ class ShardedDataLoader(ShardedLoader, DataLoader[Any]):  # type: ignore[misc]
 def shard_loader(
     loader: Any, batch_size: BatchSize = "global", group: dist.ProcessGroup | None = None, at_least: int = 1
 ) -> Any:
-    """``loader`` for this rank: a :class:`ShardedLoader`, or ``loader`` itself where it is this rank's part already.
+    """Return this rank's part of ``loader``: a :class:`ShardedLoader`, or ``loader`` itself if it needs no division.
 
-    That is so in a world of one, for one that was sharded before, and for one with a ``DistributedSampler``. The
-    loader itself is never changed. Local, no communication; it is iterating over what is returned that all ranks do
-    together.
+    It needs none with a single process, if it was sharded before, or if it has a ``DistributedSampler``. The loader is
+    never changed. This call is local; iterating over the result is a collective.
 
     Args:
         loader: A ``DataLoader``, or any iterable of batches. A batch is a tensor, or tensors in lists, tuples and
@@ -149,12 +148,12 @@ def shard_loader(
         batch_size: ``"global"``: each rank gets its slice of every batch. ``"per_process"``: each rank takes whole
             batches in turn.
         group: ``None`` is the default group.
-        at_least: A rank gets so many samples of a ``"global"`` batch, or none; what
-            :func:`ddp_callbacks.samples_needed` says of the model.
+        at_least: A rank gets at least this many samples of a ``"global"`` batch, or none. Pass the result of
+            :func:`ddp_callbacks.samples_needed`.
 
     Raises:
-        ConfigurationError: Another ``batch_size``; torchdata's ``StatefulDataLoader``; or a loader that cannot be
-            divided before loading, with workers and ``in_order=False``.
+        ConfigurationError: ``batch_size`` is invalid; the loader is torchdata's ``StatefulDataLoader``; or the loader
+            must be divided after loading, but has workers and ``in_order=False``.
     """
     check_batch_size(batch_size)
     if get_world_size(group) == 1 or loader is None or isinstance(loader, ShardedLoader):
@@ -172,7 +171,7 @@ def shard_loader(
 
 
 def length_of(loader: Any) -> int | None:
-    """The number of batches; ``None`` where the loader does not know."""
+    """The number of batches; ``None`` if the loader does not know."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -180,17 +179,16 @@ def length_of(loader: Any) -> int | None:
 
 
 def with_shares(loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
-    """The batches of what :func:`shard_loader` returned, each with its :class:`Share`: for a loop of your own.
+    """Yield the batches of a sharded loader, each with its :class:`Share`. A collective, for a loop in plain PyTorch.
 
-    In that loop ``synchronizer.weigh(share.local, share.total)`` goes before backward
-    (:class:`ddp_callbacks.GradientSynchronizer`). A batch of which this rank has no sample is yielded as well, as a
-    padding batch with a local share of 0: run it like any other. A collective, as iterating is.
+    Call ``synchronizer.weigh(share.local, share.total)`` before backward (:class:`ddp_callbacks.GradientSynchronizer`).
+    If this rank has no sample of a batch, you get a padding batch with a local share of 0: run it like any other.
 
     Args:
-        loader: What :func:`shard_loader` returned, in a world of one the loader itself.
+        loader: The result of :func:`shard_loader`; with a single process, the loader itself.
 
     Raises:
-        MismatchError: At the first and after the last batch, where a sampler draws different batches on the ranks.
+        MismatchError: At the first and after the last batch: the ranks' samplers have drawn different batches.
     """
     batches = iter(loader)
     for batch in batches:
@@ -201,7 +199,7 @@ def with_shares(loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
 
 
 def _share_of_own(batch: Any) -> Share:
-    """Of a batch that is not divided: the whole of a world of one, or a ``DistributedSampler``'s part."""
+    """The share of an undivided batch: the whole batch of a single process, or the part of a ``DistributedSampler``."""
     size = common_size(batch)
     local = 1 if size is None else size
     return Share(local, local if get_world_size() == 1 else None)

@@ -1,4 +1,4 @@
-"""Which samples of a batch a rank gets: arithmetic on one batch, no communication."""
+"""Compute which samples of a batch each rank gets. No communication."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Share:
     """This rank's part of a batch.
 
     Attributes:
-        local: Number of samples on this rank; 0 where it holds a padding batch.
-        total: Number of samples on all ranks, ``None`` where it is not known here.
+        local: Number of samples on this rank; 0 for a padding batch.
+        total: Number of samples on all ranks; ``None`` if unknown here.
     """
 
     local: int
@@ -40,12 +40,14 @@ def check_batch_size(batch_size: str) -> None:
 
 
 def slice_bounds(size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[int, int]:
-    """Start and end of ``rank``'s part of ``size`` samples, divided among ``world_size`` ranks.
+    """Start and end of ``rank``'s part of ``size`` samples, divided among ``world_size`` ranks. Local.
 
-    Parts differ by one sample at most, and the first ranks have the longer ones. Local.
+    Part sizes differ by at most one sample; the first ranks have the larger parts.
 
     Args:
-        at_least: No part is smaller, but those of ranks that get nothing; where ``size`` is, the first rank has all.
+        size: Number of samples to divide.
+        rank, world_size: Which part, and the number of parts.
+        at_least: Each part has at least this many samples or none. If ``size`` is smaller, the first rank gets all.
     """
     world_size = min(world_size, max(1, size // at_least))
     if rank >= world_size:
@@ -56,9 +58,9 @@ def slice_bounds(size: int, rank: int, world_size: int, at_least: int = 1) -> tu
 
 
 def uneven_bounds(size: int, rank: int, world_size: int) -> tuple[int, int] | None:
-    """As :func:`slice_bounds`, in parts of which rank r's is r + 1 times rank 0's; each has two samples or more.
+    """As :func:`slice_bounds`, but rank r's part is r + 1 times rank 0's, and each has at least two samples.
 
-    ``None`` where ``size`` is too small for that. Local.
+    ``None`` if ``size`` is too small for that. Local.
     """
     shares = world_size * (world_size + 1)
     if size < shares:
@@ -68,12 +70,12 @@ def uneven_bounds(size: int, rank: int, world_size: int) -> tuple[int, int] | No
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """A batch, the same on every rank, and a part of it.
+    """A batch that is the same on every rank, and this rank's part of it.
 
     Attributes:
         whole: The batch.
-        part: This rank's, where that can be of other sizes than in training: equal parts would hide wrong weights.
-        share: Of the part.
+        part: This rank's part. If possible, its size differs from training: equal parts would hide wrong weights.
+        share: The part's share.
     """
 
     whole: Any
@@ -82,14 +84,14 @@ class WholeBatch:
 
 
 def slice_batch(batch: Any, size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[Any, Share]:
-    """This rank's slice of a loaded batch of ``size`` samples; the whole as a padding batch where that is empty."""
+    """This rank's slice of a loaded batch of ``size`` samples; if it is empty, the whole batch as a padding batch."""
     start, end = slice_bounds(size, rank, world_size, at_least)
     part = slice_samples(batch, size, slice(start, end)) if end > start else batch
     return part, Share(end - start, size)
 
 
 def common_size(batch: Any) -> int | None:
-    """The number of samples: the first dimension that all tensors and arrays of ``batch`` share, ``None`` if none."""
+    """The number of samples: the first dimension of all tensors and arrays of ``batch``; ``None`` if they differ."""
     sizes = {array.shape[0] if array.ndim else None for array in arrays_in(batch)}
     return sizes.pop() if len(sizes) == 1 else None
 
