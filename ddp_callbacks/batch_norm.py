@@ -1,32 +1,32 @@
-"""Batch normalization by the statistics of the whole batch, over all ranks: forward and backward, on any device.
+"""Batch normalization with the statistics of the global batch: forward and backward, on any device.
 
-For the time of a run the BatchNorm layers of a model get another class, derived from their own; no module is replaced,
-nothing is added to them, and what is copied or pickled of them is of their own class. In a layer, ``x`` of rank r has
-``n_r`` values per channel, ``N`` on all ranks::
+During a run, the class of a model's BatchNorm layers is replaced by a subclass of it. No module is replaced or gets new
+attributes, and copies and pickles have the original class. In a layer, ``x`` of rank r has ``n_r`` values per channel,
+and all ranks together have ``N``::
 
-    forward     one sum over the ranks: n_r, and the sums of x - shift and of its square; hence the mean and variance
-    backward    one sum over the ranks: those of dy and dy·xhat, where xhat = (x - mean) / sqrt(var + eps)
+    forward     one all-reduce: n_r, and the sums of x - shift and of its square; hence the mean and variance
+    backward    one all-reduce: the sums of dy and dy·xhat, where xhat = (x - mean) / sqrt(var + eps)
                 dx = weight / sqrt(var + eps) · (dy - sum(dy) / N - xhat · sum(dy·xhat) / N)
 
 [Note: weights]
-``dx`` mixes the ranks' gradients, so ``dy`` has to be that of one loss on all of them: each rank's loss must be
-multiplied by its share before backward, as ``world_size · n_r / N``, and the parameters' gradients averaged plainly:
-:meth:`GradientSynchronizer.weigh_loss`.
-To weigh the gradients after backward instead, as :meth:`GradientSynchronizer.weigh` does, is right for equal shares
-alone: a rank whose loss has weight 0 may hold samples that the others' losses depend on.
+``dx`` mixes the ranks' gradients, so ``dy`` must be the gradient of one loss on all ranks: multiply each rank's loss by
+``world_size · n_r / N`` before backward, and average the parameters' gradients without weights
+(:meth:`GradientSynchronizer.weigh_loss`). Weighting the gradients after backward, as
+:meth:`GradientSynchronizer.weigh` does, is right only for equal shares: a rank whose loss has weight 0 may hold samples
+that the other ranks' losses depend on.
 
 [Note: shift]
-A variance from sums of squares loses digits where the mean is large, so values are taken relative to the mean of the
-layer's batch before, which is equal on all ranks. Where the new mean is farther from it than :data:`_FAR` standard
-deviations, which all ranks see alike, they sum once more, relative to the new one. (What Chan, Golub and LeVeque,
-"Algorithms for computing the sample variance", 1983, call shifted data. To gather the ranks' means and variances would
-do without, but grows with the square of the number of ranks.)
+A variance computed from sums of squares loses digits if the mean is large. So we take values relative to the mean of
+the layer's last batch, which is equal on all ranks. If the new mean is more than :data:`_FAR` standard deviations away,
+which all ranks see alike, they sum again, relative to the new mean. (Chan, Golub and LeVeque, "Algorithms for computing
+the sample variance", 1983, call this shifted data. Gathering the ranks' means and variances needs no shift, but its
+cost grows with the square of the number of ranks.)
 
 [Note: a channel of its own]
-Sums here interleave with those of the gradients in the order in which backward comes to them, which differs between
-ranks where control flow does: a bucket waits for a parameter that only some use. So they have a process group of their
-own. Among themselves their order is that of the forward pass, and its reverse: autograd runs the node first that was
-made last.
+These all-reduces interleave with those of the gradients in the order of backward. If control flow differs between
+ranks, so does that order: a bucket waits for a parameter that only some ranks use. Therefore they use a separate
+process group. Among themselves they follow the order of the forward pass, and its reverse: autograd runs the newest
+node first.
 """
 
 from __future__ import annotations
@@ -51,36 +51,37 @@ from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
 
-_FAR = 10.0  # standard deviations; the variance is then exact to 1e2 units of the last place of float64
-_HEADER = 2  # numbers before a message's sums: what it is for, and the number of values per channel
+_FAR = 10.0  # standard deviations; the variance is then exact to 100 ulp of float64
+_HEADER = 2  # numbers before a message's sums: its tag, and the number of values per channel
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class BatchNormSynchronizer:
-    """Let the BatchNorm layers of a module normalize by the whole batch, from construction to :meth:`close`.
+    """Make the BatchNorm layers of a module normalize with global batch statistics, from construction to :meth:`close`.
 
-    A layer that normalizes by the batch (in training, or without running statistics) gives on each rank what one
-    process gives for these samples of the whole batch, and keeps the running statistics of the whole batch; gradients
-    are exact if the ranks' losses are weighed before backward (see the module's note on weights). All ranks must then
-    run these layers in the same order, forward and backward; both block until all have. A rank may have an empty
-    batch, or one that does not count. Layers that use their running statistics communicate nothing. Second derivatives
-    are refused by torch.
+    A layer that normalizes by the batch (in training, or without running statistics) then computes on each rank what a
+    single process computes for these samples of the global batch, and tracks the running statistics of the global
+    batch. Gradients are exact if you weight the ranks' losses before backward
+    (:meth:`ddp_callbacks.GradientSynchronizer.weigh_loss`). All ranks must run these layers in the same order, forward
+    and backward; both block until all ranks have. A rank's batch may be empty, or not count. Layers that use their
+    running statistics don't communicate. torch refuses second derivatives.
 
-    In a world of one nothing changes. The constructor is a collective. Copies and pickles of a layer, made while this
-    is open, are of the layer's own class and not synchronized.
+    With a single process nothing changes. The constructor is a collective. Copies and pickles of a layer made meanwhile
+    have the original class and are not synchronized.
 
     Args:
-        module: Its BatchNorm layers, ``SyncBatchNorm`` included unless it has a process group of its own.
-        counts: Whether this rank's batch counts; asked in each forward of a layer. ``None``: always.
+        module: Its BatchNorm layers are synchronized, including ``SyncBatchNorm`` unless that has its own process
+            group.
+        counts: Returns whether this rank's batch counts; called in each forward of a layer. ``None``: it always counts.
         process_group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: A layer cannot be synchronized: it has a forward of its own, is compiled by TorchScript, or
-            has no parameters yet.
-        ValueError: From a layer's forward, on all ranks, as torch's: there is one value per channel on all together.
-        MismatchError: From forward or backward, where the ranks are at different layers.
-        PeerError: From forward or backward, where another rank failed or died.
+        ConfigurationError: A layer cannot be synchronized: it overrides ``forward``, is compiled by TorchScript, or has
+            no parameters yet.
+        ValueError: From a layer's forward, on all ranks, as in torch: all ranks together have one value per channel.
+        MismatchError: From forward or backward: the ranks are at different layers.
+        PeerError: From forward or backward: another rank failed or died.
     """
 
     def __init__(
@@ -106,16 +107,16 @@ class BatchNormSynchronizer:
             layer.__class__ = self._synchronized(type(layer))
 
     def close(self) -> None:
-        """Give the layers their own class back. Local; safe to call twice."""
+        """Restore the layers' original class. Local; safe to call twice."""
         for layer in self._layers:
-            if type(layer) in self._made.values():  # else somebody has given it another class since
+            if type(layer) in self._made.values():  # unless other code has changed its class since
                 layer.__class__ = type(layer).original  # type: ignore[attr-defined]
         self._layers.clear()
 
     def _synchronized(self, original: type) -> type:
         if original not in self._made:
             members = {"original": original, "states": self._layers, "__module__": __name__}
-            if "torch._dynamo" in sys.modules:  # a compiled model calls the layer in between of its graphs
+            if "torch._dynamo" in sys.modules:  # a compiled model calls the layer between its graphs
                 members["forward"] = torch.compiler.disable(SynchronizedLayer.forward)
             name = "Synchronized" + original.__name__.removeprefix("Sync")
             self._made[original] = type(name, (SynchronizedLayer, original), members)
@@ -123,14 +124,14 @@ class BatchNormSynchronizer:
 
 
 def samples_needed(module: torch.nn.Module, batch_size: int | None, world_size: int) -> int:
-    """How many samples of a batch a rank needs at least, if it gets any: 2 with BatchNorm, which a single one may fail.
+    """The minimum number of samples per rank, for ranks that get any: 2 with BatchNorm, which can fail on one sample.
 
-    Where a batch is short, the last of an epoch say, fewer ranks then compute it. That is so of whole batches as well
-    where they have less than two samples for each rank and a layer is a ``BatchNorm1d``, and said by a warning.
+    If a batch is short, for example the last of an epoch, fewer ranks compute it. The same holds for every batch if
+    ``batch_size`` is less than two samples per rank and a layer is a ``BatchNorm1d``; this causes a warning. Local.
 
     Args:
-        module: Its BatchNorm layers that normalize by the rank's part are asked for.
-        batch_size: Of the loader; ``None`` if that is unknown.
+        module: The model; synchronized BatchNorm layers don't count.
+        batch_size: The loader's batch size; ``None`` if unknown.
         world_size: The number of ranks that divide a batch.
     """
     layers = [
@@ -153,14 +154,14 @@ def samples_needed(module: torch.nn.Module, batch_size: int | None, world_size: 
 
 
 class SynchronizedLayer:
-    """What makes a class derived from a layer's own normalize by the whole batch; never made directly."""
+    """Mixin of the synchronized subclasses; never instantiated directly."""
 
     is_synchronized = True
     original: type
-    states: dict[Any, _Layer]  # in the class: the layer itself holds nothing of ours
+    states: dict[Any, _Layer]  # on the class: the layer itself gets no attributes
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        """As torch's."""
+        """The layer's forward, as in torch."""
         layer = self.states.get(self)
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
         if layer is None or not uses_batch:
@@ -174,22 +175,22 @@ class SynchronizedLayer:
         return normalized
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is of the layer's own class."""
-        reduced: Any = super().__reduce_ex__(1)  # from 2 on, pickle insists on the class that the object has
+        """Copy and pickle with the original class."""
+        reduced: Any = super().__reduce_ex__(1)  # from 2 on, pickle requires the object's class
         function, arguments, *rest = reduced
         return function, tuple(self.original if entry is type(self) else entry for entry in arguments), *rest
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """The whole batch, as a layer sees it.
+    """The global batch, as a layer sees it.
 
     Attributes:
-        layer: That sees it.
-        eps: Of the layer.
-        counts: Whether this rank has a part in it.
+        layer: The layer.
+        eps: The layer's ``eps``.
+        counts: Whether this rank's part counts.
         size: Number of values per channel on all ranks.
-        mean, var: Shape ``[channels]``, float64; the variance is the biased one.
+        mean, var: Shape ``[channels]``, float64; the biased variance.
     """
 
     layer: _Layer
@@ -201,7 +202,7 @@ class _Batch:
 
 
 class _Layer:
-    """What belongs to one layer beside the module itself."""
+    """State of a synchronized layer that is kept outside the module."""
 
     def __init__(self, index: int, name: str, channel: _Channel, counts: Callable[[], bool]) -> None:
         self._index, self._name, self._channel, self._counts = index, name, channel, counts
@@ -226,7 +227,7 @@ class _Layer:
         return batch
 
     def sum_gradients(self, sum_dy: torch.Tensor, sum_dy_xhat: torch.Tensor) -> torch.Tensor:
-        """Both over all ranks, float64, shape ``[2, channels]``, until the next exchange. A collective."""
+        """Sum both over all ranks: float64, shape ``[2, channels]``, valid until the next exchange. A collective."""
         message = self._channel.message(len(sum_dy))
         message.first.copy_(sum_dy)
         message.second.copy_(sum_dy_xhat)
@@ -236,7 +237,7 @@ class _Layer:
     def _sum_statistics(
         self, counts: bool, size: int, mean: torch.Tensor, var: torch.Tensor, shift: torch.Tensor, eps: float
     ) -> tuple[_Batch, float]:
-        """The batch, and the largest ``distance² - _FAR² · var``, where distance is that of its mean from ``shift``."""
+        """The batch, and the largest ``distance² - _FAR² · var``, where distance is from its mean to ``shift``."""
         message, distance = self._channel.message(len(shift)), mean - shift
         message.first.copy_(distance).mul_(size)
         message.second.copy_(torch.addcmul(var, distance, distance)).mul_(size)
@@ -255,7 +256,7 @@ class _Layer:
 
 
 class _Message:
-    """Memory of one exchange: the header, and two sums over this rank's values for each channel."""
+    """Memory of one exchange: the header, and two sums per channel."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory, self.header, self.sums = memory, memory[:_HEADER], memory[_HEADER:].view(2, -1)
@@ -263,7 +264,7 @@ class _Message:
 
 
 class _Channel:
-    """Sums messages over the ranks, one at a time, and notices if they are not for the same."""
+    """All-reduces messages, one at a time, and checks that all ranks exchange the same layer."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device, self._world_size = group, device, group.size()
@@ -272,14 +273,14 @@ class _Channel:
 
     @outside_inference_mode
     def message(self, channels: int) -> _Message:
-        """The one for so many channels; its sums hold until it is wanted again."""
+        """The message for this number of channels; its sums are valid until the next call."""
         if channels not in self._messages:
             memory = self._all_reduce.allocate(_HEADER + 2 * channels, torch.float64, self._device)
             self._messages[channels] = _Message(memory)
         return self._messages[channels]
 
     def sum(self, message: _Message, tag: int, size: int, what: str, name: str) -> int:
-        """Sum ``message`` over the ranks, in place; the sum of ``size``. A collective."""
+        """All-reduce ``message`` in place; return the sum of ``size``. A collective."""
         message.header.copy_(torch.tensor((tag, size), dtype=torch.float64))
         doing = f"the {what} of {name}"
         self._all_reduce.launch(message.memory, doing).wait(doing)
@@ -293,7 +294,7 @@ class _Channel:
         return int(total)
 
 
-# The graph's node is known by this name to :mod:`ddp_callbacks.weighing`.
+# :mod:`ddp_callbacks.weighing` finds the graph's node by this name.
 class _Normalize(torch.autograd.Function):
     """``weight · (input - mean) / sqrt(var + eps) + bias``, where mean and variance depend on all ranks' inputs."""
 
@@ -315,7 +316,7 @@ class _Normalize(torch.autograd.Function):
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         x = _at_least_float32(input)
         if batch.counts:
-            # As it does for evaluation: what dx has of dy alone, and the two sums over this rank's values.
+            # The kernel for evaluation: the part of dx from dy alone, and the two sums over this rank's values.
             scale = None if weight is None else weight.to(x.dtype)
             dx, sum_dy_xhat, sum_dy = torch.ops.aten.native_batch_norm_backward(
                 dy.to(x.dtype), x, scale, mean, var, None, None, False, batch.eps, [needs_input, True, True]
@@ -340,7 +341,7 @@ def _normalize(
     var: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """By torch's kernel for evaluation, in the dtype of ``x``."""
+    """Normalize with torch's kernel for evaluation, in the dtype of ``x``."""
     weight = None if weight is None else weight.to(x.dtype)
     bias = None if bias is None else bias.to(x.dtype)
     return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
@@ -404,7 +405,7 @@ def _has_group(layer: BatchNorm) -> bool:
 
 
 def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for batch normalization alone. A collective, the first time."""
+    """A separate process group of the same ranks for batch normalization. A collective on first use."""
     if group not in _groups:
         own = new_subgroup([range(group.size())], group)
         assert own is not None

@@ -1,4 +1,4 @@
-"""The gradient engine: each gradient becomes the weighted sum over the ranks, while backward still runs.
+"""The gradient engine: all-reduces the weighted gradients while backward still runs.
 
 One backward, on each rank::
 
@@ -10,27 +10,27 @@ One backward, on each rank::
                                            all; parameter.grad becomes a view of the reduced buffer
 
 [Note: metadata]
-Which parameters were used, and whether a bucket has to be sent again, is known only when backward ends, and differs
-between ranks where control flow does. It travels behind the gradients of the last bucket, which is therefore never
-launched before the end: ``[weight, trained, dirty (one per bucket), used (one per parameter)]``, each summed over the
-ranks. A parameter that no rank used keeps its gradient as it was, ``None`` included; one that some ranks used gets the
-sum, in which the others count as zero. Where the last bucket cannot carry them (low precision, compression, or a
-communication hook), they travel alone, in float64.
+Two things are known only when backward ends: which parameters were used, and whether a bucket must be sent again. If
+control flow differs between ranks, so do these. They are sent behind the gradients of the last bucket, which is
+therefore never launched before the end: ``[weight, trained, dirty (one per bucket), used (one per parameter)]``, each
+summed over the ranks. A parameter that no rank used keeps its gradient, also if it is ``None``. If only some ranks used
+it, it gets the sum, and the others count as zero. If the last bucket cannot carry the metadata (low precision,
+compression, or a communication hook), it is sent separately, in float64.
 
-Behind them is room for numbers of the caller's (:meth:`GradientSynchronizer.carry`), which save a message of their own.
-Each rank has a place there that is zero on all others, so that a sum gathers them: as integers of 16 bits, which
-float32 holds exactly, whatever their bits.
+After the metadata there is room for numbers from the caller (:meth:`GradientSynchronizer.carry`), which saves a
+message. Each rank writes to its own slot, which is zero on all other ranks, so the sum is a gather. The numbers are
+encoded as 16-bit integers, which float32 holds exactly, whatever their bits.
 
 [Note: which parameters are trained]
-Buckets of frozen parameters are not sent, and which are frozen may change, and by mistake on some ranks only, whose
-buckets would then be summed with others. So the buckets that a backward sends are guessed from those before, which all
-ranks have seen, and a checksum of what is trained travels among the metadata: where it differs, all ranks raise.
-Else buckets that were not guessed follow; those guessed in vain were zeros.
+Buckets of frozen parameters are not sent. Which parameters are frozen may change, and by mistake on some ranks only;
+they would then sum different buckets. So a backward sends the buckets that earlier backwards predict, which all ranks
+have seen, and the metadata has a checksum of the trained parameters: if it differs, all ranks raise. Otherwise, buckets
+missing from the prediction follow; buckets predicted in vain were zeros.
 
 [Note: a gradient that comes twice]
-Under reentrant checkpointing a parameter's hook can fire more than once in a backward, the second time when its bucket
-is already under way (DDP raises "marked ready only once", https://github.com/pytorch/pytorch/issues/46166). The bucket
-is then sent again, on all ranks, and from then on it waits for the end of backward.
+With reentrant checkpointing, a parameter's hook can fire twice in a backward, the second time after its bucket was
+launched (DDP raises "marked ready only once", https://github.com/pytorch/pytorch/issues/46166). All ranks then send the
+bucket again, and from then on it waits for the end of backward.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from ddp_callbacks.process_group.failures import enter, of_device, wait
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.weighing import Undo, Weighing, hook_even_if_frozen
 
-_PIECES = 4  # integers of 16 bits in a float64
+_PIECES = 4  # 16-bit integers in a float64
 
 
 class GradientSynchronizer:
@@ -124,7 +124,7 @@ class GradientSynchronizer:
         begin_run(process_group)
         self._group = resolve_group(process_group)
         self._last_total = 0.0
-        self._graph_task: Callable[[], _GraphTask | None] = _no_graph_task  # of the backward that runs
+        self._graph_task: Callable[[], _GraphTask | None] = _no_graph_task  # of the running backward
         self._round = _Round([], 0.0, 0.0, False, is_finished=True)
         parameters = [parameter for parameter in module.parameters() if _differentiable(parameter)]
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -141,21 +141,21 @@ class GradientSynchronizer:
         self._weighing = Weighing(self._parameters, self._used, self._world_size)
         self._buckets = self._make_buckets(bucket_cap_mb)
         self._forecast = Forecast([bucket.index for bucket in self._buckets if bucket.active])
-        self._lock = threading.RLock() if len(set(devices)) > 1 else None  # autograd has a thread for each device
+        self._lock = threading.RLock() if len(set(devices)) > 1 else None  # autograd has a thread per device
         self._register()
 
     def weigh(self, weight: float, total: float | None = None) -> None:
         """Set this rank's weight in the following backwards. Local; does not block.
 
-        Outside of :meth:`no_sync` and inside, ``weight / total`` is what a backward's contribution to the gradients is
-        multiplied with, and what was accumulated before keeps the weight that it was made with. A second backward
-        outside, before the gradients are set to ``None``, adds its own sum over the ranks to the first's.
+        A backward's contribution to the gradients is multiplied by ``weight / total``, inside :meth:`no_sync` as well
+        as outside. Contributions accumulated earlier keep their weights. If you run a second backward outside before
+        setting the gradients to ``None``, it adds its sum over the ranks to the first one's.
 
         Args:
-            weight: Usually the number of samples (or tokens) that the local loss is the mean of. 0 means that this
-                rank takes part but counts nowhere: zeros take the place of its contribution, which may be NaN.
-            total: The sum of the weights over the ranks where it is known; 1 on all ranks where weights are 1 and
-                losses are sums. ``None`` sends the weight along; all ranks must agree on which.
+            weight: Usually the number of samples (or tokens) that the local loss is the mean of. With 0 this rank takes
+                part, but zeros replace its contribution, which may be NaN.
+            total: The sum of the ranks' weights, if known. If losses are sums, pass weight 1 and total 1 on all ranks.
+                ``None`` sends the weight along. Either all ranks pass ``None`` or none does.
 
         Raises:
             ConfigurationError: Without ``total``: the weight changes while gradients of ``no_sync`` wait.
@@ -164,31 +164,32 @@ class GradientSynchronizer:
             self._weighing.set(weight, total)
 
     def weigh_loss(self, loss: torch.Tensor, weight: float, total: float) -> Undo:
-        """Weigh the backward of ``loss`` in place of :meth:`weigh`. Local; does not block.
+        """Weight the backward of ``loss``, instead of calling :meth:`weigh`. Local; does not block.
 
-        Exact as well where layers exchange gradients in backward
-        (:class:`ddp_callbacks.BatchNormSynchronizer`). The loss's value stays as it is.
+        This is exact even if layers exchange gradients in backward (:class:`ddp_callbacks.BatchNormSynchronizer`). The
+        value of the loss does not change.
 
         Args:
-            loss: Of this rank; call its ``backward()`` afterwards, as it is or scaled.
+            loss: This rank's loss; call its ``backward()`` afterwards, scaled if you like.
             weight, total: As in :meth:`weigh`.
 
         Returns:
-            What ends it. Call it after the backward if others follow that nobody weighs. All ranks then count alike.
+            A function that undoes it. Call it after the backward if backwards without a weight follow; in these all
+            ranks count the same.
         """
         return _nothing if self._world_size == 1 else self._weighing.set_for(loss, weight, total)
 
     @property
     def is_enabled(self) -> bool:
-        """Whether a backward synchronizes, as it does outside of :meth:`no_sync`."""
+        """Whether a backward synchronizes: true outside of :meth:`no_sync`."""
         return self._enabled
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally inside; the next backward outside sends the accumulated ones.
+        """Accumulate gradients locally inside; the next backward outside sends the accumulated gradients.
 
-        Each contribution counts by the weight that :meth:`weigh` has set for its backward. All ranks must use it alike.
-        Nothing blocks inside.
+        Each contribution has the weight that :meth:`weigh` set for its backward. All ranks must use it in the same
+        backwards. Nothing blocks inside.
         """
         before, self._enabled = self._enabled, False
         if self._world_size > 1:
@@ -199,10 +200,10 @@ class GradientSynchronizer:
             self._enabled = before
 
     def synchronize(self) -> None:
-        """Take part in the other ranks' synchronization after a backward that reached none of the parameters.
+        """Join the other ranks' synchronization after a backward that reached none of the parameters.
 
-        Such a backward fires no hook. Call it after backward if ``rounds`` did not go up; it blocks until all ranks
-        take part. Inside of :meth:`no_sync` it does nothing.
+        Such a backward fires no hook. Call this after backward if ``rounds`` did not increase; it blocks until all
+        ranks take part. Inside :meth:`no_sync` it does nothing.
 
         Raises:
             PeerError: Another rank failed or died.
@@ -212,7 +213,7 @@ class GradientSynchronizer:
             self._finish()
 
     def carry(self, numbers: torch.Tensor) -> None:
-        """Let numbers travel with the next synchronization; ``carried`` then has those of all ranks. Local.
+        """Send numbers with the next synchronization; afterwards, ``carried`` has those of all ranks. Local.
 
         Every rank must call it before the same synchronization.
 
@@ -220,7 +221,7 @@ class GradientSynchronizer:
             numbers: float64, on the CPU, of shape ``[room]``.
 
         Raises:
-            ConfigurationError: They are not.
+            ConfigurationError: ``numbers`` has another dtype or shape.
         """
         if numbers.shape != (self.room,) or numbers.dtype != torch.float64:
             given = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
@@ -230,7 +231,7 @@ class GradientSynchronizer:
             self.carried = numbers[None]
 
     def close(self) -> None:
-        """Remove every hook. Gradients stay as they are. Local; safe to call twice."""
+        """Remove every hook. Gradients stay unchanged. Local; safe to call twice."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -242,7 +243,7 @@ class GradientSynchronizer:
     def _choose_ways(
         self, devices: list[torch.device], comm_hook: CommHook | None, comm_state: Any, compress: Compress
     ) -> None:
-        """How buckets are summed, and how what must not be compressed is."""
+        """Choose the all-reduce for buckets, and the exact one for data that must not be compressed."""
         if compress is not None:
             comm_hook, comm_state = hook_of(compress, self._group, devices)
         self._comm_hook, self._comm_state = comm_hook, comm_state
@@ -276,7 +277,7 @@ class GradientSynchronizer:
         self._handles.append(hook_even_if_frozen(parameter, register, hook))
 
     def _refuse_foreign_hooks(self, parameters: list[torch.nn.Parameter]) -> None:
-        """A hook of another that runs when a gradient is accumulated would see, or use up, this rank's own."""
+        """Refuse other hooks on gradient accumulation: they would see, or consume, the local gradient."""
         ours = {handle.id for handle in self._handles}
         for parameter in parameters:
             for key, hook in hooks_on_accumulation(parameter).items():
@@ -318,12 +319,12 @@ class GradientSynchronizer:
         self._call_at_end(task)
 
     def _begin(self) -> None:
-        if not self._round.is_finished:  # an exception ended the last backward: abandon its sums with their memory
+        if not self._round.is_finished:  # an exception ended the last backward: drop its sums and memory
             for bucket in self._buckets:
                 bucket.pool.abandon()
         if not self.rounds:
             self._refuse_foreign_hooks(self._parameters)
-        self._round.is_finished = False  # if asking for the first weight fails
+        self._round.is_finished = False  # stays False if getting the first weight fails
         for bucket in self._buckets:
             bucket.start()
         buckets = [self._buckets[index] for index in self._forecast.guess]
@@ -331,21 +332,21 @@ class GradientSynchronizer:
         self._round = _Round(buckets, *self._scales(), carries_metadata)
 
     def _can_carry(self, bucket: Bucket) -> bool:
-        """Whether the metadata can be summed beside this bucket's gradients; flags can in any real dtype."""
+        """Whether the metadata can be summed with this bucket's gradients. Flags can, in any real dtype."""
         if self._comm_hook is not None or not self._all_reduce.exact:
             return False
         dtype = bucket.pool.parameters[0].dtype
         if self._weighing.total is not None or not self._has_double:
             return dtype in (torch.float32, torch.float64)
-        return dtype == torch.float64  # the weight must not be rounded more than the gradients that it divides
+        return dtype == torch.float64  # do not round the weight more than the gradients that it divides
 
     def _scales(self) -> tuple[float, float]:
-        """What the gradients are multiplied with before the sum, and the total weight that this supposes."""
+        """The factor for the gradients before the sum, and the total weight that it assumes."""
         average = self._world_size if self._comm_hook is not None else 1  # a hook divides by the world size
         if self._weighing.total is not None:
             return self._weighing.unit * average, self._weighing.total
-        # The total arrives with the sum; until then the last one stands in for it, so that half precision does
-        # not overflow. There is none before the first step, so that one asks.
+        # The total arrives with the sum. Until then we assume the last total, so that half precision does not overflow.
+        # Before the first step there is none, so that step asks for it.
         if not self._last_total:
             weight = torch.tensor([self._weighing.weight], dtype=torch.float64, device=self._device())
             doing = "the first weight"
@@ -355,7 +356,7 @@ class GradientSynchronizer:
         return (self._weighing.weight * average / reference if reference else 0.0), reference
 
     def _launch_full(self) -> None:
-        """Launch every bucket that is full, in order; never the last, which carries the metadata."""
+        """Launch every full bucket, in order, except the last, which carries the metadata."""
         while len(self._round.waiting) > 1:
             bucket = self._round.waiting[0]
             if bucket.missing or bucket.deferred:
@@ -365,7 +366,7 @@ class GradientSynchronizer:
     def _launch(self, bucket: Bucket) -> None:
         if self._comm_hook is not None and self._round.launched:
             # A hook may start further collectives from its futures (PowerSGD does), at a moment that differs between
-            # the ranks; the next bucket's come after all of them.
+            # the ranks. Wait for all of them before launching the next bucket.
             self._await(self._round.buckets[self._round.launched - 1])
         self._round.launched += 1
         self._send(bucket)
@@ -374,7 +375,7 @@ class GradientSynchronizer:
         call_at_end_of_backward(partial(self._end_of_graph_task, task))
 
     def _end_of_graph_task(self, task: _GraphTask) -> None:
-        # Reentrant checkpointing runs a backward inside a node of another one; only the outermost is the end.
+        # Reentrant checkpointing runs a backward inside a node of another one; only the outermost one ends here.
         node = current_node()
         if node is None:
             self._graph_task = _no_graph_task
@@ -383,7 +384,7 @@ class GradientSynchronizer:
             node.register_hook(lambda *_: self._call_at_end(task))
 
     def _finish(self) -> None:
-        # Gradients of no_sync, of a backward that failed or of a frozen parameter may have gone since.
+        # Gradients of no_sync, of a failed backward or of a frozen parameter may be gone by now.
         self._used[:] = [used and p.grad is not None for used, p in zip(self._used, self._parameters, strict=True)]
         for bucket in self._round.waiting:
             self._launch(bucket)
@@ -396,7 +397,7 @@ class GradientSynchronizer:
                 self._send_behind(bucket)
         filled = [bucket for bucket in self._buckets if bucket.active]
         for bucket in filled:
-            if bucket.memory is None:  # it was not guessed
+            if bucket.memory is None:  # not in the forecast
                 self._send_behind(bucket)
         self._require_same_kind(weight, filled)
         self._write_back(filled, weight, metadata.used)
@@ -421,7 +422,7 @@ class GradientSynchronizer:
         self._await(bucket)
 
     def _require_same_trained(self, trained: float) -> None:
-        """Raise, on all ranks, where they train other parameters."""
+        """Raise, on all ranks, if they train different parameters."""
         if trained == self._trained() * self._world_size:
             return
         settings = {self._names[id(p)]: "trained" if p.requires_grad else "frozen" for p in self._parameters}
@@ -429,7 +430,7 @@ class GradientSynchronizer:
         require_agreement(settings, "which parameters are trained", remedy, self._group)
 
     def _require_same_kind(self, weight: float, filled: list[Bucket]) -> None:
-        """Raise where weights turn from means into sums on top of gradients: they were not prepared for it."""
+        """Raise if weights change from means to sums on top of gradients, which were not scaled for that."""
         if self._weighing.become_sums(weight) and any(bucket.has_kept() for bucket in filled):
             raise ConfigurationError(
                 f"the ranks' weights add up to {weight:g}, not to the total {self._weighing.total:g} as in previous "
@@ -463,13 +464,13 @@ class GradientSynchronizer:
         assert bucket.future is not None and bucket.memory is not None
         wait(of_device(bucket.future, bucket.memory.flat.device), doing, self._group)
         value, flat = bucket.future.value(), bucket.memory.flat[: bucket.memory.numel]
-        if flat.is_complex() and not value.is_complex():  # as torch's all_reduce returns it
+        if flat.is_complex() and not value.is_complex():  # torch's all_reduce returns it like this
             value = torch.view_as_complex(value.view(-1, 2))
         if value.data_ptr() != flat.data_ptr() or value.dtype != flat.dtype:
             flat.copy_(value.view(-1))
 
     def _metadata(self) -> torch.Tensor:
-        """This rank's, as it is summed."""
+        """This rank's metadata, as it is summed."""
         dirty = [float(bucket.is_dirty) for bucket in self._buckets]
         numbers = [self._weighing.weight, self._trained(), *dirty, *map(float, self._used)]
         metadata = torch.tensor(numbers, dtype=torch.float64)
@@ -481,7 +482,7 @@ class GradientSynchronizer:
         return torch.cat([metadata, places.view(-1)])
 
     def _trained(self) -> float:
-        """A checksum of the parameters that are trained; float32 holds the sum of the ranks' exactly."""
+        """A checksum of the trained parameters; float32 holds the sum over the ranks exactly."""
         checksum = 0
         for bucket in self._buckets:
             checksum = zlib.crc32(bytes(bucket.frozen), checksum)
@@ -498,7 +499,8 @@ class GradientSynchronizer:
             assert memory is not None
             numbers = memory.flat[memory.numel :]
         else:
-            # Only now: a hook may start further collectives from its futures, at another moment on each rank.
+            # Not earlier: a hook may start further collectives from its futures, at a moment that differs between
+            # ranks.
             numbers = self._metadata().to(self._device())
             doing = "the metadata of the gradients"
             self._exact.launch(numbers, doing).wait(doing)
@@ -510,20 +512,20 @@ class GradientSynchronizer:
         return _Metadata(weight, trained, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]])
 
     def _rescale(self, bucket: Bucket, weight: float) -> None:
-        """Correct for a total weight that was not known when the bucket was sent."""
+        """Correct for a total weight that was unknown when the bucket was sent."""
         if self._weighing.total is not None:
             return
         assert bucket.memory is not None
         if (
             weight != self._round.supposed_total and weight
-        ):  # where no rank has a sample, all gradients are zero already
+        ):  # if no rank has a sample, all gradients are already zero
             bucket.memory.flat[: bucket.memory.numel].mul_(self._round.supposed_total / weight)
 
     def _exchange_sparse(self, slot: int, weight: float) -> None:
         parameter = self._parameters[slot]
         grad = parameter.grad
         parts = []
-        is_dense = grad is not None and not grad.is_sparse  # a layer that is tied to the embedding
+        is_dense = grad is not None and not grad.is_sparse  # a layer tied to the embedding
         if grad is not None:
             grad = (grad.to_sparse(1) if is_dense else grad).coalesce()
             share = self._share_of_sum(slot, weight)
@@ -537,7 +539,7 @@ class GradientSynchronizer:
         parameter.grad = reduced.to_dense() if any(is_dense for is_dense, _ in gathered) else reduced
 
     def _share_of_sum(self, slot: int, weight: float) -> float:
-        """What a gradient of this rank is multiplied with, when the total weight is there."""
+        """The factor for this rank's gradient, once the total weight is known."""
         if self._weighing.total is None:
             return self._weighing.weight / weight if self._weighing.weight else 0.0
         return self._weighing.unit * (1.0 if self._used[slot] else self._weighing.kept)
@@ -548,15 +550,15 @@ class GradientSynchronizer:
 
 @dataclass
 class _Round:
-    """One synchronization: what it sends, and how far it is.
+    """The state of one synchronization.
 
     Attributes:
-        buckets: Those that the backward is expected to fill, in the order in which they are launched.
-        scale: What the gradients are multiplied with before the sum.
-        supposed_total: The total weight for which ``scale`` is right.
-        carries_metadata: Whether the metadata travels behind the gradients of the last bucket.
-        launched: How many of the buckets are under way.
-        is_finished: ``False`` also after an exception has ended the backward.
+        buckets: The buckets that the backward should fill, in launch order.
+        scale: The factor for the gradients before the sum.
+        supposed_total: The total weight that ``scale`` assumes.
+        carries_metadata: Whether the metadata is sent with the last bucket.
+        launched: The number of launched buckets.
+        is_finished: Also ``False`` after an exception has ended the backward.
     """
 
     buckets: list[Bucket]
@@ -568,17 +570,17 @@ class _Round:
 
     @property
     def waiting(self) -> list[Bucket]:
-        """The buckets that are not launched yet."""
+        """The buckets that are not yet launched."""
         return self.buckets[self.launched :]
 
 
 class _Metadata(NamedTuple):
-    """What travels with the gradients, of all ranks together.
+    """The metadata of all ranks together.
 
     Attributes:
-        weight: The total.
-        trained: The sum of the checksums of which parameters are trained.
-        dirty: Per bucket, whether any rank has to send it again.
+        weight: The total weight.
+        trained: The sum of the checksums of the trained parameters.
+        dirty: Per bucket, whether any rank must send it again.
         used: Per parameter, whether any rank has a gradient for it.
     """
 
@@ -589,7 +591,7 @@ class _Metadata(NamedTuple):
 
 
 class _GraphTask:
-    """Lives as long as autograd's graph task that calls its end: an exception drops the task, and this with it."""
+    """Lives as long as autograd's graph task: an exception drops the task, and with it this object."""
 
 
 def _no_graph_task() -> None:
@@ -616,7 +618,7 @@ def _require_same_way(
     room: int,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Ranks that sum other buckets, or in another way, would wait for each other."""
+    """Raise if the ranks would sum different buckets, or use different all-reduces, and so deadlock."""
     hook = None if comm_hook is None else getattr(comm_hook, "__qualname__", type(comm_hook).__name__)
     settings = parameter_settings(module) | {
         "bucket_cap_mb": bucket_cap_mb,

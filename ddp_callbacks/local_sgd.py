@@ -3,21 +3,20 @@
 One window, on each rank::
 
     the window opens     the parameters, equal on all ranks, are copied: the anchor
-    every - 1 steps      of this rank's own optimizer, on this rank's gradients; nothing is sent
+    every - 1 steps      of this rank's optimizer, on this rank's gradients; nothing is sent
     the window closes    pseudo-gradient = anchor - parameters, averaged over the ranks;
                          the outer optimizer takes one step from the anchor; that is the new model, on all ranks
 
-With an outer optimizer that just subtracts the pseudo-gradient this is local SGD, the plain mean of the parameters
-(https://arxiv.org/abs/1805.09767); with Nesterov momentum it is DiLoCo (https://arxiv.org/abs/2311.08105, algorithm 1).
+If the outer optimizer just subtracts the pseudo-gradient, this is local SGD, the plain mean of the parameters
+(https://arxiv.org/abs/1805.09767). With Nesterov momentum it is DiLoCo (https://arxiv.org/abs/2311.08105, algorithm 1).
 
 The mean is weighted by the samples that each rank has used in the window. So with ``LocalSGD(every=1)``, SGD without
-momentum and a loss that is a mean, the model is that of one process, however unevenly a batch is divided.
+momentum and a mean loss, the model equals that of a single process, even if batches are divided unevenly.
 
 [Note: torch's averagers]
-``torch.distributed.algorithms.model_averaging`` is not used. Its averagers give every rank the same weight; leave out
-the parameters that have no gradient, which may be others on each rank, so that the ranks wait for each other's; wait
-without a limit; average in the parameters' own precision; and put all parameters into one buffer. The outer
-optimizer is torch's SGD.
+We don't use ``torch.distributed.algorithms.model_averaging``. Its averagers give every rank the same weight; skip
+parameters without a gradient, which can differ between ranks and then deadlocks them; wait without a timeout; average
+in the parameters' precision; and put all parameters into one buffer. The outer optimizer is torch's SGD.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ from ddp_callbacks.process_group.runs import begin_run
 OUTER_MOMENTUM = "ddp_callbacks_outer_momentum"
 """Key in ``optimizer.state`` of DiLoCo's momentum: a dict of tensors by the parameters' names.
 
-State of an optimizer that belongs to no parameter is saved and loaded by ``Optimizer.state_dict`` as it is, so a
-checkpoint of the optimizer holds it, and loads as well where nobody knows it.
+``Optimizer.state_dict`` saves and loads state that belongs to no parameter unchanged. So a checkpoint of the optimizer
+contains the momentum, and also loads without this library.
 """
 
 _DOING = "the averaging of the parameters"
@@ -55,13 +54,13 @@ _DOING = "the averaging of the parameters"
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """Average the parameters over the ranks, in place of the gradients of each step.
+    """Average the parameters over the ranks every few steps, instead of the gradients in each step.
 
     Args:
         every: Number of optimizer steps in a window.
 
     Raises:
-        ConfigurationError: ``every`` is not a positive whole number.
+        ConfigurationError: ``every`` is not a positive integer.
     """
 
     every: int
@@ -70,16 +69,20 @@ class LocalSGD:
         _check_every(self.every)
 
     def outer_optimizer(self, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """Makes the anchors the mean of the parameters."""
+        """The optimizer that sets the anchors to the mean of the parameters.
+
+        Args:
+            anchors: The parameters at the start of the window.
+        """
         return torch.optim.SGD(anchors, lr=1.0)
 
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """Take a step of an outer optimizer, SGD with Nesterov momentum, along the ranks' mean change of the parameters.
+    """Update the parameters every few steps: SGD with Nesterov momentum on the averaged pseudo-gradient.
 
-    The defaults of the outer optimizer are the paper's (https://arxiv.org/abs/2311.08105, section 3), which finds
-    AdamW as the inner one, and windows of up to 500 steps, to work well.
+    The defaults are the paper's (https://arxiv.org/abs/2311.08105, section 3). It reports good results with AdamW as
+    the inner optimizer and windows of up to 500 steps.
 
     Args:
         every: Number of optimizer steps in a window.
@@ -87,8 +90,8 @@ class DiLoCo:
         outer_momentum: Its Nesterov momentum; 0 for none.
 
     Raises:
-        ConfigurationError: ``every`` is not a positive whole number, ``outer_lr`` is not positive, or
-            ``outer_momentum`` is not in [0, 1).
+        ConfigurationError: ``every`` is not a positive integer, ``outer_lr`` is not positive, or ``outer_momentum`` is
+            not in [0, 1).
     """
 
     every: int
@@ -105,7 +108,11 @@ class DiLoCo:
             )
 
     def outer_optimizer(self, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """SGD with Nesterov momentum on the anchors."""
+        """SGD with Nesterov momentum on the anchors.
+
+        Args:
+            anchors: The parameters at the start of the window.
+        """
         momentum = self.outer_momentum
         return torch.optim.SGD(anchors, lr=self.outer_lr, momentum=momentum, nesterov=momentum > 0)
 
@@ -114,7 +121,7 @@ Sync = Literal["every_step"] | LocalSGD | DiLoCo
 
 
 def check_sync(sync: Any, *, comm_hook: Any = None, compress: Any = None, sync_batchnorm: bool = False) -> None:
-    """Raise :class:`ConfigurationError` unless it is a :data:`Sync`, and goes with the other settings."""
+    """Raise :class:`ConfigurationError` unless it is a :data:`Sync` that is compatible with the other settings."""
     if sync != "every_step" and not isinstance(sync, LocalSGD | DiLoCo):
         raise ConfigurationError(f'sync must be "every_step", LocalSGD(...) or DiLoCo(...), got {sync!r}.')
     if sync == "every_step":
@@ -129,33 +136,33 @@ def check_sync(sync: Any, *, comm_hook: Any = None, compress: Any = None, sync_b
 
 
 class ParameterAverager:
-    """Close a window every so many optimizer steps, on all ranks at once; see the module's docstring.
+    """Average the parameters over the ranks every few optimizer steps; the module's docstring has the algorithm.
 
-    The parameters must be equal on all ranks when it is made (:func:`ddp_callbacks.broadcast_parameters`);
-    they are equal, bit for bit, after each :meth:`outer_step`. Fragments that no rank has changed in a window, of
-    frozen parameters say, are not sent. Buffers are left alone, and so is the optimizer's own state (momentum, moments
-    of Adam), which stays each rank's as in the paper.
+    Before you make one, the parameters must be equal on all ranks (:func:`ddp_callbacks.broadcast_parameters`). They
+    are bitwise equal after each :meth:`outer_step`. Fragments that no rank has changed in a window, for example frozen
+    parameters, are not sent. Buffers and the inner optimizer's state (momentum, Adam's moments) stay local, as in the
+    paper.
 
-    Memory: a copy of the parameters, with DiLoCo two, and two fragments of ``bucket_cap_mb`` that are sent. Half
-    precision is averaged in float32.
+    Memory: one copy of the parameters, two with DiLoCo, and two fragments of ``bucket_cap_mb`` for sending.
+    Half-precision parameters are averaged in float32.
 
-    In a world of one local SGD does nothing, as the mean of one model is that model. DiLoCo is the same algorithm with
-    one worker, for which it is defined too: N ranks are then the larger batch, not another method.
+    With a single process, local SGD does nothing. DiLoCo still runs, with one worker: more ranks then mean a larger
+    batch, not another method.
 
-    Making it is a collective and blocks until every rank does it.
+    The constructor is a collective and blocks until every rank has called it.
 
     Args:
         module: Its parameters are averaged.
         sync: :class:`LocalSGD` or :class:`DiLoCo`.
-        optimizer: The one that trains ``module``; DiLoCo's momentum is kept in its state, so that it is saved and
-            loaded with it. ``None``: it is lost with this object.
-        bucket_cap_mb: The size in MiB of the fragments in which parameters are sent; a larger parameter is a fragment.
-        compress: ``"bf16"`` or ``"fp16"``: the pseudo-gradients are rounded to it before they are sent to another host,
-            and summed in float32. All ranks still get the same bits.
+        optimizer: The optimizer that trains ``module``. Its state holds DiLoCo's momentum, so both are saved and loaded
+            together. ``None``: the momentum is lost with this object.
+        bucket_cap_mb: Size in MiB of the fragments that are sent; a larger parameter is one fragment.
+        compress: ``"bf16"`` or ``"fp16"``: round pseudo-gradients before sending them to another node, and sum them in
+            float32. All ranks still get the same bits.
         process_group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: ``bucket_cap_mb`` or ``compress`` is none of these.
+        ConfigurationError: ``bucket_cap_mb``, ``compress`` or ``sync`` is invalid.
         MismatchError: The ranks have different settings or models.
     """
 
@@ -197,15 +204,15 @@ class ParameterAverager:
         return self._steps + 1 >= self._sync.every
 
     def step(self, weight: float = 1.0) -> None:
-        """Count a step of the optimizer; every so many close the window. All ranks must take as many steps.
+        """Count an optimizer step; after ``every`` steps, close the window. All ranks must take equally many steps.
 
         Args:
-            weight: What this rank's loss was the mean over: the number of samples, or of tokens that count. 0 where it
-                had none; it has to count the step all the same.
+            weight: The number that this rank's loss is the mean over: samples, or tokens that count. Pass 0 if this
+                rank had none; it must count the step too.
 
         Raises:
             ConfigurationError: The weight is negative or not a number.
-            MismatchError, PeerError: As :meth:`outer_step`.
+            MismatchError, PeerError: As in :meth:`outer_step`.
         """
         if not weight >= 0:
             raise ConfigurationError(f"the weight of a step must be 0 or more, got {weight!r}.")
@@ -217,15 +224,15 @@ class ParameterAverager:
     @outside_inference_mode
     @torch.no_grad()
     def outer_step(self) -> None:
-        """Average the parameters, also before the window is full; every rank must call it.
+        """Average the parameters now, even if the window is not full. A collective; blocks until all ranks call it.
 
-        Call it before an evaluation, a checkpoint and the end of training. Where no step was taken since the last
-        call, nothing is sent, and the parameters as they are now, which something else may have exchanged, are what the
-        next window starts from. Blocks until all ranks are here.
+        Call it before an evaluation, before a checkpoint and at the end of training. If no step was taken since the
+        last call, nothing is sent, and the next window starts from the current parameters, which other code may have
+        replaced.
 
         Raises:
             MismatchError: The ranks have taken different numbers of steps.
-            ConfigurationError: The optimizer's state holds a momentum of other parameters.
+            ConfigurationError: The optimizer's state holds a momentum for other parameters.
             PeerError: Another rank failed, died or went silent.
         """
         if self._steps:
@@ -239,12 +246,12 @@ class ParameterAverager:
         self._steps, self._weight = 0, 0.0
 
     def close_window(self) -> None:
-        """The deprecated name of :meth:`outer_step`."""
+        """Deprecated name of :meth:`outer_step`."""
         warnings.warn("close_window is deprecated: it is called outer_step now.", DeprecationWarning, stacklevel=2)
         self.outer_step()
 
     def _agree(self) -> tuple[list[_Fragment], float]:
-        """The fragments that some rank has changed, and what this rank counts of all."""
+        """The fragments that any rank has changed, and this rank's share of the total weight."""
         changed = [fragment.has_changed() for fragment in self._fragments]
         if self._world is None:
             share = 1.0
@@ -260,7 +267,7 @@ class ParameterAverager:
             yield fragment, fragment.write_pseudo_gradient(torch.empty_like(fragment.anchor), share)
 
     def _take_loaded_momentum(self) -> None:
-        """That of a checkpoint which the optimizer has loaded since the last window."""
+        """Use the momentum of a checkpoint, if the optimizer has loaded one since the last window."""
         loaded = self._state().get(OUTER_MOMENTUM)
         if loaded is not None and loaded is not self._momentum:
             for fragment in self._fragments:
@@ -274,15 +281,15 @@ class ParameterAverager:
             self._state()[OUTER_MOMENTUM] = self._momentum
 
     def _state(self) -> dict[Any, Any]:
-        """The optimizer's; loading exchanges it."""
+        """The optimizer's state. Look it up each time: loading replaces it."""
         return {} if self._optimizer is None else self._optimizer.state
 
 
 class _Fragment:
-    """Parameters of one kind that travel together, where they were when the window opened, and the outer optimizer.
+    """Parameters of one dtype and device that are sent together, with their anchor and outer optimizer.
 
     Attributes:
-        anchor: Flat, in float32 or float64; complex numbers as pairs of real ones.
+        anchor: Flat, in float32 or float64; complex numbers as pairs of real numbers.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], sync: LocalSGD | DiLoCo) -> None:
@@ -297,7 +304,7 @@ class _Fragment:
         self.take_anchor()
 
     def take_anchor(self) -> None:
-        """Remember the parameters as they are."""
+        """Copy the current parameters to the anchor."""
         copy_each(self._anchors, self._reals())
 
     def has_changed(self) -> bool:
@@ -306,17 +313,17 @@ class _Fragment:
         return any(not torch.equal(anchor, real.to(anchor.dtype)) for anchor, real in pairs)
 
     def write_pseudo_gradient(self, memory: torch.Tensor, share: float) -> torch.Tensor:
-        """``share * (anchor - parameters)`` into ``memory``, which has the anchor's shape; returns it."""
+        """Write ``share * (anchor - parameters)`` into ``memory``, which has the anchor's shape, and return it."""
         if share == 0:
-            return memory.zero_()  # a rank that counts nowhere may hold NaN
+            return memory.zero_()  # a rank with share 0 may hold NaN
         for target, anchor, real in zip(self._views(memory), self._anchors, self._reals(), strict=True):
             torch.sub(anchor, real, out=target)
         return memory.mul_(share)
 
     def take_outer_step(self, pseudo_gradient: torch.Tensor) -> None:
-        """Move the parameters to where the outer optimizer goes from the anchor.
+        """Take the outer optimizer's step from the anchor.
 
-        What no rank has changed stays where it is, whatever its momentum: it may have been frozen.
+        Parameters that no rank has changed stay unchanged, whatever their momentum: they may be frozen.
         """
         for anchor, gradient in zip(self._anchors, self._views(pseudo_gradient), strict=True):
             anchor.grad = gradient if gradient.any() else None
@@ -325,7 +332,7 @@ class _Fragment:
         copy_each(self._reals(), self._anchors)
 
     def momentum(self) -> dict[str, torch.Tensor]:
-        """That of the outer optimizer, by the parameters' names; without those that have none."""
+        """The outer optimizer's momentum, by parameter name; leaves out parameters without momentum."""
         buffers = {
             name: self._outer.state[anchor].get("momentum_buffer")
             for name, anchor in zip(self._names, self._anchors, strict=True)
@@ -333,7 +340,7 @@ class _Fragment:
         return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
     def load_momentum(self, loaded: dict[str, torch.Tensor]) -> None:
-        """Take what :meth:`momentum` gave elsewhere; a parameter that it lacks starts without."""
+        """Load the result of :meth:`momentum`; parameters that it lacks start without momentum."""
         for name, anchor in zip(self._names, self._anchors, strict=True):
             self._outer.state[anchor].pop("momentum_buffer", None)
             if (found := loaded.get(name)) is None:
@@ -355,10 +362,10 @@ class _Fragment:
 
 
 class _World:
-    """The other ranks, where there are any. Making it is a collective.
+    """The exchange with the other ranks. The constructor is a collective.
 
     Args:
-        dtype: What is sent in place of wider numbers; ``None`` sends them as they are.
+        dtype: The dtype that replaces wider ones on the network; ``None`` for no change.
     """
 
     def __init__(self, group: dist.ProcessGroup, fragments: Sequence[_Fragment], dtype: torch.dtype | None) -> None:
@@ -372,7 +379,7 @@ class _World:
         self._memories: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
     def agree(self, steps: int, weight: float, changed: list[bool]) -> tuple[list[bool], float]:
-        """For each fragment whether any rank has changed it, and the share of this rank."""
+        """Whether any rank has changed each fragment, and this rank's share."""
         rows = self._rows.exchange([float(steps), weight, *map(float, changed)], _DOING)
         self._require_steps([int(row[0]) for row in rows])
         total = sum(row[1] for row in rows)
@@ -380,7 +387,7 @@ class _World:
         return [any(flags) for flags in zip(*(row[2:] for row in rows), strict=True)], share
 
     def pseudo_gradients(self, fragments: list[_Fragment], share: float) -> Iterator[tuple[_Fragment, torch.Tensor]]:
-        """Each fragment with the sum over the ranks, good until the next is asked for; one more is under way."""
+        """Yield each fragment with its averaged pseudo-gradient, valid until the next. One all-reduce runs ahead."""
         under_way: deque[tuple[_Fragment, torch.Tensor, Work]] = deque()
         for index, fragment in enumerate(fragments):
             memory = fragment.write_pseudo_gradient(self._memory(index % 2, fragment.anchor), share)
@@ -411,9 +418,9 @@ class _World:
 
 
 def set_gradients_aside(module: torch.nn.Module) -> Callable[[], None]:
-    """Take the gradients out of the parameters; the function returned puts them back, over any that came meanwhile.
+    """Remove the gradients from the parameters; call the result to restore them, replacing newer ones.
 
-    For the backward of a batch of which this rank has no sample: its loss, a mean over nothing, is not a number.
+    Use it around the backward of a batch without samples on this rank: its loss, a mean over nothing, is NaN.
     """
     aside = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in aside:
@@ -433,7 +440,7 @@ def _make_fragments(module: torch.nn.Module, sync: LocalSGD | DiLoCo, bucket_cap
 
 
 def _real(parameter: torch.Tensor) -> torch.Tensor:
-    """The same memory as real numbers."""
+    """The same memory, as real numbers."""
     data = parameter.detach()
     return torch.view_as_real(data) if data.is_complex() else data
 

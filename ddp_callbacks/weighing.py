@@ -1,21 +1,21 @@
-"""What a rank's backwards count: each contribution to a gradient is weighed when it is made.
+"""The weights of a rank's backwards: each contribution to a gradient is weighted when it is made.
 
-The ranks want the sum, over themselves and over the backwards of a step, of ``weight / total`` times the contribution
-of each. Weight 0 replaces a contribution by zeros and never multiplies it: the mean over nothing is not a number.
+The ranks compute the sum, over all ranks and all backwards of a step, of ``weight / total`` times each contribution. A
+contribution with weight 0 is replaced by zeros, not multiplied: the mean over no samples is NaN.
 
 [Note: the unit]
-What a backward leaves in ``parameter.grad`` is sent multiplied with one number, the unit. After ``zero_grad`` it is
-``weight / total``, and nothing else is multiplied. What may be in ``parameter.grad`` before:
+The engine multiplies ``parameter.grad`` by a single number, the unit, when it sends it. After ``zero_grad`` the unit is
+``weight / total``, and nothing else is multiplied. ``parameter.grad`` can hold earlier values before a backward:
 
-- What backwards in ``no_sync`` have left, each under its own weight. From there on the unit is ``1 / world_size``, and
-  each contribution is multiplied with ``weight · world_size / total`` as it is made, unless that is 1.
-- What an earlier backward has left that was synchronized: the ranks' sum, equal on all, which has to count once. Where
-  the ranks' weights add up to the total (a mean), so do the units, to 1. Where they do not (a sum), it is divided by
-  ``unit · world_size`` before a contribution is added to it. Which of the two it is, the last synchronization has
-  shown to all ranks alike.
+- Contributions from ``no_sync``, each with its own weight. From then on the unit is ``1 / world_size``, and each
+  contribution is multiplied by ``weight · world_size / total`` when it is made, unless that is 1.
+- The result of an earlier, synchronized backward: the ranks' sum, equal on all ranks, which must count once. If the
+  ranks' weights add up to the total (a mean), their units add up to 1, and nothing needs to be done. If they do not (a
+  sum), the value is divided by ``unit · world_size`` before a contribution is added to it. The last synchronization has
+  shown all ranks which of the two applies.
 
-The loss itself can be weighed instead, at its root, which costs nothing in either case; the unit is then
-``1 / world_size``. So it has to be where layers exchange gradients in backward (:mod:`ddp_callbacks.batch_norm`).
+Alternatively, the loss is weighted at its root, which needs no multiplication of gradients; the unit is then
+``1 / world_size``. This is required if layers exchange gradients in backward (:mod:`ddp_callbacks.batch_norm`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from torch.nn import functional as F
 
 from ddp_callbacks.errors import ConfigurationError
 
-_ROUNDING = 1e-5  # relative, of a sum of weights that has travelled in float32
-# Nodes in which ranks exchange gradients: synchronized BatchNorm, and a reentrant checkpoint, which hides its layers.
+_ROUNDING = 1e-5  # relative, of a sum of weights in float32
+# Autograd nodes that exchange gradients between ranks: synchronized BatchNorm, and a reentrant checkpoint, which hides
+# its layers.
 _MIXING = ("_NormalizeBackward", "CheckpointFunctionBackward")
 
 Undo = Callable[[], None]
@@ -37,17 +38,17 @@ Hook = Callable[[torch.Tensor], Any]
 
 
 class Weighing:
-    """The weights of one rank's backwards into some parameters. Local: nothing here communicates.
+    """The weights of one rank's backwards. Local: it does not communicate.
 
     Args:
-        parameters: Those that contributions are made to.
-        used: One flag for each, which the caller sets from its first contribution until the next synchronization.
+        parameters: The parameters whose gradients are weighted.
+        used: One flag per parameter; the caller sets it from the first contribution until the next synchronization.
         world_size: Number of ranks.
 
     Attributes:
-        weight: Of this rank in the following backwards.
-        total: The sum of the ranks' weights; ``None`` where it is not known here.
-        kept: What gradients that are synchronized already have to be multiplied with before the unit.
+        weight: This rank's weight in the following backwards.
+        total: The sum of the ranks' weights; ``None`` if unknown here.
+        kept: The factor for gradients that are already synchronized, before the unit.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], used: list[bool], world_size: int) -> None:
@@ -55,16 +56,16 @@ class Weighing:
         self.weight = 1.0
         self.total: float | None = float(world_size)
         self.kept = 1.0
-        self._factor = 1.0  # of each contribution
-        self._drops = False  # whether contributions are replaced by zeros
+        self._factor = 1.0  # for each contribution
+        self._drops = False  # whether to replace contributions by zeros
         self._accumulates = False  # since the last synchronization
-        self._are_means = False  # nobody knows before the first synchronization
+        self._are_means = False  # unknown before the first synchronization
         self._have_been_sums = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._arrange()
 
     def set(self, weight: float, total: float | None) -> None:
-        """Weigh the following backwards."""
+        """Set the weight of the following backwards."""
         weight, total = float(weight), None if total is None else float(total)
         if self._accumulates and None in (total, self.total) and (weight, total) != (self.weight, self.total):
             self._require_nothing_accumulated(weight, total)
@@ -73,13 +74,13 @@ class Weighing:
         self._arrange()
 
     def set_for(self, loss: torch.Tensor, weight: float, total: float) -> Undo:
-        """Weigh the backward of ``loss`` at its root; returns what ends that."""
+        """Weight the backward of ``loss`` at its root; call the result to undo it."""
         self.set(1.0, self._world_size)
         factor = float(weight) * self._world_size / float(total) if total else 0.0
         handles: list[torch.utils.hooks.RemovableHandle] = []
         if not factor:
             handles = silence(loss)
-            self._drops = not handles  # else other ranks' losses reach the parameters through the layers
+            self._drops = not handles  # otherwise other ranks' losses reach the parameters through the layers
             self._arrange()
         elif factor != 1 and loss.requires_grad:
             handles = [loss.register_hook(lambda gradient: gradient * factor)]
@@ -92,26 +93,26 @@ class Weighing:
         return undo
 
     def accumulate(self) -> None:
-        """From now on contributions wait for others."""
+        """Start accumulating contributions without synchronization."""
         self._accumulates = True
         self._arrange()
 
     @property
     def unit(self) -> float:
-        """What gradients are multiplied with when they are sent, where the total is known."""
+        """The factor for gradients when they are sent, if the total is known."""
         if self._accumulates or not self.total or not (self.weight or self._are_means):
             return 1 / self._world_size
         return self.weight / self.total
 
     def become_sums(self, weights: float) -> bool:
-        """Whether ``weights``, those of all ranks together, are the first that do not add up to the total."""
+        """Whether ``weights``, the sum over all ranks, is the first that differs from the total."""
         return self._are_means and bool(self.total) and not self._is_total(weights)
 
     def end(self, weights: float) -> None:
-        """A synchronization is complete.
+        """Finish a synchronization.
 
         Args:
-            weights: The sum over the ranks.
+            weights: The sum of the ranks' weights.
         """
         if self.total:
             self._have_been_sums = self._have_been_sums or not self._is_total(weights)
@@ -130,7 +131,7 @@ class Weighing:
         return abs(weights - self.total) <= _ROUNDING * self.total
 
     def _arrange(self) -> None:
-        """Hook the parameters where something has to be done to contributions; mostly nothing has."""
+        """Hook the parameters if contributions must be changed; usually they need not."""
         self._factor = self.kept = 1.0
         if self.total and self._accumulates:
             self._factor = self.weight * self._world_size / self.total
@@ -170,7 +171,7 @@ class Weighing:
 def hook_even_if_frozen(
     parameter: torch.nn.Parameter, register: Callable[[Hook], torch.utils.hooks.RemovableHandle], hook: Hook
 ) -> torch.utils.hooks.RemovableHandle:
-    """torch refuses hooks on a frozen parameter, but keeps them when the parameter is frozen afterwards."""
+    """Register a hook even on a frozen parameter. torch refuses that, but keeps hooks of parameters frozen later."""
     trainable = parameter.requires_grad
     parameter.requires_grad_(True)
     handle = register(hook)
@@ -186,25 +187,26 @@ def _weight_and_total(weight: float, total: float | None) -> str:
     return f"weigh({weight:g})" if total is None else f"weigh({weight:g}, {total:g})"
 
 
-# --- what a cross entropy divides by -------------------------------------------------------------------------------
+# --- the divisor of a cross entropy ---------------------------------------------------------------------------------
 
 TARGETS = ("labels", "label", "targets", "target", "y")
-"""Where a batch that is a mapping has its targets, if nobody says so."""
+"""Default keys of the targets in a batch that is a mapping."""
 
 
 class CrossEntropyWeight:
-    """A weight function of a batch: what a mean cross entropy of its class indices divides by.
+    """A weight function of a batch: the number that a mean cross entropy of class indices divides by.
 
-    That is the number of targets that are not ignored, or with class weights the sum of theirs. For
-    ``CallbackStrategy(weight=...)``, and for :meth:`ddp_callbacks.GradientSynchronizer.weigh` in a loop of your own.
+    That is the number of targets that are not ignored or, with class weights, the sum of their weights. Pass it to
+    ``CallbackStrategy(weight=...)``, or its result to :meth:`ddp_callbacks.GradientSynchronizer.weigh`.
 
     Args:
-        criterion: ``nn.CrossEntropyLoss`` or ``nn.NLLLoss`` with the arguments of the loss; ``None``: the default ones.
+        criterion: ``nn.CrossEntropyLoss`` or ``nn.NLLLoss`` with the arguments of your loss; ``None``: default
+            arguments.
         target: A function of a batch that returns the targets as the criterion gets them. ``None``: the second entry of
-            a tuple or list; of a mapping the entry ``labels``, ``label``, ``targets``, ``target`` or ``y``.
+            a tuple or list; in a mapping, the entry ``labels``, ``label``, ``targets``, ``target`` or ``y``.
 
     Raises:
-        ConfigurationError: Another criterion; or, called with a batch, it has no such entry, or no class indices there.
+        ConfigurationError: Another criterion. When called: the batch has no such entry, or it isn't class indices.
     """
 
     def __init__(self, criterion: Any = None, target: Callable[[Any], Any] | None = None) -> None:
@@ -215,7 +217,7 @@ class CrossEntropyWeight:
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> CrossEntropyWeight:
-        """For the one criterion of these kinds that ``module`` has."""
+        """Make one for ``module``, which must contain exactly one ``nn.CrossEntropyLoss`` or ``nn.NLLLoss``."""
         found = {name: layer for name, layer in module.named_modules() if _is_cross_entropy(layer)}
         if len(found) == 1:
             return cls(*found.values())
@@ -238,15 +240,15 @@ class CrossEntropyWeight:
 
 
 def cross_entropy_weight(criterion: Any, target: Any) -> torch.Tensor | None:
-    """What a mean cross entropy, or negative log likelihood, of class indices divides by. Local.
+    """The number that a mean cross entropy, or negative log likelihood, of class indices divides by. Local.
 
     Args:
-        criterion: ``nn.CrossEntropyLoss``, ``nn.NLLLoss``, or their functions, which then have the default arguments.
+        criterion: ``nn.CrossEntropyLoss``, ``nn.NLLLoss``, or their functions with default arguments.
         target: Class indices, of any shape.
 
     Returns:
         The number of targets that are not ignored, or the sum of their class weights. Shape ``[]``. ``None`` for
-        another criterion, and for targets that are class probabilities.
+        another criterion, and for class probabilities.
     """
     is_function = criterion is F.cross_entropy or criterion is F.nll_loss
     if not is_function and not _is_cross_entropy(criterion):
@@ -276,12 +278,12 @@ def _target_of(batch: Any) -> Any:
 
 
 def silence(loss: torch.Tensor) -> list[torch.utils.hooks.RemovableHandle]:
-    """Let the backward of ``loss`` send zeros to synchronized layers, though it may be no number.
+    """Make the backward of ``loss``, which may be NaN, send zeros to synchronized layers. Local.
 
-    The layers' own exchange goes on, and with it what other ranks' losses send through this rank's samples. Local.
+    These layers still exchange gradients, so that other ranks' losses flow through this rank's samples.
 
     Returns:
-        Handles that undo it. None where the graph of ``loss`` has no such layer; then nothing is changed.
+        Handles that undo it. Empty if the graph of ``loss`` has no such layer; then nothing is changed.
     """
     nodes = _reachable([] if loss.grad_fn is None else [loss.grad_fn])
     layers = {node for node in nodes if node.name() in _MIXING}
@@ -292,7 +294,7 @@ def silence(loss: torch.Tensor) -> list[torch.utils.hooks.RemovableHandle]:
 
 
 def _reachable(nodes: list[Any]) -> list[Any]:
-    """These nodes of a graph, and all that backward comes to from them."""
+    """These nodes of a graph, and all nodes that backward reaches from them."""
     found, waiting = dict.fromkeys(nodes), list(nodes)
     while waiting:
         for node, _ in waiting.pop().next_functions:

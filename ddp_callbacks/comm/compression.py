@@ -1,7 +1,7 @@
-"""Fewer bytes between hosts: gradients in half precision, or as matrices of low rank.
+"""Send fewer bytes between nodes: gradients in half precision, or as low-rank matrices.
 
-Only what goes over the network is compressed: within a host that shares memory sums stay exact, and a run on one host
-stays exact altogether.
+Only traffic over the network is compressed. Sums within a node that shares memory stay exact, so a run on a single node
+is exact.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from ddp_callbacks.process_group.failures import wait
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Matrices of gradients travel as products of two thin ones (Vogels et al., 2019, arXiv:1905.13727).
+    """Send each gradient matrix as a product of two thin matrices (Vogels et al., 2019, arXiv:1905.13727).
 
-    torch's own ``powerSGD_hook``, between hosts. What it leaves out of a step is added to the next (error feedback).
+    This is torch's ``powerSGD_hook``, between nodes. The error of a step is added to the next gradient (error
+    feedback).
 
     Args:
-        rank: Columns of the thin matrices. An n x m gradient is sent as rank * (n + m) numbers, where that is less than
-            half of it; vectors are sent as they are.
-        start: The first so many steps are exact; at least 2.
+        rank: Columns of the thin matrices. An n x m gradient is sent as rank * (n + m) numbers if that is less than
+            half of n * m; vectors are sent uncompressed.
+        start: Number of exact steps at the beginning; at least 2.
 
-    It needs numpy; and for gradients on the CPU, between hosts, a process that sees no GPU.
+    It needs numpy. For gradients on the CPU, between nodes, the process must not see a GPU.
 
     Raises:
-        ConfigurationError: One of them is too small.
+        ConfigurationError: ``rank`` or ``start`` is too small.
     """
 
     rank: int = 4
@@ -59,7 +60,7 @@ _HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_c
 
 
 def check_compress(compress: Compress, comm_hook: CommHook | None) -> None:
-    """Raise :class:`ConfigurationError` unless it is one of the words, or if there is a hook as well."""
+    """Raise :class:`ConfigurationError` unless ``compress`` is valid and does not conflict with a ``comm_hook``."""
     if compress is not None and compress not in _DTYPES and not isinstance(compress, PowerSGD):
         raise ConfigurationError(f'compress must be "bf16", "fp16", PowerSGD(...) or None, got {compress!r}.')
     if compress is not None and comm_hook is not None:
@@ -69,12 +70,15 @@ def check_compress(compress: Compress, comm_hook: CommHook | None) -> None:
 
 
 def dtype_of(compress: Compress) -> torch.dtype | None:
-    """What is sent in place of wider numbers; ``None`` where this is not how it is compressed."""
+    """The dtype that replaces wider ones on the network; ``None`` if ``compress`` sets none."""
     return _DTYPES[compress] if isinstance(compress, str) else None
 
 
 def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.device]) -> tuple[CommHook | None, Any]:
-    """The communication hook that compresses, and its state; none where another way does, or nothing. A collective."""
+    """The comm hook that implements ``compress``, with its state. A collective.
+
+    ``(None, None)`` if the all-reduce itself compresses, or nothing does.
+    """
     on_cpu = all(device.type == "cpu" for device in devices)
     if compress is None or not devices:
         return None, None
@@ -98,7 +102,7 @@ def _require_what_powersgd_needs(on_cpu: bool) -> None:
 
 
 class PowerSGDBetweenNodes:
-    """A communication hook: the leader of each node sends what the ranks of the node have summed."""
+    """A comm hook: the leader of each node sends the sum of the node's ranks."""
 
     def __init__(self, group: dist.ProcessGroup, settings: PowerSGD) -> None:
         self._intra_node, self._groups, self._threads = topology_of(group).open()
@@ -109,7 +113,7 @@ class PowerSGDBetweenNodes:
 
     def __call__(self, _: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         inter_node = None if self._state is None else _PowerSGDAllReduce(self._state, bucket, self._size)
-        # One leader: matrices must not be cut, and the hook's state counts the steps by seeing every bucket.
+        # A single leader: matrices must stay whole, and the hook's state counts steps by seeing every bucket.
         sums = HierarchicalAllReduce(self._intra_node, inter_node, self._threads, exact=False, leaders=1)
         group = self._group()
         assert group is not None
@@ -117,7 +121,7 @@ class PowerSGDBetweenNodes:
 
 
 class _PowerSGDAllReduce:
-    """See :class:`.hierarchical.InterNode`."""
+    """Implements :class:`.hierarchical.InterNode`."""
 
     def __init__(self, state: PowerSGDState, bucket: GradBucket, ranks: int) -> None:
         self._state, self._bucket, self._ranks = state, bucket, ranks
@@ -134,7 +138,7 @@ class _PowerSGDAllReduce:
 
 @dataclass(frozen=True)
 class _FutureWork:
-    """The handle of a future whose value is to be in ``result``."""
+    """The work handle of a future; ``wait`` copies its value into ``result``."""
 
     future: torch.futures.Future[torch.Tensor]
     result: torch.Tensor

@@ -1,4 +1,4 @@
-"""The sum in two levels as a communication hook, for plain ``DistributedDataParallel`` as well."""
+"""The hierarchical all-reduce as a communication hook, also for plain ``DistributedDataParallel``."""
 
 import weakref
 
@@ -19,14 +19,14 @@ _DOING = "the gradients of a communication hook"
 def hierarchical_allreduce_hook(
     state: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients through the memory of each host, and between hosts over the network::
+    """Average gradients by a hierarchical all-reduce: shared memory within a node, the network between nodes::
 
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, hierarchical_allreduce_hook)
 
-    :class:`ddp_callbacks.GradientSynchronizer` does so by itself; here the buckets are DDP's, so they are copied into
-    memory that the ranks share, and out. For CPUs; gradients on GPUs go by torch's own ``allreduce_hook``. The first
-    call is a collective that blocks; the others do not.
+    :class:`ddp_callbacks.GradientSynchronizer` does this by default. Here the buckets belong to DDP, so they are copied
+    into shared memory and back. For CPUs; for gradients on GPUs it calls torch's ``allreduce_hook``. The first call is
+    a collective that blocks; later calls do not block.
 
     Args:
         state: The process group of the model; ``None`` is the default group.
@@ -34,15 +34,15 @@ def hierarchical_allreduce_hook(
     """
     group, gradients = resolve_group(state), bucket.buffer()
     if gradients.device.type != "cpu":
-        return allreduce_hook(group, bucket)  # whose future knows the streams of the GPU
+        return allreduce_hook(group, bucket)  # its future knows the GPU's streams
     gradients.div_(group.size())
     return future_of(choose_all_reduce(group, [gradients.device]).launch(gradients, _DOING), gradients, group)
 
 
 def future_of(pending: Work, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """A future with the value ``tensor``, which lies on the CPU, completed when ``pending`` is, in the group's thread.
+    """A future with the CPU tensor ``tensor`` as its value. A thread of the group completes it after ``pending``.
 
-    Each group has its own: the sums of two may come in another order on another rank.
+    Each group has a separate thread, as the order of two groups' sums can differ between ranks.
     """
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 

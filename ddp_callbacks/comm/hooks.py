@@ -1,17 +1,17 @@
-"""The seam to every all-reduce algorithm: DDP's communication hooks, unchanged.
+"""DDP's communication hooks, unchanged: the interface for custom all-reduce algorithms.
 
-A hook is ``hook(state, bucket) -> Future[Tensor]``, where the future's value is the flat, averaged gradient. torch's
-own (``torch.distributed.algorithms.ddp_comm_hooks``) and those that users wrote for
-``DistributedDataParallel.register_comm_hook`` run here as they are: they get a :class:`GradBucket`, which has the
-methods of torch's ``dist.GradBucket`` (that one has no constructor in Python).
+A hook is ``hook(state, bucket) -> Future[Tensor]``; the future's value is the flat, averaged gradient. torch's hooks
+(``torch.distributed.algorithms.ddp_comm_hooks``) and hooks written for ``DistributedDataParallel.register_comm_hook``
+work without changes: they get a :class:`GradBucket` with the methods of torch's ``dist.GradBucket`` (which has no
+constructor in Python).
 
-Contract of the engine towards a hook:
+The engine guarantees to a hook:
 
-- buckets are launched in the order of their index, each once a backward, on every rank;
-- order, number and shapes never change during a run, so state may be kept by ``bucket.index()``;
-- the buffer is not divided by the world size yet; the hook averages;
-- a hook that has an attribute ``allocate(numel, dtype, device) -> Tensor`` supplies the buckets' memory, for example
-  memory that all processes of a host share.
+- buckets are launched in the order of their index, each once per backward, on every rank;
+- order, number and shapes never change during a run, so state can be keyed by ``bucket.index()``;
+- the buffer is not yet divided by the world size; the hook averages;
+- if the hook has an attribute ``allocate(numel, dtype, device) -> Tensor``, it supplies the buckets' memory, for
+  example memory shared by all processes of a node.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _NEEDS_DDP = {
 
 
 class GradBucket:
-    """One bucket as a communication hook sees it; the methods are those of ``torch.distributed.GradBucket``.
+    """A bucket of gradients, as a communication hook gets it. It has the methods of ``torch.distributed.GradBucket``.
 
     Args:
         index: The position of this bucket in the launch order, from 0.
-        buffer: All gradients of the bucket, of shape ``[numel]``; not divided by the number of ranks yet.
-        parameters: Whose gradients these are, in their order in the buffer.
+        buffer: All gradients of the bucket, of shape ``[numel]``; not yet divided by the number of ranks.
+        parameters: The parameters of these gradients, in the order of the buffer.
         is_last: Whether this is the last bucket of this backward.
     """
 
@@ -65,7 +65,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replace the flat tensor by ``buffer``, a compressed one, say; afterwards :meth:`gradients` has no meaning."""
+        """Replace the flat tensor, for example by a compressed ``buffer``. Don't call :meth:`gradients` afterwards."""
         self._buffer = buffer
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -79,7 +79,7 @@ class GradBucket:
 
 
 def check_comm_hook(hook: CommHook) -> None:
-    """Raise :class:`ConfigurationError` for what cannot be a communication hook here, with the reason."""
+    """Raise :class:`ConfigurationError`, with the reason, if ``hook`` cannot be a communication hook here."""
     if not callable(hook):
         raise ConfigurationError(f"comm_hook must be callable as hook(state, bucket), got {hook!r}.")
     inner: Any = hook

@@ -20,45 +20,45 @@ NAMES = ("ddp_callbacks", "callbacks")
 
 STRATEGY_DOC = """Train on many processes without wrapping the module; the strategy's name is ``"ddp_callbacks"``.
 
-    Or ``"callbacks"``, for programs that divide their data themselves if they find "ddp" in it.
+    The second name, ``"callbacks"``, is for programs that divide their data themselves if they find "ddp" in it.
 
-    Processes are those of ddprun, torchrun, srun or mpirun, whose number counts whatever the Trainer's ``devices`` and
-    ``num_nodes`` say; without a launcher the Trainer starts ``devices`` of its own, also in a notebook. In a world of
-    one nothing changes. Every process must make the same calls (``fit``, ``validate``, ``test``, ``predict``).
+    Under ddprun, torchrun, srun or mpirun, the launcher's processes are used, whatever the Trainer's ``devices`` and
+    ``num_nodes`` are. Without a launcher the Trainer starts ``devices`` processes, also in a notebook. With a single
+    process nothing changes. Every process must make the same calls (``fit``, ``validate``, ``test``, ``predict``).
 
     Args:
-        batch_size: ``"global"``: a loader's batch is the batch of the step, divided among the processes, so that N
-            processes give the numbers of one. ``"per_process"``: each takes whole batches in turn.
+        batch_size: ``"global"``: a loader's batch is the global batch, divided among the processes, so that N processes
+            give the same results as one. ``"per_process"``: each process takes whole batches in turn.
         weight: A function of a batch (this process's part; in training, validation and test) that returns the number
-            that the loss is the mean over, tokens that count, say. ``"cross_entropy"``: what the module's
-            ``nn.CrossEntropyLoss`` (or ``nn.NLLLoss``) divides by, with class weights and ignored targets; see
+            that the loss is the mean over, for example tokens that count. ``"cross_entropy"``: the divisor of the
+            module's ``nn.CrossEntropyLoss`` (or ``nn.NLLLoss``), with class weights and ignored targets; see
             :class:`ddp_callbacks.CrossEntropyWeight`. ``None``: the number of samples.
-        reduction: ``"mean"``; ``"sum"`` where the loss is a sum over the samples. Log such a loss by
+        reduction: ``"mean"``, or ``"sum"`` if the loss is a sum over the samples. Log such a loss with
             ``self.log(..., reduce_fx="sum")``, or as a mean.
-        sync: ``"every_step"``: the gradients of every backward are summed over the processes, which is exact.
-            :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`: each process takes its own steps, and
-            parameters are averaged now and then, for slow networks; see :class:`ddp_callbacks.ParameterAverager`.
-        verify: ``"first_batch"``: compare the gradient of the first batch of a fit with that of one process, and raise
-            :class:`MismatchError` where they differ; see :func:`ddp_callbacks.verify_gradient`.
-            ``training_step`` is called two or three times for it, with logging off.
-        bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`; beside another
+        sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
+            :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes
+            local steps, and parameters are averaged every few steps; see :class:`ddp_callbacks.ParameterAverager`.
+        verify: ``"first_batch"``: compare the gradient of the first batch of a fit with that of a single process, and
+            raise :class:`MismatchError` if they differ; see :func:`ddp_callbacks.verify_gradient`. It calls
+            ``training_step`` two or three times, with logging off.
+        bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`; with another
             ``sync``, :class:`ddp_callbacks.ParameterAverager`.
         process_group_backend: As in :func:`torch.distributed.init_process_group`; ``None``: gloo, and NCCL for CUDA.
-        timeout: How long to wait for the other processes to come, and for one that has gone silent.
-        start_method: How the Trainer starts processes where no launcher has: ``"popen"``, ``"fork"``, ``"spawn"`` or
+        timeout: How long to wait for the other processes to join, and for a silent process.
+        start_method: How the Trainer starts processes without a launcher: ``"popen"``, ``"fork"``, ``"spawn"`` or
             ``"forkserver"``; ``None``: ``"popen"``, in a notebook ``"fork"``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in ``DDPStrategy``.
 
     Raises:
-        ConfigurationError: A setting that cannot be; a ``ValueError``.
+        ConfigurationError: A setting is invalid; a ``ValueError``.
     """
-CALLBACK_DOC = """Refuse to train where the processes would not train together.
+CALLBACK_DOC = """Refuse to train if the processes would not train together.
 
-    ``Trainer(callbacks=[DDPCallback()])`` trains as without it in one process and with ``strategy="ddp_callbacks"``;
-    with several processes and another strategy it raises :class:`ddp_callbacks.errors.ConfigurationError`, which names
-    that remedy. A callback alone could not do more: Lightning chooses the strategy, and with it the rank, the device,
-    who writes checkpoints and logs, when the Trainer is made, before it calls any callback. Two processes with a
-    default Trainer are two Trainers that each take themselves for rank 0.
+    ``Trainer(callbacks=[DDPCallback()])`` changes nothing with a single process or with ``strategy="ddp_callbacks"``.
+    With several processes and another strategy it raises :class:`ddp_callbacks.errors.ConfigurationError`, which names
+    that strategy as the remedy. A callback cannot do more: the Trainer chooses the strategy, and with it rank, device,
+    and who writes checkpoints and logs, before it calls any callback. Two processes with a default Trainer are two
+    separate Trainers, each with rank 0.
     """
 
 
