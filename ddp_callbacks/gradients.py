@@ -516,9 +516,7 @@ class GradientSynchronizer:
         if self._weighing.total is not None:
             return
         assert bucket.memory is not None
-        if (
-            weight != self._round.supposed_total and weight
-        ):  # if no rank has a sample, all gradients are already zero
+        if weight != self._round.supposed_total and weight:  # if no rank has a sample, all gradients are already zero
             bucket.memory.flat[: bucket.memory.numel].mul_(self._round.supposed_total / weight)
 
     def _exchange_sparse(self, slot: int, weight: float) -> None:

@@ -1,24 +1,24 @@
 """Train a Torchbearer ``Trial`` on many processes by adding one callback.
 
-What happens in a step, Torchbearer's events in their order and what listens to them here::
+Torchbearer's events in order, and the callbacks that handle them::
 
     on_init                    RankZeroOutput and ReportFailures wrap, AgreeToStop goes last
     on_start                   BroadcastParameters, SynchronizeBatchNorm, ShardData
       on_start_training        AllReduceGradients and ReduceMetrics begin
-        on_sample              ShardData says what this rank has of the batch; VerifyGradient at the first; Flatten
+        on_sample              ShardData sets this rank's share; VerifyGradient at the first batch; Flatten
         optimizer.step(closure)
           forward, on_forward, criterion
-          on_criterion         AllReduceGradients weighs the backward that follows
-          backward             gradients are synchronized, hidden in it
-          on_backward          the gradients are those of the whole batch: clip here
+          on_criterion         AllReduceGradients sets the weight of the next backward
+          backward             gradients are synchronized during backward
+          on_backward          the gradients are those of the global batch: clip here
         on_step_training       AgreeToStop
-      on_end_training          ReduceMetrics has merged before; MergeBuffers
+      on_end_training          MergeBuffers, after ReduceMetrics has merged the metrics
       ... validation likewise; GatherPredictions in predict()
       on_end_epoch, on_checkpoint   with the merged metrics; CompareReplicas, AgreeToStop
-    on_end                     hooks are removed, generators given back; BatchNorm layers when run() returns or raises
+    on_end                     removes hooks, restores generators; BatchNorm layers when run() returns or raises
 
-With ``sync=LocalSGD(...)`` or ``DiLoCo(...)`` AverageParameters stands in the place of AllReduceGradients: gradients
-stay the rank's own, and windows close in on_step_training and on_end_training.
+With ``sync=LocalSGD(...)`` or ``DiLoCo(...)``, AverageParameters replaces AllReduceGradients: gradients stay local, and
+windows close in on_step_training and on_end_training.
 """
 
 from ddp_callbacks.versions import how_to_install

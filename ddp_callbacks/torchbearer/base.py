@@ -1,4 +1,4 @@
-"""What the callbacks share: joining the process group, and this rank's share of the current batch."""
+"""Shared by the callbacks: joining the process group, and this rank's share of the current batch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ddp_callbacks.process_group.failures import announce_join
 State: TypeAlias = Any  # torchbearer.State, a dict whose keys are torchbearer.StateKey
 
 SHARE = torchbearer.state_key("ddp_callbacks_share")
-"""State key of the :class:`ddp_callbacks.Share` that this rank has of the current batch."""
+"""State key of this rank's :class:`ddp_callbacks.Share` of the current batch."""
 
 WEIGHS_LOSS = torchbearer.state_key("ddp_callbacks_weighs_loss")
-"""State key, there where the loss has to be weighed before backward, since layers exchange gradients in it."""
+"""State key, set if the loss must be weighted before backward because layers (SyncBatchNorm) communicate in it."""
 
 RANDOM_STATE = "ddp_callbacks_random_state"
-"""Key of the random state in a checkpoint that :class:`RankZeroOutput` lets Torchbearer write."""
+"""Key of the random state in checkpoints written with :class:`RankZeroOutput`."""
 
 
 class DistributedCallback(Callback):  # type: ignore[misc]
-    """A callback that takes part in a process group; joins the default one where none is given.
+    """Base class of callbacks that use a process group. It joins the default group unless you pass one.
 
     Args:
         process_group: ``None`` is the default group, joined from the environment when the Trial is made.
@@ -47,17 +47,17 @@ class DistributedCallback(Callback):  # type: ignore[misc]
 
     @property
     def rank(self) -> int:
-        """This process's number in the group, from 0."""
+        """This process's rank in the group."""
         return get_rank(self.process_group)
 
     @property
     def world_size(self) -> int:
-        """The number of processes in the group; 1 where none was joined."""
+        """The number of processes in the group; 1 before a group is joined."""
         return get_world_size(self.process_group)
 
 
 def share_of(state: State) -> Share:
-    """This rank's share of the current batch; what the batch itself tells where nobody shards the data."""
+    """This rank's share of the current batch; without sharding, the size of the batch."""
     if SHARE in state:
         share: Share = state[SHARE]
         return share
@@ -68,17 +68,17 @@ Method: TypeAlias = Callable[..., Any]
 
 
 def wrap_methods(trial: Any, names: tuple[str, ...], wrapper: Callable[[Method], Method]) -> None:
-    """Wrap methods of this one Trial object: Torchbearer has no event for an exception, nor one before its printer."""
+    """Wrap methods of this Trial object: Torchbearer has no event for an exception, and none before its printer."""
     for name in names:
         method = getattr(trial, name)
         setattr(trial, name, functools.wraps(method)(wrapper(method)))
 
 
 def keep_out_of_checkpoints(callbacks: Any) -> None:
-    """Save and load this list's state without the callbacks of this library, which hold none.
+    """Save and load this list's state without the callbacks of this library, which are stateless.
 
-    Torchbearer saves the classes of all callbacks, and refuses a list with other ones: a checkpoint from before the
-    added line would not load with it, nor one with it in a script without this library.
+    Torchbearer saves the classes of all callbacks and refuses to load into a different list. Without this, checkpoints
+    from before you added the callback would not load with it, and new ones would not load without this library.
     """
 
     def others() -> CallbackList:

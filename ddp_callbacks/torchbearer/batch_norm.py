@@ -1,4 +1,4 @@
-"""Normalize by the whole batch."""
+"""Normalize by the global batch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ddp_callbacks.torchbearer.base import SHARE, WEIGHS_LOSS, DistributedCallba
 
 
 class SynchronizeBatchNorm(DistributedCallback):
-    """Let the model's BatchNorm layers use the statistics of the whole batch while the Trial runs.
+    """Make the model's BatchNorm layers use global batch statistics while the Trial runs.
 
-    See :class:`ddp_callbacks.BatchNormSynchronizer`. The layers are the user's own again when ``run``,
-    ``evaluate`` or ``predict`` returns or raises. :class:`AllReduceGradients` sees ``state[WEIGHS_LOSS]`` and weighs
-    the loss before backward, in place of the gradients after it, which makes the gradients exact through these layers.
-    A custom closure (``with_closure``) has to call ``on_criterion`` before the backward of each loss for that.
+    See :class:`ddp_callbacks.BatchNormSynchronizer`. The layers are restored when ``run``, ``evaluate`` or ``predict``
+    returns or raises. This callback sets ``state[WEIGHS_LOSS]``, so that :class:`AllReduceGradients` weights the loss
+    before backward instead of the gradients after it; gradients through these layers are then exact. A custom closure
+    (``with_closure``) must therefore call ``on_criterion`` before the backward of each loss.
 
-    With a ``comm_hook`` all ranks must use the same parameters in each backward: the engine waits for one bucket's hook
-    before it calls the next, and a bucket that some rank does not fill comes at the end of its backward, after these
-    layers.
+    With a ``comm_hook``, all ranks must use the same parameters in each backward: the engine waits for one bucket's
+    hook before it calls the next, and a bucket that some rank does not fill is sent at the end of that rank's backward,
+    after these layers.
 
     Args:
         process_group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: At the start, where a layer has a forward of its own or no parameters yet.
+        ConfigurationError: At the start: a layer overrides ``forward`` or has no parameters yet.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The one line: all callbacks together."""
+"""The callback to add: it contains all others."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ from ddp_callbacks.verification import Verify, check_verify
 
 
 class DDPCallback(CallbackList):  # type: ignore[misc]
-    """Train a Trial on many processes: a list of small callbacks, each of which can be used alone.
+    """Train a Trial on many processes: a list of small callbacks, which you can also use separately.
 
-    Make it in every process; it joins the process group, from torchrun's environment variables, and blocks until all
-    processes are there (call :func:`ddp_callbacks.join_process_group` before to give rank, world size and address
-    yourself). Without such variables it is a world of one, and nothing changes. ``run``, ``evaluate`` and ``predict``
-    are then collective: every process must call them, in the same order.
+    Make it in every process. It joins the process group from torchrun's environment variables and blocks until all
+    processes have joined (to pass rank, world size and address, call :func:`ddp_callbacks.join_process_group` first).
+    Without such variables it is a single process, and nothing changes. ``run``, ``evaluate`` and ``predict`` are then
+    collectives: every process must call them, in the same order.
 
     Args:
         batch_size: See :class:`ShardData`.
-        weight, reduction: What the loss is the mean over. See :class:`ddp_callbacks.torchbearer.weights.LossWeight`;
-            the default is right for torch's criteria.
-        sync: ``"every_step"``: the gradients of every backward are summed over the processes, which is exact.
-            :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`: each process takes its own steps, and
-            parameters are averaged now and then, for slow networks; see :class:`AverageParameters`.
-        bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`; beside another
+        weight, reduction: What the loss is the mean over. The default is right for torch's criteria. See
+            :class:`ddp_callbacks.torchbearer.weights.LossWeight`.
+        sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
+            :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes
+            local steps, and parameters are averaged every few steps; see :class:`AverageParameters`.
+        bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`; with another
             ``sync``, :class:`ddp_callbacks.ParameterAverager`.
-        verify: ``"first_batch"``: the gradient of the first batch is compared with that of one process; see
+        verify: ``"first_batch"``: compare the gradient of the first batch with that of a single process; see
             :class:`VerifyGradient`.
-        sync_batchnorm: BatchNorm layers normalize by the statistics of the whole batch, over all processes; see
+        sync_batchnorm: Whether BatchNorm layers use the statistics of the global batch; see
             :class:`SynchronizeBatchNorm`. Otherwise each process normalizes by its part.
         also_rank_zero: See ``also`` of :class:`RankZeroOutput`.
         process_group: ``None`` is the default group.
-        timeout: How long to wait for the other processes to come, and for one that has gone silent.
+        timeout: How long to wait for the other processes to join, and for a silent process.
 
     Raises:
-        ConfigurationError: A setting or an environment variable that cannot be; a ``ValueError``.
-        RendezvousError: Some process did not come.
+        ConfigurationError: A setting or an environment variable is invalid; a ``ValueError``.
+        RendezvousError: A process did not join.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Give each rank its part of the data, and the random state that goes with it."""
+"""Give each rank its part of the data, and a matching random state."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ STEPS_KEYS = (torchbearer.TRAIN_STEPS, torchbearer.VALIDATION_STEPS, torchbearer
 
 
 class ShardData(DistributedCallback):
-    """Replace, while the Trial runs, its generators by this rank's part of them.
+    """Replace the Trial's generators by this rank's part of them while it runs.
 
-    The user's loaders are not changed. Each step ``state[SHARE]`` says how many samples of the batch this rank has.
-    Where the Trial's data come from a custom loader (``with_loader``) that reads no generator, every rank makes the
-    batch under rank 0's random state and keeps its slice; a Trial without any data has nothing to divide, so every
-    rank computes the same step, as one process would.
+    The loaders are not changed. In each step, ``state[SHARE]`` has this rank's number of samples. With a custom loader
+    (``with_loader``) that reads no generator, every rank makes the batch under rank 0's random state and keeps its
+    slice. A Trial without data has nothing to divide: every rank computes the same step as a single process.
 
-    Rank 0 keeps the user's random state; where there are data, every other rank gets one of its own. In callbacks all
-    draw from rank 0's, and when ``run`` returns they go on with it.
+    Rank 0 keeps the user's random state. If there are data, every other rank gets a distinct one. Callbacks draw from
+    rank 0's state on all ranks, and after ``run`` returns all ranks continue with it.
 
     Args:
-        batch_size: ``"global"``: the loader's batch is the batch of the step, divided among the ranks.
-            ``"per_process"``: each rank takes whole batches in turn, so that a step has ``world_size`` batches.
+        batch_size: ``"global"``: the loader's batch is the global batch, divided among the ranks. ``"per_process"``:
+            each rank takes whole batches in turn, so a step has ``world_size`` batches.
         process_group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: Another ``batch_size``.
-        MismatchError: During training, where a sampler draws different batches on different ranks.
+        ConfigurationError: ``batch_size`` is invalid.
+        MismatchError: During training: a sampler draws different batches on different ranks.
     """
 
     def __init__(self, batch_size: BatchSize = "global", process_group: dist.ProcessGroup | None = None) -> None:
@@ -61,7 +60,7 @@ class ShardData(DistributedCallback):
             return
         for _, loader in self._sharded.values():
             if isinstance(loader, ShardedLoader):
-                loader.shares.clear()  # a run that raised has not come to its end
+                loader.shares.clear()  # an earlier run may have raised before its end
         trial_state = state[torchbearer.SELF].state
         self._originals = {key: trial_state[key] for key in DATA_KEYS + STEPS_KEYS}
         for key, steps_key in zip(DATA_KEYS, STEPS_KEYS, strict=True):
@@ -69,7 +68,7 @@ class ShardData(DistributedCallback):
                 needed = self._samples_needed(state, data[0]) if key is torchbearer.TRAIN_DATA else 1
                 trial_state[key] = self._shard(data[0], data[1], needed)
                 trial_state[steps_key] = trial_state[key][1]
-        # evaluate() and predict() have read the generator before this event; run() reads it again.
+        # evaluate() and predict() have read the generator before this event; run() reads it afterwards.
         if torchbearer.GENERATOR in state:
             data = self._shard(state[torchbearer.GENERATOR], state[torchbearer.STEPS])
             state[torchbearer.GENERATOR], state[torchbearer.STEPS] = data
@@ -101,7 +100,7 @@ class ShardData(DistributedCallback):
         self._originals = {}
 
     def _ending_alike(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """All draw alike when a run has ended, also by an exception that all of them catch."""
+        """Restore the shared random state after a run, also after an exception that all ranks catch."""
 
         def ending_alike(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -129,7 +128,7 @@ class ShardData(DistributedCallback):
                 return share
         batch = (state[torchbearer.X], state.get(torchbearer.Y_TRUE))
         size = common_size(batch)
-        is_own = iterator is not None and not isinstance(iterator, ShardedIterator)  # a DistributedSampler's part
+        is_own = iterator is not None and not isinstance(iterator, ShardedIterator)  # the part of a DistributedSampler
         if is_own or self.batch_size == "per_process":
             return Share(1 if size is None else size, None)
         if size is None:

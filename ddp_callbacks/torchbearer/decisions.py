@@ -1,4 +1,4 @@
-"""Stop together."""
+"""Make all ranks stop together."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _MAY_STOP_VALIDATION = ("on_forward_validation", "on_criterion_validation", "on_
 
 
 class AgreeToStop(DistributedCallback):
-    """Where any rank sets ``state[STOP_TRAINING]``, let all ranks stop at the same step.
+    """If any rank sets ``state[STOP_TRAINING]``, stop all ranks at the same step.
 
-    Ranks that read merged epoch metrics decide alike anyway; this covers decisions that differ, such as
-    ``TerminateOnNaN`` on one rank's running loss. Asked at the end of each epoch, and after each step only if the
-    Trial has a callback that may decide then, since that costs a small all-reduce a step: ``TerminateOnNaN``,
-    ``EarlyStopping(step_on_batch=True)`` and any callback of the user's own with an event after the forward pass. Must
-    be the last callback; it moves itself there.
+    Ranks that read merged epoch metrics decide the same anyway. This covers decisions that differ, such as
+    ``TerminateOnNaN`` on one rank's running loss. The ranks always agree at the end of each epoch. After each step,
+    which costs a small all-reduce, they agree only if a callback may stop there: ``TerminateOnNaN``,
+    ``EarlyStopping(step_on_batch=True)``, or a user's callback with an event after the forward pass. This must be the
+    last callback; it moves itself there.
 
     Args:
         process_group: ``None`` is the default group.
@@ -60,7 +60,7 @@ class AgreeToStop(DistributedCallback):
 
 
 def flat_callbacks(callbacks: CallbackList) -> list[Callback]:
-    """Every callback of a list, those in lists within it too."""
+    """All callbacks of a list, including those in nested lists."""
     return [
         inner for item in callbacks for inner in (flat_callbacks(item) if isinstance(item, CallbackList) else [item])
     ]
@@ -75,7 +75,7 @@ def _may_stop(callback: Callback, events: tuple[str, ...]) -> bool:
 
 
 def handles(callback: Callback, events: tuple[str, ...]) -> bool:
-    """Whether a callback of the user's own, not Torchbearer's, has one of these events."""
+    """Whether a user's callback, not Torchbearer's, has one of these events."""
     kind = type(callback)
     if kind.__module__.startswith(("torchbearer.", "ddp_callbacks.")) and not _is_decorated(callback):
         return False
@@ -85,5 +85,5 @@ def handles(callback: Callback, events: tuple[str, ...]) -> bool:
 
 
 def _is_decorated(callback: Callback) -> bool:
-    """Made by ``@torchbearer.callbacks.on_...`` from a function of the user's."""
+    """Whether ``@torchbearer.callbacks.on_...`` made it from a user's function."""
     return type(callback).__module__ == "torchbearer.callbacks.decorators"

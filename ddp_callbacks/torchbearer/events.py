@@ -1,14 +1,14 @@
-"""In which of a Trial's events all ranks draw the same random numbers.
+"""Which of a Trial's events draw the same random numbers on all ranks.
 
 ================================================  ====================================================================
-``on_sample``, ``on_forward``, ``on_criterion``   each rank its own: they handle its part of the batch, and may augment
+``on_sample``, ``on_forward``, ``on_criterion``   different per rank: they handle its part of the batch, and may augment
 the same of validation, ``on_step_validation``    likewise
-``on_backward``, ``on_step_training``             alike, where a callback of the user's own acts in them
-all others                                        alike: they may initialize or prune parameters
+``on_backward``, ``on_step_training``             the same, if a user's callback handles them
+all others                                        the same: they may initialize or prune parameters
 ================================================  ====================================================================
 
-What draws alike must be called on all ranks, and draw equally much. Where it does not (it asks for rank 0), the ranks
-are together again at the next of the events before which they meet.
+An event that draws the same must run on all ranks and draw the same amount. If it doesn't (it runs only on rank 0), the
+ranks are synchronized again before the next event in ``_MEETING``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MEETING = ("on_start_epoch", "on_end_training", "on_end_epoch", "on_end")
 
 
 def draw_alike(callbacks: CallbackList, random_state: RunRandomState) -> None:
-    """Let the events of this list draw as the module says. Local; the events are collectives from then on."""
+    """Make the events of this list draw as described above. Local; afterwards the events are collectives."""
     handled: set[str] = set()
     for name in _ALIKE:
         setattr(callbacks, name, _drawing_alike(getattr(callbacks, name), random_state, name in _MEETING))
@@ -72,7 +72,7 @@ def _drawing_alike_in_batch(event: Event, random_state: RunRandomState, handled:
 
 
 def _noting(callbacks: CallbackList, handled: set[str]) -> Event:
-    """At the start of each pass: in which events of a batch a callback of the user's own acts."""
+    """At the start of each pass, note which batch events a user's callback handles."""
     event: Event = callbacks.on_start_training
 
     @functools.wraps(event)

@@ -12,10 +12,10 @@ from ddp_callbacks.torchbearer.base import State
 
 
 class Flatten(Callback):  # type: ignore[misc]
-    """Flatten each sample to one dimension, in training, validation and prediction alike.
+    """Flatten each sample to one dimension, in training, validation and prediction.
 
-    ``state[X]`` of shape ``[batch, ...]`` becomes ``[batch, features]``.
-    Tensors inside lists, tuples and dicts are flattened too. A tensor with fewer than two dimensions stays as it is.
+    ``state[X]`` of shape ``[batch, ...]`` becomes ``[batch, features]``. Tensors inside lists, tuples and dicts are
+    flattened too. Tensors with fewer than two dimensions are not changed.
     """
 
     def on_sample(self, state: State) -> None:
@@ -26,7 +26,7 @@ class Flatten(Callback):  # type: ignore[misc]
 
 
 def flatten(batch: Any) -> Any:
-    """``batch`` with every tensor of two or more dimensions as ``[batch, features]``."""
+    """Reshape every tensor in ``batch`` with two or more dimensions to ``[batch, features]``."""
     if isinstance(batch, torch.Tensor):
         return batch.flatten(start_dim=1) if batch.dim() > 1 else batch
     if isinstance(batch, dict):

@@ -20,7 +20,7 @@ from ddp_callbacks.verification import LossWatch
 
 
 class AllReduceGradients(DistributedCallback):
-    """Leave in each ``parameter.grad`` the gradient of the whole batch, before ``on_backward`` and the optimizer.
+    """Set each ``parameter.grad`` to the gradient of the global batch, before ``on_backward`` and the optimizer.
 
     See :class:`ddp_callbacks.GradientSynchronizer` for what happens in a backward.
 
@@ -30,8 +30,8 @@ class AllReduceGradients(DistributedCallback):
         process_group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: A setting that cannot be; or, after a step, a custom closure (``with_closure``) that filled
-            gradients without a backward through the parameters, so that they were never synchronized.
+        ConfigurationError: A setting is invalid. After a step: a custom closure (``with_closure``) filled gradients
+            without a backward through the parameters, so they were never synchronized.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AllReduceGradients(DistributedCallback):
 
     def on_start(self, state: State) -> None:
         self._losses = LossWatch()
-        self._close()  # a run that raised has not come to its end
+        self._close()  # an earlier run may have raised before its end
 
     def on_start_training(self, state: State) -> None:
         if self._synchronizer is None:
@@ -91,7 +91,7 @@ class AllReduceGradients(DistributedCallback):
     def on_backward(self, state: State) -> None:
         assert self._synchronizer is not None
         if self.world_size > 1 and self._synchronizer.rounds == self._rounds_before:
-            self._synchronizer.synchronize()  # this rank's loss reached none of the parameters
+            self._synchronizer.synchronize()  # this rank's loss reached no parameter
 
     def on_step_training(self, state: State) -> None:
         assert self._synchronizer is not None
@@ -109,7 +109,7 @@ class AllReduceGradients(DistributedCallback):
         self._close()
 
     def _weigh_loss(self, state: State, weight: float, total: float | None) -> None:
-        """Weigh the backward of this loss from its root; the ranks' gradients are then averaged. A collective."""
+        """Weight the backward of this loss at its root; the ranks' gradients are then averaged. A collective."""
         assert self._synchronizer is not None
         if total is None:
             own = torch.tensor([weight], dtype=torch.float64, device=message_device(self.process_group))

@@ -1,4 +1,4 @@
-"""Train by local steps, and average the parameters now and then."""
+"""Train with local steps, and average the parameters every few steps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 
 
 class AverageParameters(DistributedCallback):
-    """Let each rank take its own optimizer steps, and close a window every so many; in place of AllReduceGradients.
+    """Let each rank take local steps, and average the parameters every few steps; replaces AllReduceGradients.
 
-    See :class:`ddp_callbacks.ParameterAverager`. The last window of a training pass, which may be shorter, closes at
-    its end, so that evaluations and checkpoints have the averaged model, equal on all ranks; callbacks behind this one
-    see it in ``on_end_training`` already. In the middle of a pass the model is each rank's own. The outer momentum of
-    DiLoCo is in the optimizer's state, so a Trial's ``state_dict`` has it.
+    See :class:`ddp_callbacks.ParameterAverager`. The last window of a training pass may be shorter: it closes at the
+    end of the pass, so evaluations and checkpoints have the averaged model, equal on all ranks. Callbacks after this
+    one see it in ``on_end_training``. During a pass, the ranks' models differ. DiLoCo's outer momentum is in the
+    optimizer's state, so a Trial's ``state_dict`` contains it.
 
-    A loss that is a mean gives each rank the gradient of its part of the batch; one that is a sum is multiplied with
-    the number of ranks, so that a rank's steps are as long as those of one process. Where a rank has no sample of a
-    batch, its gradients stay what they were before that batch's backward, ``None`` as a rule, for which optimizers
-    take no step.
+    With a mean loss, each rank gets the gradient of its part of the batch. A sum is multiplied by the number of ranks,
+    so that local steps are as long as those of a single process. If a rank has no sample of a batch, that batch's
+    backward leaves its gradients unchanged, usually ``None``, and optimizers skip the step.
 
     Args:
         sync: :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`.
@@ -36,7 +35,7 @@ class AverageParameters(DistributedCallback):
         process_group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: A setting that cannot be.
+        ConfigurationError: A setting is invalid.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class AverageParameters(DistributedCallback):
         self._put_back: Callable[[], None] | None = None
 
     def on_start(self, state: State) -> None:
-        self._averager = None  # a run that raised has not come to its end
+        self._averager = None  # an earlier run may have raised before its end
 
     def on_start_training(self, state: State) -> None:
         if self._averager is None:
@@ -75,7 +74,7 @@ class AverageParameters(DistributedCallback):
                 process_group=self.process_group,
             )
         else:
-            self._averager.outer_step()  # it is empty; callbacks may have exchanged the parameters since the last
+            self._averager.outer_step()  # the window is empty; callbacks may have replaced the parameters
 
     def on_sample(self, state: State) -> None:
         self._weight = float(share_of(state).local)
@@ -108,6 +107,6 @@ class AverageParameters(DistributedCallback):
 
 
 def _multiply_gradient(loss: torch.Tensor, factor: float) -> None:
-    """In the backward that follows; the loss itself stays what it is, for metrics."""
+    """Scale the gradient in backward; the value of the loss stays unchanged, for metrics."""
     if loss.requires_grad:
         loss.register_hook(lambda gradient: gradient * factor)

@@ -1,4 +1,4 @@
-"""Metrics of the whole data on every rank, computed by Torchbearer's own code from merged state."""
+"""Metrics of the whole data on every rank, computed by Torchbearer's code from merged state."""
 
 from __future__ import annotations
 
@@ -28,24 +28,23 @@ from ddp_callbacks.torchbearer._torchbearer import (
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 
-_Loss = type(_DecoratedLoss().root)  # the class below Torchbearer's decorators
+_Loss = type(_DecoratedLoss().root)  # the class inside Torchbearer's decorators
 
 
 class ReduceMetrics(DistributedCallback):
-    """Make the metrics of an epoch those of the whole data, before the progress bar and other callbacks see them.
+    """Compute an epoch's metrics over the whole data, before the progress bar and other callbacks see them.
 
-    Exact for what Torchbearer's decorators build: ``mean``, ``std``, ``var`` over values per sample or over one
-    scalar per batch (taken as a mean over the batch's samples), and ``EpochLambda``, which sees all rows of all
-    ranks in the loader's order. Before the epoch ends, ``running_*`` values are the rank's own and that of an
-    ``EpochLambda`` is NaN. Any other metric whose value differs between the ranks becomes its mean weighted by
-    samples, with a warning.
+    This is exact for metrics built with Torchbearer's decorators: ``mean``, ``std``, ``var`` over values per sample or
+    over one scalar per batch (taken as a mean over the batch's samples), and ``EpochLambda``, which sees all ranks'
+    rows in the loader's order. Before the epoch ends, ``running_*`` values are local, and an ``EpochLambda`` is NaN.
+    For any other metric whose value differs between the ranks, you get the mean weighted by samples, and a warning.
 
     Args:
-        weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`; for the metrics of the loss.
+        weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`; used for the metrics of the loss.
         process_group: ``None`` is the default group.
 
     Raises:
-        MismatchError: Some rank lacks a metric, with all ranks' keys.
+        MismatchError: A rank lacks a metric; lists all ranks' keys.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class ReduceMetrics(DistributedCallback):
 
     def on_start_training(self, state: State) -> None:
         if self._pass is not None:
-            self._pass.close()  # a run that raised has not come to its end
+            self._pass.close()  # an earlier run may have raised before its end
         if self.world_size > 1:
             self._pass = _Pass(state[torchbearer.METRIC_LIST], self._loss_weight, self.process_group)
 
@@ -77,7 +76,7 @@ class ReduceMetrics(DistributedCallback):
 
 
 class _Pass:
-    """One pass over the data: records what the metrics see, and merges it when they are asked for the final value."""
+    """One pass over the data: records the metrics' inputs, and merges them for the final value."""
 
     def __init__(self, metric_list: MetricList, loss_weight: LossWeight, group: dist.ProcessGroup | None) -> None:
         self._list = metric_list
@@ -92,7 +91,7 @@ class _Pass:
         self._reduction = "mean"
         self._aggregators = list(_aggregators(metric_list))
         self._recorders = {id(a): _record(a, root, self) for a, root in self._aggregators if isinstance(a, Mean | Var)}
-        # The function of a part of the epoch's rows has no meaning, so the running value is not a number.
+        # A function of only some of the epoch's rows has no meaning, so the running value is NaN.
         self._running = [a for a, _ in self._aggregators if isinstance(a, EpochLambda) and is_running(a)]
         for aggregator in self._running:
             disable_running(aggregator)
@@ -100,7 +99,7 @@ class _Pass:
         metric_list.process_final = self._process_final
 
     def close(self) -> None:
-        """Leave the metrics as they were."""
+        """Restore the metrics."""
         self._list.__dict__.pop("process", None)
         self._list.__dict__.pop("process_final", None)
         for aggregator, _ in self._aggregators:
@@ -167,7 +166,7 @@ class _Pass:
 
 
 def _record(aggregator: Metric, root: Metric, current: _Pass) -> BatchLog:
-    """Let ``aggregator`` log scalars instead of aggregating them; values per sample go through."""
+    """Make ``aggregator`` log scalars instead of aggregating them; values per sample pass through."""
 
     def process(value: torch.Tensor) -> None:
         if value.dim() == 0:
@@ -180,7 +179,7 @@ def _record(aggregator: Metric, root: Metric, current: _Pass) -> BatchLog:
 
 
 def _aggregators(metric: Metric, root: Metric | None = None) -> Iterator[tuple[Metric, Metric]]:
-    """The metrics that hold state, each with the root of its tree."""
+    """The stateful metrics, each with the root of its tree."""
     if isinstance(metric, MetricList):
         for item in metric.metric_list:
             yield from _aggregators(item)

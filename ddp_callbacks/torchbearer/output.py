@@ -1,4 +1,4 @@
-"""Rank 0 speaks: one progress bar, one set of files, and checkpoints that survive a kill."""
+"""Output from rank 0 only: one progress bar, one set of files, and crash-safe checkpoints."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class RankZeroOutput(DistributedCallback):
-    """Let only rank 0 show a progress bar and write checkpoints, CSV, TensorBoard and plots.
+    """Only rank 0 shows a progress bar and writes checkpoints, CSV, TensorBoard and plots.
 
-    On the other ranks Torchbearer's writers get no events, and the Trial is silent whatever ``verbose`` says. On every
-    world size a checkpoint is written to a temporary file in the same folder and renamed, and the previous one is
-    deleted only then, so that a kill at any moment leaves a checkpoint that loads. Temporary files that kills have left
-    are removed at the next start. With a Trial's state it holds the
-    random state, under the key ``"ddp_callbacks_random_state"``, which a plain Trial ignores.
+    On the other ranks, Torchbearer's writers get no events, and the Trial is silent whatever ``verbose`` is. A
+    checkpoint, also of a single process, is written to a temporary file in the same folder and then renamed. The
+    previous one is deleted only after that, so there is always a checkpoint that loads, even if the process is killed.
+    Leftover temporary files are removed at the next start. A Trial's checkpoint also contains the random state under
+    the key ``"ddp_callbacks_random_state"``, which a plain Trial ignores.
 
     Args:
-        also: Further callback classes that write, your own loggers say, to be silenced on the other ranks.
+        also: Further callback classes to silence on the other ranks, for example your loggers.
         process_group: ``None`` is the default group.
     """
 
@@ -45,7 +45,7 @@ class RankZeroOutput(DistributedCallback):
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
-        # Here and not at the start of a run: writers before us in the list open their files at that event.
+        # Not at the start of a run: writers before this callback in the list open their files at that event.
         for callback in flat_callbacks(state[torchbearer.CALLBACK_LIST]):
             if isinstance(callback, Checkpointer):
                 callback.save_checkpoint = types.MethodType(save_checkpoint, callback)
@@ -55,7 +55,7 @@ class RankZeroOutput(DistributedCallback):
             wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict", "replay"), _not_verbose)
 
     def on_start(self, state: State) -> None:
-        """Remove what killed processes have left of the checkpoints."""
+        """Remove leftover temporary files of checkpoints."""
         if self.rank == 0:
             for callback in flat_callbacks(state[torchbearer.CALLBACK_LIST]):
                 if isinstance(callback, Checkpointer):
@@ -63,7 +63,7 @@ class RankZeroOutput(DistributedCallback):
 
 
 def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool = False) -> None:
-    """``save_checkpoint`` of Torchbearer, with the random state; the old file goes only once the new one is there."""
+    """Torchbearer's ``save_checkpoint``, with the random state; deletes the old file after writing the new one."""
     values = {str(key): value for key, value in {**model_state, **model_state[torchbearer.METRICS]}.items()}
     path = self.fileformat.format(**values)
     if self.save_model_params_only:
@@ -80,7 +80,7 @@ def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool =
         try:
             os.remove(self.most_recent)
         except FileNotFoundError:
-            pass  # somebody has moved it away
+            pass  # another process has moved it
     self.most_recent = path
 
 

@@ -17,13 +17,13 @@ class GatherPredictions(DistributedCallback):
     """Make ``predict()`` return the rows of the whole data, in the loader's order, on every rank.
 
     The model's output for a batch is a tensor with the samples along one dimension, or tensors in lists, tuples and
-    dicts. Every rank holds all rows in the end. What is neither a tensor nor plain data travels as a pickle.
+    dicts. Every rank ends up with all rows. Objects other than tensors and plain data are pickled.
 
     Args:
         process_group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: The outputs for the parts of a batch cannot be joined, with their place and kind.
+        ConfigurationError: The outputs for the parts of a batch cannot be joined; names their place and kind.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -45,7 +45,7 @@ class GatherPredictions(DistributedCallback):
 
 
 def _aggregator(callbacks: Any) -> AggregatePredictions | None:
-    """The callback that ``predict()`` injects; ``None`` in any other pass."""
+    """The callback that ``predict()`` injects; ``None`` in other passes."""
     while isinstance(callbacks, CallbackListInjection):
         if isinstance(callbacks.callback, AggregatePredictions):
             return callbacks.callback

@@ -1,4 +1,4 @@
-"""Tell the other ranks why this one fails."""
+"""Tell the other ranks why this one failed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ddp_callbacks.torchbearer.base import DistributedCallback, State, wrap_meth
 class ReportFailures(DistributedCallback):
     """Publish an exception that ends ``run``, ``evaluate`` or ``predict`` on this rank.
 
-    The other ranks raise :class:`ddp_callbacks.errors.PeerError` with its text within about two seconds, in place of
-    waiting for this rank. Where all of them catch it, the next of these methods begins anew.
+    The other ranks raise :class:`ddp_callbacks.errors.PeerError` with its text within about two seconds, instead of
+    waiting for this rank. If all ranks catch it, they can call these methods again.
 
     Args:
         process_group: ``None`` is the default group.

@@ -1,4 +1,4 @@
-"""Start equal and stay equal: settings compared, parameters broadcast, buffers merged."""
+"""Make replicas equal and keep them so: compare settings, broadcast parameters, merge buffers."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from ddp_callbacks.versions import __version__
 
 
 class BroadcastParameters(DistributedCallback):
-    """At the start of ``run``, ``evaluate`` and ``predict``: compare the ranks' settings, then give all rank 0's state.
+    """Start ``run``, ``evaluate`` and ``predict`` equal: compare the ranks' settings, then copy rank 0's state to all.
 
-    Compared are which of these is called, parameter names, shapes and dtypes, the optimizer's groups, the loaders'
-    lengths, the epochs trained so far and the versions of the libraries. Broadcast are parameters, buffers and the
-    optimizer's state. Where only rank 0 has loaded a checkpoint, the other ranks get its history and its optimizer's
-    hyperparameters as well. A run that goes on from a checkpoint of :class:`RankZeroOutput` goes on with its random
-    state, on one process, too, and so draws the batches of a run that was never stopped.
+    It compares the called method, parameter names, shapes and dtypes, the optimizer's groups, the loaders' lengths, the
+    epochs trained so far, and library versions. It broadcasts parameters, buffers and the optimizer's state. If only
+    rank 0 has loaded a checkpoint, the other ranks also get its history and its optimizer's hyperparameters. A run that
+    resumes from a checkpoint of :class:`RankZeroOutput` restores its random state, also with a single process, so it
+    draws the same batches as an uninterrupted run.
 
     Args:
         process_group: ``None`` is the default group.
 
     Raises:
-        MismatchError: On every rank, naming what differs and the ranks.
+        MismatchError: On every rank; names the differences and the ranks.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(process_group)
         self._called = ""
         self._loaded: str | None = None
-        self._random_state: Any = None  # of a checkpoint, where the next run goes on with it
+        self._random_state: Any = None  # of a checkpoint, if the next run resumes from it
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -81,7 +81,7 @@ class BroadcastParameters(DistributedCallback):
             broadcast_optimizer_state(state[torchbearer.OPTIMIZER], self.process_group)
 
     def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """All these begin alike, so that another one on another rank would go unnoticed until both wait in vain."""
+        """Note which method was called. All begin alike, so different methods on the ranks would deadlock later."""
 
         def noting(*args: Any, **kwargs: Any) -> Any:
             self._called = method.__name__
@@ -101,14 +101,14 @@ class BroadcastParameters(DistributedCallback):
         return noting
 
     def _require_same_checkpoint(self) -> None:
-        """The others follow rank 0 where it alone has loaded one."""
+        """Raise if ranks resume differently. If only rank 0 has loaded a checkpoint, the others follow it."""
         loaded, self._loaded = self._loaded, None
         found = all_gather_json(loaded, "who resumes", self.process_group)
         if found[0] is None or any(other is not None for other in found[1:]):
             require_same_checkpoint(loaded, "a state", self.process_group)
 
     def _follow_resumed(self, state: State) -> bool:
-        """Take rank 0's history where it alone has loaded one; whether that was so."""
+        """Copy rank 0's history if only rank 0 has loaded one; return whether it did."""
         history: list[dict[str, Any]] = state[torchbearer.HISTORY]
         epochs = all_gather_json(len(history), "the number of epochs trained so far", self.process_group)
         if epochs[0] == 0 or set(epochs) != {0, epochs[0]}:
@@ -120,10 +120,10 @@ class BroadcastParameters(DistributedCallback):
 
 
 class MergeBuffers(DistributedCallback):
-    """At the end of each training pass: running statistics averaged over the ranks by samples, other buffers rank 0's.
+    """After each training pass: average running statistics, weighted by samples; copy other buffers from rank 0.
 
-    So evaluations and checkpoints use statistics of the whole data, equal on all ranks. A batch of which a rank has
-    no sample leaves its statistics as they were.
+    Evaluations and checkpoints then use statistics of the whole data, equal on all ranks. A batch without samples on a
+    rank doesn't change that rank's statistics.
 
     Args:
         process_group: ``None`` is the default group.
@@ -156,13 +156,13 @@ class MergeBuffers(DistributedCallback):
 class CompareReplicas(DistributedCallback):
     """At the end of each epoch of ``run``: raise unless parameters and buffers are equal on all ranks.
 
-    See :func:`ddp_callbacks.require_equal_replicas`; it costs about one pass over the model's memory.
+    See :func:`ddp_callbacks.require_equal_replicas`. It costs about one pass over the model's memory.
 
     Args:
         process_group: ``None`` is the default group.
 
     Raises:
-        MismatchError: On every rank, naming the tensors that differ, the ranks and hosts.
+        MismatchError: On every rank; names the tensors that differ, the ranks and hosts.
     """
 
     def on_checkpoint(self, state: State) -> None:

@@ -1,4 +1,4 @@
-"""Compare the gradient of the first batch with that of one process."""
+"""Compare the gradient of the first batch with that of a single process."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ddp_callbacks.verification import verify_gradient
 
 
 class VerifyGradient(DistributedCallback):
-    """At the first batch of each ``run``: raise unless the ranks' gradients make that of the whole batch.
+    """At the first batch of each ``run``: raise unless the ranks' gradients add up to that of the global batch.
 
-    Each rank computes model and criterion of the whole batch as well, once or twice, without the Trial's other
-    callbacks; see :func:`ddp_callbacks.verify_gradient`. Must stand after :class:`ShardData`.
+    Each rank also computes model and criterion on the global batch, once or twice, without the Trial's other callbacks;
+    see :func:`ddp_callbacks.verify_gradient`. Put it after :class:`ShardData`.
 
     Args:
-        weight, reduction: As :class:`AllReduceGradients` has them.
+        weight, reduction: As in :class:`AllReduceGradients`.
         process_group: ``None`` is the default group.
 
     Raises:
-        MismatchError: With the parameter that differs most and what can be done.
-        ConfigurationError: The batch cannot be had as a whole, or the model draws at random.
+        MismatchError: Names the parameter that differs most and a remedy.
+        ConfigurationError: The global batch is not available, or the model draws random numbers.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class VerifyGradient(DistributedCallback):
 
 
 def _loss_of(state: State, batch: Any) -> torch.Tensor:
-    """As Torchbearer's own closure computes it."""
+    """Compute the loss as Torchbearer's closure does."""
     state[torchbearer.ITERATOR] = iter([batch])
     state[torchbearer.SAMPLER](state)
     forward(state)

@@ -1,4 +1,4 @@
-"""What the loss of a batch is the mean of: the weight of this rank's gradient and of its loss."""
+"""The weight of this rank's loss and gradient: the number that the loss is the mean over."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Weight = Callable[[State], float | torch.Tensor]
 
 
 class LossWeight:
-    """The weight of a rank's loss, and how the ranks' losses combine to the loss of the whole batch.
+    """The weight of a rank's loss, and how the ranks' losses combine to the loss of the global batch.
 
     Args:
-        weight: A function of the Trial's state, called after the loss is computed: the number that this rank's loss is
-            the mean over (tokens that count, say). ``None``: the number of samples; for cross entropy and negative
-            log likelihood the sum of the class weights of the targets that are not ignored, which is what torch
-            divides by.
-        reduction: ``"mean"`` or ``"sum"``. ``None``: the criterion's own ``reduction``, else ``"mean"``.
+        weight: A function of the Trial's state, called after the loss is computed. It returns the number that this
+            rank's loss is the mean over, for example tokens that count. ``None``: the number of samples; for cross
+            entropy and negative log likelihood torch's divisor, the sum of the class weights of the targets that are
+            not ignored.
+        reduction: ``"mean"`` or ``"sum"``. ``None``: the criterion's ``reduction`` if it has one, else ``"mean"``.
     """
 
     def __init__(self, weight: Weight | None = None, reduction: str | None = None) -> None:
@@ -34,16 +34,20 @@ class LossWeight:
         self._reduction = reduction
 
     def reduction(self, state: State) -> str:
-        """``"mean"`` or ``"sum"``, for the criterion in the Trial's ``state``."""
+        """``"mean"`` or ``"sum"``, for the criterion in the Trial's ``state``.
+
+        Args:
+            state: The Trial's state.
+        """
         if self._reduction is not None:
             return self._reduction
         return "sum" if getattr(state[torchbearer.CRITERION], "reduction", None) == "sum" else "mean"
 
     def of(self, state: State) -> tuple[float, float | None]:
-        """This rank's weight, and the sum over all ranks where it is known without asking. Local.
+        """This rank's weight, and the sum over all ranks if it is known without communication. Local.
 
         Args:
-            state: The Trial's, after the loss is computed.
+            state: The Trial's state, after the loss is computed.
         """
         share = share_of(state)
         if self.reduction(state) == "sum":
