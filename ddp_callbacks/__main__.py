@@ -1,4 +1,4 @@
-"""``python -m ddp_callbacks`` is ``ddprun``."""
+"""Run ``ddprun`` as ``python -m ddp_callbacks``."""
 
 from ddp_callbacks.launcher.__main__ import main
 

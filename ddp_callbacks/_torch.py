@@ -1,6 +1,6 @@
-"""What this library uses of torch beside its public names: each in one function, all listed in :data:`PRIVATE`.
+"""All uses of torch's private names: one function each, listed in :data:`PRIVATE`.
 
-A new version of torch may change any of it, which is why the supported versions have an upper bound.
+A new version of torch may change any of them, so the supported versions have an upper bound.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ PRIVATE = (
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__ uses _index_queues",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers(self)",
 )
-"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it."""
+"""The private names, in the format of :func:`ddp_callbacks.versions.require_names`."""
 
 
 def require_torch() -> None:
-    """Raise :class:`ImportError` if the installed torch lacks a private name, naming the versions that have it."""
+    """Raise :class:`ImportError` if the installed torch lacks a private name; the message names supported versions."""
     require_names("torch", PRIVATE)
 
 
@@ -68,17 +68,17 @@ def require_torch() -> None:
 
 
 def current_node() -> Node | None:
-    """The node of the graph that backward is at in this thread; ``None`` outside, or at the end of a graph."""
+    """The graph node that backward is executing in this thread; ``None`` outside backward or at the end of a graph."""
     return torch._C._current_autograd_node()
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward that runs now has come to the end of its graph."""
+    """Call ``callback`` at the end of the graph of the running backward."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def hooks_on_accumulation(parameter: torch.nn.Parameter) -> Mapping[int, Callable[..., Any]]:
-    """What runs when the parameter's gradient has been accumulated, by the id of the handle that removes it."""
+    """The hooks that run after a gradient is accumulated, by the id of the handle that removes them."""
     return parameter._post_accumulate_grad_hooks or {}
 
 
@@ -99,24 +99,24 @@ def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def count_of_tensors(storage: torch.UntypedStorage) -> int:
-    """How many tensors and storage objects refer to this memory."""
+    """The number of tensors and storage objects that refer to this memory."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def shared_storage(fd: int, nbytes: int) -> torch.UntypedStorage:
-    """The memory behind a descriptor, as torch makes it for tensors that it sends to other processes."""
+    """Map the memory behind a file descriptor, as torch does for tensors from other processes."""
     storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
     return storage
 
 
 def descriptor_of(storage: torch.UntypedStorage) -> int:
-    """The descriptor by which other processes open a shared storage."""
+    """The file descriptor with which other processes can open a shared storage."""
     fd: int = storage._share_fd_cpu_()[0]
     return fd
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into the target at its position, in one call."""
+    """Copy each source to the target at the same position, in one call."""
     torch._foreach_copy_(targets, sources)
 
 
@@ -124,22 +124,22 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def non_persistent_buffers(layer: torch.nn.Module) -> set[str]:
-    """The names of the layer's own buffers that its ``state_dict`` leaves out."""
+    """The names of the layer's direct buffers that its ``state_dict`` omits."""
     return layer._non_persistent_buffers_set
 
 
 def replace_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> None:
-    """Give a fresh copy of a loader another batch sampler, which ``DataLoader`` refuses after construction."""
+    """Replace the batch sampler of a fresh copy of a loader; ``DataLoader`` refuses this after construction."""
     loader.__dict__.update(batch_sampler=batch_sampler, _iterator=None, in_order=True)
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Let a loader with ``persistent_workers`` start new ones for its next pass."""
+    """Make a loader with ``persistent_workers`` start new ones for its next pass."""
     loader._iterator = None
 
 
 def worker_queues(batches: Iterator[Any]) -> Any:
-    """The queues by which the iterator of a ``DataLoader`` asks its workers for batches; ``None`` if it has none."""
+    """The queues for requests from the iterator of a ``DataLoader`` to its workers; ``None`` if it has none."""
     return getattr(batches, "_index_queues", None)
 
 
@@ -151,7 +151,7 @@ def end_workers(batches: Iterator[Any]) -> None:
 
 
 def name_of_own_accelerator() -> str:
-    """What torch calls the device of an out-of-tree backend."""
+    """torch's name for the device of an out-of-tree backend."""
     return torch._C._get_privateuse1_backend_name()
 
 
@@ -159,34 +159,34 @@ def name_of_own_accelerator() -> str:
 
 
 def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
-    """The devices whose tensors the group can send."""
+    """The devices that the group supports."""
     return group._device_types
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The limit of the group's collectives."""
+    """The timeout of the group's collectives."""
     return timeout_in(group._get_backend(devices_of(group)[0]).options)
 
 
 def timeout_in(options: Backend.Options) -> timedelta:
-    """The limit of the collectives of a backend with these options."""
+    """The timeout in a backend's options."""
     return options._timeout
 
 
 def set_timeout_in(options: Backend.Options, timeout: timedelta) -> None:
-    """Give the collectives of a backend with these options another limit."""
+    """Set the timeout in a backend's options."""
     options._timeout = timeout
 
 
 def abort_accelerators(group: dist.ProcessGroup) -> None:
-    """Abort what the group has under way on other devices than the CPU."""
+    """Abort the group's pending operations on devices other than the CPU."""
     for device in devices_of(group):
         if device.type != "cpu":
             group._get_backend(device).abort()
 
 
 def sequence_number(group: dist.ProcessGroup | None) -> int:
-    """How many collectives this rank has started in the group; -1 where the backend does not count."""
+    """The number of collectives that this rank has started in the group; -1 if the backend does not count."""
     try:
         assert group is not None
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
@@ -195,7 +195,7 @@ def sequence_number(group: dist.ProcessGroup | None) -> int:
 
 
 def all_gather_flat(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
-    """Start an all-gather into one flat tensor of world size times ``sent``."""
+    """Start an all-gather into one flat tensor, world size times as large as ``sent``."""
     return group._allgather_base(received, sent)
 
 
@@ -205,10 +205,10 @@ def known_groups() -> list[dist.ProcessGroup]:
 
 
 def count_of_groups() -> int:
-    """How many groups of the whole world were made; torch names the next one after it."""
+    """The number of groups made by all ranks together; torch names the next group after it."""
     return dist.distributed_c10d._world.group_count
 
 
 def count_of_own_groups() -> int:
-    """How many groups this rank is a member of."""
+    """The number of groups that this rank is a member of."""
     return len(dist.distributed_c10d._world.pg_names)

@@ -1,4 +1,4 @@
-"""The way to another host: names, routes, and this host's own addresses."""
+"""Names, routes and this host's addresses."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from dataclasses import dataclass
 
 from ddp_callbacks.errors import say
 
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved (RFC 5737, RFC 3849), so the way there is the default route
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved (RFC 5737, RFC 3849), so packets take the default route
 _NOT_YET = (socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_NODATA)
-_PATIENCE = 3.0  # seconds for which a name is looked up in silence
-_PAUSE = 0.5  # seconds between two looks
+_PATIENCE = 3.0  # seconds of looking up a name before we print a message
+_PAUSE = 0.5  # seconds between two attempts
 
 
 @dataclass(frozen=True)
 class Route:
-    """How this host reaches another: its own address on the way, and the interface that has it (empty if unknown)."""
+    """The route to another host: this host's address on it, and its interface (empty if unknown)."""
 
     address: str
     interface: str
 
 
 def route_to(host: str, port: int = 1) -> Route:
-    """The route that packets to ``host`` take; nothing is sent.
+    """Find the route to ``host``; nothing is sent.
 
     Raises:
         OSError: The name does not resolve, or there is no route.
@@ -41,7 +41,7 @@ def route_to(host: str, port: int = 1) -> Route:
 
 
 def addresses_of(host: str, timeout: float) -> list[str]:
-    """What a name means here. Where it means nothing yet, as in a cluster that is starting, wait for up to ``timeout``.
+    """Resolve a name. If it doesn't resolve yet, as in a cluster that is starting, retry for up to ``timeout``.
 
     Args:
         timeout: Seconds.
@@ -69,7 +69,7 @@ def addresses_of(host: str, timeout: float) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, or the name ``localhost``, is by its very spelling that of one machine to itself."""
+    """Whether an address, or the name ``localhost``, is a loopback address; no name is resolved."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -77,12 +77,12 @@ def is_loopback(address: str) -> bool:
 
 
 def address_for_others(others: Iterable[str]) -> str | None:
-    """The address of this host that other hosts reach, as far as it can tell; ``None`` if it cannot.
+    """The address of this host that other hosts can reach; ``None`` if unknown.
 
-    The one on the way to another host of the job, or to everywhere else, or the only one there is.
+    It is the one on the route to another host of the job, on the default route, or the only one.
 
     Args:
-        others: Names or addresses of other hosts that matter, if any is known.
+        others: Names or addresses of the other hosts, if known.
     """
     for host in (*others, *_ELSEWHERE):
         try:
@@ -104,12 +104,12 @@ def _is_for_others(address: str) -> bool:
 
 
 class _SocketAddress(ctypes.Structure):
-    """``sockaddr_in`` or ``sockaddr_in6``, as far as both are asked for."""
+    """The part of ``sockaddr_in`` and ``sockaddr_in6`` that we need."""
 
     _fields_ = (
         ("family", ctypes.c_ushort),
         ("port", ctypes.c_ushort),
-        ("ipv4", ctypes.c_ubyte * 4),  # in an IPv6 address the flow
+        ("ipv4", ctypes.c_ubyte * 4),  # the flow label in IPv6
         ("ipv6", ctypes.c_ubyte * 16),
     )
 
@@ -127,7 +127,7 @@ _InterfaceAddress._fields_ = (
 
 
 def own_addresses() -> dict[str, str]:
-    """The names of this host's interfaces by address: all of them, IPv4 and IPv6. Raises OSError."""
+    """Map all IPv4 and IPv6 addresses of this host to their interfaces. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if libc.getifaddrs(ctypes.byref(first)):

@@ -1,4 +1,4 @@
-"""What schedulers and MPI launchers tell a process: its rank, and the hosts of its job (PBS, Slurm, LSF)."""
+"""Read the variables of schedulers and MPI launchers: rank, world size, and the hosts of a job (PBS, Slurm, LSF)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from ddp_callbacks.errors import ConfigurationError
 
-DEFAULT_PORT = 29500  # torch's own default rendezvous port
+DEFAULT_PORT = 29500  # torch's default
 
 
 @dataclass(frozen=True)
 class Launched:
-    """What a launcher has told this process; the attributes are those of :class:`ddp_callbacks.WorkerEnv`."""
+    """What a launcher has told this process. The attributes are those of :class:`ddp_callbacks.WorkerEnv`."""
 
     rank: int
     world_size: int
@@ -31,7 +31,7 @@ class Launched:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The names of a launcher's variables; ``local_size`` or ``nodes`` says whether there are several hosts."""
+    """The variables of a launcher; ``local_size`` or ``nodes`` shows whether there are several hosts."""
 
     rank: str
     size: str
@@ -48,7 +48,7 @@ class _Launcher:
         return number(environ, self.local_size) == number(environ, self.size)
 
 
-# Slurm's are those of a step: a batch script has SLURM_PROCID and SLURM_NTASKS, too, but is one process.
+# For Slurm, the variables of a step: a batch script also has SLURM_PROCID and SLURM_NTASKS, but is a single process.
 _LAUNCHERS = (
     _Launcher(
         "OMPI_COMM_WORLD_RANK",
@@ -71,7 +71,7 @@ _LAUNCHERS = (
         "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", local_size="JSM_NAMESPACE_LOCAL_SIZE"
     ),
 )
-# Only processes that a launcher has started have one of these; beside it, what says of how many it is one.
+# A process that has one of these was started by a launcher; the value names the variable with the world size.
 _RANKS = {launcher.rank: launcher.size for launcher in _LAUNCHERS if launcher.rank != "SLURM_PROCID"} | {
     "PMIX_RANK": "",
     "ALPS_APP_PE": "",
@@ -91,7 +91,7 @@ _SAY_WHERE = (
 
 
 def number(environ: Mapping[str, str], name: str) -> int | None:
-    """The value of a variable; ``None`` where it is not set. Raises ConfigurationError if it is no number."""
+    """The value of a variable; ``None`` if it is not set. Raises ConfigurationError unless it is an integer."""
     text = environ.get(name)
     if not text:
         return None
@@ -102,10 +102,10 @@ def number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def read_launcher(environ: Mapping[str, str]) -> Launched | None:
-    """What a launcher of MPI, Slurm, PALS, Flux or LSF has told this process; ``None`` where it is alone.
+    """Read the variables of MPI, Slurm, PALS, Flux or LSF; ``None`` for a single process.
 
     Raises:
-        ConfigurationError: A launcher has started it that does not say enough, or nothing says where to meet.
+        ConfigurationError: A launcher has started this process, but its variables lack the world size or the address.
     """
     for launcher in _LAUNCHERS:
         if launcher.has_started(environ):
@@ -121,7 +121,7 @@ def read_launcher(environ: Mapping[str, str]) -> Launched | None:
 
 
 def unknown_launcher(environ: Mapping[str, str]) -> str:
-    """The variable by which a launcher numbers its processes that does not say enough of them; else empty."""
+    """The rank variable of a launcher whose world size is unknown; empty if there is none."""
     if any(launcher.has_started(environ) for launcher in _LAUNCHERS):
         return ""
     return next((name for name, size in _RANKS.items() if environ.get(name) and number(environ, size) != 1), "")
@@ -145,7 +145,7 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Launched | None:
 
 
 def _first_host(launcher: _Launcher, environ: Mapping[str, str]) -> str:
-    """The first host of the Slurm step, or of the PBS or LSF job; empty where there is none."""
+    """The first host of the Slurm step, or of the PBS or LSF job; empty outside of these."""
     if nodes := environ.get("SLURM_STEP_NODELIST"):
         # rack[1-2]n[07,09],other: the first of each bracket, up to the first comma outside
         return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]
@@ -154,16 +154,16 @@ def _first_host(launcher: _Launcher, environ: Mapping[str, str]) -> str:
     except ConfigurationError as error:
         raise ConfigurationError(f"{error} {_SAY_WHERE}") from error
     if launcher.rank == "JSM_NAMESPACE_RANK":
-        hosts = hosts[1:]  # jsrun starts nothing on the first, where the job's script runs
+        hosts = hosts[1:]  # jsrun starts nothing on the first host, which runs the job's script
     return next(iter(hosts), "")
 
 
 def _job_port(environ: Mapping[str, str]) -> int:
-    """A port that is the same on all processes of a job, and most likely another one in another job."""
+    """A port that is the same for all processes of a job, and most likely differs between jobs."""
     for names in _JOBS:
         if all(environ.get(name) for name in names):
             job = ".".join(environ[name] for name in names)
-            return 20000 + zlib.crc32(job.encode()) % 10000  # below the ports that systems hand out by themselves
+            return 20000 + zlib.crc32(job.encode()) % 10000  # below the ephemeral ports
     return DEFAULT_PORT
 
 
@@ -171,10 +171,10 @@ _SLURM_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def hosts_of_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int | None]]:
-    """The hosts that PBS, Slurm or LSF has given to the job in which this process runs; none outside a job.
+    """The hosts of the PBS, Slurm or LSF job that this process runs in; empty outside a job.
 
     Returns:
-        Each host with the number of processes that the job asked for there, ``None`` where it does not say.
+        Each host with the number of processes that the job requested there; ``None`` if unspecified.
 
     Raises:
         ConfigurationError: The variables of the job cannot be read.
@@ -189,9 +189,9 @@ def hosts_of_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int
 
 
 def _hosts_of_pbs(path: str) -> list[tuple[str, int | None]]:
-    """The node file names a host once for each process that the job asked for there.
+    """Count the lines per host in the node file: one for each process that the job requested there.
 
-    That is ``mpiprocs`` in PBS Pro, 1 if the job does not say, and ``ppn`` in Torque.
+    That is ``mpiprocs`` in PBS Pro (1 if unspecified) and ``ppn`` in Torque.
     """
     try:
         lines = [line.strip() for line in Path(path).read_text().splitlines()]
@@ -200,7 +200,7 @@ def _hosts_of_pbs(path: str) -> list[tuple[str, int | None]]:
     counts = Counter(line for line in lines if line)
     if not counts:
         raise ConfigurationError(f"PBS_NODEFILE={path!r} names no host.")
-    said = set(counts.values()) != {1}  # else the node decides
+    said = set(counts.values()) != {1}  # otherwise the node decides
     return [(name, count if said else None) for name, count in counts.items()]
 
 
@@ -219,12 +219,12 @@ def _hosts_of_slurm(nodes: str, environ: Mapping[str, str]) -> list[tuple[str, i
         raise ConfigurationError(
             f"SLURM_TASKS_PER_NODE={tasks!r} lists {len(counts)} nodes, SLURM_JOB_NODELIST={nodes!r} {len(names)}."
         )
-    said = set(counts) != {1}  # else the node decides
+    said = set(counts) != {1}  # otherwise the node decides
     return [(name, count if said else None) for name, count in zip(names, counts, strict=True)]
 
 
 def _expand(nodes: str) -> list[str]:
-    """Slurm's own program knows every form of its lists; a list without brackets is plain."""
+    """Expand a node list: call scontrol, which knows every form, unless the list has no brackets."""
     if "[" not in nodes:
         return nodes.split(",")
     scontrol = shutil.which("scontrol")

@@ -1,4 +1,4 @@
-"""What this library needs, as its own metadata says; what installs it; and whether an installed version has it."""
+"""Requirements of this library, from its metadata: install commands, and checks of installed versions."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 def how_to_install(*distributions: str) -> str:
-    """``pip install "lightning<2.7,>=2.6"``: the command for these, in versions that the tests have seen."""
+    """The command to install these, in tested versions: ``pip install "lightning<2.7,>=2.6"``."""
     return "pip install " + " ".join(f'"{_requirement(name)}"' for name in distributions)
 
 
 def how_to_install_this(python: str = "python") -> str:
-    """The command that installs this library. No package index has it, and what is there by its name is another."""
+    """The command to install this library. It is on no package index; a package with its name there is another one."""
     folder = Path(__file__).resolve().parents[1]
     where = str(folder) if (folder / "pyproject.toml").exists() else "FOLDER"
     return f"{python} -m pip install {where} (the folder of its repository; no package index has it)"
 
 
 def require_names(distribution: str, names: Iterable[str]) -> None:
-    """Raise :class:`ImportError` if the installed version lacks one of the names, which are private.
+    """Raise :class:`ImportError` if the installed version lacks one of these private names.
 
     Args:
-        distribution: As pip calls it.
-        names: Each as ``module:attribute.attribute``; with the parameters that a function must take:
-            ``module:Class.method(self, first, second)``; or, for attributes that only objects have, with a function
+        distribution: The name for pip.
+        names: Each is ``module:attribute.attribute``; with the parameters that a function must have:
+            ``module:Class.method(self, first, second)``; or, for attributes that only instances have, with a function
             whose code uses them: ``module:Class.__init__ uses first, second``.
     """
     for name in names:
@@ -55,7 +55,7 @@ def _parameters(function: Any) -> set[str]:
 
 
 def _names_in(function: Any) -> tuple[str, ...]:
-    """The attributes and globals that the code of a function uses, below its decorators."""
+    """The attributes and globals used in the code of a function, without its decorators."""
     names: tuple[str, ...] = importlib.import_module("inspect").unwrap(function).__code__.co_names
     return names
 
@@ -68,7 +68,7 @@ def _lacks(distribution: str, name: str) -> ImportError:
 
 
 def _requirement(distribution: str) -> str:
-    """Name and versions, as the metadata of this library has them; the name alone where it does not."""
+    """Name and versions from this library's metadata; only the name if the metadata lacks it."""
     try:
         needed = _metadata().requires("ddp_callbacks") or []
     except ImportError:  # PackageNotFoundError: on the path, but not installed
@@ -78,5 +78,5 @@ def _requirement(distribution: str) -> str:
 
 
 def _metadata() -> Any:
-    """Imported late: only messages need it, and ddprun is to start at once."""
+    """Imported late: only messages need it, and ddprun must start quickly."""
     return importlib.import_module("importlib.metadata")

@@ -1,4 +1,4 @@
-"""Which gradients travel together, and how far each bucket of them is in a backward. No communication."""
+"""Group gradients into buckets, and track how full each bucket is in a backward. No communication."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FIRST_BUCKET_MB = 1.0  # a small first bucket starts the overlap early, as in DD
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What decides the bucket of a parameter.
+    """The properties that decide a parameter's bucket.
 
     Attributes:
         numel: Number of elements.
-        dtype, device: Of the gradient; a bucket holds one kind.
-        trainable: Frozen parameters have buckets of their own, so that they cost nothing until they are unfrozen.
+        dtype, device: The gradient's; a bucket holds one kind.
+        trainable: Frozen parameters have separate buckets, so that they cost nothing until they are unfrozen.
     """
 
     numel: int
@@ -51,13 +51,13 @@ def assign_buckets(specs: Sequence[ParameterSpec], bucket_cap_mb: float) -> list
 
     Args:
         specs: The parameters in the order in which the module registers them.
-        bucket_cap_mb: A bucket is closed once it holds this many MiB; a larger parameter has a bucket of its own. The
-            first bucket of each kind is closed at 1 MiB already.
+        bucket_cap_mb: A bucket is closed once it holds this many MiB; a larger parameter gets a separate bucket. The
+            first bucket of each kind is closed at 1 MiB.
 
     Returns:
-        Indices into ``specs``, bucket by bucket, in the order in which backward fills them: the reverse of the
-        order of registration. Every index occurs once. The order depends on ``specs`` alone, so it is the same on all
-        ranks and for the whole run (PowerSGD keeps its state by bucket index).
+        Indices into ``specs``, bucket by bucket, in the order in which backward fills them: the reverse of the order of
+        registration. Every index occurs once. The order depends only on ``specs``, so it is the same on all ranks and
+        during the whole run (PowerSGD keeps its state by bucket index).
     """
     open_buckets: dict[Kind, list[int]] = {}
     nbytes: dict[Kind, int] = {}
@@ -74,13 +74,14 @@ def assign_buckets(specs: Sequence[ParameterSpec], bucket_cap_mb: float) -> list
 
 
 class Forecast:
-    """Guesses which buckets the next backward fills, from what all ranks have seen, so that all guess alike.
+    """Predicts which buckets the next backward fills. It uses what all ranks have seen, so all predict the same.
 
-    A bucket is filled if one of its parameters is trainable, and that may change between backwards: a generator and a
-    discriminator take turns. The guess is what followed the last few backwards the last time, else the last one again.
+    A bucket is filled if one of its parameters is trainable. That may change between backwards: a generator and a
+    discriminator take turns. The prediction is what followed the last few backwards the last time, or else the last
+    one.
 
     Args:
-        first: The buckets that are filled at the start.
+        first: The buckets that the first backward fills.
     """
 
     def __init__(self, first: Sequence[int]) -> None:
@@ -89,7 +90,7 @@ class Forecast:
         self._next: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
 
     def note(self, filled: Sequence[int]) -> None:
-        """What the backward has filled; from here on ``guess`` is that for the one after it."""
+        """Record the buckets that the backward has filled, and update ``guess`` for the next one."""
         now = tuple(filled)
         if now == self.guess and self._is_steady(now):
             return
@@ -103,24 +104,24 @@ class Forecast:
         return self._seen == (now,) * _REMEMBERED
 
 
-_REMEMBERED = 4  # backwards: those of a turn of one generator and up to three discriminator steps
+_REMEMBERED = 4  # backwards: a turn of one generator step and up to three discriminator steps
 _PATTERNS = 256
 
 
 class Bucket:
-    """The parameters that travel together, and how far they are in this backward."""
+    """Parameters that are sent together, and their progress in this backward."""
 
     def __init__(self, index: int, slots: list[int], pool: BufferPool) -> None:
         self.index = index
         self.doing = f"the gradients of bucket {index}"
-        self.slots = slots  # positions of its parameters in the synchronizer's list
+        self.slots = slots  # positions in the synchronizer's list
         self.pool = pool
-        self.deferred = False  # a gradient came twice once: launch at the end of backward
+        self.deferred = False  # a gradient came twice before: launch at the end of backward
         self.start()
 
     def start(self) -> None:
-        """Forget the last backward."""
-        # A frozen parameter may fire its hook, with no gradient: it was frozen after the forward pass.
+        """Reset for a new backward."""
+        # A parameter that was frozen after the forward pass may fire its hook without a gradient.
         self.frozen = [not parameter.requires_grad for parameter in self.pool.parameters]
         self.ready = self.frozen.copy()
         self.missing = self.ready.count(False)
@@ -128,10 +129,10 @@ class Bucket:
         self.is_dirty = False
         self.memory: FlatBuffer | None = None
         self.sum: Work | None = None
-        self.future: torch.futures.Future[torch.Tensor] | None = None  # of a communication hook
+        self.future: torch.futures.Future[torch.Tensor] | None = None  # from a communication hook
 
     def mark(self, position: int) -> None:
-        """A gradient is complete."""
+        """Mark a gradient as complete."""
         if not self.ready[position]:
             self.ready[position] = True
             self.missing -= 1
@@ -139,14 +140,14 @@ class Bucket:
             self.is_dirty = self.deferred = True
 
     def fill(self, scale: float) -> FlatBuffer:
-        """Copy the gradients, scaled, into memory."""
+        """Copy the scaled gradients into the buffer."""
         if self.memory is None:
             self.memory = self.pool.take()
         copy_in(self.memory, [parameter.grad for parameter in self.pool.parameters], scale)
         return self.memory
 
     def scale_untouched(self, used: list[bool], factor: float) -> None:
-        """Multiply, in memory, what was there before this backward and was not added to in it."""
+        """Scale, in the buffer, earlier gradients that this backward did not add to."""
         assert self.memory is not None
         for slot, view in zip(self.slots, self.memory.views, strict=True):
             if not used[slot]:
@@ -158,7 +159,7 @@ class Bucket:
         return not self.pool.has_no_aliases() and any(self.pool.kept_gradient(at) is not None for at in positions)
 
     def write_back(self, used: list[bool], counts: bool) -> None:
-        """Hand the reduced gradients of the used parameters out; where no rank ``counts``, those there are stay."""
+        """Set the gradients of used parameters to the reduced ones. If no rank ``counts``, keep existing gradients."""
         assert self.memory is not None
         has_no_aliases = self.pool.has_no_aliases()
         for position, (parameter, view) in enumerate(zip(self.pool.parameters, self.memory.views, strict=True)):

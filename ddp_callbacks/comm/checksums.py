@@ -1,4 +1,4 @@
-"""One number for much: for what must be equal on all ranks, and is too large to be sent."""
+"""Checksums of data that must be equal on all ranks and is too large to send."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
-_COLUMNS = 1024  # 8-byte words are summed in so many columns, each of which counts differently
+_COLUMNS = 1024  # columns in which 8-byte words are summed; each has a different factor
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def checksum_of(value: Any, checksum: int = 0) -> int:
-    """Equal for equal values, on every process: nested collections, tensors, arrays, plain data, and what has a repr.
+    """A checksum that is equal for equal values, on every process.
+
+    Values are nested collections, tensors, arrays, plain data, and objects with a repr.
 
     Args:
-        checksum: Of what came before.
+        checksum: The checksum of preceding values.
     """
     if isinstance(value, torch.Tensor):
         number = checksum_of_memory(memory_of(value)) if is_dense(value) else 0
@@ -33,7 +35,7 @@ def checksum_of(value: Any, checksum: int = 0) -> int:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it has a memory of its own that holds its values."""
+    """Whether it is a dense tensor whose memory holds its values."""
     return not (
         torch.nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided
     )
@@ -45,7 +47,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksum_of_memory(memory: torch.Tensor) -> int:
-    """One number for all bits; different for almost all memories that differ. About one pass over them.
+    """One number for all bits; it differs for almost all different contents. About one pass over the memory.
 
     Args:
         memory: Flat, uint8, on any device.

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-Json = Any  # what json.dumps takes; numbers keep every bit, NaN and infinities included
+Json = Any  # anything json.dumps accepts; numbers keep every bit, including NaN and infinities
 
 
 def encode(header: Json, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat uint8 tensor on the CPU: an 8-byte length, the JSON header, the tensors' raw bytes."""
+    """Encode as one flat uint8 tensor on the CPU: an 8-byte length, the JSON header, the tensors' raw bytes."""
     specs = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
     text = json.dumps([header, specs]).encode()
     parts = [torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)]
@@ -31,7 +31,7 @@ def encode(header: Json, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def decode(message: torch.Tensor, device: torch.device) -> tuple[Json, list[torch.Tensor]]:
-    """The inverse of :func:`encode`; the tensors are placed on ``device``."""
+    """Inverse of :func:`encode`; places the tensors on ``device``."""
     size = int.from_bytes(bytes(message[:8].tolist()), "little")
     text = bytearray(size)
     torch.frombuffer(text, dtype=torch.uint8).copy_(message[8 : 8 + size])
@@ -48,10 +48,10 @@ def decode(message: torch.Tensor, device: torch.device) -> tuple[Json, list[torc
 
 
 def pack(value: Any, tensors: list[torch.Tensor]) -> Json:
-    """Nested plain data as JSON; tensors are appended to ``tensors`` and replaced by their number.
+    """Convert nested plain data to JSON; append tensors to ``tensors`` and replace them by their index.
 
     Raises:
-        TypeError: For anything but tensors, numbers, strings, ``None``, lists, tuples and dicts.
+        TypeError: The data hold anything but tensors, numbers, strings, ``None``, lists, tuples and dicts.
     """
     if isinstance(value, torch.Tensor):
         tensors.append(value)
@@ -69,7 +69,7 @@ def pack(value: Any, tensors: list[torch.Tensor]) -> Json:
 
 
 def unpack(value: Json, tensors: Sequence[torch.Tensor]) -> Any:
-    """The inverse of :func:`pack`."""
+    """Inverse of :func:`pack`."""
     ((kind, item),) = value.items()
     if kind == "tensor":
         return tensors[item]

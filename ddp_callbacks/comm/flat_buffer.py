@@ -1,9 +1,9 @@
-"""The flat memory of a bucket: gradients are copied in, reduced in place, and handed out as views.
+"""The flat buffer of a bucket: gradients are copied in, reduced in place, and returned as views.
 
-After a synchronization ``parameter.grad`` is a view of the memory that was reduced, so nothing is copied out. That is
-safe only as long as nobody else looks at that memory when the next gradients are copied in. Three may: the parameter
-itself (``zero_grad(set_to_none=False)`` keeps the gradient), a user who kept ``parameter.grad``, and a user who kept a
-tensor made from it (``grad.detach()``). Memory that is looked at is left to them and other memory is taken.
+After a synchronization, ``parameter.grad`` is a view of the reduced buffer, so nothing is copied out. The next
+gradients may be copied in only if nothing else references the buffer. Three can: the parameter itself
+(``zero_grad(set_to_none=False)`` keeps the gradient), a user who kept ``parameter.grad``, and a user who kept a tensor
+made from it (``grad.detach()``). If anything outside still references the buffer, we give it up and allocate another.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 
 from ddp_callbacks._torch import copy_each, count_of_tensors
 
-_LARGE = 1 << 14  # elements per gradient from which one fused pass beats two foreach passes
+_LARGE = 1 << 14  # elements per gradient above which one fused pass beats two foreach passes
 
 
 class FlatBuffer:
-    """One flat tensor with room for all gradients of a bucket and for a tail.
+    """A flat tensor with room for all gradients of a bucket and a tail.
 
     Attributes:
         flat: Shape ``[numel + tail]``.
-        views: One view per parameter, with its shape and, where it is dense, its strides.
+        views: One view per parameter, with its shape and, if it is dense, its strides.
     """
 
     def __init__(self, flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -37,7 +37,7 @@ class FlatBuffer:
         self._references = self._count_references()
 
     def is_aliased(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether a gradient, or anything outside, still refers to this memory."""
+        """Whether a gradient, or anything outside, still references this buffer."""
         if any(parameter.grad is view for parameter, view in zip(parameters, self.views, strict=True)):
             return True
         return self._count_references() != self._references
@@ -48,7 +48,7 @@ class FlatBuffer:
 
 
 class BufferPool:
-    """The memory of one bucket: usually one :class:`FlatBuffer`, two where gradients are kept between steps."""
+    """The buffers of one bucket: usually one :class:`FlatBuffer`, two if gradients are kept between steps."""
 
     def __init__(
         self,
@@ -60,18 +60,18 @@ class BufferPool:
         self._tail = tail
         self._allocate = allocate
         self._memories: list[FlatBuffer] = []
-        # Gradients that exist before the first step are the user's own tensors: kept, and written in place, for as long
-        # as they are the parameters' gradients.
+        # Gradients from before the first step are the user's tensors. We write to them in place as long as they are the
+        # parameters' gradients.
         self._given = [parameter.grad for parameter in self.parameters]
         self._has_given = True
 
     def take(self) -> FlatBuffer:
-        """Memory that nobody looks at."""
+        """A buffer without outside references."""
         self.let_go()
         for memory in self._memories:
             if not memory.is_aliased(self.parameters):
                 return memory
-        # What only outsiders look at is theirs from now on; a gradient's home stays known.
+        # Give up buffers that only the user references; remember where gradients are.
         self._memories = [memory for memory in self._memories if self._is_home(memory)]
         numel = sum(parameter.numel() for parameter in self.parameters)
         first = self.parameters[0]
@@ -80,18 +80,18 @@ class BufferPool:
         return memory
 
     def let_go(self) -> None:
-        """Forget the gradients of before the first step that are none any more."""
+        """Forget gradients from before the first step that have been replaced."""
         if self._has_given:
             pairs = zip(self.parameters, self._given, strict=True)
             self._given = [given if parameter.grad is given else None for parameter, given in pairs]
             self._has_given = any(given is not None for given in self._given)
 
     def abandon(self) -> None:
-        """Forget all memory: a collective may still write to it."""
+        """Forget all buffers: a pending collective may still write to them."""
         self._memories = []
 
     def has_no_aliases(self) -> bool:
-        """Whether no gradient can be one of an earlier step: the usual case, with ``zero_grad()`` before each step."""
+        """Whether no gradient can come from an earlier step; the usual case, with ``zero_grad()`` before each step."""
         return len(self._memories) == 1 and not self._has_given
 
     def kept_gradient(self, slot: int) -> torch.Tensor | None:
@@ -106,9 +106,9 @@ class BufferPool:
 
 
 def copy_in(memory: FlatBuffer, gradients: Sequence[torch.Tensor | None], scale: float) -> None:
-    """Write ``scale * gradient`` into each view; zeros for ``None``, and for all where ``scale`` is 0.
+    """Write ``scale * gradient`` into each view; zeros for ``None``, and everywhere if ``scale`` is 0.
 
-    A rank with weight 0 may hold NaN (the mean over no samples), which must not reach the others.
+    A rank with weight 0 may hold NaN (the mean over no samples), which must not reach other ranks.
     """
     if scale == 0:
         memory.flat[: memory.numel].zero_()
@@ -131,7 +131,7 @@ def copy_in(memory: FlatBuffer, gradients: Sequence[torch.Tensor | None], scale:
 
 
 def _view_like(flat: torch.Tensor, offset: int, parameter: torch.nn.Parameter) -> torch.Tensor:
-    # empty_like keeps the strides of exactly those tensors that fill their memory without gaps or overlaps.
+    # empty_like keeps the strides of tensors that fill their memory without gaps or overlaps, and only of these.
     if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
         return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + offset)
     return flat[offset : offset + parameter.numel()].view(parameter.shape)

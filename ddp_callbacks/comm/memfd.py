@@ -1,10 +1,10 @@
-"""Memory that other processes of the host can open, and that nobody has to remove.
+"""Anonymous shared memory (memfd): other processes map it through /proc, and the kernel frees it with its last user.
 
 [Note: memory without a name]
-A segment is a memfd. It has no name, so nothing is left in /dev/shm however the processes end, and a container's small
-/dev/shm is no limit. The other ranks open it as /proc/PID/fd/FD, which works within one PID namespace for one user;
-where it does not work, the ranks agree on gloo. As with any memory that is shared, a child forked in the middle of
-training sees the gradients themselves, not a copy, and keeps their memory until it ends.
+A memfd segment has no name, so nothing stays in /dev/shm however the processes end, and a container's small /dev/shm is
+no limit. Other ranks open it as /proc/PID/fd/FD, which works within one PID namespace for the same user; if it fails,
+the ranks agree on gloo. As with all shared memory, a child forked during training sees the gradients themselves, not a
+copy, and keeps the memory until it ends.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ddp_callbacks._torch import shared_storage
 
 
 def can_create() -> bool:
-    """Whether this system has such memory."""
+    """Whether this system supports memfd."""
     return hasattr(os, "memfd_create")
 
 
 def create(nbytes: int) -> int:
-    """The descriptor of a new segment. Raises OSError where there is no room for it."""
+    """Create a segment; return its descriptor. Raises OSError if there is no room for it."""
     fd = os.memfd_create("ddp_callbacks")
     try:
         os.ftruncate(fd, nbytes)
@@ -33,7 +33,7 @@ def create(nbytes: int) -> int:
 
 
 def create_storage(nbytes: int) -> torch.UntypedStorage:
-    """A segment as torch makes it for tensors that it sends to other processes. Raises OSError or RuntimeError."""
+    """Create a segment as torch does for tensors that it sends to other processes. Raises OSError or RuntimeError."""
     fd = create(nbytes)
     try:
         return shared_storage(fd, nbytes)
@@ -42,12 +42,12 @@ def create_storage(nbytes: int) -> torch.UntypedStorage:
 
 
 def open_control(pid: int, fd: int) -> int:
-    """A descriptor of this process for another's segment. Raises OSError."""
+    """Open another process's segment; return a descriptor. Raises OSError."""
     return os.open(path_of(pid, fd), os.O_RDWR)
 
 
 def map_bytes(pid: int, fd: int) -> torch.Tensor:
-    """Another process's segment, as bytes. Raises OSError or RuntimeError, where it has ended for example."""
+    """Map another process's segment as bytes. Raises OSError or RuntimeError, for example if the process has ended."""
     path = path_of(pid, fd)
     return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
 

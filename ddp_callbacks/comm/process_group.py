@@ -1,4 +1,4 @@
-"""All-reduce by the collectives of the process group: gloo or NCCL."""
+"""All-reduce by the process group's collectives: gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ddp_callbacks.comm.protocol import Allocator, as_real
 from ddp_callbacks.process_group.failures import enter, of_device, require_tags, tag_of, wait
 
 GATHERED_NBYTES = 768 * 1024
-"""Up to this size over all ranks, a sum on the CPU is faster as a gather and a local sum.
+"""Up to this size over all ranks, an all-gather and a local sum are faster on the CPU than an all-reduce.
 
-A gather takes half the rounds of gloo's ring all-reduce but moves more bytes. On one machine it took 0.4 to 0.7 of the
-time up to 160 KB per rank, with two ranks and with three, and they were equal at about 480 KB.
+An all-gather needs half the rounds of gloo's ring all-reduce but moves more bytes. On one machine with two and three
+ranks, it took 0.4 to 0.7 of the time up to 160 KB per rank; at about 480 KB they were equal.
 """
 
-_TAG = 8  # bytes before a small sum, for what it is for; the widest real number has as many
+_TAG = 8  # bytes before a small sum for its tag; the widest real dtype has as many
 
 
 class ProcessGroupAllReduce:
-    """By the collectives of the process group (gloo, NCCL)."""
+    """All-reduce by the process group's collectives (gloo, NCCL)."""
 
     exact = True
     unattended = True
@@ -34,13 +34,13 @@ class ProcessGroupAllReduce:
 
 
 class ProcessGroupWork:
-    """A sum over the ranks that is under way.
+    """The work handle of an all-reduce.
 
     Args:
-        tensor: Flat, contiguous; holds the sum once :meth:`wait` returns, and must not be touched before.
-        group: The group that sums; all ranks must start the same reductions in the same order.
-        doing: What this is for, the same on every rank: a small sum carries it, so that sums of different things that
-            meet are an error. Empty if it is a part of something that does so.
+        tensor: Flat, contiguous; holds the sum once :meth:`wait` returns. Don't touch it before.
+        group: All ranks of it must start the same reductions in the same order.
+        doing: The purpose, the same on every rank. A small sum carries it as a tag, so that mixing up different sums is
+            an error. Empty for a part of something that checks it elsewhere.
     """
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, doing: str = "") -> None:
@@ -59,7 +59,7 @@ class ProcessGroupWork:
         self._work = of_device(work, tensor.device)
 
     def wait(self, doing: str) -> None:
-        """Block until the sum is there.
+        """Block until the sum is complete.
 
         Raises:
             PeerError: Another rank failed, died or went silent.
@@ -76,7 +76,7 @@ class ProcessGroupWork:
 
 
 def _tagged(tensor: torch.Tensor, tag: int) -> torch.Tensor:
-    """The bytes of ``tensor`` behind a number, as a message whose copies lie one after the other in memory."""
+    """The bytes of ``tensor`` after a tag, so that the ranks' messages can be contiguous in memory."""
     message = torch.empty(_TAG + -(-tensor.nbytes // _TAG) * _TAG, dtype=torch.uint8)
     message[:_TAG].view(torch.int64).fill_(tag)
     message[_TAG : _TAG + tensor.nbytes].view(tensor.dtype).copy_(tensor)

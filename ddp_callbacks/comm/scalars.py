@@ -16,12 +16,12 @@ from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import Pending, enter, of_device, require_tags, tag_of, wait
 
-_CAPACITY = 96  # numbers in a row, until a longer one was sent
-_HEADER = 2  # numbers before the row: its length, and a checksum of what it is for
+_CAPACITY = 96  # numbers in a row; grows with the longest row
+_HEADER = 2  # numbers before the row: its length, and a checksum of its purpose
 
 
 class Carrier(Protocol):
-    """A message that has room for a row: that of :class:`ddp_callbacks.GradientSynchronizer`."""
+    """An object whose messages have room for a row, such as :class:`ddp_callbacks.GradientSynchronizer`."""
 
     room: int
     rounds: int
@@ -31,13 +31,14 @@ class Carrier(Protocol):
 
 
 class ScalarExchange:
-    """Gives every rank the numbers of every other, one row per rank. Making it is a collective; it needs several ranks.
+    """All-gathers a few numbers per rank, as one row for each.
 
-    The all-gather is a sum, in which each rank writes its own row and leaves the others zero, because sums can go
-    through shared memory. Numbers travel as float64.
+    The constructor is a collective; it needs at least two ranks.
+    The all-gather is implemented as an all-reduce, so that it can use shared memory: each rank writes its row and
+    leaves the others zero. Numbers are sent as float64.
 
     Attributes:
-        unattended: Whether rows that every rank has launched arrive though no other rank waits for them.
+        unattended: Whether launched rows arrive even if no other rank waits for them.
     """
 
     @outside_inference_mode
@@ -48,21 +49,21 @@ class ScalarExchange:
         self.unattended = self._all_reduce.unattended
         self._capacity = _CAPACITY
         self._spare: list[torch.Tensor] = []
-        self._led: tuple[Pending, torch.Tensor] | None = None  # the last row of rank 0, which may be on its way
+        self._led: tuple[Pending, torch.Tensor] | None = None  # the last row of rank 0, which may be under way
 
     @outside_inference_mode
     def exchange(self, row: Sequence[float], doing: str) -> list[list[float]]:
-        """Send this rank's row; every rank's, by rank. Lengths may differ. Blocks until all have called it.
+        """Send this rank's row; return every rank's, by rank. Lengths may differ. Blocks until all have called it.
 
         Raises:
-            MismatchError: Some rank exchanges something else.
+            MismatchError: Another rank exchanges something else.
             PeerError: Another rank failed, died or went silent.
         """
         return self.launch(row, doing).wait()
 
     @outside_inference_mode
     def lead(self, row: Sequence[float], doing: str) -> list[float]:
-        """Rank 0's row, on every rank; of one length. Rank 0 waits only until the others have got the one before.
+        """Broadcast rank 0's row, of fixed length. Rank 0 waits only until the others have received the previous row.
 
         Raises:
             PeerError: Another rank failed, died or went silent.
@@ -80,7 +81,7 @@ class ScalarExchange:
 
     @outside_inference_mode
     def launch(self, row: Sequence[float], doing: str) -> LaunchedScalars:
-        """Send this rank's row without waiting for the others'. Every rank launches the same, in the same order."""
+        """Send this rank's row without waiting. Every rank must launch the same exchanges in the same order."""
         memory = self._spare.pop() if self._spare else self._allocate()
         rows = memory.zero_().view(self._group.size(), _HEADER + self._capacity)
         sent = _with_header(row, doing, self._capacity)
@@ -88,23 +89,23 @@ class ScalarExchange:
         return LaunchedScalars(self, row, doing, rows, self._all_reduce.launch(memory, doing))
 
     def send_with(self, carrier: Carrier, row: Sequence[float], doing: str) -> PiggybackedScalars:
-        """Let this rank's row travel with the next gradients. Local; every rank must do it before the same backward."""
+        """Send this rank's row with the next gradients. Local; every rank must call it before the same backward."""
         return PiggybackedScalars(self, row, doing, carrier)
 
     @outside_inference_mode
     def reuse(self, rows: torch.Tensor) -> None:
-        """What :meth:`launch` has used and nobody needs any more."""
+        """Recycle the memory of a completed :meth:`launch`."""
         if rows.shape[1] == _HEADER + self._capacity:
             self._spare.append(rows.view(-1))
 
     def read(self, received: list[list[float]], doing: str) -> tuple[list[list[float]], bool]:
-        """What has arrived: every rank's row, cut where it was too long; and whether none was. Local."""
+        """Every rank's received row, truncated if it was too long; and whether none was truncated. Local."""
         require_tags([own[1] for own in received], doing, self._group)
         capacity = len(received[0]) - _HEADER
         return [own[_HEADER : _HEADER + int(own[0])] for own in received], max(own[0] for own in received) <= capacity
 
     def send_whole(self, row: Sequence[float], doing: str) -> list[list[float]]:
-        """Every rank's row, of any length; from now on there is room for them. A collective."""
+        """Exchange rows of any length, and make room for them in later exchanges. A collective."""
         whole = torch.tensor(row, dtype=torch.float64)
         rows = [tensor.tolist() for _, (tensor,) in all_gather_tensors(None, [whole], doing, self._group)]
         self._capacity, self._spare = max(self._capacity, 2 * max(map(len, rows))), []
@@ -116,32 +117,32 @@ class ScalarExchange:
 
 
 class ScalarWork(ABC):
-    """The handle of an exchange that is under way."""
+    """The work handle of an exchange."""
 
     def __init__(self, exchange: ScalarExchange, row: Sequence[float], doing: str) -> None:
         self._exchange, self._row, self._doing = exchange, list(row), doing
 
     @abstractmethod
     def are_here(self) -> bool:
-        """Whether :meth:`arrive` may be called: by one rank alone, at any time, where the exchange is unattended."""
+        """Whether one rank alone may call :meth:`arrive`; if the exchange is unattended, always."""
 
     @abstractmethod
     def arrive(self) -> tuple[list[list[float]], bool]:
-        """Every rank's row, cut where it was too long, and whether none was.
+        """Every rank's row, truncated if it was too long; and whether none was truncated.
 
         Raises:
-            MismatchError: Some rank exchanges something else.
+            MismatchError: Another rank exchanges something else.
             PeerError: Another rank failed, died or went silent.
         """
 
     def wait(self) -> list[list[float]]:
-        """Every rank's row. A collective: all have seen whether a row was too long, and then send again."""
+        """Every rank's row. A collective: if a row was truncated, which all ranks see, they send the rows again."""
         rows, are_whole = self.arrive()
         return rows if are_whole else self._exchange.send_whole(self._row, self._doing)
 
 
 class LaunchedScalars(ScalarWork):
-    """ScalarWork with a message of their own; :meth:`ScalarExchange.launch` makes it."""
+    """A handle with a separate message, from :meth:`ScalarExchange.launch`."""
 
     def __init__(
         self, exchange: ScalarExchange, row: Sequence[float], doing: str, rows: torch.Tensor, pending: Work
@@ -165,7 +166,7 @@ class LaunchedScalars(ScalarWork):
 
 
 class PiggybackedScalars(ScalarWork):
-    """ScalarWork that travel with gradients; :meth:`ScalarExchange.send_with` makes it."""
+    """A handle of numbers that are sent with gradients, from :meth:`ScalarExchange.send_with`."""
 
     def __init__(self, exchange: ScalarExchange, row: Sequence[float], doing: str, carrier: Carrier) -> None:
         super().__init__(exchange, row, doing)
@@ -178,15 +179,15 @@ class PiggybackedScalars(ScalarWork):
         return self._carrier.rounds > self._rounds
 
     def arrive(self) -> tuple[list[list[float]], bool]:
-        """See :class:`ScalarWork`. Does not block; the gradients must be there."""
+        """See :class:`ScalarWork`. Does not block; the gradients must be synchronized."""
         return self._exchange.read(self._carrier.carried.tolist(), self._doing)
 
 
 def room_of(carrier: Carrier) -> int:
-    """How long a row may be that travels with it."""
+    """The maximum length of a row sent with ``carrier``."""
     return carrier.room - _HEADER
 
 
 def _with_header(row: Sequence[float], doing: str, capacity: int) -> list[float]:
-    """What travels of a row: its length, what it is for, and as much of it as there is room for."""
+    """The numbers to send for a row: its length, its tag, and as much of it as fits."""
     return [float(len(row)), float(tag_of(doing)), *row[:capacity]]

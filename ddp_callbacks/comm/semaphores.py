@@ -29,8 +29,8 @@ from functools import partial
 from ddp_callbacks.process_group.failures import ProcessEnded
 
 LINE = 64  # bytes; a cache line, and at least sizeof(sem_t)
-_PULSE = 0.1  # seconds; how often a waiting rank looks whether the others live
-_SPINS = 50  # looks before sleeping: the usual wait is shorter than falling asleep and being woken
+_PULSE = 0.1  # seconds between a waiting rank's checks that the others are alive
+_SPINS = 50  # attempts before sleeping: the usual wait is shorter than falling asleep and waking up
 
 
 class _TimeSpec(ctypes.Structure):
@@ -44,11 +44,11 @@ class SemaphoreChannel:
         posted: How often this rank has posted.
 
     Args:
-        fd: Of a segment that all ranks have opened for writing. To the others this rank lives as long as this process
-            has not closed any descriptor of it.
-        offset: Where in the segment the channel has :meth:`nbytes`; a multiple of the page size.
-        ranks: Those of this host, by the numbers that messages are to name.
-        here: The position of this one among them.
+        fd: Descriptor of a segment that all ranks have opened for writing. This rank counts as alive until the process
+            closes any descriptor of it.
+        offset: Start of the channel's :meth:`nbytes` in the segment; a multiple of the page size.
+        ranks: The ranks of this node, with their numbers for messages.
+        here: The position of this rank among them.
         timeout: The longest wait for one post.
 
     Raises:
@@ -79,7 +79,7 @@ class SemaphoreChannel:
 
     @staticmethod
     def nbytes(size: int) -> int:
-        """What a channel takes of the segment: whole pages."""
+        """The size of a channel in the segment: whole pages."""
         return -(-size * size * LINE // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def post(self) -> int:
@@ -90,7 +90,7 @@ class SemaphoreChannel:
         return self.posted
 
     def missing(self, number: int) -> Arrival | None:
-        """The first rank whose post ``number`` has not come within a moment, as something to wait for."""
+        """The first rank whose post ``number`` does not arrive within a moment, as an :class:`Arrival` to wait for."""
         for other in self._others:
             while self._received[other] < number:
                 if not self._look(other):
@@ -109,13 +109,13 @@ class SemaphoreChannel:
         return True
 
     def has_come(self, other: int, number: int) -> bool:
-        """Whether this post of ``other`` is there."""
+        """Whether this post of ``other`` has arrived."""
         while self._received[other] < number and self._look(other):
             pass
         return self._received[other] >= number
 
     def dead(self, number: int | None = None) -> set[int]:
-        """The ranks whose processes have ended; with ``number``, before they have posted so often."""
+        """The ranks whose processes have ended; with ``number``, only those that have not posted so often."""
         dead = [other for other in self._others if not self._lives(other)]
         return {self.ranks[other] for other in dead if number is None or not self.has_come(other, number)}
 
@@ -138,7 +138,7 @@ class SemaphoreChannel:
 
 
 def _timed_wait(libc: ctypes.CDLL) -> tuple[Callable[..., int], int]:
-    """A wait with a deadline, and its clock: one that nobody sets, where the C library can (glibc 2.30)."""
+    """A wait with a deadline, and its clock: the monotonic clock if the C library supports it (glibc 2.30)."""
     if not hasattr(libc, "sem_clockwait"):
         return libc.sem_timedwait, time.CLOCK_REALTIME
     return partial(_on_clock, libc.sem_clockwait), time.CLOCK_MONOTONIC
@@ -169,7 +169,7 @@ class Arrival:
         while time.monotonic() < end:
             if channel.sleep(self.other, _PULSE):
                 return True
-            if dead := channel.dead(self.number):  # it may have come before its sender ended
+            if dead := channel.dead(self.number):  # the post may have come before its sender ended
                 raise ProcessEnded(dead)
             if channel.has_come(self.other, self.number):
                 return True

@@ -38,10 +38,10 @@ from ddp_callbacks.process_group.failures import ProcessEnded, diagnose, enter, 
 SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
 """Environment variable: 0 on any rank turns shared memory off, on all."""
 
-_MAPPINGS = 4  # of each rank, per segment: a bucket has several memories where gradients are kept between steps
-_SLOTS = 8192  # of each rank in the ring: how many sums can be under way
+_MAPPINGS = 4  # per rank and segment: a bucket has several buffers if gradients are kept between steps
+_SLOTS = 8192  # per rank in the ring: the maximum number of pending sums
 ALIGNMENT = 64
-"""Elements. Shards begin at a multiple, so that no two ranks write to the same cache line."""
+"""Shards begin at multiples of this many elements, so that no two ranks write to the same cache line."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class LocalRanks:
     """The ranks of one node.
 
     Attributes:
-        ranks: Their numbers in the group.
+        ranks: Their ranks in the group.
         pids: Their process ids.
-        local_rank: Which of them this one is.
-        leaders: How many of them, the first ones, sum a shard each.
+        local_rank: The position of this rank among them.
+        leaders: The number of node leaders, which sum a shard each; they are the first ranks.
     """
 
     ranks: list[int]
@@ -62,14 +62,14 @@ class LocalRanks:
 
 
 class SharedMemoryAllReduce:
-    """All-reduce through the memory that the ranks of a node share.
+    """All-reduce through memory shared by the ranks of a node.
 
     Every rank must launch the same sums in the same order.
 
     Args:
-        group: To which the ranks belong.
-        local_ranks: Those on this node.
-        control: Descriptor of a segment that all of them have opened, of :meth:`control_nbytes`.
+        group: The group of these ranks.
+        local_ranks: The ranks on this node.
+        control: Descriptor of a segment that all of them have opened, of size :meth:`control_nbytes`.
     """
 
     exact = True
@@ -85,19 +85,19 @@ class SharedMemoryAllReduce:
         self._posted, self._done = (
             SemaphoreChannel(control, at, ranks, self._local_rank, timeout) for at in (0, nbytes)
         )
-        # A ring of slots per rank, by number of the sum: serial number and descriptor of the segment, offset in it,
-        # number of bytes, and what it is for.
+        # A ring of slots per rank, indexed by the number of the sum: serial number and descriptor of the segment,
+        # offset in it, number of bytes, and purpose.
         ring = memoryview(mmap.mmap(control, self.control_nbytes(self._size)))
         self._descriptors = ring[2 * nbytes :].cast("q")
         self._segments: dict[int, _Segment] = {}  # this rank's, by address
         self._serial = 0
-        self._finished = 0  # number of the last work that is done on all
+        self._finished = 0  # number of the last work that is complete on all ranks
         self._launched: deque[SharedMemoryWork] = deque()
-        self._under_way = False  # a sum is half done
+        self._under_way = False  # whether a sum is half done
         # Keeps a buffer until every rank has finished: a peer may not have mapped it yet, even if nobody here waits.
         self._gathered: deque[SharedMemoryWork] = deque()
         self._spare: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._lock = threading.RLock()  # a communication hook's future is completed by another thread
+        self._lock = threading.RLock()  # another thread completes a communication hook's future
 
     @staticmethod
     def control_nbytes(size: int) -> int:
@@ -105,7 +105,7 @@ class SharedMemoryAllReduce:
 
     @outside_inference_mode
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        """A flat tensor on the CPU that the other ranks can open. Local. Its segment goes with it."""
+        """A flat CPU tensor that the other ranks can map. Local. Its segment is freed with it."""
         size = max(numel, 1)
         try:
             storage = memfd.create_storage(size * dtype.itemsize)
@@ -122,7 +122,7 @@ class SharedMemoryAllReduce:
         return tensor[:numel]
 
     def launch(self, tensor: torch.Tensor, doing: str = "") -> SharedMemoryWork:
-        """Start to sum ``tensor`` (flat, contiguous) over the ranks of this node, in place. Does not block."""
+        """Start summing ``tensor`` (flat, contiguous) over the ranks of this node, in place. Does not block."""
         if doing:
             enter(doing)
         work = self.post(tensor, doing=doing)
@@ -130,12 +130,12 @@ class SharedMemoryAllReduce:
         return work
 
     def complete(self, work: SharedMemoryWork, doing: str) -> None:
-        """Do this rank's part of all that is launched; return when ``work`` is done on every rank."""
+        """Do this rank's part of all launched sums; return when ``work`` is complete on every rank."""
         with self._lock:
             self._require_whole()
             while self._launched:
                 first = self._launched[0]
-                self._find_shards(first, doing)  # if this raises, the sum can be made later
+                self._find_shards(first, doing)  # if this raises, the sum can be completed later
                 self._under_way = True
                 _sum_into_first(first.shards)
                 self.all_gather(first)
@@ -176,7 +176,7 @@ class SharedMemoryAllReduce:
         self._await(self._posted, work.number, doing)
         slots = [self._slot(index, work.number) for index in range(self._size)]
         self._require_same(slots, work.doing)
-        # The usual step sums the same memory as the one before.
+        # Usually, a step sums the same memory as the previous one.
         places = tuple(self._descriptors[slot + offset] for slot in slots for offset in (0, 2, 3))
         key = (work.home.dtype, work.leaders, places)
         known = work.segment.shards
@@ -203,10 +203,10 @@ class SharedMemoryAllReduce:
         if work.home is not work.result:
             work.result.copy_(work.home)
             self._spare[work.home.numel(), work.home.dtype] = work.home
-            work.home = work.result  # whoever waits once more has it; the next sum may have its home
+            work.home = work.result  # so that waiting again is safe; the next sum may use its home
 
     def _home_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Segment]:
-        """``tensor`` if it lies in a segment, else a copy that does."""
+        """``tensor`` if it lies in a segment, otherwise a copy that does."""
         segment = self._segments.get(_address(tensor))
         if segment is not None:
             return tensor, segment
@@ -222,13 +222,14 @@ class SharedMemoryAllReduce:
         for index, slot in enumerate(slots):
             serial, fd, at, nbytes = self._descriptors[slot : slot + 4]
             self._require_size(index, nbytes, work.home.nbytes)
-            # The own memory is mapped once more, too: a view of the tensor itself would look like a user who keeps it.
+            # Map this rank's memory a second time: a view of the tensor itself would count as a reference from the
+            # user.
             home = self._open(index, serial, fd, work.segment, doing)[at : at + nbytes]
             shards.append(home.view(work.home.dtype)[begin:end])
         return shards
 
     def _bounds(self, work: SharedMemoryWork) -> tuple[int, int]:
-        """Where this rank's shard begins and ends."""
+        """Start and end of this rank's shard."""
         numel, leaders = work.home.numel(), work.leaders
         units = -(-numel // ALIGNMENT)
         first, last = (
@@ -262,7 +263,7 @@ class SharedMemoryAllReduce:
         return mapped[serial]
 
     def _map(self, index: int, fd: int, doing: str) -> torch.Tensor:
-        """The segment of another rank, which may have died since it launched."""
+        """Map a segment of another rank, which may have died since it launched."""
         try:
             return memfd.map_bytes(self.local_ranks.pids[index], fd)
         except (OSError, RuntimeError) as error:
@@ -283,15 +284,15 @@ class SharedMemoryAllReduce:
 
 @dataclass(eq=False)
 class SharedMemoryWork:
-    """A sum over the ranks of a host that is under way; :meth:`SharedMemoryAllReduce.launch` makes it.
+    """The work handle of a sum over the ranks of a node; :meth:`SharedMemoryAllReduce.launch` makes it.
 
     Attributes:
-        result: Where the sum is wanted.
-        home: Where it is made, in ``segment``; ``result`` itself if that lies there.
-        number: How often this rank had posted, and is to post that it is done, when this sum's turn comes.
-        leaders: How many ranks sum a shard each.
-        doing: What it is for.
-        shards: This rank's shard of everybody's memory once it is summed; the sum is in the first.
+        result: The tensor that receives the sum.
+        home: The tensor that is summed, in ``segment``; ``result`` itself if that lies there.
+        number: The number of the post that announces this sum, and of the post that finishes it.
+        leaders: The number of ranks that sum a shard each.
+        doing: The purpose.
+        shards: This rank's shard of every rank's memory once it is summed; the first one holds the sum.
     """
 
     memory: SharedMemoryAllReduce
@@ -304,7 +305,7 @@ class SharedMemoryWork:
     shards: list[torch.Tensor] = field(default_factory=list)
 
     def wait(self, doing: str) -> None:
-        """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
+        """Block until the sum is complete. Raises :class:`PeerError` if a rank fails."""
         self.memory.complete(self, doing)
 
 
@@ -313,9 +314,9 @@ class _Segment:
     """A segment of this rank.
 
     Attributes:
-        serial, fd: Its number and descriptor, as the others know it.
-        mapped: Of each rank, what was summed with it, by number.
-        shards: By where in the segment: what was summed there the last time, after a key that says what that was.
+        serial, fd: Its number and descriptor, as the other ranks know it.
+        mapped: For each rank, by number, the memory that was summed with it.
+        shards: By offset in the segment: the shards of the last sum there, after a key that identifies it.
     """
 
     serial: int
@@ -337,12 +338,12 @@ def _sum_into_first(parts: list[torch.Tensor]) -> None:
 
 
 def _forget(segments: dict[int, _Segment], address: int, segment: _Segment) -> None:
-    if segments.get(address) is segment:  # else its storage was exchanged, and another has got the address
+    if segments.get(address) is segment:  # otherwise its storage was replaced, and another one has the address
         del segments[address]
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()  # a tensor without elements has none of its own
+    return tensor.untyped_storage().data_ptr()  # an empty tensor has no address
 
 
 def refusal() -> str:
@@ -357,10 +358,10 @@ def refusal() -> str:
 def open_shared_memory(
     group: dist.ProcessGroup, hosts: list[list[int]], pids: list[int]
 ) -> tuple[SharedMemoryAllReduce | None, str]:
-    """The memory of this rank's host; or nothing, and why some rank of the group cannot open its own. A collective.
+    """Open this node's shared memory; if a rank of the group cannot open its node's, return None and why. A collective.
 
     Args:
-        hosts: The ranks of the group, host by host.
+        hosts: The ranks of the group, node by node.
         pids: Their process ids.
     """
     doing = "the shared memory of the host"
@@ -383,7 +384,7 @@ def open_shared_memory(
     except OSError as error:
         problem = f"rank {group.rank()} cannot open what rank {local_ranks[0]} shares: {error}"
         _close(control)
-    # Nobody channel before every rank has made its semaphores.
+    # No rank may open a channel before every rank has made its semaphores.
     problem = next(filter(None, all_gather_json(problem, doing, group)), "")
     return (None, problem) if problem else (memory, "")
 

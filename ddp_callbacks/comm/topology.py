@@ -1,4 +1,4 @@
-"""Which ranks share a node, and the choice of the fastest way to sum over all of them."""
+"""Find out which ranks share a node, and choose the fastest all-reduce."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, Topology] = weakref.WeakKe
 def choose_all_reduce(
     group: dist.ProcessGroup, devices: Sequence[torch.device], dtype: torch.dtype | None = None
 ) -> AllReduce:
-    """The fastest way to sum gradients on ``devices``. A collective: the ranks agree.
+    """Choose the fastest all-reduce for gradients on ``devices``. A collective: the ranks agree.
 
     Args:
-        dtype: Half precision, to which everything is rounded that crosses the network between nodes (between all
-            processes, where they share no memory); ``None`` keeps every sum exact. For CPUs.
+        dtype: Half precision for all traffic between nodes (between all processes if they share no memory); ``None``
+            keeps every sum exact. For CPUs.
     """
     if not devices or any(device.type != "cpu" for device in devices):
         return ProcessGroupAllReduce(group, allocate)
@@ -45,12 +45,12 @@ def topology_of(group: dist.ProcessGroup) -> Topology:
 
 
 class Topology:
-    """Which ranks of a group share a node, and with it memory; between nodes there is the network.
+    """Which ranks of a group share a node and its memory; nodes are connected by the network.
 
-    Making it is a collective. Either the ranks of every node share memory or none do, and rank 0 logs which.
+    The constructor is a collective. Either the ranks of every node share memory or none do, and rank 0 logs which.
 
     Attributes:
-        nodes: The ranks, node by node; where memory is not shared, each rank is a node by itself.
+        nodes: The ranks, node by node; without shared memory, each rank is a separate node.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -77,7 +77,7 @@ class Topology:
         return len(self.nodes) == 1
 
     def all_reduce(self, dtype: torch.dtype | None = None) -> AllReduce:
-        """The fastest sum; rounded to ``dtype`` between nodes. A collective."""
+        """The fastest all-reduce; rounded to ``dtype`` between nodes. A collective."""
         group = self._group()
         assert group is not None
         if self.on_one_node and self._memory is not None:
@@ -90,7 +90,7 @@ class Topology:
         return HierarchicalAllReduce(intra_node, inter_node, threads, exact=dtype is None, chunk_nbytes=chunk_nbytes)
 
     def open(self) -> tuple[IntraNode, InterNodeGroups | None, SummingThreads]:
-        """The parts of a hierarchical all-reduce. A collective, the first time."""
+        """The parts of a hierarchical all-reduce. A collective on first use."""
         group = self._group()
         assert group is not None
         if self._threads is None:

@@ -1,12 +1,13 @@
-"""The processes of a job: how they meet, join and leave, and how one learns that another has failed.
+"""Join and leave the process group, and detect failures of other ranks.
 
-- :mod:`.membership`: ``join_process_group``, ``leave_process_group``; :mod:`.rendezvous` is how the processes meet,
-  :mod:`.spawn` starts them
-- :mod:`.failures`: waiting that ends, because between two slices of a wait it looks for failures of other ranks
-- :mod:`.presence`: what each rank tells about itself in the store; its docstring lists the keys
-- :mod:`.peers`, :mod:`.deadlocks`, :mod:`.diagnosis`: who has failed, who waits for whom, and why a wait broke
-- :mod:`.runs`: a failure belongs to a run, and the next run begins without it
-- :mod:`.forking`: workers of a loader are forked while no thread of gloo is busy
+- :mod:`.membership`: ``join_process_group``, ``leave_process_group``; :mod:`.rendezvous`: how the processes meet;
+  :mod:`.spawn`: starts processes
+- :mod:`.failures`: waits in slices, and looks for failures of other ranks in between
+- :mod:`.presence`: what each rank publishes in the store; its docstring lists the keys
+- :mod:`.peers`, :mod:`.deadlocks`, :mod:`.diagnosis`: find failed ranks, ranks that wait for each other, and the reason
+  for a broken wait
+- :mod:`.runs`: a failure ends one run; the next run starts afresh
+- :mod:`.forking`: forks loader workers only while gloo's threads are idle
 """
 
 from ddp_callbacks.process_group.membership import (

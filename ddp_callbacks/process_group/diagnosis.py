@@ -1,4 +1,4 @@
-"""Why a wait broke: who has failed, left or died, or that all live and one is late."""
+"""Find out why a wait broke: a rank has failed, left or died, or all are alive and one is late."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ddp_callbacks.process_group.presence import (
     store,
 )
 
-GRACE = 2.0  # seconds in which every rank that lives says so, also one that computes
+GRACE = 2.0  # seconds within which every live rank answers, even while computing
 
 
 class ProcessEnded(RuntimeError):
-    """The processes of these ranks have ended, as this host knows for sure."""
+    """The processes of these ranks have ended; this host knows for sure."""
 
     def __init__(self, ranks: set[int]) -> None:
         super().__init__("its process has ended")
@@ -34,13 +34,13 @@ class ProcessEnded(RuntimeError):
 
 
 def diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> PeerError | MismatchError:
-    """Find out why a wait broke with ``error``: who failed, left or is gone. Takes little more than :data:`GRACE`."""
+    """Find out why a wait broke with ``error``: which ranks failed, left or died. Takes about :data:`GRACE`."""
     try:
         check_peers()
         check_gone(doing)
         leavers = Leavers(doing, group)
         leavers.read()
-        if absent := leavers.absent(at_once=True):  # a rank says so before it closes its connections
+        if absent := leavers.absent(at_once=True):  # a rank announces that it leaves before it closes its connections
             return leavers.error(absent)
         if isinstance(error, ProcessEnded):
             return gone_error(publish_gone(names([dist.get_global_rank(group, rank) for rank in error.ranks])), doing)
@@ -57,7 +57,7 @@ def diagnose(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> PeerE
 
 
 def _hold(doing: str, group: dist.ProcessGroup, error: RuntimeError) -> PeerError | MismatchError:
-    """Every rank of the world says that it lives; who says nothing in time is gone."""
+    """Ask every rank of the world to answer; ranks that don't answer in time are dead."""
     question, alarm, size, end = ask(), Alarm(), dist.get_world_size(), time.monotonic() + GRACE
     comparison = None if is_beside_training() else Comparison(doing, group)
     if comparison is not None:
@@ -76,10 +76,10 @@ def _hold(doing: str, group: dist.ProcessGroup, error: RuntimeError) -> PeerErro
 
 
 def ask() -> int:
-    """Ask all ranks where they are; the number of the question. Whoever waits or computes answers in about a second."""
+    """Ask all ranks where they are; return the question's number. Waiting or computing ranks answer in about 1 s."""
     here = presence()
     question = store().add("question", 0)
-    if question <= here.answered:  # else somebody else has just asked
+    if question <= here.answered:  # otherwise another rank has just asked
         question = store().add("question", 1)
         raise_alarm()
     here.answer()
@@ -87,7 +87,7 @@ def ask() -> int:
 
 
 def answers(question: int) -> dict[int, dict[str, Any]]:
-    """Where the ranks are that have answered this question, or a later one."""
+    """The places of the ranks that have answered this question or a later one."""
     keys = [f"answer/{rank}" for rank in range(dist.get_world_size())]
     if not store().check(keys):
         keys = [key for key in keys if store().check([key])]
@@ -96,7 +96,7 @@ def answers(question: int) -> dict[int, dict[str, Any]]:
 
 
 def _conclude(question: int) -> dict[str, Any]:
-    """Of many ranks that hold this inquest, one reads all the answers."""
+    """If many ranks ask, let a single one read all the answers."""
     key = f"verdict/{question}"
     if store().add(f"judges/{question}", 1) > 1 and await_key(key, GRACE):
         return dict(json.loads(store().get(key)))
@@ -110,7 +110,7 @@ def _conclude(question: int) -> dict[str, Any]:
 def _late(
     doing: str, group: dist.ProcessGroup, places: list[tuple[int, dict[str, Any]]], error: RuntimeError
 ) -> PeerError:
-    """Nobody died: someone is late, or a connection broke."""
+    """The error if all ranks are alive: one is late, or a connection broke."""
     turn, others = presence().turn(doing), set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
 
     def is_late(rank: int, place: dict[str, Any]) -> bool:

@@ -1,9 +1,8 @@
-"""Waiting that ends: a failure on one rank reaches every other as an error that names it.
+"""Waits that end: a failure on one rank raises an error on every other rank that names it.
 
-gloo cannot abort a collective that waits (https://github.com/pytorch/pytorch/issues/130345), so nobody here waits
-without looking up: :func:`wait` waits in slices, and between two slices it looks into the store of the default group
-(its keys are listed in :mod:`.presence`): what has failed, who has left, and whether another rank waits for this one
-somewhere else.
+gloo cannot abort a pending collective (https://github.com/pytorch/pytorch/issues/130345), so :func:`wait` waits in
+slices. Between two slices it checks the store of the default group (:mod:`.presence` lists the keys): which ranks have
+failed or left, and whether another rank waits for this one in a different exchange.
 """
 
 from __future__ import annotations
@@ -71,25 +70,25 @@ __all__ = [
     "wait",
 ]
 
-SLICE = timedelta(seconds=1)  # how often a waiting rank looks up
+SLICE = timedelta(seconds=1)  # how often a waiting rank checks the store
 BEGIN = "the begin of a run"
-_ASK = 2.0  # seconds of waiting after which a rank asks where the others are
+_ASK = 2.0  # seconds of waiting before a rank asks where the others are
 
 
 class Waitable(Protocol):
-    """Something of our own to wait for."""
+    """Something other than torch's objects to wait for."""
 
     def wait_slice(self, seconds: float) -> bool:
-        """Whether it came within ``seconds``. Raises RuntimeError if it will not come."""
+        """Wait up to ``seconds``; return whether it is complete. Raises RuntimeError if it never will be."""
 
 
 Pending: TypeAlias = "dist.Work | torch.futures.Future[torch.Tensor] | Waitable"
 
 
 def describe_rank(group: dist.ProcessGroup, rank: int) -> str:
-    """``rank 1 (host node2, pid 4711)`` for a rank of ``group``, by its number in the world; less if less is known.
+    """``rank 1 (host node2, pid 4711)`` for a rank of ``group``, with its global rank; shorter if less is known.
 
-    Reads the store for ranks other than this.
+    Reads the store for ranks other than this one.
     """
     return describe(dist.get_global_rank(group, rank))
 
@@ -98,14 +97,14 @@ def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
     """Block until ``pending`` is complete.
 
     Args:
-        pending: What a collective returned; see :func:`of_device` for one on GPUs.
-        doing: What the collective is for, for the message: "the gradients of bucket 3". Who has called
-            :func:`ddp_callbacks.process_group.presence.enter` with it is told if another rank waits somewhere else.
+        pending: The result of a collective; see :func:`of_device` for GPUs.
+        doing: The purpose of the collective, for messages: "the gradients of bucket 3". If the caller has passed it to
+            :func:`ddp_callbacks.process_group.presence.enter`, deadlocks are detected too.
         group: The group that communicates.
 
     Raises:
         PeerError: Another rank reported a failure, left, or its connection broke, or nothing came within the group's
-            own timeout.
+            timeout.
         MismatchError: Another rank waits for this one in another exchange.
     """
     try:
@@ -140,7 +139,7 @@ def _wait_long(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
 
 
 class _Lookout:
-    """What one wait has heard of the others."""
+    """What this rank has heard of the others during one wait."""
 
     def __init__(self, doing: str, group: dist.ProcessGroup) -> None:
         self._doing = doing
@@ -150,7 +149,7 @@ class _Lookout:
         self._begins = doing == BEGIN
 
     def look(self) -> None:
-        """Raise if what this rank waits for cannot come any more. One round trip to the store, unless there is news."""
+        """Raise if the wait cannot succeed any more. One round trip to the store, unless there is news."""
         if self._alarm.rings():
             check_peers(self._begins)
             check_gone(self._doing)
@@ -158,29 +157,29 @@ class _Lookout:
         if absent := self._leavers.absent():
             raise self._leavers.error(absent)
         if ended := self._neighbors.ended():
-            self._leavers.read()  # what they have said before they ended
+            self._leavers.read()  # what they said before they ended
             if gone := [rank for rank in ended if not self._leavers.include(rank)]:
                 check_peers(self._begins)
                 raise gone_error(publish_gone(names(gone)), self._doing)
 
 
 class _Vigil:
-    """A long wait of the thread that trains: it says where it is, and looks where the others are."""
+    """A long wait of the training thread: it publishes where it is, and checks where the others are."""
 
     def __init__(self, pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
         self._comparison = Comparison(doing, group)
-        # Who has come to the next run waits there for the others to give this one up.
+        # At the next run, a rank waits for the others to give up the failed one.
         self._begins = doing == BEGIN
         self._compares = not (self._begins and presence().failed)
         self._first: bool | None = None
         self._ask_at = time.monotonic() - SLICE.total_seconds() + _ASK
         self._asked: int | None = None
-        # What this rank has started of torch's collectives before this wait.
+        # The collectives of torch that this rank has started before this wait.
         own = isinstance(pending, dist.Work) and group is dist.group.WORLD
         self._sequence = sequence_number(dist.group.WORLD) - own
 
     def look(self) -> None:
-        """Raise :class:`MismatchError` if a rank waits for this one somewhere else."""
+        """Raise :class:`MismatchError` if a rank waits for this one in another exchange."""
         store().add("looks", 1)
         presence().answer()
         if not self._compares:
@@ -196,14 +195,14 @@ class _Vigil:
             self._look_for_torchs()
 
     def end(self) -> None:
-        """It is over."""
+        """End the wait."""
         try:
             self._comparison.withdraw()
         except RuntimeError:
-            pass  # the store has gone
+            pass  # the store is gone
 
     def _look_for_torchs(self) -> None:
-        """Where the others are: of those in a collective of torch's own nothing is known here."""
+        """Ask where the others are: the store doesn't show which ranks are in torch's collectives."""
         if self._asked is None:
             self._asked, self._ask_at = ask(), time.monotonic() + 2 * SLICE.total_seconds()
             return
@@ -213,7 +212,7 @@ class _Vigil:
         self._asked, self._ask_at = None, time.monotonic() + 10 * _ASK
 
     def _is_lost(self, rank: int, place: dict[str, Any]) -> bool:
-        """Whether the rank is in a collective of torch that this one has not started, and has not come here."""
+        """Whether the rank is in a collective of torch that this one has not started, instead of in this exchange."""
         mine = self._comparison.mine
         concerned = mine.turn and (mine.members is None or rank in mine.members)
         absent = not place["waits"] and place["recent"].get(mine.doing, 0) < mine.turn
@@ -224,9 +223,10 @@ class _Vigil:
 
 
 def of_device(pending: dist.Work | torch.futures.Future[torch.Tensor], device: torch.device) -> Pending:
-    """What a collective on ``device`` returned, as :func:`wait` can wait for it.
+    """Make the result of a collective on ``device`` suitable for :func:`wait`.
 
-    What runs on a GPU is done for the host as soon as it is in a stream; here it is done when the GPU has done it.
+    On a GPU, torch considers a collective complete once it is enqueued in a stream; here it is when the GPU has done
+    it.
     """
     if device.type == "cpu" or hasattr(pending, "wait_slice"):
         return pending
@@ -234,7 +234,7 @@ def of_device(pending: dist.Work | torch.futures.Future[torch.Tensor], device: t
 
 
 class _DeviceWork:
-    """A collective on GPUs: the host looks at it, and orders the current stream after it once it is done."""
+    """A collective on GPUs: polled by the host; once it is done, the current stream waits for it."""
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
@@ -247,7 +247,7 @@ class _DeviceWork:
 
 
 class _DeviceFuture:
-    """What a communication hook returned for a bucket on a GPU."""
+    """The future of a communication hook for a bucket on a GPU."""
 
     def __init__(self, future: torch.futures.Future[torch.Tensor]) -> None:
         self._future = future
@@ -255,7 +255,7 @@ class _DeviceFuture:
 
     def wait_slice(self, seconds: float) -> bool:
         if self._event is None:
-            if not _wait_future(self._future):  # orders the current stream
+            if not _wait_future(self._future):  # makes the current stream wait
                 return False
             self._event = torch.cuda.Event()
             self._event.record()
@@ -275,14 +275,14 @@ def _poll(is_done: Any, seconds: float) -> bool:
 def _wait_slice(pending: Pending) -> bool:
     if hasattr(pending, "wait_slice"):
         return bool(pending.wait_slice(SLICE.total_seconds()))
-    if not isinstance(pending, dist.Work):  # a future of a C++ collective is no torch.futures.Future
+    if not isinstance(pending, dist.Work):  # a C++ collective's future is not a torch.futures.Future
         return _wait_future(pending)
     try:
         pending.wait(SLICE)
     except RuntimeError:
         if not pending.is_completed():
             return False
-        pending.wait()  # it has come to its end since the slice was over, or raises what has broken it
+        pending.wait()  # it has completed since the slice ended; raises if it failed
     return True
 
 

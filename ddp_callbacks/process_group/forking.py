@@ -1,8 +1,8 @@
-"""Forking the workers of a ``DataLoader`` beside gloo's threads.
+"""Fork the workers of a ``DataLoader`` safely beside gloo's threads.
 
-Up to Python 3.11, a process forked while another thread holds the interpreter's list of threads waits for that list
-forever (https://github.com/python/cpython/issues/112275). gloo's threads hold it for some microseconds when they free
-the tensors of a collective, without the GIL; and the workers of a loader are forked right after collectives.
+Up to Python 3.11, a process that is forked while another thread holds the interpreter's list of threads waits for that
+list forever (https://github.com/python/cpython/issues/112275). gloo's threads hold it for some microseconds, without
+the GIL, when they free the tensors of a collective; and loader workers are forked right after collectives.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import time
 from pathlib import Path
 
 _HAS_BUG = sys.version_info < (3, 12)
-_NAMES = ("pt_gloo", "pt_nccl")  # what torch names the threads that complete collectives
-_LIMIT = 1.0  # seconds; threads that are busy for longer communicate beside the fork
+_NAMES = ("pt_gloo", "pt_nccl")  # torch's names for the threads that complete collectives
+_LIMIT = 1.0  # seconds; a thread that is busy for longer is communicating
 _PAUSE = 1e-4
 
 
 @functools.cache
 def make_forks_wait() -> None:
-    """From now on, a fork waits until those threads are asleep: they have freed their tensors then."""
+    """From now on, make forks wait until those threads sleep, as they have then freed their tensors."""
     if _HAS_BUG:
         os.register_at_fork(before=_await_threads)
 
@@ -29,17 +29,17 @@ def make_forks_wait() -> None:
 def _await_threads() -> None:
     end = time.monotonic() + _LIMIT
     while _any_runs() and time.monotonic() < end:
-        time.sleep(_PAUSE)  # lets go of the GIL, which they may wait for
+        time.sleep(_PAUSE)  # releases the GIL, which they may wait for
 
 
 def _any_runs() -> bool:
-    """Whether one of the threads is not asleep; ``False`` where there is no /proc."""
+    """Whether one of the threads is awake; ``False`` without /proc."""
     return any(_runs(task) for task in Path("/proc/self/task").glob("*"))
 
 
 def _runs(task: Path) -> bool:
     try:
         name, _, fields = (task / "stat").read_text().partition("(")[2].rpartition(")")
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return False
     return name.startswith(_NAMES) and fields.split()[0] != "S"

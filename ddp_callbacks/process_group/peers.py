@@ -1,7 +1,7 @@
-"""What the ranks tell each other through the store: who has failed, left, died, or is at odds with the others.
+"""What the ranks tell each other through the store: which have failed, left or died, and which are in a deadlock.
 
-A failure belongs to a run, and so does a mismatch; an exception that ends a process, and a death, are for good. The
-keys are listed in :mod:`ddp_callbacks.process_group.presence`.
+A failure or a mismatch belongs to one run. An exception that ends a process, and a death, are permanent.
+:mod:`ddp_callbacks.process_group.presence` lists the keys.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ddp_callbacks.process_group.presence import (
     store,
 )
 
-LINGER = 3.0  # seconds, more than two looks of who waits, for which the store outlives its host's part in the run
-_SETTLED = 2.0  # seconds after which nothing of a rank that has left is still under way
-_FOLLOWED = 5.0  # seconds after which a rank that left because of another would have been told of that one
+LINGER = 3.0  # seconds, more than two slices of a wait, that the store outlives its host's part in the run
+_SETTLED = 2.0  # seconds after which all messages from a rank that has left have arrived
+_FOLLOWED = 5.0  # seconds after which we would know of another failure that made a rank leave
 _REMEDY = (
     "Every rank must make the same calls in the same order, also in hooks and callbacks, wherever the others must "
     "take part."
@@ -41,7 +41,7 @@ _REMEDY = (
 
 
 def report_failure(exception: BaseException) -> None:
-    """Publish ``exception``, which ends the run here, to the other ranks, unless one has failed before in this run.
+    """Publish ``exception``, which ends the run here, unless a rank has already failed in this run.
 
     Never raises, never blocks for long.
     """
@@ -51,7 +51,7 @@ def report_failure(exception: BaseException) -> None:
 
 
 def report_end(exception: BaseException) -> None:
-    """The same of an exception that ends the process: no later run forgets it."""
+    """Publish an exception that ends the process: later runs see it too."""
     presence().failed = True
     _report("failure", exception)
 
@@ -69,18 +69,18 @@ def _report(key: str, exception: BaseException) -> None:
         store().compare_set(key, "", json.dumps(report))
         raise_alarm()
     except RuntimeError:
-        pass  # the store has gone with the process that hosted it; the others see the broken connection
+        pass  # the store's host process is gone; the others see the broken connection
 
 
 def check_peers(begins: bool = False) -> None:
-    """Raise what another rank has reported.
+    """Raise the failure that another rank has reported.
 
     Args:
-        begins: This rank has come to the next run. What has ended this one here, too, is forgotten when all have.
+        begins: This rank is at the start of the next run, and ignores a failure that has ended its last run.
 
     Raises:
         PeerError: A rank has failed.
-        MismatchError: Ranks are at odds.
+        MismatchError: Ranks are in different exchanges.
     """
     run, root = presence().run, store()
     keys = ["failure"] if begins else [f"{run}/mismatch", "failure"]
@@ -93,7 +93,7 @@ def check_peers(begins: bool = False) -> None:
 
 
 def heard(doing: str) -> PeerError | None:
-    """What this rank has heard of before the store went, if anything."""
+    """The failure that this rank has heard of before the store was gone, if any."""
     for key, text in list(presence().heard.items()):
         return gone_error(text, doing) if key == "gone" else _peer_error(json.loads(text))
     return None
@@ -111,20 +111,20 @@ def _peer_error(report: dict[str, Any]) -> PeerError:
 
 
 def check_gone(doing: str) -> None:
-    """Raise :class:`PeerError` if a rank has found that others died: those that this one waits for may still live."""
+    """Raise :class:`PeerError` if a rank has found dead ranks; those that this one waits for may be alive."""
     if store().check(["gone"]):
         raise gone_error(store().get("gone").decode(), doing)
 
 
 def publish_gone(gone: str) -> str:
-    """Those that have died, as the first that found out has them."""
+    """Publish the names of dead ranks; return those published first."""
     found = store().compare_set("gone", "", gone).decode()
     raise_alarm()
     return found
 
 
 def gone_error(gone: str, doing: str, first_error: str = "") -> PeerError:
-    """``gone`` are their names."""
+    """The error for dead ranks; ``gone`` is their names."""
     return PeerError(
         f"{gone} died or went silent while {describe(dist.get_rank())} was waiting for {doing}. Check the "
         f"output of that process and the kernel log of its host (out of memory, power, network).{first_error}"
@@ -135,7 +135,7 @@ def gone_error(gone: str, doing: str, first_error: str = "") -> PeerError:
 
 
 def announce_leave() -> None:
-    """Say that this rank takes part in no more collectives; whoever still waits for it raises."""
+    """Announce that this rank leaves; ranks that still wait for it raise."""
     here = presence()
     here.close()
     if here.is_closing:
@@ -148,10 +148,9 @@ def announce_leave() -> None:
 
 
 def linger(root: dist.Store, world_size: int) -> None:
-    """For rank 0, with which the store goes: return once every other rank has left.
+    """On rank 0, which hosts the store: return once every other rank has left.
 
-    Those that say nothing for :data:`LINGER` seconds are not waited for; whoever still waits for something looks up
-    more often.
+    It doesn't wait for ranks that are silent for :data:`LINGER` seconds; waiting ranks check the store more often.
     """
     looks, end = -1, time.monotonic() + LINGER
     while root.add("left", 0) < world_size and time.monotonic() < end:
@@ -162,7 +161,7 @@ def linger(root: dist.Store, world_size: int) -> None:
 
 
 class Leavers:
-    """The ranks of a group that left without having come to what this one waits for."""
+    """The ranks of a group that have left without entering the exchange that this rank waits for."""
 
     def __init__(self, doing: str, group: dist.ProcessGroup) -> None:
         self._doing = doing
@@ -170,21 +169,21 @@ class Leavers:
         self._known: list[tuple[float, dict[str, Any]]] = []
 
     def read(self) -> None:
-        """Who has left since."""
+        """Read which ranks have left since the last call."""
         total = store().add("left", 0)
         keys = [f"left/{number}" for number in range(len(self._known) + 1, total + 1)]
-        if keys and store().check(keys):  # else one is about to be written
+        if keys and store().check(keys):  # otherwise another rank is writing one
             self._known += [(time.monotonic(), json.loads(text)) for text in store().multi_get(keys)]
 
     def include(self, rank: int) -> bool:
-        """Whether this rank has left, as far as was read."""
+        """Whether this rank has left, as far as we have read."""
         return any(leaver["rank"] == rank for _, leaver in self._known)
 
     def absent(self, at_once: bool = False) -> list[int]:
-        """Those that will not come, by their numbers in the world.
+        """The global ranks that will never enter the exchange.
 
         Args:
-            at_once: What they have sent is known to be lost.
+            at_once: Messages still under way are known to be lost.
         """
         now = time.monotonic()
         return [
@@ -194,18 +193,18 @@ class Leavers:
         ]
 
     def error(self, absent: list[int]) -> PeerError:
-        """What to raise because of those."""
+        """The error for these ranks."""
         return PeerError(
             f"{names(absent)} left the run while {describe(dist.get_rank())} still waits for {self._doing}. Every "
             "rank must make the same calls (run, evaluate and predict too) the same number of times."
         )
 
     def _patience(self, leaver: dict[str, Any], at_once: bool) -> float:
-        """Seconds after which it is sure that it is this one that is missing."""
+        """Seconds after which this leaver is surely the missing rank."""
         here = presence()
         turn, same_run = here.turn(self._doing), leaver["run"] == here.run
         if same_run and turn and leaver["recent"].get(self._doing, 0) >= turn:
-            return float("inf")  # it has done its part, and what it has sent is under way
+            return float("inf")  # it has entered the exchange, and its messages are under way
         if leaver["follows"]:
             return _FOLLOWED
         return 0.0 if turn or at_once else _SETTLED
@@ -215,9 +214,9 @@ class Leavers:
 
 
 class Neighbors:
-    """The ranks of a group on this host, whose processes the system knows: one that has ended will not come.
+    """The ranks of a group on this host, whose processes we can check: if one has ended, it will never answer.
 
-    gloo's ring tells a rank of a connection that broke only if it is one of its own.
+    gloo's ring reports a broken connection only to the ranks at its two ends.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -225,7 +224,7 @@ class Neighbors:
         self._started: dict[int, tuple[int, str]] | None = None
 
     def ended(self) -> list[int]:
-        """Those whose process has ended, by their numbers in the world. Local, after the first time."""
+        """The global ranks whose process has ended. Local, except for the first call."""
         if self._started is None:
             self._started = self._read()
         return [rank for rank, (pid, start) in self._started.items() if start_of(pid) != start]
@@ -242,17 +241,17 @@ class Neighbors:
 
 
 def tag_of(doing: str) -> int:
-    """A number that travels with an exchange, for what it is for; a float64 holds it."""
+    """A number that identifies the purpose of an exchange in its message; a float64 holds it exactly."""
     return zlib.crc32(doing.encode())
 
 
 def require_tags(tags: Sequence[float], doing: str, group: dist.ProcessGroup, ranks: Sequence[int] = ()) -> None:
-    """Raise :class:`MismatchError` unless all ranks exchange the same. Every rank that took part must call it.
+    """Raise :class:`MismatchError` unless all tags are equal. Every rank that took part must call it.
 
     Args:
-        tags: :func:`tag_of` what each of them exchanges.
-        doing: What this rank exchanges.
-        ranks: Those of ``tags``, by their numbers in ``group``; all if empty.
+        tags: :func:`tag_of` of each rank's exchange.
+        doing: The purpose of this rank's exchange.
+        ranks: The ranks in ``group`` of these tags; all if empty.
     """
     if all(tag == tags[0] for tag in tags):
         return
@@ -266,20 +265,20 @@ def require_tags(tags: Sequence[float], doing: str, group: dist.ProcessGroup, ra
 
 
 def require_sent(sent: str, doing: str, group: dist.ProcessGroup) -> None:
-    """Raise :class:`MismatchError` unless what rank 0 of ``group`` has sent is for what this rank expects."""
+    """Raise :class:`MismatchError` unless rank 0 of ``group`` has sent what this rank expects."""
     if sent != doing:
         root, here = describe(dist.get_global_rank(group, 0)), describe(dist.get_rank())
         raise publish_mismatch(f"{root} sends {sent}, while {here} expects {doing}. {_REMEDY}")
 
 
 def _name_of(run: int, tag: int) -> str:
-    """What a tag stands for; the rank that exchanges it is about to write it."""
+    """The purpose behind a tag; the rank in that exchange is about to write it."""
     key = f"{run}/odds/{tag}"
     return store().get(key).decode() if await_key(key, LINGER) else "something else"
 
 
 def at_odds(mine: Stand, other: Stand) -> MismatchError:
-    """Two ranks wait for each other."""
+    """The error for two ranks that wait for each other."""
     first, second = sorted([mine, other], key=lambda stand: stand.rank)
     return publish_mismatch(
         f"{first.name} waits for {first.doing}, while {second.name} waits for {second.doing}. {_REMEDY}"
@@ -287,7 +286,7 @@ def at_odds(mine: Stand, other: Stand) -> MismatchError:
 
 
 def elsewhere(mine: Stand, rank: int, place: dict[str, Any]) -> MismatchError:
-    """A rank waits in a collective of torch's own."""
+    """The error for a rank that waits in one of torch's collectives."""
     return publish_mismatch(
         f"{mine.name} waits for {mine.doing}, while {describe(rank)} is not in any collective of ddp_callbacks: it "
         f"last was in {place['last']}, and waits in torch.distributed's {place['torch']} at {place['line']}. {_REMEDY}"
@@ -295,7 +294,7 @@ def elsewhere(mine: Stand, rank: int, place: dict[str, Any]) -> MismatchError:
 
 
 def publish_mismatch(text: str) -> MismatchError:
-    """The error that every rank raises, with the text of the first."""
+    """Publish ``text``; return the error with the text published first, which every rank raises."""
     presence().failed = True
     found = store().compare_set(f"{presence().run}/mismatch", "", text).decode()
     raise_alarm()

@@ -1,33 +1,33 @@
-"""Where each rank is: what it has entered, what it waits for, and a thread that answers for it while it computes.
+"""Where each rank is: what it has entered and what it waits for. A thread answers for it while it computes.
 
-Nothing here sends a message in an ordinary step. A rank that has waited for a second looks into the store of the
-default group, about once a second, at one counter, the alarm; only when that has moved it reads more. A rank that
-computes for long is asked in its thread, so that it is not taken for dead.
+An ordinary step sends no message. A rank that has waited for a second checks the store of the default group about once
+a second. It reads one counter, the alarm, and only if that has changed, more keys. While a rank computes, its thread
+answers, so that it is not mistaken for dead.
 
 Keys in that store, below ``ddp_callbacks/``; ``{run}`` is the number of the run:
 
 ============================  ========================================================================================
 ``host/{rank}``               JSON, host name and process of a rank, written when it joins
-``alarm``                     counts what others should read
+``alarm``                     counts news that others should read
 ``failure``                   JSON, an exception that ends the process of a rank: rank, type, message, traceback
-``{run}/failure``             the same, of one that ends a run: the process may go on
+``{run}/failure``             the same for one that ends a run: the process may continue
 ``{run}/mismatch``            the text for ranks that wait for different exchanges
 ``{run}/stand/{n}``           JSON, what a rank waits for: the first that has waited long for it
 ``{run}/at/{kind}/{turn}``    counts the ranks that have waited long for this
-``{run}/odds/{tag}``          what an exchange is for, by the number that travels with it
-``{run}/position/{rank}``     JSON, how far a rank was when it came to the next run
+``{run}/odds/{tag}``          the purpose of an exchange, by the tag in its message
+``{run}/position/{rank}``     JSON, the position of a rank when it came to the next run
 ``{run}/begin``               counts the ranks that have come to the next run
-``{run}/begin/complete``      JSON, whether they need a new group; the last one that has come writes it
+``{run}/begin/complete``      JSON, whether they need a new group; written by the last one that came
 ``connected``                 counts the ranks that have their connections
 ``connected/complete``        the last one has them
 ``left``, ``left/{n}``        how many ranks have left for good; JSON, the n-th of them, and what it had entered
 ``closing``                   rank 0, whose process may host the store, has left
-``looks``                     counts the looks of those who have waited long
-``question``                  counts the questions who is there
+``looks``                     counts the checks of ranks that have waited long
+``question``                  counts the questions "where are you?"
 ``answer/{rank}``             JSON, the last question that this rank has answered, and where it is
 ``answers/{question}``        counts the answers
-``verdict/{question}``        what the first that had waited for them concludes
-``gone``                      the names of the ranks that died, as the first that found out has them
+``verdict/{question}``        the conclusion of the first rank that has waited for the answers
+``gone``                      the names of the ranks that died, from the first rank that found out
 ============================  ========================================================================================
 """
 
@@ -53,13 +53,13 @@ from ddp_callbacks import environment
 from ddp_callbacks._torch import sequence_number
 from ddp_callbacks.process_group.forking import make_forks_wait
 
-INTERVAL = 0.5  # seconds between two looks of the thread that answers for a rank that computes
+INTERVAL = 0.5  # seconds between two checks of the thread that answers for a computing rank
 OWN_THREADS = "ddp_callbacks"
-"""How the names of this library's threads begin. What they wait for keeps nobody from going on."""
+"""Prefix of the names of this library's threads. Training does not wait for what they wait for."""
 
 _THREAD = f"{OWN_THREADS} presence"
-_LEAVES = 2.0  # seconds for which the end of a thread is waited for
-_RECENT = 32  # kinds of exchanges that a rank names as entered lately
+_LEAVES = 2.0  # seconds that we wait for a thread to end
+_RECENT = 32  # recent kinds of exchanges that a rank publishes
 _KINDS = 1024  # kinds of exchanges that a rank counts
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = (
@@ -76,14 +76,14 @@ class Presence:
     """This rank in the default group.
 
     Attributes:
-        pid: The process whose it is; not a child that was forked.
-        run: The number of the run; all ranks have the same while they exchange anything.
-        last: What this rank has entered last.
+        pid: The process that joined; a forked child has another id.
+        run: The number of the run; the same on all ranks whenever they communicate.
+        last: The last exchange that this rank entered.
         failed: Whether this run has failed here.
-        waits: Whether the thread that trains waits, and looks into the store itself.
-        is_closing: Whether the store is about to go: torch prints a warning for who looks into one that has gone.
-        answered: The last question that was answered here.
-        heard: What has ended the run elsewhere, by its key in the store, which may have gone when this rank asks.
+        waits: Whether the training thread waits, and checks the store itself.
+        is_closing: Whether the store is about to close: torch prints a warning if one reads a closed store.
+        answered: The last question answered here.
+        heard: What has ended the run elsewhere, by its key in the store, which may be gone later.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -112,28 +112,28 @@ class Presence:
         self._entered += 1
 
     def turn(self, doing: str) -> int:
-        """How often this rank has entered it in this run."""
+        """How often this rank has entered this exchange in this run."""
         return self._counts.get(doing, 0)
 
     def recent(self) -> dict[str, int]:
-        """What was entered lately, and how often."""
+        """The counts of recently entered exchanges."""
         return dict(list(self._counts.items())[-_RECENT:])
 
     def position(self) -> list[int]:
-        """What must be equal on all ranks where they are in step."""
+        """Numbers that are equal on all ranks if they are in step."""
         counts = json.dumps(sorted(self._counts.items()))
         return [zlib.crc32(counts.encode()), sequence_number(dist.group.WORLD)]
 
     def begin(self, run: int) -> None:
-        """Start to count anew, in a run of this number."""
+        """Reset the counts for a run with this number."""
         self.run, self.failed = run, False
         self._counts.clear()
         self.heard.clear()
 
-    # --- who is there ---------------------------------------------------------------------------------------------
+    # --- answers ---------------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Answer for this rank from now on, in a thread that ends with the process group."""
+        """Start the thread that answers for this rank; it ends with the process group."""
         if self._thread is None:
             make_forks_wait()
             self._thread = threading.Thread(
@@ -142,14 +142,14 @@ class Presence:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Blocks until it has left the store, for two seconds at most."""
+        """End the thread. Blocks until it no longer uses the store, for two seconds at most."""
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread() and os.getpid() == self.pid:
             thread.join(_LEAVES)
 
     def answer(self) -> None:
-        """Say that this rank is there, and where, if somebody has asked since the last answer."""
+        """Publish that this rank is alive, and where, if another rank has asked since the last answer."""
         with self._lock:
             question = store().add("question", 0)
             if question > self.answered:
@@ -158,7 +158,7 @@ class Presence:
                 store().add(f"answers/{question}", 1)
 
     def listen_for_ends(self) -> None:
-        """Keep what has ended the run, while there is a store to read it from."""
+        """Remember what has ended the run, while the store is still readable."""
         for key in (f"{self.run}/failure", "failure", "gone"):
             if key not in self.heard and store().check([key]):
                 self.heard[key] = store().get(key).decode()
@@ -175,12 +175,12 @@ class Presence:
         }
 
     def is_quiet(self, entered: int) -> tuple[bool, int]:
-        """Whether nothing was entered since the count was ``entered``, and the count now."""
+        """Whether the count of entered exchanges is still ``entered`` and nothing waits; and the current count."""
         return self._entered == entered and not self.waits, self._entered
 
 
 def presence() -> Presence:
-    """Of this process in the default group, which there must be."""
+    """The presence of this process in the default group, which must exist."""
     world = dist.group.WORLD
     assert world is not None
     found = _presences.get(world)
@@ -200,7 +200,7 @@ def is_beside_training() -> bool:
 
 
 def store() -> dist.Store:
-    """The store of the world, which all ranks read, whatever group they wait in."""
+    """The default group's store, which all ranks read, whatever group they wait in."""
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("the process group has been left")
@@ -208,12 +208,12 @@ def store() -> dist.Store:
 
 
 def raise_alarm() -> None:
-    """Let everybody who waits read what is new."""
+    """Tell all waiting ranks to read the news."""
     store().add("alarm", 1)
 
 
 def await_key(key: str, seconds: float) -> bool:
-    """Whether somebody has written it within so many seconds; ``Store.wait`` prints a warning if nobody has."""
+    """Wait up to ``seconds`` for a key; return whether it exists. Unlike ``Store.wait``, it prints no warning."""
     end, pause = time.monotonic() + seconds, 1e-3
     while not store().check([key]):
         if time.monotonic() > end:
@@ -224,19 +224,19 @@ def await_key(key: str, seconds: float) -> bool:
 
 
 class Alarm:
-    """What one wait has heard of it."""
+    """The state of the alarm during one wait."""
 
     def __init__(self) -> None:
         self._heard = -1
 
     def rings(self) -> bool:
-        """Whether it was raised since the last call, or this is the first. One round trip to the store."""
+        """Whether it was raised since the last call; true for the first call. One round trip to the store."""
         before, self._heard = self._heard, store().add("alarm", 0)
         return before != self._heard
 
 
 def announce_join() -> None:
-    """Write this rank's host name and process id, so that messages can name it, and answer for it from now on."""
+    """Publish this rank's host name and process id for messages, and start answering for it."""
     place = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -248,7 +248,7 @@ def announce_join() -> None:
 
 
 def describe(rank: int) -> str:
-    """``rank 1 (host node2, pid 4711)`` for a rank of the world; less if less is known."""
+    """``rank 1 (host node2, pid 4711)`` for a global rank; shorter if less is known."""
     if rank == dist.get_rank():
         return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
     try:
@@ -261,7 +261,7 @@ def describe(rank: int) -> str:
 
 
 def start_of(pid: int | str) -> str:
-    """When a process has started, in the kernel's ticks; empty if it has ended, or nobody can know."""
+    """The start time of a process, in the kernel's ticks; empty if it has ended or it is unknown."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -274,16 +274,16 @@ def start_of(pid: int | str) -> str:
 
 @atexit.register
 def _end_threads() -> None:
-    """One that comes back from the store while the interpreter takes itself apart would abort the process."""
+    """End the threads: returning from the store during interpreter shutdown would abort the process."""
     for found in list(_presences.values()):
         found.close()
     for thread in threading.enumerate():
-        if thread.name == _THREAD:  # of a group that has gone: it has been told to end
+        if thread.name == _THREAD:  # of a group that is gone: it has been told to end
             thread.join(_LEAVES)
 
 
 def _answer(reference: weakref.ref[Presence], stop: threading.Event) -> None:
-    """Look for questions while the rank neither exchanges anything nor waits."""
+    """Answer questions while the rank neither communicates nor waits."""
     pid, entered, alarm = os.getpid(), -1, Alarm()
     while not stop.wait(INTERVAL):
         here = reference()
@@ -305,7 +305,7 @@ def _answer(reference: weakref.ref[Presence], stop: threading.Event) -> None:
 
 
 def _of_torch() -> tuple[str, str]:
-    """The function of torch.distributed that the main thread is in, and the line of the program that it is at."""
+    """The torch.distributed function that the main thread is in, and the current line of the program."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     function = ""
     while frame is not None:
@@ -323,5 +323,5 @@ def _is_library(path: str) -> bool:
 
 
 def names(ranks: Sequence[int]) -> str:
-    """Of several ranks."""
+    """Describe several ranks."""
     return ", ".join(describe(rank) for rank in sorted(ranks))

@@ -1,4 +1,4 @@
-"""The place where the processes meet: a store on rank 0's host, or a file."""
+"""Where the processes meet: a store on rank 0's host, or a file."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ddp_callbacks.network import address_for_others, addresses_of, is_loopback,
 from ddp_callbacks.schedulers import hosts_of_job
 
 BIND = "DDP_CALLBACKS_BIND"
-"""Environment variable: where rank 0's store listens, if that is not MASTER_ADDR. 0.0.0.0 is all interfaces."""
+"""Environment variable: the address on which rank 0's store listens, if not MASTER_ADDR. 0.0.0.0: all interfaces."""
 
-_PATIENCE = 10.0  # seconds after which rank 0 says for whom it waits
+_PATIENCE = 10.0  # seconds after which rank 0 prints the ranks it waits for
 
 
 def meet(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
-    """The store in which the processes of a world meet, and the place with the address at which they do.
+    """Meet the other processes; return this process's place with the address, and the store.
 
     Blocks until all have come.
 
     Raises:
-        ConfigurationError: The address cannot be reached from other hosts on which there are processes.
-        RendezvousError: Nobody answers there, or some rank did not come within ``timeout``.
+        ConfigurationError: Processes on other hosts cannot reach the address.
+        RendezvousError: Nothing answers there, or a rank did not come within ``timeout``.
     """
     end = time.monotonic() + timeout.total_seconds()
     try:
@@ -52,10 +52,10 @@ def meet(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
 def at_reachable_address(env: WorkerEnv, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> WorkerEnv:
     """``env`` with an address of rank 0 that the other hosts reach.
 
-    To itself a machine may be called 127.0.1.1 (Debian), where the others know its real address.
+    A machine may resolve its own name to 127.0.1.1 (Debian), while other machines get its real address.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: There is no such address.
         OSError: The name does not resolve within ``timeout``.
     """
     if env.host is None or env.several_hosts is False:
@@ -91,10 +91,10 @@ def _unreachable(env: WorkerEnv, why: str) -> str:
 
 
 def choose_interface(host: str | None) -> None:
-    """Let gloo listen on the network on which the processes meet, unless GLOO_SOCKET_IFNAME says otherwise.
+    """Make gloo listen on the network on which the processes meet, unless GLOO_SOCKET_IFNAME is set.
 
-    By itself gloo takes the address that the host's own name resolves to, and Debian resolves that to 127.0.1.1, which
-    the other hosts cannot reach.
+    By default, gloo takes the address that the host's name resolves to. On Debian that is 127.0.1.1, which other hosts
+    cannot reach.
     """
     if host is not None and not os.environ.get("GLOO_SOCKET_IFNAME"):
         route = route_to(host)
@@ -118,12 +118,12 @@ def _open_store(env: WorkerEnv, timeout: timedelta) -> dist.Store:
 
 
 def agent_hosts_store() -> bool:
-    """torchrun's agent hosts the store itself and says so with this variable of its own."""
+    """Whether torchrun's agent hosts the store; it sets this variable if so."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _listen(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens on ``host`` alone: torch's own binds every interface (pytorch issue 173909)."""
+    """A store that listens only on ``host``; torch's binds every interface (pytorch issue 173909)."""
     chosen = os.environ.get(BIND) or host
     family, kind, proto, _, address = socket.getaddrinfo(chosen, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, proto)
@@ -153,11 +153,11 @@ def _bind(listener: socket.socket, address: tuple[Any, ...]) -> None:
 
 
 def _await_all(store: dist.Store, env: WorkerEnv, timeout: timedelta, end: float) -> dist.Store:
-    """Wait until every rank has come, so that whoever has not can be named; the part of the store that is theirs alone.
+    """Wait until every rank has come; return their part of the store. If ranks are missing, the error names them.
 
-    A store can hold the keys of an earlier life: an agent's when it starts its workers again, a file that was left.
-    So rank 0 opens a new part, and lets in the processes that it has seen there: each knows itself by its ticket.
-    (TORCHELASTIC_RESTART_COUNT would not do: torchrun counts on each node alone.)
+    A store can hold keys of an earlier attempt: an agent keeps it when it restarts its workers, and a file can be left
+    over. So rank 0 opens a new part and admits the processes that it has seen there; each knows itself by its ticket.
+    (TORCHELASTIC_RESTART_COUNT does not help: torchrun counts separately on each node.)
     """
     ticket = uuid.uuid4().hex
     if env.rank == 0:
@@ -179,7 +179,7 @@ def _await_all(store: dist.Store, env: WorkerEnv, timeout: timedelta, end: float
             time.sleep(0.05)
     except dist.DistError as error:
         if part is None:
-            raise  # the first look failed, so nothing is known
+            raise  # the first check failed, so nothing is known
         raise _never_came(missing or {0}, env, "before rank 0, which hosts the store, gave up or died") from error
     raise _never_came(missing or {0}, env, f"within {timeout.total_seconds():g} s")
 
@@ -193,7 +193,7 @@ class _Part:
         self._tickets: dict[int, str | None] = dict.fromkeys(range(world_size))
 
     def admit(self) -> set[int]:
-        """For rank 0: who is missing; let all in once nobody is."""
+        """On rank 0: the missing ranks; admit all once none is missing."""
         for rank, found in self._tickets.items():
             if found is None:
                 self._tickets[rank] = _read(self.store, f"present/{rank}")
@@ -204,12 +204,12 @@ class _Part:
         return missing
 
     def missing(self) -> set[int]:
-        """For the other ranks: whom rank 0 misses."""
+        """On the other ranks: the ranks that rank 0 still misses."""
         return {int(rank) for rank in (_read(self.store, "missing") or "").split(",") if rank}
 
 
 def _read(store: dist.Store, key: str) -> str | None:
-    """Does not block."""
+    """Read a key without blocking."""
     return store.get(key).decode() if store.check([key]) else None
 
 

@@ -1,8 +1,8 @@
-"""A failure belongs to a run: what ended one is forgotten where the next begins.
+"""Runs: a failure ends one run, and the next run starts without it.
 
-An exception that every rank has caught (a pruned trial, memory that ran out, a sweep that goes on) leaves the processes
-able to train again. Where it has left them at different places, so that what one sends next is not what another expects
-next, they form a new process group.
+After an exception that every rank has caught (a pruned trial, out of memory, a sweep that continues), the processes can
+train again. If it has left them at different positions, so that a rank's next message is not what another expects, they
+form a new process group.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _CONNECT = "the connections between all processes"
 
 
 def begin_run(group: dist.ProcessGroup | None = None) -> None:
-    """Begin a run of training, evaluation or prediction: what failed in the one before is forgotten. A collective.
+    """Begin a run of training, evaluation or prediction, and forget failures of the previous one. A collective.
 
-    Blocks until all ranks are here. Where a failure has left them at different places, they get a new default group,
-    and groups that were made beside the old one are gone.
+    Blocks until all ranks have come. If a failure has left them at different positions, they form a new default group,
+    and groups made from the old one are gone.
 
     Args:
-        group: The one that is to train. Nothing happens in a world of one, or for a part of the world.
+        group: The group for training. With a single process, or for a subgroup, nothing happens.
 
     Raises:
         PeerError: Another rank failed, died or went silent.
-        MismatchError: Another rank waits for this one somewhere else.
+        MismatchError: Another rank waits for this one in another exchange.
     """
     world = dist.group.WORLD
     if world is None or world.size() == 1 or group not in (None, world):
@@ -43,19 +43,19 @@ def begin_run(group: dist.ProcessGroup | None = None) -> None:
     enter(BEGIN)
     beginning = _Gathering(f"{here.run}/begin", world)
     mine = f"{here.run}/position/{dist.get_rank()}"
-    if not store().check([mine]):  # once in a run, whatever happens while this rank waits for the others
+    if not store().check([mine]):  # once per run, even if waiting for the others is interrupted
         store().set(mine, json.dumps([*here.position(), int(here.failed)]))
         beginning.arrive(_is_out_of_step)
     wait(beginning, BEGIN, world)
     run = here.run + 1
     if beginning.conclusion():
-        here.failed = True  # on some rank at least, and something of it may be under way here
+        here.failed = True  # on at least one rank, and collectives may be pending here
         _form_anew(run)
     presence().begin(run)
 
 
 def _is_out_of_step() -> bool:
-    """Whether a failure has left the ranks at different places; all have come to the end of the run."""
+    """Whether a failure has left the ranks at different positions. All ranks have come to the end of the run."""
     run, size = presence().run, dist.get_world_size()
     positions = [json.loads(place) for place in store().multi_get([f"{run}/position/{rank}" for rank in range(size)])]
     differ = any(position[:-1] != positions[0][:-1] for position in positions)
@@ -63,7 +63,7 @@ def _is_out_of_step() -> bool:
 
 
 class _Gathering:
-    """That all ranks have come to a place, as something to wait for."""
+    """A barrier through the store, as something to wait for."""
 
     def __init__(self, name: str, world: dist.ProcessGroup) -> None:
         self._count, self._complete = name, f"{name}/complete"
@@ -72,16 +72,16 @@ class _Gathering:
         self._since = time.monotonic()
 
     def arrive(self, conclude: Callable[[], bool]) -> None:
-        """Say that this rank is here. The last one to come concludes something for all."""
+        """Announce this rank. The last rank to arrive calls ``conclude`` for all."""
         if store().add(self._count, 1) == self._size:
             store().set(self._complete, json.dumps(conclude()))
 
     def conclusion(self) -> bool:
-        """What the last one has concluded, once all have come."""
+        """The result of ``conclude``, once all have arrived."""
         return bool(json.loads(store().get(self._complete)))
 
     def wait_slice(self, seconds: float) -> bool:
-        """Whether the last one came within ``seconds``. Raises RuntimeError after the timeout of the group."""
+        """Whether the last rank came within ``seconds``. Raises RuntimeError after the group's timeout."""
         if await_key(self._complete, seconds):
             return True
         if time.monotonic() - self._since > self._timeout.total_seconds():
@@ -90,10 +90,10 @@ class _Gathering:
 
 
 def destroy_groups() -> None:
-    """As ``dist.destroy_process_group``, which after a failure would wait for collectives that never end.
+    """Like ``dist.destroy_process_group``, which after a failure would wait for collectives that never end.
 
-    gloo waits for them when its group is freed, so then it is not: the end of the process, or their timeout, ends them.
-    What GPUs are at is aborted.
+    gloo waits for them when its group is freed, so we leak the group; the end of the process, or their timeout, ends
+    them. Operations on GPUs are aborted.
     """
     if presence().failed:
         for group in known_groups():
@@ -103,9 +103,9 @@ def destroy_groups() -> None:
 
 
 def form_group(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-    """Form the default group, in a store that is for it alone.
+    """Form the default group, in a store that no other group uses.
 
-    Blocks until every rank has its connections: one that left before would break those that others still make.
+    Blocks until every rank has its connections: a rank that left earlier would break those that others still make.
 
     Raises:
         PeerError: Another rank failed or died meanwhile.
@@ -121,7 +121,7 @@ def form_group(backend: str, store: dist.Store, rank: int, size: int, timeout: t
 
 
 def _form_anew(run: int) -> None:
-    """Leave the default group, and form one of the same ranks; what was under way is dropped."""
+    """Leave the default group, and form a new one of the same ranks; pending operations are dropped."""
     world = dist.group.WORLD
     assert world is not None
     root, backend, timeout = store(), _backend_of(world), timeout_of(world)
@@ -132,7 +132,7 @@ def _form_anew(run: int) -> None:
 
 
 def _backend_of(group: dist.ProcessGroup) -> str:
-    """As it is asked for: torch takes ``cpu:gloo,cuda:gloo`` for something else than ``gloo``."""
+    """The backend as the user would request it: torch treats ``cpu:gloo,cuda:gloo`` differently from ``gloo``."""
     config = dist.get_backend_config(group)
     kinds = {part.split(":")[-1] for part in config.split(",")}
     return config if len(kinds) > 1 else kinds.pop()
