@@ -17,12 +17,12 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
-from torch.utils._pytree import TreeSpec, tree_unflatten, treespec_leaf
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from ddp_callbacks.versions import require_names
 
-__all__ = ["Backend", "BatchNorm", "Dropout", "TreeSpec", "tree_unflatten", "treespec_leaf"]
+__all__ = ["Backend", "BatchNorm", "Dropout", "TreeSpec", "tree_unflatten"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,6 +42,7 @@ PRIVATE = (
     "torch.distributed:ProcessGroup._device_types",
     "torch.distributed:ProcessGroup._get_backend",
     "torch.distributed:ProcessGroup._get_sequence_number_for_group",
+    "torch.distributed:distributed_c10d._get_process_group_store",
     "torch.distributed:distributed_c10d._world.group_count",
     "torch.distributed:distributed_c10d._world.pg_map",
     "torch.distributed:distributed_c10d._world.pg_names",
@@ -51,7 +52,7 @@ PRIVATE = (
     "torch.nn.modules.dropout:_DropoutNd",
     "torch.utils._pytree:TreeSpec.flatten_up_to(self, tree)",
     "torch.utils._pytree:tree_unflatten(leaves, treespec)",
-    "torch.utils._pytree:treespec_leaf",
+    "torch.utils._pytree:tree_flatten(tree)",
     "torch.utils.data:DataLoader.__iter__ uses _iterator",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__ uses _index_queues",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers(self)",
@@ -120,6 +121,11 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def leaf_spec() -> TreeSpec:
+    """The structure of a value that is no container."""
+    return tree_flatten(None)[1]
+
+
 # --- modules and loaders ------------------------------------------------------------------------------------------
 
 
@@ -156,6 +162,11 @@ def name_of_own_accelerator() -> str:
 
 
 # --- process groups -----------------------------------------------------------------------------------------------
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store through which the ranks of the group have met; ``group.get_group_store()`` is newer than torch 2.8."""
+    return dist.distributed_c10d._get_process_group_store(group)
 
 
 def devices_of(group: dist.ProcessGroup) -> list[torch.device]:

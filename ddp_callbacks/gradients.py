@@ -533,7 +533,8 @@ class GradientSynchronizer:
         sent = [part for _, part in gathered if part]
         indices = torch.cat([part[0] for part in sent], dim=1).to(parameter.device)
         values = torch.cat([part[1] for part in sent]).to(parameter.device)
-        reduced = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
+        with torch.sparse.check_sparse_tensor_invariants(False):  # torch 2.11 warns beside check_invariants=False
+            reduced = torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()
         parameter.grad = reduced.to_dense() if any(is_dense for is_dense, _ in gathered) else reduced
 
     def _share_of_sum(self, slot: int, weight: float) -> float:

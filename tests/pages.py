@@ -448,7 +448,10 @@ def _is_remote(words: list[str]) -> bool:
 
 
 def _missing_extras(command: str) -> str | None:
-    import tomllib
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10, for which pytest brings the other
+        import tomli as tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = [name for group in re.findall(r"(?:\.|ddp_callbacks)\[([\w,]+)\]", command) for name in group.split(",")]

@@ -371,7 +371,8 @@ def test_post_local_sgd_stops_communicating_after_its_warm_up_and_noop_never_sta
 def test_bf16_compression_works_on_gloo_where_ddp_refuses_it(name: str) -> None:
     for found in results_of(name):
         assert torch.equal(found["ours"], found["by hand"])
-        assert "BF16" in found["DDP"]
+        # A build of torch for CUDA lets DDP do it on gloo, too.
+        assert "BF16" in found["DDP"] if torch.version.cuda is None else "DDP" not in found
 
 
 def test_complex_gradients_pass_through_a_hook_as_under_ddp() -> None:

@@ -163,7 +163,7 @@ def new_subgroup(parts: Sequence[Sequence[int]], group: dist.ProcessGroup) -> di
     """Make process groups with the backends and timeout of ``group``; return this rank's, or ``None`` if it is in none.
 
     Args:
-        parts: Disjoint lists of ranks of ``group``; their order defines the ranks in the new groups.
+        parts: Disjoint lists of ranks of ``group``. torch orders each new group by the global ranks.
 
     Raises:
         ConfigurationError: ``group`` is the default group, and its ranks have made different numbers of groups.
@@ -188,7 +188,6 @@ def new_subgroup(parts: Sequence[Sequence[int]], group: dist.ProcessGroup) -> di
             timeout=timeout_of(group),
             backend=dist.get_backend_config(group),
             use_local_synchronization=not whole,
-            sort_ranks=False,
         )
         for part in [*alone, *own]
     ]

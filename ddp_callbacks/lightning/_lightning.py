@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from ddp_callbacks._torch import TreeSpec, treespec_leaf
+from ddp_callbacks._torch import TreeSpec, leaf_spec
 from ddp_callbacks.lightning.which_package import ROOTS
 from ddp_callbacks.versions import require_names
 
@@ -192,7 +192,7 @@ def loaders_of_batch(combined: Any, dataloader_idx: int) -> tuple[list[Any], Tre
     """The loaders that a batch of a ``CombinedLoader`` comes from, and how their batches make one."""
     loaders = list(combined.flattened)
     if combined._mode == "sequential":
-        return loaders[dataloader_idx : dataloader_idx + 1], treespec_leaf()
+        return loaders[dataloader_idx : dataloader_idx + 1], leaf_spec()
     return loaders, combined._spec
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddp_callbacks._torch import store_of
 from ddp_callbacks.errors import MismatchError, PeerError
 from ddp_callbacks.process_group.deadlocks import Comparison
 from ddp_callbacks.process_group.peers import Leavers, at_odds, check_gone, check_peers, gone_error, heard, publish_gone
@@ -131,7 +132,7 @@ def _late(
 
 def _store_address() -> str:
     world = dist.group.WORLD
-    found = None if world is None else world.get_group_store()
+    found = None if world is None else store_of(world)
     while isinstance(found, dist.PrefixStore):
         found = found.underlying_store
     return f"{found.host}:{found.port}" if isinstance(found, dist.TCPStore) else type(found).__name__

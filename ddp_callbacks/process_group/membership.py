@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks._torch import require_torch
+from ddp_callbacks._torch import require_torch, store_of
 from ddp_callbacks.environment import WorkerEnv, worker_env, worker_env_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.failures import announce_join, announce_leave, linger, report_end
@@ -127,7 +127,7 @@ def leave_process_group() -> None:
     if not _is_member():
         return
     group = resolve_group()
-    store, hosts_store = group.get_group_store(), group.rank() == 0 and not agent_hosts_store()
+    store, hosts_store = store_of(group), group.rank() == 0 and not agent_hosts_store()
     try:
         announce_leave()
         destroy_groups()

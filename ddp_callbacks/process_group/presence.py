@@ -50,7 +50,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_callbacks import environment
-from ddp_callbacks._torch import sequence_number
+from ddp_callbacks._torch import sequence_number, store_of
 from ddp_callbacks.process_group.forking import make_forks_wait
 
 INTERVAL = 0.5  # seconds between two checks of the thread that answers for a computing rank
@@ -204,7 +204,7 @@ def store() -> dist.Store:
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("the process group has been left")
-    return dist.PrefixStore("ddp_callbacks", world.get_group_store())
+    return dist.PrefixStore("ddp_callbacks", store_of(world))
 
 
 def raise_alarm() -> None:
