@@ -3,9 +3,12 @@
 # make check   the same with all tests; with SETUP_HOSTS=1, also those between real hosts (Debian, root)
 # make lint    formatting, lint and types only
 # make docs    this documentation as a site, in docs/_build/html
+# make versions  the tests of make test with the oldest and the newest supported torch, Lightning and Python;
+#                downloads several gigabytes. One of the two: make versions-oldest, make versions-newest
 # make clean   remove what make has made
 #
-# Each sets up what it needs in .venv. With another Python: make PYTHON=python3.12 test
+# Each sets up what it needs in .venv, versions in .venv-oldest and .venv-newest. With another Python:
+# make PYTHON=python3.12 test, make OLDEST_PYTHON=... NEWEST_PYTHON=... versions
 
 PYTHON ?= python3
 VENV = .venv
@@ -18,7 +21,13 @@ PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-inpu
 QUICK = smoke or not (cold or hosts or mpi or pages or wide)
 PYTEST = TORCHVISION_PATH=$(abspath $(TORCHVISION)) $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo test check lint docs hosts clean
+# The ends of the ranges in pyproject.toml.
+OLDEST_PYTHON ?= python3.11
+OLDEST = torch==2.8.0 lightning==2.6.0 pytorch-lightning==2.6.0
+NEWEST_PYTHON ?= python3.13
+NEWEST = torch==2.13.0 lightning==2.6.6 pytorch-lightning==2.6.6
+
+.PHONY: demo test check lint docs hosts clean versions versions-oldest versions-newest
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -29,6 +38,13 @@ test: lint
 
 check: lint $(TORCHVISION)/installed $(if $(SETUP_HOSTS)$(CI),hosts)
 	$(PYTEST)
+
+versions: versions-oldest versions-newest
+
+versions-oldest versions-newest: versions-%: .venv-%/installed
+	@.venv-$*/bin/python -c 'import lightning, platform, torch; print("the $* supported versions: Python", \
+		platform.python_version(), "torch", torch.__version__, "Lightning", lightning.__version__)'
+	.venv-$*/bin/python -m pytest -n 2 --dist loadgroup -m '$(QUICK)'
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -48,6 +64,17 @@ $(INSTALLED): pyproject.toml
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
+.venv-oldest/installed: WANTED = $(OLDEST)
+.venv-oldest/installed: WITH = $(OLDEST_PYTHON)
+.venv-newest/installed: WANTED = $(NEWEST)
+.venv-newest/installed: WITH = $(NEWEST_PYTHON)
+.venv-oldest/installed .venv-newest/installed: pyproject.toml
+	@$(WITH) -c '' || { echo "$(WITH) is not here: name another by OLDEST_PYTHON=... or NEWEST_PYTHON=..."; exit 1; }
+	@echo "Installing $(WANTED) for $(WITH) in $(@D); with CUDA, which PyPI's torch brings, about 6 GB on disk ..."
+	@$(WITH) -m venv --clear $(@D)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input $(WANTED) --editable '.[dev]'
+	@touch $@
+
 # Apart from the rest: beside a CPU build of torch, an installed torchvision breaks other packages.
 $(TORCHVISION)/installed: $(INSTALLED)
 	@mkdir -p $(TORCHVISION)
@@ -61,4 +88,4 @@ hosts:
 		|| echo "the programs for the tests between real hosts could not be installed"
 
 clean:
-	rm -rf ddprun-logs docs/_build $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf ddprun-logs docs/_build $(VENV) .venv-oldest .venv-newest .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -404,8 +404,8 @@ class _World:
     def _memory(self, slot: int, like: torch.Tensor) -> torch.Tensor:
         kind = like.dtype, like.device
         if (slot, *kind) not in self._memories:
-            self._memories[(slot, *kind)] = self._all_reduce.allocate(self._numel[kind], *kind)
-        return self._memories[(slot, *kind)][: like.numel()]
+            self._memories[slot, *kind] = self._all_reduce.allocate(self._numel[kind], *kind)
+        return self._memories[slot, *kind][: like.numel()]
 
     def _require_steps(self, steps: list[int]) -> None:
         if len(set(steps)) == 1:

@@ -19,6 +19,8 @@ from commands import set_wrappers
 from distributed import set_nursery
 from nursery import Nursery
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # torch 2.8 keeps processes that compile
+
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Keep tests that share results on one of pytest's workers."""

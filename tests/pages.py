@@ -448,10 +448,7 @@ def _is_remote(words: list[str]) -> bool:
 
 
 def _missing_extras(command: str) -> str | None:
-    try:
-        import tomllib
-    except ImportError:  # Python 3.10, for which pytest brings the other
-        import tomli as tomllib
+    import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = [name for group in re.findall(r"(?:\.|ddp_callbacks)\[([\w,]+)\]", command) for name in group.split(",")]

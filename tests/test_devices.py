@@ -33,6 +33,7 @@ def join_with_made_up_gpus() -> None:
     selected: list[int] = []
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
+    dist.is_nccl_available = lambda: False  # which a torch for CUDA has, and which refuses made-up GPUs
     cuda.set_device = lambda device: selected.append(device.index)
     for number, (visible, device, _) in enumerate(SELECTIONS):
         selected.clear()

@@ -1210,4 +1210,4 @@ def test_options_of_the_strategy_come_from_a_yaml(sync: str, tmp_path: Path) -> 
 
 def test_the_versions_that_were_compromised_are_excluded() -> None:
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    assert "lightning>=2.5,!=2.6.2,!=2.6.3" in text
+    assert "lightning>=2.6,!=2.6.2,!=2.6.3" in text

@@ -307,8 +307,9 @@ def test_only_rank_0_shows_a_progress_bar(shown: list[Rank]) -> None:
     for rank in shown[1:]:
         assert list(phases_of(rank)) == list(shows), "it has come through all of them"
         assert "".join(phases_of(rank).values()).strip() == ""
-        assert rank.stdout == ""
-    assert shown[0].stdout == ""
+    for rank in shown:
+        # gloo of torch 2.8 prints a line for each group.
+        assert not [line for line in rank.stdout.splitlines() if not line.startswith("[Gloo] Rank ")], rank.stdout
 
 
 @pytest.mark.parametrize(("phase", "epoch"), [("default", 0), ("verbose=2", 1), ("positional 2", 2)])

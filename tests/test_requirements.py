@@ -168,7 +168,7 @@ def test_a_torch_that_lacks_one_is_named_before_the_processes_meet(monkeypatch: 
 def test_only_versions_that_the_tests_have_seen_are_installed() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert '"torch>=2.8,<2.14"' in text
-    assert text.count("lightning>=2.5,!=2.6.2,!=2.6.3,<2.7") == 2
+    assert text.count("lightning>=2.6,!=2.6.2,!=2.6.3,<2.7") == 2
 
 
 def test_no_message_or_page_tells_to_install_a_package_that_no_index_has() -> None:

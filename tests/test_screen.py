@@ -9,14 +9,10 @@ import struct
 import subprocess
 import sys
 import termios
+import tomllib
 from pathlib import Path
 
 import pytest
-
-try:
-    import tomllib
-except ImportError:  # Python 3.10, for which pytest brings the other
-    import tomli as tomllib
 
 from ddp_callbacks.launcher.screen import Bar, Cell, Screen, Table
 
