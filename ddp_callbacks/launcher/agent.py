@@ -29,6 +29,7 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 from ddp_callbacks.launcher.facts import usable_cores
 from ddp_callbacks.launcher.meeting import choose_interface
 from ddp_callbacks.launcher.rounds import BACKEND, Rendezvous, Reports, Rounds
+from ddp_callbacks.launcher.torchrun_flags import FLAGS
 
 _PR_SET_PDEATHSIG = 1
 _RUN_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -119,8 +120,9 @@ def _arguments(job: dict[str, Any]) -> Namespace:
     """
     args = get_args_parser().parse_args(["SCRIPT"])
     args.training_script, *args.training_script_args = (os.fsdecode(bytes.fromhex(word)) for word in job["command"])
+    defaults = {flag.name: flag.default for flag in FLAGS}
     for name, value in job["torchrun"].items():
-        if not hasattr(args, name) and value:
+        if not hasattr(args, name) and value and value != defaults.get(name):
             raise ValueError(f"torchrun of torch {torch.__version__} has no flag --{name.replace('_', '-')}")
         setattr(args, name, value)
     return args
