@@ -119,7 +119,8 @@ def test_two_nodes_that_are_started_by_hand_and_meet_by_tcp(tmp_path: Path, plai
             node_0.kill()
             node_1.kill()
     assert_equals(plain, outputs[0], tmp_path / "nodes.pt", 4)
-    assert sorted(outputs[1].splitlines()) == [
+    told = [line for line in outputs[1].splitlines() if not line.startswith("[Gloo] Rank ")]  # gloo of torch 2.8
+    assert sorted(told) == [
         "rank 2 of 4: process 0 of node 1, on cpu, 25 of 100 samples per step",
         "rank 3 of 4: process 1 of node 1, on cpu, 25 of 100 samples per step",
     ]
