@@ -181,7 +181,7 @@ class GradientSynchronizer:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether a backward synchronizes: true outside of :meth:`no_sync`."""
+        """Whether a backward synchronizes, as it does outside of :meth:`no_sync`."""
         return self._enabled
 
     @contextmanager

@@ -174,7 +174,7 @@ def _weighted_mean(tensors: list[torch.Tensor], weight: float, group: dist.Proce
         return
     one = torch.ones(1, dtype=torch.float64, device=tensors[0].device)
     flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors] + [one])
-    flat = flat * weight if weight else torch.zeros_like(flat)  # NaN of a rank that counts nowhere stays there
+    flat = flat * weight if weight else torch.zeros_like(flat)  # drops the NaN of a rank with weight 0
     all_reduce(flat, "the running statistics", group)
     if flat[-1] > 0:
         _copy_back(flat[:-1] / flat[-1], tensors)

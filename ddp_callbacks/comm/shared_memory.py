@@ -94,7 +94,8 @@ class SharedMemoryAllReduce:
         self._finished = 0  # number of the last work that is complete on all ranks
         self._launched: deque[SharedMemoryWork] = deque()
         self._under_way = False  # whether a sum is half done
-        # Keeps a buffer until every rank has finished: a peer may not have mapped it yet, even if nobody here waits.
+        # Keeps a buffer until every rank has finished: a peer may not have mapped it yet, even if this rank does not
+        # wait.
         self._gathered: deque[SharedMemoryWork] = deque()
         self._spare: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._lock = threading.RLock()  # another thread completes a communication hook's future

@@ -118,7 +118,7 @@ class RunRandomState:
 
     @property
     def is_open(self) -> bool:
-        """Whether the ranks have distinct states: between the first :meth:`synchronize` and :meth:`end`."""
+        """Whether the ranks have distinct states, as they do between the first :meth:`synchronize` and :meth:`end`."""
         return self._shared is not None
 
     def synchronize(self) -> None:

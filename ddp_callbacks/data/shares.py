@@ -103,6 +103,6 @@ def slice_samples(batch: Any, size: int, part: slice) -> Any:
         return rebuild_mapping(batch, {key: slice_samples(value, size, part) for key, value in batch.items()})
     if isinstance(batch, list | tuple):
         if len(batch) == size and not any(True for _ in arrays_in(batch)):
-            return batch[part]  # one entry per sample, file names say
+            return batch[part]  # one entry per sample, such as file names
         return rebuild_sequence(batch, [slice_samples(value, size, part) for value in batch])
     return batch

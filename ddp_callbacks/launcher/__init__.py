@@ -1,23 +1,23 @@
-"""What starts a job on many nodes: ``ddprun``.
+"""``ddprun``: starts a job on many nodes.
 
 ::
 
-    what the user wants, worked out before anything is contacted
-        hosts        which nodes, and how many processes on each: named by hand or in a host file
+    the user's wishes, worked out before anything is contacted
+        hosts        which nodes, and how many processes on each: from -H or a host file
         options      the command line: flags for the nodes, and every flag of torchrun
-        plan         what is to run where
-    here, while the job runs
+        plan         what runs where
+    on this machine, while the job runs
         cli          the console script
-        connection   one node: what it is told, and what it answers; ways: what leads there, and why it does not
+        connection   one node: messages and answers; ways: the command that reaches it, and why that failed
         launch       reaches all nodes, lets them meet, starts the job on all, ends it on all
-        watch        passes on what the job prints, ends all when something fails, and says why
+        watch        passes on the job's output, ends all nodes when something fails, and reports why
         output       files and the terminal, line by line
-        failures     which of several failures came first; tracebacks: what a rank has printed of its own
-        doctor       looks at the nodes; diagnosis: what the findings mean
-        bench        measures a training step on the nodes, and says how its cost grows
+        failures     which of several failures came first; tracebacks: the exceptions that a rank printed
+        doctor       checks the nodes; diagnosis: what the findings mean
+        bench        measures a training step on the nodes, and predicts its cost on more of them
     on each node
         remote       how the job gets there unchanged, over ssh or any other pipe
-        node         started first, by an interpreter that knows nothing of this package; ends all with the connection
-        agent        torchrun's agent there; rounds: how the agents meet; meeting: the store and the interface for that
-        facts, probe what the doctor runs there
+        node         the first process, which does not need this package; ends the job with the connection
+        agent        torchrun's agent; rounds: how the agents meet; meeting: their store and interface
+        facts, probe run by the doctor
 """

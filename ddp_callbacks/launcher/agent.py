@@ -1,7 +1,7 @@
-"""torchrun's agent on one node, with a rendezvous store that listens on one address and the output of each rank apart.
+"""torchrun's agent on one node, with a store that listens on a single address and separate output for each rank.
 
-Run by :mod:`ddp_callbacks.launcher.node` with the job as JSON on its standard input. What torchrun's own command does
-with its arguments happens here in the same way, with the same functions.
+:mod:`ddp_callbacks.launcher.node` runs it with the job as JSON on its standard input. It handles the arguments as
+torchrun's command does, with the same functions.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ddp_callbacks.launcher.torchrun_flags import FLAGS
 
 _PR_SET_PDEATHSIG = 1
 _RUN_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-_LONGEST_MESSAGE = 4096  # characters of an exception that are reported
-SHUTDOWN_TIMEOUT = 1  # seconds that the other workers of a node have, after one has failed
+_LONGEST_MESSAGE = 4096  # characters of an exception to report
+SHUTDOWN_TIMEOUT = 1  # seconds for the other workers of a node to end after one has failed
 
 
 def main() -> int:
-    """Run the job on this node; its exit code."""
-    gc.freeze()  # what torch has made stays: to go through it again at the end takes 0.2 s
+    """Run the job on this node; return its exit code."""
+    gc.freeze()  # torch's objects stay: collecting them again at exit takes 0.2 s
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until torchrun handles it
     job = json.load(sys.stdin.buffer)
     _close_standard_input()
@@ -70,9 +70,9 @@ def _run_and_tell(job: dict[str, Any], control: socket.socket) -> int:
 
 
 def _end_with_parent(control: socket.socket) -> None:
-    """If the node's program is killed, nobody else would end this process and its workers."""
+    """End this process if the node's program is killed; nothing else would end it and its workers."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    # It may have gone before: then its end of the socket is closed, whoever has inherited this process.
+    # The parent may be gone already: then its end of the socket is closed, whichever process has adopted this one.
     if select.select([control], [], [], 0)[0] and not control.recv(1, socket.MSG_PEEK):
         sys.exit(128 + signal.SIGTERM)
 
@@ -100,7 +100,7 @@ def _run(job: dict[str, Any], control: socket.socket, reports: Reports) -> None:
         rendezvous_handler_registry.register(BACKEND, lambda parameters: Rendezvous(parameters, job, rounds, reports))
         args.rdzv_backend, args.rdzv_endpoint, args.node_rank = BACKEND, f"{job['address']}:{job['port']}", 0
     elif args.master_port is None:
-        args.master_port = 29500  # as torchrun's own command
+        args.master_port = 29500  # as in torchrun's command
     config, command, arguments = config_from_args(args)
     if args.run_path and not redirected:  # torch would run it in a child that cannot write to a pipe
         command, arguments = sys.executable, ["-u", "-c", _RUN_PATH, args.training_script, *args.training_script_args]
@@ -113,10 +113,10 @@ def _run(job: dict[str, Any], control: socket.socket, reports: Reports) -> None:
 
 
 def _arguments(job: dict[str, Any]) -> Namespace:
-    """What torchrun's own parser would give.
+    """The result of torchrun's parser.
 
     Raises:
-        ValueError: This node's torchrun lacks a flag that was given.
+        ValueError: This node's torchrun lacks a given flag.
     """
     args = get_args_parser().parse_args(["SCRIPT"])
     args.training_script, *args.training_script_args = (os.fsdecode(bytes.fromhex(word)) for word in job["command"])
@@ -129,11 +129,11 @@ def _arguments(job: dict[str, Any]) -> Namespace:
 
 
 def _end_workers_soon(seconds: int, reports: Reports) -> None:
-    """Tell which workers have ended before the others are, and give these no more than ``seconds``.
+    """Report which workers have ended before ending the others, and give those at most ``seconds``.
 
-    torchrun itself waits up to 30 s for them, whatever --shutdown-timeout says, before it tells anyone: its
-    SubprocessContext closes with the default of this method as soon as it finds a failure. And it does not tell of a
-    worker's own end if it finds that while it ends the others.
+    torchrun waits up to 30 s for them, whatever --shutdown-timeout is, before it reports anything: its
+    SubprocessContext closes with the default timeout of this method as soon as it finds a failure. And it does not
+    report the exit of a worker that it notices while ending the others.
     """
     close = PContext.close
     told: list[PContext] = []
@@ -148,7 +148,7 @@ def _end_workers_soon(seconds: int, reports: Reports) -> None:
 
 
 def _tell_of_ends(context: PContext, reports: Reports) -> None:
-    """A report for each worker that has ended by now."""
+    """Report each worker that has ended."""
     for local_rank, handler in getattr(context, "subprocess_handlers", {}).items():
         code = handler.proc.poll()
         if code is not None:
@@ -157,14 +157,14 @@ def _tell_of_ends(context: PContext, reports: Reports) -> None:
 
 
 def _processes(nproc_per_node: str) -> int:
-    """One process for each GPU, else one for each CPU socket, unless torchrun's flag says otherwise."""
+    """One process per GPU, or else one per CPU socket, unless torchrun's flag is given."""
     if nproc_per_node:
         return int(determine_local_world_size(nproc_per_node))
     return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else _sockets()
 
 
 def _sockets() -> int:
-    """The number of CPU packages on which this process may run; 1 where the system does not say."""
+    """The number of CPU sockets on which this process may run; 1 if unknown."""
     packages = set()
     for core in os.sched_getaffinity(0):
         try:
@@ -182,13 +182,13 @@ def _describe(rank: int, failure: ProcessFailure) -> dict[str, Any]:
         "pid": failure.pid,
         "code": failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode,
         "signal": failure.signal_name() if failure.exitcode < 0 else None,
-        # what torch's @record has written, if the script uses it
+        # written by torch's @record, if the script uses it
         "message": recorded["message"][:_LONGEST_MESSAGE] if isinstance(recorded, dict) else None,
     }
 
 
 class _Pipes(LogsSpecs):
-    """A pipe for each stream of each worker, whose other end the node's program reads."""
+    """A pipe for each stream of each worker; the node's program reads the other end."""
 
     def __init__(self, folder: str, reports: Reports) -> None:
         super().__init__(folder)
@@ -201,7 +201,7 @@ class _Pipes(LogsSpecs):
         return self._folder
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        for descriptor in self._open:  # those of the attempt before
+        for descriptor in self._open:  # from the previous attempt
             os.close(descriptor)
         self._open = []
         to = LogsDest()
@@ -212,7 +212,7 @@ class _Pipes(LogsSpecs):
             for read, _ in (out, err):
                 os.close(read)
             self._open += [out[1], err[1]]
-            # torchrun opens a file by its name
+            # torchrun opens files by name
             to.stdouts[local_rank] = f"/proc/{os.getpid()}/fd/{out[1]}"
             to.stderrs[local_rank] = f"/proc/{os.getpid()}/fd/{err[1]}"
             to.error_files[local_rank] = os.path.join(self._folder, f"error-{attempt}-{local_rank}.json")
@@ -221,12 +221,12 @@ class _Pipes(LogsSpecs):
 
 
 class _SameRound(LogsSpecs):
-    """Tells which workers are about to start, and gives those of all nodes the same TORCHELASTIC_RESTART_COUNT.
+    """Reports which workers are about to start, and sets the same TORCHELASTIC_RESTART_COUNT on all nodes.
 
-    With that torch makes their store's prefix.
+    torch uses it as a prefix in the workers' store.
 
-    torchrun counts on each node alone, and does not count when a node starts again because another one has to: workers
-    with different counts wait for each other in vain. This is the one place that sees their variables before the start.
+    torchrun counts separately on each node, and does not count a restart caused by another node: workers with different
+    counts would deadlock. This is the only place that sees their variables before the start.
     """
 
     def __init__(self, logs_specs: LogsSpecs, rounds: Rounds, reports: Reports) -> None:

@@ -82,7 +82,7 @@ def _bench(argv: list[str]) -> int:
 
 
 def _terminal(plan: Plan, options: Options) -> dict[str, str]:
-    """Variables that tell a program of the terminal behind its pipe: rich shows bars then."""
+    """Variables that tell a program about the terminal behind its pipe, so that rich shows bars."""
     screen = Screen(sys.stdout)
     if not screen.is_terminal:
         return {}
@@ -118,7 +118,7 @@ def _watch(plan: Plan, launch: Launch, output: Output) -> int:
         with output:
             return Watch(plan, launch, output).run()
     except BrokenPipeError:
-        # Nobody reads any more, as in ddprun ... | head. What Python would still write goes nowhere.
+        # The reader is gone, as in ddprun ... | head. Discard what Python would still write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
@@ -140,7 +140,7 @@ def _output(options: Options, launch: Launch, make_output: Callable[[Path, Termi
 
 
 def _refuse_to_multiply() -> None:
-    """One command starts every node: under srun or mpirun there would be one for each task."""
+    """Refuse to run under srun or mpirun: a single ddprun starts every node, and these would start one per task."""
     if name := unknown_launcher(os.environ):
         raise ConfigurationError(
             f"ddprun was started as one of several processes ({name}={os.environ[name]}). Start it once, without "

@@ -1,4 +1,4 @@
-"""One node as the launcher sees it: a process that speaks to it, what it answers, and how its end is explained."""
+"""The connection to one node: a process that talks to it, its answers, and why it ended."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ddp_callbacks.launcher.plan import NodePlan
 from ddp_callbacks.launcher.remote import FIRST_LINE, READY, message, opening
 from ddp_callbacks.launcher.ways import TURNED_AWAY, command_to, explain_command, explain_ssh
 
-_ANSWER_TIMEOUT = 30.0  # seconds, for an answer
-_BEAT = 0.5  # seconds between two signs of life
-_LOGINS = 8  # by ssh, at the same time; sshd refuses some when ten are not done yet
-_PAUSES = (0.5, 1.0)  # seconds before a login is tried again, and up to twice as long
+_ANSWER_TIMEOUT = 30.0  # seconds to wait for an answer
+_BEAT = 0.5  # seconds between two heartbeats
+_LOGINS = 8  # simultaneous ssh logins; sshd refuses some if ten are in progress
+_PAUSES = (0.5, 1.0)  # minimum seconds before a login is repeated; up to twice as long
 _NOISE = 1 << 16  # bytes that a login shell may print before the greeting
 
 
 class NodeProblem(Exception):
-    """A node cannot do what it was asked for, or cannot be reached; says what to mend."""
+    """A node cannot do what was asked, or cannot be reached; the text has the remedy."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that came from a node: a frame (see :mod:`ddp_callbacks.launcher.node`), or ``closed`` at its end."""
+    """News from a node: a frame (see :mod:`ddp_callbacks.launcher.node`), or ``closed`` at its end."""
 
     node: Connection
     kind: str
@@ -44,13 +44,13 @@ class Event:
 def connections(
     plans: Sequence[NodePlan], events: queue.Queue[Event], patience: float, answer_timeout: float = _ANSWER_TIMEOUT
 ) -> list[Connection]:
-    """One for each node; few log in at the same time, since an sshd refuses others (MaxStartups)."""
+    """One connection for each node; few log in at a time, as sshd refuses more (MaxStartups)."""
     logins = threading.Semaphore(_LOGINS)
     return [Connection(plan, events, patience, answer_timeout, logins) for plan in plans]
 
 
 class Connection:
-    """Speaks to one node; what comes from it, other than answers, goes to ``events``.
+    """Talks to one node; everything from it other than answers goes to ``events``.
 
     :meth:`tell` may be called from any thread; :meth:`ask` from one at a time.
     """
@@ -66,16 +66,16 @@ class Connection:
         self._answer_timeout = answer_timeout
         self.plan = plan
         self.greeted = False
-        self.hello: dict[str, Any] = {}  # what the node says of itself
+        self.hello: dict[str, Any] = {}  # the node's description of itself
         self._patience = patience
         self._events = events
         self._logins = nullcontext() if logins is None or plan.host is None else logins
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._heard: float | None = None  # when something came last; None while the terminal is waited for
+        self._heard: float | None = None  # time of the last data; None while waiting for the terminal
         self._asks = False
         self._silent = False
-        self._lock = threading.RLock()  # a signal's handler may write while its thread does
-        self._held: bytes | None = None  # what is sent once the shell there is ready
+        self._lock = threading.RLock()  # a signal handler may write while its thread does
+        self._held: bytes | None = None  # data to send once the shell there is ready
         self._noise = b""
         self._errors = b""
         self._process: subprocess.Popen[bytes] | None = None
@@ -85,7 +85,7 @@ class Connection:
     def _open(self) -> None:
         self._noise = self._errors = b""
         self._answers = queue.Queue()
-        # A session of its own: Ctrl-C and the end of the terminal are for the launcher to act on.
+        # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
         self._process = process = subprocess.Popen(
             command_to(self.plan, self._patience),
             stdin=subprocess.PIPE,
@@ -105,10 +105,10 @@ class Connection:
             process.terminate()
 
     def ask(self, do: str, **values: Any) -> dict[str, Any]:
-        """The node's answer.
+        """Send a message; return the node's answer.
 
         Raises:
-            NodeProblem: It could not, or the connection ended, or no answer came.
+            NodeProblem: The node could not do it, the connection ended, or no answer came.
         """
         self._asks = True
         self.tell(do, **values)
@@ -126,7 +126,7 @@ class Connection:
         return answer
 
     def greet(self) -> None:
-        """Reach the node, and take what it says of itself. A login that the sshd there has no time for is tried again.
+        """Connect to the node and read its description. If its sshd refuses the login for lack of slots, try again.
 
         Raises:
             NodeProblem: It cannot be reached.
@@ -147,26 +147,26 @@ class Connection:
                 return
 
     def _was_turned_away(self) -> bool:
-        """Whether an sshd, of the node or on the way there, had too many logins at once."""
+        """Whether an sshd, on the node or on the route, had too many logins."""
         is_ssh = self.plan.host is not None and self.plan.rsh is None
         return is_ssh and not self.greeted and any(words in self._errors for words in TURNED_AWAY)
 
     def reach(self, addresses: list[tuple[str, int]], seconds: float) -> None:
-        """Let the node connect to what others hold.
+        """Make the node connect to ports that other nodes hold.
 
         Raises:
-            NodeProblem: It cannot.
+            NodeProblem: It cannot connect.
         """
         problems = self.ask("reach", addresses=addresses, seconds=seconds)["problems"]
         if any(problems):
             raise NodeProblem("; ".join(filter(None, problems)))
 
     def tell(self, do: str, **values: Any) -> None:
-        """Send a message to which there is no answer."""
+        """Send a message that has no answer."""
         self._write(message(do, **values))
 
     def end(self, at_once: bool = False) -> None:
-        """End the job there; whoever is not connected yet is given up."""
+        """End the job there; if it is not connected yet, give up connecting."""
         if self.greeted:
             self.tell("end", at_once=at_once)
             return
@@ -175,7 +175,7 @@ class Connection:
             self._process.terminate()
 
     def close(self, timeout: float) -> None:
-        """Let go: the node ends what still runs there. Returns once this end is gone, killed after ``timeout``."""
+        """Disconnect, so that the node ends the job. Wait for the local process; kill it after ``timeout``."""
         self._closed.set()
         if self._process is None:
             return
@@ -189,7 +189,7 @@ class Connection:
             self._process.wait()
 
     def explain_end(self) -> str:
-        """Why the connection ended, from what ssh or the shell there said."""
+        """Why the connection ended, from the messages of ssh or the shell there."""
         assert self._process is not None
         self._process.wait()
         self._stderr_reader.join(1)
@@ -220,12 +220,12 @@ class Connection:
                 while data and stdin is not None and not stdin.closed:
                     data = data[os.write(stdin.fileno(), data) :]
             except OSError:
-                pass  # the reader tells of the end
+                pass  # the reader reports the end
 
     def _beat(self) -> None:
-        """Say that the launcher lives, also while its terminal takes no output; and listen for the answers.
+        """Send heartbeats, even while the terminal takes no output, and check that the node answers.
 
-        ssh's own signs of life do not exist on a connection that it shares (ControlPath).
+        ssh's keep-alive does not work on a shared connection (ControlPath).
         """
         while not self._closed.wait(_BEAT):
             self.tell("beat")
@@ -234,7 +234,7 @@ class Connection:
                 self._process.kill()
 
     def _is_silent(self) -> bool:
-        """A node that is asked for something is busy with that, and :meth:`ask` has a limit of its own."""
+        """Whether the node has been silent too long, unless it works on an answer: :meth:`ask` has a timeout."""
         heard = self._heard
         return self.greeted and not self._asks and heard is not None and time.monotonic() - heard > self._patience
 
@@ -245,10 +245,10 @@ class Connection:
                 self._errors = (self._errors + data)[-_NOISE:]
 
     def _read(self, process: subprocess.Popen[bytes], answers: queue.Queue[dict[str, Any] | None]) -> None:
-        """Sort what comes into answers and events, until the end."""
+        """Sort received data into answers and events, until the end."""
         assert process.stdout is not None
         buffer = b""
-        with process.stdout as stream:  # which nobody else may close while it is read
+        with process.stdout as stream:  # no other thread may close it during a read
             while data := stream.read(1 << 16):
                 buffer += data
                 self._heard = time.monotonic()
@@ -261,7 +261,7 @@ class Connection:
             self._put(Event(self, "closed", -1, b""))
 
     def _await_greeting(self, buffer: bytes) -> bytes:
-        """What comes behind the greeting, if it is there; before it a login shell may have printed something."""
+        """The data after the greeting, if it has come; a login shell may print something before it."""
         if self._held is not None and READY in buffer:
             buffer = buffer.partition(READY)[2]
             with self._lock:
@@ -278,7 +278,7 @@ class Connection:
             begin, end = start + HEADER.size, start + HEADER.size + length
             if len(buffer) <= end:
                 break
-            data, start = buffer[begin:end], end + 1  # behind the newline
+            data, start = buffer[begin:end], end + 1  # skip the newline
             if kind == b"r":
                 self._answers.put(json.loads(data))
             elif kind != b"b":
@@ -286,17 +286,17 @@ class Connection:
         return buffer[start:]
 
     def _put(self, event: Event) -> None:
-        """May wait for the terminal, while what the node says is not read."""
+        """Queue an event. May wait for the terminal; data from the node is not read meanwhile."""
         self._heard = None
         self._events.put(event)
         self._heard = time.monotonic()
 
 
 def addresses_of(node: Connection, others: Sequence[Connection]) -> list[str]:
-    """The addresses of a node on which the others may reach it, the likeliest first.
+    """The addresses at which the other nodes may reach this one, the most likely first.
 
-    Where ssh leads to the nodes there is one, on the network over which they are reached: that to which ssh has
-    connected; for this machine, the one on the way to another node.
+    If we use ssh, there is one, on the network over which we reach the nodes: the address that ssh has connected to;
+    for this machine, the one on the route to another node.
     """
     own = _address_reached(node)
     if own is not None:
@@ -305,12 +305,12 @@ def addresses_of(node: Connection, others: Sequence[Connection]) -> list[str]:
     if elsewhere is not None:
         return [str(node.ask("route", address=elsewhere)["address"])]
     if all(each.plan.host is None for each in (node, *others)):
-        return ["127.0.0.1"]  # all are this machine
+        return ["127.0.0.1"]  # all of them are this machine
     return [str(address) for address in node.ask("addresses")["addresses"]]
 
 
 def _address_reached(node: Connection) -> str | None:
-    """``None`` where nothing says it. For this machine: where its user has logged in says nothing."""
+    """The address that ssh has connected to; ``None`` if unknown, and for this machine."""
     address = node.hello.get("address")
     if node.plan.host is None or node.plan.rsh is not None or not address:
         return None

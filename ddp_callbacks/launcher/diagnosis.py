@@ -1,4 +1,4 @@
-"""What the facts about the nodes mean for a run: pure, no node is asked here."""
+"""What the facts about the nodes mean for a run. No communication."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ddp_callbacks.versions import how_to_install_this
 
 Level = Literal["green", "amber", "red"]
 GIB = 1 << 30
-_CLOCK = 1.0  # seconds of difference from which on files of one node look too new on another
-_MEMORY = 1 * GIB  # of free memory
+_CLOCK = 1.0  # seconds; with a larger difference, files of one node look too new on another
+_MEMORY = 1 * GIB  # free memory
 _SHARED_MEMORY = GIB // 4  # free; a container has 64 MB by default
 _NEEDED = ("torch", "ddp_callbacks")
 
@@ -22,11 +22,11 @@ class Finding:
     """One cell of the table.
 
     Attributes:
-        node: Its name, empty for all of them together.
-        check: What was looked at.
+        node: Its name; empty for all of them together.
+        check: The checked property.
         level: ``red``: a run would fail; ``amber``: it may surprise.
-        text: What was found, in a few words.
-        remedy: For red and amber, the whole sentence, and what to type.
+        text: The finding, in a few words.
+        remedy: For red and amber: a full sentence with the command to type.
     """
 
     node: str
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one node has, see :mod:`ddp_callbacks.launcher.facts`, and how to type a command for it."""
+    """The facts about one node, see :mod:`ddp_callbacks.launcher.facts`, and the prefix of commands for it."""
 
     shell: str  # "ssh node1 ", empty for this machine
     python: str
@@ -46,7 +46,7 @@ class Facts:
 
 
 def judge(nodes: Mapping[str, Facts]) -> list[Finding]:
-    """All that can be said about nodes that answered, in the order of the table."""
+    """All findings about nodes that answered, in the order of the table."""
     findings = [_version_of_python(name, nodes) for name in nodes]
     for package in dict.fromkeys([*_NEEDED, *(name for facts in nodes.values() for name in facts.values["packages"])]):
         findings += _versions(package, nodes)
@@ -56,7 +56,7 @@ def judge(nodes: Mapping[str, Facts]) -> list[Finding]:
 
 
 def judge_clock(node: str, ahead: float, uncertainty: float) -> Finding:
-    """How far a clock is ahead of this machine's, in seconds, give or take."""
+    """Seconds by which a clock is ahead of this machine's, and the uncertainty."""
     text = f"{ahead:+.1f} s"
     if abs(ahead) <= _CLOCK + uncertainty:
         return Finding(node, "clock", "green", text)
@@ -75,7 +75,7 @@ def _version_of_python(name: str, nodes: Mapping[str, Facts]) -> Finding:
 
 
 def _versions(package: str, nodes: Mapping[str, Facts]) -> list[Finding]:
-    """A package that some node has must be on all, in one version."""
+    """A package on any node must be on all of them, in the same version."""
     found = {name: facts.values["packages"].get(package) for name, facts in nodes.items()}
     usual = _usual(version for version in found.values() if version is not None)
     findings = []
@@ -93,7 +93,7 @@ def _versions(package: str, nodes: Mapping[str, Facts]) -> list[Finding]:
 
 
 def _usual(values: Any) -> str | None:
-    """The most frequent; the first one's among equals."""
+    """The most frequent value; the first one among equals."""
     counts = Counter(values)
     return max(counts, key=lambda value: counts[value], default=None)
 

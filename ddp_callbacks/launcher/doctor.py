@@ -1,4 +1,4 @@
-"""``ddprun doctor``: looks at all nodes at once, lets them talk to each other, and says what to mend."""
+"""``ddprun doctor``: checks all nodes at once, tests the connections between them, and suggests remedies."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ddp_callbacks.launcher.plan import NodePlan
 from ddp_callbacks.launcher.remote import as_hex
 from ddp_callbacks.launcher.screen import Cell, Color, Screen, Table
 
-LIMIT = 20.0  # seconds, for all
-_PATIENCE = 3.5  # seconds without a sign of life
-_ANSWER_TIMEOUT = 10.0  # seconds; whoever takes longer is not asked again
+LIMIT = 20.0  # seconds in total
+_PATIENCE = 3.5  # seconds without a heartbeat
+_ANSWER_TIMEOUT = 10.0  # seconds; a node that takes longer is not asked again
 _FACTS_TIMEOUT = 8.0  # seconds
-_REACH_TIMEOUT = 2.0  # seconds, for one connection
+_REACH_TIMEOUT = 2.0  # seconds per connection
 
 
 class Doctor:
-    """Asks the nodes; use it in a ``with`` block, whose end lets go of them."""
+    """Checks the nodes; use it in a ``with`` block, which disconnects from them at its end."""
 
     def __init__(self, plans: Sequence[NodePlan], script: str | None) -> None:
         self._script = script
@@ -47,7 +47,7 @@ class Doctor:
         self._on_each(lambda node: node.close(1.0), self._nodes)
 
     def examine(self) -> list[Finding]:
-        """All findings, node by node; blocks for at most :data:`LIMIT` seconds and a little."""
+        """All findings, node by node; blocks for little more than :data:`LIMIT` seconds."""
         self._on_each(self._reach, self._nodes)
         there = [node for node in self._nodes if node.hello]
         self._on_each(self._look, there)
@@ -138,7 +138,7 @@ class Doctor:
             self._fail(node, "address", f"{problem}. Check: {node.plan.shell}ip address")
 
     def _try_ports(self, node: Connection) -> None:
-        """From this node to all others; together, both ways between any two."""
+        """Connect from this node to all others. Called on all nodes, this tests both directions between any two."""
         others = {other: held for other, held in self._held.items() if other is not node}
         if not others:
             return
@@ -151,7 +151,7 @@ class Doctor:
             self._fail(node, "ports", f"{problem}. {remedy}", "blocked")
 
     def _all_reduce(self) -> None:
-        """A real one, on one process of each node."""
+        """Run an all-reduce with one process per node."""
         if any(finding.level == "red" for finding in self._findings):
             self._findings.append(Finding("", "all-reduce", "red", "skipped", "skipped: fix the problems above first"))
             return
@@ -160,7 +160,7 @@ class Doctor:
             for rank, node in enumerate(self._nodes):
                 job = {"address": address, "port": port, "node_rank": rank, "nodes": len(self._nodes)}
                 argv = [as_hex(word) for word in (node.plan.python, "-P", "-m", "ddp_callbacks.launcher.probe")]
-                # Only the first node's listener is for the store.
+                # Only the first node's listener is used, for the store.
                 node.ask("run", argv=argv, environ={}, job=job, listens=rank == 0)
             self._findings.append(self._result_of_all_reduce())
         except NodeProblem as problem:
@@ -189,7 +189,7 @@ class Doctor:
 
 
 def _copy(plan: NodePlan) -> str:
-    """How the working directory comes there."""
+    """How to copy the working directory to the node."""
     if plan.host is None:
         return f"Choose another with --chdir, or: mkdir -p {shlex.quote(plan.cwd)}"
     if plan.rsh is not None:
@@ -200,14 +200,14 @@ def _copy(plan: NodePlan) -> str:
     )
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------
+# --- the output -------------------------------------------------------------------------------------------------------
 
 _COLORS: dict[str, Color] = {"green": "green", "amber": "yellow", "red": "bold red"}
 _MARKS = {"green": "", "amber": "! ", "red": "FAIL "}
 
 
 def show(nodes: Sequence[str], findings: Sequence[Finding], screen: Screen) -> None:
-    """One table, a column for each node; below it what concerns all of them, and what to mend."""
+    """Print one table with a column for each node; below it, findings about all of them, and remedies."""
     table = Table(("", "left"), *((node, "left") for node in nodes))
     cells = {(finding.check, finding.node): finding for finding in findings if finding.node}
     for check in dict.fromkeys(finding.check for finding in findings if finding.node):

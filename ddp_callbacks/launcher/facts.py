@@ -1,4 +1,4 @@
-"""What a node has, as JSON: this text is run there by the job's interpreter; it imports the standard library alone."""
+"""Collect facts about a node, as JSON. The job's interpreter runs this text there: import only the standard library."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def facts() -> dict[str, Any]:
 
 
 def usable_cores(root: str = "/") -> int:
-    """On how many cores this process may run at once: its affinity, or what its container's or job's quota leaves."""
+    """The number of cores this process may use: its affinity, or the quota of its container or job."""
     quotas = [quota for folder in _groups(root) if (quota := _quota(folder)) is not None]
     return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
 
 
 def _groups(root: str) -> list[str]:
-    """The folders of this process's control groups that limit processor time, and of those above them."""
+    """The folders of this process's control groups that limit processor time, and of their parents."""
     found = []
     try:
         with open(os.path.join(root, "proc/self/cgroup")) as file:
@@ -57,7 +57,7 @@ def _groups(root: str) -> list[str]:
 
 
 def _quota(folder: str) -> float | None:
-    """In cores; ``None`` where there is no limit."""
+    """Number of cores; ``None`` without a limit."""
     try:
         with open(os.path.join(folder, "cpu.max")) as file:  # version 2
             quota, period = file.read().split()
@@ -103,7 +103,7 @@ def _gpus() -> list[str]:
 
 
 def _interfaces() -> dict[str, str]:
-    """The names by their addresses."""
+    """The interfaces' names, by address."""
     return {**_of_ipv4(), **_of_ipv6()}
 
 
@@ -121,7 +121,7 @@ def _of_ipv6() -> dict[str, str]:
         with open("/proc/net/if_inet6") as file:
             rows = [line.split() for line in file]
     except OSError:
-        return {}  # there is no IPv6
+        return {}  # no IPv6
     return {socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])): row[5] for row in rows}
 
 

@@ -1,4 +1,4 @@
-"""Which of several failures came first, and how it is told."""
+"""Find out which of several failures came first, and describe it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 from ddp_callbacks.launcher.tracebacks import Printed
 
-_LONGEST = 4000  # characters of a reason
+_LONGEST = 4000  # maximum length of a reason
 
 
 @dataclass(frozen=True)
 class End:
-    """What is known of the end of a rank, or of a whole node (rank ``None``).
+    """What we know about the end of a rank, or of a whole node (rank ``None``).
 
     Attributes:
         node: Its name.
-        rank: Number in the world.
+        rank: Global rank.
         order: When the end became known; smaller is earlier.
-        code: Exit code, 128 + the number of the signal if one ended it; ``None`` while it runs.
-        reason: What is known without its standard error: the signal, or the end of the node.
-        printed: The last exception that it has printed.
-        is_ours: Whether it may have ended because ``ddprun``, or torchrun's agent, has ended it; then the signal says
-            nothing, and is left out of ``reason``.
+        code: Exit code; 128 + the signal's number after a signal; ``None`` while it runs.
+        reason: The reason known without its standard error: the signal, or the end of the node.
+        printed: The last exception that it printed.
+        is_ours: Whether ``ddprun`` or torchrun's agent may have ended it; then ``reason`` omits the signal, which means
+            nothing.
     """
 
     node: str
@@ -39,12 +39,12 @@ class End:
 
     @property
     def teller(self) -> Printed | None:
-        """What it says of another rank, if it has failed for that one only."""
+        """Its message about another rank, if it failed only because of that one."""
         return self.printed if self.reason is None and self.printed and self.printed.peer else None
 
     @property
     def own_reason(self) -> str | None:
-        """Why it failed by itself."""
+        """Why it failed, unless another rank is the reason."""
         if self.reason is not None:
             return self.reason
         return self.printed.reason if self.printed and not self.printed.peer else None
@@ -58,7 +58,7 @@ class End:
 
 @dataclass(frozen=True)
 class Cause:
-    """What all else follows from: the node, the rank (``None`` for the node itself), the exit code of the job."""
+    """The root cause: the node, the rank (``None`` for the node itself), and the exit code of the job."""
 
     node: str
     rank: int | None
@@ -70,10 +70,10 @@ class Cause:
 
 
 def first_cause(ends: Sequence[End]) -> Cause | None:
-    """The one that came first, however late it ended; ``None`` if nothing has failed.
+    """The failure that came first, however late it ended; ``None`` if nothing has failed.
 
-    A rank that says that another one failed, or that was ended on purpose, is a consequence. Those who say so name the
-    rank for which they have waited, in their own errors: it counts although it has left with code 0, or still runs.
+    A rank is a consequence if it blames another one, or was ended on purpose. Errors that blame other ranks name the
+    rank they waited for: that rank counts even if it has left with code 0, or still runs.
     """
     votes = _votes(ends)
     failed = [end for end in ends if end.code or end.rank in votes]
@@ -84,17 +84,17 @@ def first_cause(ends: Sequence[End]) -> Cause | None:
 
 
 def _votes(ends: Sequence[End]) -> Counter[int | None]:
-    """How many ranks name each of those that do not name another one themselves."""
+    """Count how many ranks blame each rank that does not blame another one itself."""
     tellers = {end.rank: end.teller for end in ends if end.teller is not None}
     named: Counter[int | None] = Counter()
     for rank, printed in tellers.items():
-        if rank not in printed.blames:  # else it speaks of itself, too
+        if rank not in printed.blames:  # otherwise it also blames itself
             named.update(set(printed.blames) - tellers.keys())
     return named
 
 
 def _weight(end: End, ends: Sequence[End], votes: Counter[int | None]) -> int:
-    """How sure it is that this came first; 0 is sure."""
+    """How certain it is that this came first; 0 is certain."""
     if end.rank is None:
         is_missed = any(other.node == end.node and other.rank in votes for other in ends)
         return 4 if end.is_ours and not is_missed else 0
@@ -110,7 +110,7 @@ def _weight(end: End, ends: Sequence[End], votes: Counter[int | None]) -> int:
 
 
 def _had_failed_before(end: End, ends: Sequence[End]) -> bool:
-    """Whether a rank that ended by itself, although late, had printed its exception before all were to end."""
+    """Whether a rank that ended by itself, although late, had printed its exception before we ended all ranks."""
     ordered = min((other.order for other in ends if other.code and not other.is_ours), default=0.0)
     return end.own_reason is not None and 0 < (end.code or 0) < 128 and end.began < ordered
 

@@ -1,4 +1,4 @@
-"""Which nodes, and how many processes on each."""
+"""Read which nodes to use, and how many processes on each."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Host:
     """A node of the job.
 
     Attributes:
-        name: As ssh takes it: an alias of the ssh configuration, ``user@host``, a name or an address.
-        slots: Number of processes; ``None`` leaves it to the node (one per GPU, else per CPU socket).
-        python: The interpreter there, where it differs from ``--python``.
-        chdir: The working directory there, where it differs from ``--chdir``.
+        name: Its name for ssh: an alias of the ssh configuration, ``user@host``, a name or an address.
+        slots: Number of processes; ``None`` lets the node decide (one per GPU, or else per CPU socket).
+        python: The interpreter there, if it differs from ``--python``.
+        chdir: The working directory there, if it differs from ``--chdir``.
     """
 
     name: str
@@ -31,23 +31,23 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """The hosts of ``-H``: ``node1:4,node2``, with an IPv6 address in brackets.
+    """Parse ``-H``: ``node1:4,node2``, with an IPv6 address in brackets.
 
     Raises:
-        ConfigurationError: Nothing is named, a host is named twice, or a number of slots is not positive.
+        ConfigurationError: There is no host, a host is named twice, or a number of slots is not positive.
     """
     source = f"-H {text}"
     return _checked([_host_and_slots(part.strip(), source) for part in text.split(",")], source)
 
 
 def parse_hostfile(text: str, source: str) -> list[Host]:
-    """The hosts of a host file: one a line, ``#`` begins a comment.
+    """Parse a host file: one host per line, ``#`` begins a comment.
 
-    Read are Open MPI's and DeepSpeed's ``node1 slots=4`` and MPICH's ``node1:4``; ``python=`` and ``chdir=`` are ours,
-    quoted as for a shell where they hold spaces. Open MPI's ``max_slots=`` is passed over.
+    It accepts Open MPI's and DeepSpeed's ``node1 slots=4`` and MPICH's ``node1:4``. ``python=`` and ``chdir=`` are
+    extensions; quote values with spaces as in a shell. Open MPI's ``max_slots=`` is ignored.
 
     Args:
-        text: What the file holds.
+        text: The contents of the file.
         source: Its name, for messages.
 
     Raises:
@@ -66,7 +66,7 @@ def parse_hostfile(text: str, source: str) -> list[Host]:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """Like :func:`parse_hostfile`."""
+    """Read a host file; see :func:`parse_hostfile`."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -98,7 +98,7 @@ def _host_and_slots(text: str, where: str) -> Host:
         name, colon, slots = text.partition(":")
     elif ":" in text:
         raise ConfigurationError(f"{where}: write an IPv6 address in brackets, got {text!r}: [{text}].")
-    # ssh would take a leading dash for an option.
+    # ssh would treat a leading dash as an option.
     if not name or name.startswith("-") or not re.fullmatch(r"[\w.@:%-]+", name):
         raise ConfigurationError(f"{where}: {text!r} is not a host. Write HOST or HOST:SLOTS.")
     return Host(name, _positive(slots, name, where) if colon else None)

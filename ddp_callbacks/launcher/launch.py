@@ -1,4 +1,4 @@
-"""Carry out a plan: reach all nodes, see that the job can run there, start it on all, and end it on all."""
+"""Carry out a plan: reach all nodes, check that the job can run there, start it on all, and end it on all."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ddp_callbacks.launcher.plan import Plan
 from ddp_callbacks.launcher.remote import as_hex
 from ddp_callbacks.versions import how_to_install_this
 
-AGENT = ("-P", "-m", "ddp_callbacks.launcher.agent")  # what the interpreter of a node runs
+AGENT = ("-P", "-m", "ddp_callbacks.launcher.agent")  # the command for the node's interpreter
 _IS_INSTALLED = "import importlib.util, sys; sys.exit(importlib.util.find_spec('ddp_callbacks') is None)"
-_LOOK_TIMEOUT = 20.0  # seconds, for this on a slow disk
-_REACH_TIMEOUT = 5.0  # seconds, for a node to connect to the first one
-_LOOK = 0.25  # seconds between two looks at the time, while nothing comes
-_END_TIMEOUT = GRACE + 2.0  # seconds, from the end that was asked for until the last connection is cut
+_LOOK_TIMEOUT = 20.0  # seconds for this check on a slow disk
+_REACH_TIMEOUT = 5.0  # seconds for a node to connect to the first one
+_LOOK = 0.25  # seconds between two checks of the time while nothing comes
+_END_TIMEOUT = GRACE + 2.0  # seconds from the request to end until the last connection is cut
 
 
 class CannotStart(Exception):
-    """Nothing was started; one line for each node that has a problem."""
+    """Nothing was started; one line for each node with a problem."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -41,10 +41,10 @@ class Interrupted(Exception):
 
 
 class Launch:
-    """One job on its nodes; use it in a ``with`` block, whose end lets go of all nodes.
+    """One job on its nodes; use it in a ``with`` block, which disconnects from all nodes at its end.
 
     Args:
-        plan: What is to run where.
+        plan: What runs where.
         heartbeat_timeout: Seconds of silence after which a node, or the launcher, counts as lost.
     """
 
@@ -53,9 +53,9 @@ class Launch:
         self._patience = heartbeat_timeout
         self._events: queue.Queue[Event] = queue.Queue(maxsize=1000)
         self._nodes: list[Connection] = []
-        self._round = 0  # how often the workers of all nodes have been started again
+        self._round = 0  # how often the workers of all nodes have been restarted
         self._signal: int | None = None
-        self._ending: float | None = None  # when all must be gone
+        self._ending: float | None = None  # the deadline for all to end
 
     def __enter__(self) -> Launch:
         return self
@@ -64,10 +64,10 @@ class Launch:
         self._each(lambda node: node.close(_END_TIMEOUT))
 
     def connect(self, say: Callable[[str], None]) -> None:
-        """Reach every node and see that the job can start there.
+        """Reach every node and check that the job can start there.
 
         Raises:
-            CannotStart: It cannot on some node; nothing was started anywhere.
+            CannotStart: It cannot start on a node; nothing was started anywhere.
         """
         self._nodes = connections(self._plan.nodes, self._events, self._patience)
         problems = self._ask_all(self._check)
@@ -81,10 +81,10 @@ class Launch:
         self._refuse_machines_named_twice()
 
     def meet(self) -> tuple[str | None, int]:
-        """Let the first node listen where the others can reach it; the address and port.
+        """Make the first node listen where the others can reach it; return the address and port.
 
         Raises:
-            CannotStart: No address, or some node cannot reach it.
+            CannotStart: There is no address, or a node cannot reach it.
         """
         if self._plan.rendezvous is None:
             return None, 0
@@ -103,7 +103,7 @@ class Launch:
         raise problems[0]
 
     def _listen(self, first: Connection, others: list[Connection], address: str) -> int:
-        """The port there, once all others have reached it."""
+        """Listen at ``address``; return the port once all others have reached it."""
         try:
             port = int(first.ask("listen", address=address, port=self._plan.port)["port"])
         except NodeProblem as problem:
@@ -119,14 +119,14 @@ class Launch:
         """Start the agents.
 
         Raises:
-            CannotStart: Some agent could not be started; those that were are ended.
+            CannotStart: An agent could not be started; those already started are ended.
         """
         problems = self._ask_all(lambda node: self._start_agent(node, address, port))
         if problems:
             raise CannotStart([f"{node.plan.name}: {problem}." for node, problem in problems.items()])
 
     def start_again(self, after: int | None, nodes: list[Connection]) -> None:
-        """Let these nodes start their workers again, unless they have been told so since round ``after``."""
+        """Restart the workers on these nodes, unless that has already happened since round ``after``."""
         if after is None or after == self._round:
             self._round += 1
             for node in nodes:
@@ -139,11 +139,11 @@ class Launch:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the time for an orderly end is over."""
+        """Whether the time for an orderly end has passed."""
         return self._ending is not None and time.monotonic() >= self._ending
 
     def next_event(self) -> Event | None:
-        """Blocks; ``None`` once the time for an orderly end is over."""
+        """The next event; blocks. ``None`` once the time for an orderly end has passed."""
         while not self.is_overdue:
             try:
                 return self._events.get(timeout=_LOOK)
@@ -153,7 +153,7 @@ class Launch:
 
     @property
     def nodes(self) -> list[Connection]:
-        """Those that were reached, in the order of their ranks."""
+        """The nodes that were reached, in rank order."""
         return list(self._nodes)
 
     @property
@@ -170,9 +170,9 @@ class Launch:
 
     @contextmanager
     def ends_with_signals(self) -> Iterator[None]:
-        """SIGINT, SIGTERM and SIGHUP end the job on every node; the second one, at once. Ctrl-Z has no effect.
+        """Let SIGINT, SIGTERM and SIGHUP end the job on every node; a second one ends it at once. Ctrl-Z has no effect.
 
-        What is ignored already stays so (nohup). A launcher that is stopped could no longer say that it lives.
+        Signals that are already ignored stay ignored (nohup). A stopped launcher could not send heartbeats.
         """
 
         def end(number: int, _: object) -> None:
@@ -199,7 +199,7 @@ class Launch:
     def _ask_all(
         self, ask: Callable[[Connection], Any], nodes: list[Connection] | None = None
     ) -> dict[Connection, NodeProblem]:
-        """The problems that came up."""
+        """Ask all nodes; return the problems."""
         nodes = self._nodes if nodes is None else nodes
 
         def attempt(node: Connection) -> NodeProblem | None:
@@ -236,7 +236,7 @@ class Launch:
             raise NodeProblem(f"ddp_callbacks is not installed there for Python 3.11 or newer. Run: {command}")
 
     def _numbers(self, node: Connection) -> dict[str, Any]:
-        """Of the nodes that were reached; with one node, as the user says (by hand on each)."""
+        """Number and ranks of the nodes that were reached; with one node, the user's flags (ddprun by hand on each)."""
         if len(self._plan.nodes) == 1:
             return {}
         return {"nnodes": f"{self._plan.min_nodes}:{len(self._nodes)}", "node_rank": self._nodes.index(node)}

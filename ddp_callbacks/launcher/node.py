@@ -1,7 +1,7 @@
-"""What runs on a node, between the launcher and the job: it does what it is told, and ends all with the connection.
+"""The program on a node, between launcher and job: it carries out requests, and ends the job with the connection.
 
-This file is sent to the node as it is (see :mod:`ddp_callbacks.launcher.remote`) and run by an interpreter that knows
-nothing of this package, so it imports the standard library alone. Linux.
+The launcher sends this file to the node (see :mod:`ddp_callbacks.launcher.remote`), whose interpreter may lack this
+package, so it imports only the standard library. Linux.
 
 Standard input brings messages, each a line with a length and as many bytes of JSON: ``{"do": NAME, ...}`` calls the
 method ``do_NAME``. Standard output takes :data:`GREETING`, then frames: a header (:data:`HEADER`: kind, rank, length),
@@ -9,19 +9,20 @@ as many bytes, and a newline, without which srun would hold them back.
 
 =====  ==============================================================================================
 ``r``  the answer to a message, JSON; ``{"problem": TEXT}`` if it could not be done
-``o``  what the rank has written to its standard output; rank -1 is the agent
+``o``  standard output of a rank; rank -1 is the agent
 ``e``  the same for standard error
-``m``  what the agent reports, JSON
+``m``  a report of the agent, JSON
 ``b``  an answer to ``beat``, empty
-``x``  the job has ended, and all that it started: ``{"code": N}``, in the shell's way (128 + signal)
+``x``  the job has ended, and all that it started: ``{"code": N}``, as in a shell (128 + signal)
 =====  ==============================================================================================
 
-Standard input is the lifeline, too. When it ends, for whatever reason (the launcher has ended or was killed, the
-connection broke), or says nothing for too long, every process of the job gets SIGTERM and a little later SIGKILL.
+Standard input is also the lifeline. If it ends for any reason (the launcher has ended or was killed, the connection
+broke), or is silent for too long, every process of the job gets SIGTERM and a little later SIGKILL.
 
 [Note: every process]
-A process group is not enough: torchrun puts each worker into a session of its own, and a worker's children may do the
-same. This process is a subreaper (prctl(2)), so whatever the job starts stays its descendant, however often it forks.
+A process group is not enough: torchrun puts each worker into a separate session, and a worker's children may do the
+same. This process is a subreaper (prctl(2)), so everything that the job starts stays its descendant, however often it
+forks.
 """
 
 from __future__ import annotations
@@ -47,21 +48,21 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-GREETING = b"\0ddprun\0\n"  # a login shell may print something of its own before it
+GREETING = b"\0ddprun\0\n"  # a login shell may print something before it
 HEADER = struct.Struct("!ciI")
 GRACE = 2.5  # seconds between SIGTERM and SIGKILL
-GRACE_UNHEARD = 1.0  # the same, after a silence that has cost time already
+GRACE_UNHEARD = 1.0  # the same after a silence, which has already taken time
 _PR_SET_CHILD_SUBREAPER = 36
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
-_ENOUGH = 1 << 20  # bytes that wait for the launcher; until it has taken them, the job's own writes wait
-_TICK = 0.02  # seconds between two looks at what still runs, while the job is being ended
+_ENOUGH = 1 << 20  # bytes waiting for the launcher; beyond that, the job's writes wait
+_TICK = 0.02  # seconds between two checks for running processes while the job ends
 
 
 def main() -> int:
-    """Serve the launcher until the job has ended, or the launcher has; the job's exit code."""
+    """Serve the launcher until the job or the launcher has ended; return the job's exit code."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # The lifeline ends with whoever sends these. A handler, unlike SIG_IGN, is not inherited by the job.
+        # These signals end the sender, and so the lifeline. Unlike SIG_IGN, the job does not inherit a handler.
         signal.signal(number, lambda *_: None)
     node = Node(_descriptor_of_signals())
     try:
@@ -71,7 +72,7 @@ def main() -> int:
 
 
 def _descriptor_of_signals() -> int:
-    """It becomes readable when a child ends. (pidfd_open(2) is not there on the kernels of older clusters.)"""
+    """A descriptor that becomes readable when a child ends. (Older clusters' kernels lack pidfd_open(2).)"""
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -79,7 +80,7 @@ def _descriptor_of_signals() -> int:
 
 
 class Refusal(Exception):
-    """What the launcher asked for cannot be done here."""
+    """This node cannot do what the launcher asked for."""
 
 
 class Node:
@@ -95,16 +96,16 @@ class Node:
         self._process: subprocess.Popen[bytes] | None = None
         self._agent_end_told = False
         self._codes: dict[int, int] = {}
-        self._foreign: set[int] = set()  # what the job has started as another user (sudo): it is not ours to end
+        self._foreign: set[int] = set()  # processes that the job runs as another user (sudo): we cannot end them
         self._connected = True
         self._heard = time.monotonic()
         self._silence: float | None = None  # seconds
-        self._kill_at: float | None = None  # set once the job is to end
+        self._kill_at: float | None = None  # set once the job must end
 
     def serve(self) -> int:
         for descriptor in (0, 1):
             os.set_blocking(descriptor, False)
-        self._hear()  # what was read ahead with this program
+        self._hear()  # data that was read ahead with this program
         while not self._is_over():
             self._wait()
             self._watch_job()
@@ -122,10 +123,10 @@ class Node:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    # --- what the launcher asks for -----------------------------------------------------------------------------------
+    # --- requests of the launcher -------------------------------------------------------------------------------------
 
     def do_hello(self, silence: float) -> dict[str, Any]:
-        """Say who this is; from now on a longer silence (seconds) ends all. The address is the one ssh has reached."""
+        """Describe this node; ``address`` is the one that ssh reached. From now on, ``silence`` seconds end the job."""
         self._silence = silence
         connection = os.environ.get("SSH_CONNECTION", "").split()
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -133,7 +134,7 @@ class Node:
         return {"machine": machine, "address": connection[2] if len(connection) == 4 else None}
 
     def do_enter(self, cwd: str) -> dict[str, Any]:
-        """Go to the working directory."""
+        """Change to the working directory."""
         folder = os.fsdecode(bytes.fromhex(cwd))
         try:
             os.chdir(folder)
@@ -142,20 +143,20 @@ class Node:
         return {}
 
     def do_find(self, path: str) -> dict[str, Any]:
-        """Look for a file."""
+        """Check that a file exists."""
         name = os.fsdecode(bytes.fromhex(path))
         if not os.path.exists(name):
             raise Refusal(f"file not found: {name} (working directory {os.getcwd()})")
         return {}
 
     def do_route(self, address: str) -> dict[str, Any]:
-        """This node's own address on the way to another."""
+        """This node's address on the route to another."""
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 1))  # sends nothing
             return {"address": probe.getsockname()[0]}
 
     def do_addresses(self) -> dict[str, Any]:
-        """Those on which others may reach this node: that of its name, the one on the way out, and all others."""
+        """Addresses at which others may reach this node: its name's, the default route's, and all others."""
         found: list[str] = []
         with suppress(OSError):
             found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
@@ -184,7 +185,7 @@ class Node:
         return {"port": self._listener.getsockname()[1]}
 
     def do_reach(self, addresses: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
-        """Connect to what others hold; says for each why it cannot be reached, ``null`` if it can."""
+        """Connect to ports that other nodes hold; for each, why it cannot be reached, or ``null``."""
         with ThreadPoolExecutor(max(1, len(addresses))) as pool:
             return {"problems": list(pool.map(lambda at: _cannot_reach(at[0], at[1], seconds), addresses))}
 
@@ -193,7 +194,7 @@ class Node:
         return {"time": time.time()}
 
     def do_output(self, argv: list[str], seconds: float) -> dict[str, Any]:
-        """What a short command prints."""
+        """The output of a short command."""
         words = [bytes.fromhex(word) for word in argv]
         try:
             done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
@@ -207,7 +208,7 @@ class Node:
         """Start the agent; its standard input holds the job as JSON, with the descriptors that it inherits."""
         if not listens:
             self._listener = None
-        # Made by the agent, and removed by both: either may be killed.
+        # Made by the agent, and removed by both, as either may be killed.
         self._folder = os.path.join(tempfile.gettempdir(), f"ddprun-{secrets.token_hex(8)}")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         inherited = [theirs] if self._listener is None else [theirs, self._listener]
@@ -242,23 +243,23 @@ class Node:
         return {}
 
     def do_round(self, number: int, members: list[int]) -> None:
-        """The workers are to start again; the agent looks for this between two looks at them."""
+        """Restart the workers; the agent checks for this each time it polls them."""
         if self._control is not None:
-            with suppress(OSError):  # it has ended by now
+            with suppress(OSError):  # it has ended
                 self._control.send(json.dumps([number, members]).encode(), socket.MSG_DONTWAIT)
 
     def do_beat(self) -> None:
-        """The launcher lives; so does this."""
+        """Answer a heartbeat."""
         self._put(b"b", -1, b"")
 
     def do_end(self, at_once: bool) -> None:
         """End the job."""
         self._end(0 if at_once else GRACE)
 
-    # --- what there is to wait for ------------------------------------------------------------------------------------
+    # --- the event loop -----------------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        """Wait for something to happen, and pass on whatever came in the meantime."""
+        """Wait for an event, and pass on what has come meanwhile."""
         poll = select.poll()
         ready = self._what_may_come()
         for descriptor in ready:
@@ -270,7 +271,7 @@ class Node:
             ready[descriptor]()
 
     def _what_may_come(self) -> dict[int, Callable[[], Any]]:
-        """What to do when a descriptor is ready."""
+        """The handler of each descriptor."""
         ready: dict[int, Callable[[], Any]] = {}
         if self._connected:
             ready[0] = self._hear
@@ -280,7 +281,7 @@ class Node:
             ready |= {descriptor: partial(self._pass_on, descriptor) for descriptor in self._streams}
         if self._control is not None:
             ready[self._control.fileno()] = partial(self._listen_to_agent, self._control)
-        ready[self._signals] = partial(os.read, self._signals, 1 << 16)  # the children are looked at in any case
+        ready[self._signals] = partial(os.read, self._signals, 1 << 16)  # the children are checked in any case
         return ready
 
     def _patience(self) -> float:
@@ -289,7 +290,7 @@ class Node:
         return 0.25 if self._silence is not None else 60
 
     def _hear(self) -> None:
-        # None if there is nothing. Not os.read: something may have been read ahead with this program.
+        # None if there is no data. Not os.read: some may have been read ahead with this program.
         data: bytes | None = sys.stdin.buffer.read(1 << 16)
         if data == b"":
             self._lose_launcher(GRACE)
@@ -327,7 +328,7 @@ class Node:
             self._lose_launcher(GRACE)
 
     def _pass_on(self, descriptor: int) -> bool:
-        """Whether something came."""
+        """Pass on available output; return whether there was any."""
         kind, rank = self._streams[descriptor]
         os.set_blocking(descriptor, False)
         try:
@@ -369,7 +370,7 @@ class Node:
         self._end(grace)
 
     def _end(self, grace: float) -> None:
-        """SIGTERM for every process of the job, and ``grace`` seconds later SIGKILL."""
+        """Send SIGTERM to every process of the job, and ``grace`` seconds later SIGKILL."""
         now = time.monotonic()
         if self._kill_at is None and grace:
             self._signal(signal.SIGTERM)
@@ -384,19 +385,19 @@ class Node:
         if self._agent in self._codes and not self._agent_end_told:
             self._agent_end_told = True
             self._send(b"m", {"agent_ended": self._codes[self._agent]})
-            self._end(GRACE)  # what the job left behind
+            self._end(GRACE)  # processes that the job left behind
 
     def _signal(self, number: int) -> None:
         for pid in _descendants():
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
-                pass  # it has ended by now
+                pass  # it has ended
             except PermissionError:
                 self._foreign.add(pid)
 
     def _reap(self) -> None:
-        """Take the exit codes of the children that have ended, orphans of the job among them."""
+        """Collect the exit codes of ended children, including orphans of the job."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -416,7 +417,7 @@ def _cannot_reach(address: str, port: int, seconds: float) -> str | None:
 
 
 def _descendants() -> list[int]:
-    """The process ids of all that still run, parents first."""
+    """The process ids of all running descendants, parents first."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -424,7 +425,7 @@ def _descendants() -> list[int]:
                 with open(f"/proc/{entry}/stat", "rb") as file:
                     state, parent = file.read().rpartition(b")")[2].split()[:2]
             except OSError:
-                continue  # it has ended by now
+                continue  # it has ended
             if state not in (b"Z", b"X"):
                 children.setdefault(int(parent), []).append(int(entry))
     found = list(children.get(os.getpid(), []))

@@ -22,7 +22,7 @@ from ddp_callbacks.schedulers import hosts_of_job
 from ddp_callbacks.versions import __version__
 
 PATIENCE = 30.0
-"""Seconds without a sign of life until a connection is lost. TCP tries again after 6 and 13 seconds of silence."""
+"""Seconds without a heartbeat until a connection counts as lost. TCP retries after 6 and 13 seconds of silence."""
 
 _ABOUT = """\
 Start a script on every process of every node. ddprun reaches the nodes over ssh and runs one torchrun agent on each.
@@ -35,12 +35,12 @@ Start a script on every process of every node. ddprun reaches the nodes over ssh
   ddprun doctor -H node1,node2                    check that a run on these nodes would work
   ddprun bench -H node1:4,node2:4                 predict the time of a step on 1 to 1,024 nodes
 """
-# The variables that are given to all nodes: what begins so sets up a library that takes part in training.
+# Variables that all nodes get: these prefixes configure libraries that take part in training.
 FORWARDED = (
     *("CUDA_", "CUBLAS_", "DDP_CALLBACKS_", "GLOO_", "GOMP_", "HF_", "HIP_", "HSA_", "KMP_", "LD_LIBRARY_PATH"),
     *("LIGHTNING_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PL_", "PYTHON", "PYTORCH_", "ROCR_", "TOKENIZERS_"),
     *("TORCH_", "TORCHINDUCTOR_", "UCX_"),
-    "PET_",  # torchrun takes each of its flags from a variable, too
+    "PET_",  # torchrun also reads each of its flags from a variable
 )
 _WITHOUT_PIPE = ("pbs_tmrsh", "pbsdsh")  # for --rsh
 _NO_SCRIPT = "name a script to run: ddprun train.py. See ddprun --help."
@@ -49,13 +49,13 @@ _USAGE = "ddprun [flags] [torchrun's flags] SCRIPT [the script's arguments]"
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """Which nodes, and where things are on them.
+    """Which nodes to use, and where things are on them.
 
     Attributes:
-        hosts: The nodes, the first one first; ``None`` for this machine alone.
-        python: The interpreter on the nodes; ``None`` for the one that runs this.
-        chdir: The working directory on the nodes; ``None`` for this one.
-        rsh: The words of the command that leads to a node, with ``{host}`` for its name; ``None`` for ssh.
+        hosts: The nodes, the first one first; ``None`` for this machine only.
+        python: The interpreter on the nodes; ``None`` for the current one.
+        chdir: The working directory on the nodes; ``None`` for the current one.
+        rsh: The words of the command that reaches a node, with ``{host}`` for its name; ``None`` for ssh.
     """
 
     hosts: list[Host] | None
@@ -66,7 +66,7 @@ class NodeOptions:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What the user asked of ``ddprun doctor``."""
+    """The options of ``ddprun doctor``."""
 
     nodes: NodeOptions
     json: bool
@@ -75,15 +75,15 @@ class DoctorOptions:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What the user asked of ``ddprun bench``.
+    """The options of ``ddprun bench``.
 
     Attributes:
-        run: The job that measures.
-        script: The file of the model, which must be on each node; ``None`` if there is none to look for.
+        run: The measuring job.
+        script: The model's file, which must exist on each node; ``None`` if there is none to check.
         every: Steps between two synchronizations of DiLoCo.
-        latency: Seconds, in place of what is measured; ``None`` measures.
+        latency: Seconds, instead of measuring; ``None`` measures.
         bandwidth: Bytes per second, likewise.
-        plot: Where the plot goes; ``None`` for the usual place, if a plot can be drawn at all.
+        plot: The file for the plot; ``None`` for the default, if a plot can be drawn.
         json: Print JSON instead of tables.
     """
 
@@ -98,17 +98,17 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for.
+    """The options of ``ddprun``.
 
     Attributes:
         nodes: Which nodes.
-        environ: Variables for the nodes that the user has named.
-        forwarded: Those that are given to all nodes anyway.
+        environ: Variables that the user has named for the nodes.
+        forwarded: Variables that all nodes get in any case.
         shown: The ranks whose output goes to the terminal; ``None`` for all.
         prefix: Whether lines begin with ``[node:rank]``.
-        heartbeat_timeout: After this many seconds without a sign of life a connection counts as lost.
-        dry_run: Say what would run, and start nothing.
-        torchrun: torchrun's own arguments, by name, without the script; ``nproc_per_node`` is empty if not given.
+        heartbeat_timeout: Seconds without a heartbeat after which a connection counts as lost.
+        dry_run: Print what would run, and start nothing.
+        torchrun: torchrun's arguments, by name, without the script; ``nproc_per_node`` is empty if not given.
         command: The script and its arguments.
     """
 
@@ -135,22 +135,22 @@ class _RunParser(_OneLineParser):
         super().error(message)
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """The flags that an abbreviation can stand for; none where that is not clear.
+        """The flags that an abbreviation can stand for; none if it is ambiguous.
 
-        argparse refuses an unclear one wherever it stands, behind the script too, where it is the script's own.
+        argparse refuses an ambiguous one anywhere, even after the script, where it belongs to the script.
         """
         found: list[Any] = super()._get_option_tuples(option_string)
         return found if len(found) == 1 else []
 
     def format_help(self) -> str:
-        """The flags for the hosts first, then torchrun's."""
+        """Print the flags for the hosts first, then torchrun's."""
         theirs = _without_usage(torchrun_parser({}))
         ours = ArgumentParser(prog=self.prog, usage=_USAGE)
         _add_flags(ours)
         return f"{ours.format_usage()}\n{_ABOUT}\n{_without_usage(ours)}\n{theirs}"
 
     def refuse_unknown(self, flags: Sequence[str]) -> NoReturn:
-        """Say which flag is not known, and what may have been meant."""
+        """Report an unknown flag, with similar known ones."""
         flag = flags[0].partition("=")[0]
         known = [spelling for action in self._actions for spelling in action.option_strings if len(spelling) > 2]
         close = get_close_matches(flag, known, 1, 0.8)
@@ -202,7 +202,7 @@ def _add_variables(parser: _ActionsContainer) -> None:
 
 
 def _add_host_flags(parser: ArgumentParser) -> None:
-    """The flags that say which nodes, and where things are on them."""
+    """Add the flags for nodes and the locations on them."""
     hosts = parser.add_argument_group("nodes")
     hosts.add_argument(
         "-H",
@@ -224,10 +224,10 @@ def _add_host_flags(parser: ArgumentParser) -> None:
 
 
 def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
-    """Read the command line, without the program's name.
+    """Parse the command line, without the program's name.
 
     Raises:
-        ConfigurationError: With one line that says what is wrong.
+        ConfigurationError: With a one-line message.
     """
     if not argv:
         raise ConfigurationError(_NO_SCRIPT)
@@ -255,7 +255,7 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
 
 
 def parse_doctor_options(argv: Sequence[str], environ: Mapping[str, str]) -> DoctorOptions:
-    """Read the command line after ``ddprun doctor``; errors as in :func:`parse_options`."""
+    """Parse the command line after ``ddprun doctor``; errors as in :func:`parse_options`."""
     parser = _OneLineParser(
         prog="ddprun doctor", description="Check that a run on these nodes would work, and say what to fix."
     )
@@ -278,7 +278,7 @@ tables, draws a plot, and recommends how to synchronize.
 
 
 def parse_bench_options(argv: Sequence[str], environ: Mapping[str, str]) -> BenchOptions:
-    """Read the command line after ``ddprun bench``; errors as in :func:`parse_options`."""
+    """Parse the command line after ``ddprun bench``; errors as in :func:`parse_options`."""
     parser = _OneLineParser(
         prog="ddprun bench", description=_ABOUT_BENCH, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -331,7 +331,7 @@ def _check_equal_slots(hosts: Sequence[Host]) -> None:
 
 
 def _script_of(model: str | None) -> str | None:
-    """The file that ``--model`` names, if it names one; it must hold the function."""
+    """The file in ``--model``, if there is one; it must contain the function."""
     if model is None:
         return None
     place, _, function = model.rpartition(":")
@@ -372,7 +372,7 @@ def _rsh(text: str | None) -> tuple[str, ...] | None:
 
 
 def _hosts(args: Namespace, environ: Mapping[str, str]) -> list[Host] | None:
-    """Named by ``-H``, in a file, or those of the job in which this runs; ``None`` if nothing names any."""
+    """Hosts from ``-H``, a host file, or the current job; ``None`` if there are none."""
     if args.hosts is not None and args.hostfile is not None:
         raise ConfigurationError("-H and --hostfile both name the nodes. Use one of them.")
     if args.hosts is not None:
@@ -403,7 +403,7 @@ def _check_processes(text: str) -> None:
 
 
 def _is_accelerator(name: str) -> bool:
-    """Whether torch was built for such a device; where there is no torch, the nodes find out."""
+    """Whether torch was built for such a device; without torch here, the nodes find out."""
     try:
         from ddp_callbacks._torch import name_of_own_accelerator
     except ImportError:
@@ -412,11 +412,11 @@ def _is_accelerator(name: str) -> bool:
 
 
 def _forwarded(args: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings of the libraries as they are here, so that all nodes have the same."""
+    """The current settings of the libraries, so that all nodes have the same."""
     found = {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
     if args.rsh is None:
         return found
-    # A scheduler's or a container's command decides which devices there are.
+    # A scheduler or a container decides which devices are visible.
     return {name: value for name, value in found.items() if not name.endswith("_VISIBLE_DEVICES")}
 
 
@@ -461,6 +461,6 @@ def _patience(text: str) -> float:
 
 
 def working_directory(environ: Mapping[str, str]) -> str:
-    """This one, by the name that the user knows: on another node its resolved path may not exist."""
+    """The current directory, by the user's name for it: its resolved path may not exist on another node."""
     named = environ.get("PWD", "")
     return named if os.path.isabs(named) and os.path.exists(named) and os.path.samefile(named, ".") else os.getcwd()

@@ -1,4 +1,4 @@
-"""What the ranks print: a file for each, and the chosen ones on the terminal, line by line."""
+"""Output of the ranks: a file for each, and selected ranks on the terminal, line by line."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 _PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
-_LOOK = 0.25  # seconds between two looks at whether to give up
-AGENT = -1  # in place of a rank
-_LONGEST = 1 << 16  # bytes of a line that are held back until its end
-TAIL = 1 << 14  # bytes of a rank's standard error that are kept, to say why it failed
+_LOOK = 0.25  # seconds between two checks whether to give up
+AGENT = -1  # stands for the agent instead of a rank
+_LONGEST = 1 << 16  # bytes of an unfinished line to hold back
+TAIL = 1 << 14  # bytes of a rank's standard error to keep, to explain its failure
 
 
 class Terminal:
-    """Standard output (stream ``o``) and standard error (``e``) of this process, each written as far as it takes it.
+    """Standard output (stream ``o``) and standard error (``e``) of this process. Writes only as much as they accept.
 
     Args:
         out, err: Their descriptors.
-        give_up: Asked while nothing more is taken; what is left is dropped once it says so.
+        give_up: Called while they accept nothing; once it returns true, the rest is dropped.
     """
 
     def __init__(self, out: int, err: int, give_up: Callable[[], bool]) -> None:
@@ -30,26 +30,26 @@ class Terminal:
         self._give_up = give_up
 
     def write(self, stream: str, data: bytes) -> None:
-        """Raises BrokenPipeError where nobody reads any more."""
+        """Write to a stream. Raises BrokenPipeError if its reader is gone."""
         descriptor = self._descriptors[stream]
         while data:
             if select.select([], [descriptor], [], _LOOK)[1]:
-                data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]  # so much never blocks then
+                data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]  # this much never blocks
             elif self._give_up():
                 return
 
 
 class Output:
-    """Takes what comes from the nodes.
+    """Takes the output of the nodes.
 
-    A line of the terminal comes from one rank alone. A progress bar's line ends with a carriage return, and is shown as
-    often as the rank has written it. Where one rank alone is shown, its unfinished lines are shown at once.
+    A line on the terminal comes from one rank only. A progress bar's line ends with a carriage return, and is shown as
+    often as the rank has written it. If only one rank is shown, its unfinished lines are shown at once.
 
     Args:
-        folder: Where the files go; made here.
+        folder: Folder of the files; created here.
         shown: The ranks for the terminal, ``None`` for all.
         prefix: Whether a line begins with ``[node:rank]``.
-        terminal: Where the lines go.
+        terminal: Receives the lines.
     """
 
     def __init__(self, folder: Path, shown: frozenset[int] | None, prefix: bool, terminal: Terminal) -> None:
@@ -61,7 +61,7 @@ class Output:
         self._files: dict[Path, BinaryIO | None] = {}  # None once it cannot be written
         self._lines: dict[tuple[str, int, str], _Lines] = {}
         self._tails: dict[tuple[str, int], deque[bytes]] = {}
-        self._unfinished = False  # whether the terminal's last line is
+        self._unfinished = False  # whether the terminal's last line is unfinished
 
     def __enter__(self) -> Output:
         return self
@@ -70,7 +70,7 @@ class Output:
         self.close()
 
     def write(self, node: str, rank: int, stream: str, data: bytes) -> None:
-        """What a rank wrote to stream ``o`` (standard output) or ``e`` (standard error)."""
+        """Take output of a rank's stream ``o`` (standard output) or ``e`` (standard error)."""
         self._keep(self.path_of(rank), data)
         if stream == "e":
             self._remember((node, rank), data)
@@ -78,7 +78,7 @@ class Output:
             self._show(f"[{node}:{rank}] ", (node, rank, stream), data)
 
     def write_agent(self, node: str, stream: str, data: bytes, show: bool) -> None:
-        """What torchrun's agent on a node wrote."""
+        """Take output of torchrun's agent on a node."""
         self._keep(self.path_of_agent(node), data)
         if stream == "e":
             self._remember((node, AGENT), data)
@@ -86,11 +86,11 @@ class Output:
             self._show(f"[{node}] ", (node, AGENT, stream), data)
 
     def note(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Print a line from the launcher."""
         self._print((b"\n" if self._unfinished else b"") + f"ddprun: {text}\n".encode(errors="replace"), "e")
 
     def quote(self, node: str, rank: int, lines: list[str]) -> None:
-        """Lines of a rank, or of an agent, that is not shown otherwise."""
+        """Print lines of a rank, or of an agent, that is not shown otherwise."""
         prefix = "" if not self._prefix else f"[{node}] " if rank == AGENT else f"[{node}:{rank}] "
         text = "".join(f"{prefix}{line}\n" for line in lines)
         self._print((b"\n" if self._unfinished else b"") + text.encode(errors="surrogateescape"), "e")
@@ -105,16 +105,16 @@ class Output:
         return self._folder / f"agent-{node}.log"
 
     def last_errors(self, node: str, rank: int) -> list[str]:
-        """The last lines that a rank, or an agent, wrote to its standard error, the last of all last."""
+        """The last lines that a rank, or an agent, wrote to its standard error, oldest first."""
         tail = b"".join(self._tails.get((node, rank), ()))
         return tail.decode(errors="surrogateescape").replace("\r", "\n").splitlines()
 
     def forget_errors(self, node: str) -> None:
-        """New workers start on a node: what the ones before said is no reason of theirs."""
+        """Forget the standard error of a node's old workers, which cannot explain a failure of its new ones."""
         self._tails = {key: tail for key, tail in self._tails.items() if key[0] != node}
 
     def close(self) -> None:
-        """Show what was held back; nothing comes any more."""
+        """Print the held-back output; nothing else comes."""
         for file in self._files.values():
             if file is not None:
                 file.close()
@@ -124,7 +124,7 @@ class Output:
             self._print(b"\n", "e")
 
     def _keep(self, path: Path, data: bytes) -> None:
-        """A full disk is no reason to end the training."""
+        """Write to a file. A full disk must not end the training."""
         try:
             if path not in self._files:
                 self._files[path] = path.open("wb", buffering=0)
@@ -155,7 +155,7 @@ class Output:
 
 
 class _Lines:
-    """Puts a prefix before each line of one stream; ``held`` keeps back a line that has not ended."""
+    """Puts a prefix before each line of one stream; ``held`` is the unfinished line."""
 
     def __init__(self, prefix: bytes, held: bool) -> None:
         self._prefix = prefix
@@ -178,7 +178,7 @@ class _Lines:
     def _marked(self, data: bytes) -> bytes:
         marked = bytearray()
         for piece in _PIECE.findall(data):
-            if self._at_start and piece != b"\r":  # with which a progress bar begins
+            if self._at_start and piece != b"\r":  # a progress bar begins with it
                 marked += self._prefix
             marked += piece
             self._at_start = piece.endswith((b"\r", b"\n"))

@@ -1,4 +1,4 @@
-"""What is to run where: worked out before anything is contacted."""
+"""What runs where: worked out before anything is contacted."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ddp_callbacks.launcher.hosts import Host
 from ddp_callbacks.launcher.options import NodeOptions, Options
 from ddp_callbacks.network import is_loopback
 
-_LOOKUP = 5.0  # seconds, for the names of all nodes
-_FOR_ONE_NODE = ("node_rank", "local_addr", "standalone")  # what torchrun's user says on each node
+_LOOKUP = 5.0  # seconds for resolving the names of all nodes
+_FOR_ONE_NODE = ("node_rank", "local_addr", "standalone")  # flags that torchrun's user sets on each node
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class NodePlan:
     """One node.
 
     Attributes:
-        name: As it is shown.
-        host: As ssh takes it; ``None`` for this machine, which needs no ssh.
-        rank: Its number among the nodes.
-        processes: As in ``--nproc-per-node``; empty if the node is to decide.
+        name: Its name in the output.
+        host: Its name for ssh; ``None`` for this machine, which needs no ssh.
+        rank: Its node rank.
+        processes: As in ``--nproc-per-node``; empty if the node decides.
         python: The interpreter.
         cwd: The working directory.
-        rsh: The command that leads there in place of ssh.
+        rsh: The command that reaches it instead of ssh.
     """
 
     name: str
@@ -43,7 +43,7 @@ class NodePlan:
 
     @property
     def shell(self) -> str:
-        """What comes before a command that is to be typed for this node; empty for this machine."""
+        """The prefix of a command to type for this node; empty for this machine."""
         if self.host is None:
             return ""
         return f"ssh {self.host} " if self.rsh is None else f"{shlex.join(self.rsh)} "
@@ -54,16 +54,16 @@ class Plan:
     """The whole job.
 
     Attributes:
-        nodes: In the order of their ranks.
-        min_nodes: So many must be there.
+        nodes: In rank order.
+        min_nodes: Minimum number of nodes.
         rendezvous: ``"fixed"``: these nodes in this order; ``"elastic"``: at least ``min_nodes``, in any order;
-            ``None``: as torchrun's flags say.
-        address, port: Where the first node is to listen; ``None`` and 0 where that is still to be found.
-        script: The file that must exist on each node, ``None`` if there is none to look for.
-        torchrun: torchrun's arguments, without those of :class:`NodePlan`.
+            ``None``: as in torchrun's flags.
+        address, port: Where the first node listens; ``None`` and 0 if still to be found.
+        script: The file that must exist on each node; ``None`` if there is none to check.
+        torchrun: torchrun's arguments, without those in :class:`NodePlan`.
         command: The script and its arguments.
-        environ: Variables for each node that the user has named.
-        forwarded: Those that each node is given anyway.
+        environ: Variables that the user has named for the nodes.
+        forwarded: Variables that each node gets in any case.
     """
 
     nodes: tuple[NodePlan, ...]
@@ -80,7 +80,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Here:
-    """This machine: the interpreter, the working directory, and which hosts are it."""
+    """This machine: the interpreter, the working directory, and which hosts mean it."""
 
     python: str
     cwd: str
@@ -88,7 +88,7 @@ class Here:
 
 
 def plan_nodes(options: NodeOptions, processes: str, here: Here) -> tuple[NodePlan, ...]:
-    """The nodes in the order of their ranks, with ``processes`` each (``--nproc-per-node``), else with their slots."""
+    """The nodes in rank order, with ``processes`` each (``--nproc-per-node``), or else with their slots."""
     hosts = options.hosts or [Host("localhost")]
     local = _local([host.name for host in hosts], here.is_here)
     return tuple(
@@ -106,7 +106,7 @@ def plan_nodes(options: NodeOptions, processes: str, here: Here) -> tuple[NodePl
 
 
 def _local(names: Sequence[str], is_here: Callable[[str], bool]) -> set[str]:
-    """Those that are this machine. Names whose look-up takes long are somebody else's."""
+    """The hosts that are this machine. A name that takes long to resolve is another machine's."""
     found: set[str] = set()
 
     def look(name: str) -> None:
@@ -123,7 +123,7 @@ def _local(names: Sequence[str], is_here: Callable[[str], bool]) -> set[str]:
 
 
 def make_plan(options: Options, here: Here) -> Plan:
-    """Decide who runs what.
+    """Decide what runs where.
 
     Raises:
         ConfigurationError: The flags contradict each other.
@@ -167,7 +167,7 @@ def _refuse_flags_of_one_node(torchrun: dict[str, Any]) -> None:
 
 
 def _address(torchrun: dict[str, Any]) -> tuple[str | None, int]:
-    """Where the user wants the first node to listen: torchrun's static endpoint is the same as its two other flags."""
+    """The user's address for the first node; torchrun's static endpoint means the same as its two other flags."""
     if torchrun["rdzv_backend"] == "static" and torchrun["rdzv_endpoint"]:
         host, _, port = torchrun["rdzv_endpoint"].rpartition(":")
         if not host or not port.isdigit():
@@ -187,7 +187,7 @@ def _min_nodes(low: int, high: int, count: int) -> int:
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether a host, as the user has named it, needs no ssh: its name or address is one of this machine's own."""
+    """Whether a host, as the user has named it, needs no ssh: its name or address belongs to this machine."""
     if name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
         return True
     try:
@@ -198,7 +198,7 @@ def is_this_machine(name: str) -> bool:
 
 
 def _is_own(family: int, address: Any) -> bool:
-    """What goes to an address of its own comes from there; from 127.0.1.1, which Debian calls itself, it does not."""
+    """Whether an address is this machine's: it is a loopback address, or packets to it come from it."""
     if is_loopback(address[0]):
         return True
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -210,7 +210,7 @@ def _is_own(family: int, address: Any) -> bool:
 
 
 def describe(plan: Plan, command_to: Callable[[NodePlan], list[str]]) -> str:
-    """The plan for people; ``command_to`` gives the command line that reaches a node."""
+    """The plan as text; ``command_to`` returns the command line that reaches a node."""
     return "\n".join(_describe_node(plan, node, command_to) for node in plan.nodes)
 
 

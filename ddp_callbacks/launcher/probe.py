@@ -1,4 +1,4 @@
-"""A real all-reduce between the nodes, one process each: the first prints its latency and bandwidth as JSON."""
+"""An all-reduce between the nodes, one process each: the first prints its latency and bandwidth as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_callbacks.launcher.meeting import choose_interface, open_store
 
 _TIMEOUT = timedelta(seconds=8)
 _BYTES = 4 << 20
-_TIME = 1.0  # seconds, for either measurement
+_TIME = 1.0  # seconds for each measurement
 
 
 def main() -> None:
@@ -26,14 +26,14 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     latency, large = _median_time(1), _median_time(_BYTES // 4)
     if rank == 0:
-        on_the_wire = 2 * (world_size - 1) / world_size * _BYTES  # that each node sends, in a ring
+        on_the_wire = 2 * (world_size - 1) / world_size * _BYTES  # bytes that each node sends in a ring
         print(json.dumps({"latency": latency, "bandwidth": on_the_wire / large}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _median_time(numbers: int) -> float:
-    """Seconds for a sum of so many float32; every rank does as many as rank 0 says."""
+    """Median seconds for a sum of ``numel`` float32; rank 0 decides the number of repetitions."""
     tensor, times = torch.ones(numbers), []
     go_on, end = torch.ones(1), time.monotonic() + _TIME
     while go_on.item():

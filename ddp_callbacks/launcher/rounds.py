@@ -1,4 +1,4 @@
-"""How the agents of a job meet, and meet again when workers have to start anew; what they tell ``ddprun``."""
+"""How the agents of a job meet, meet again when workers restart, and report to ``ddprun``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from torch.distributed.elastic.rendezvous import (
 
 from ddp_callbacks.launcher.meeting import open_store
 
-_LOOK = 0.05  # seconds between two looks at who is there
+_LOOK = 0.05  # seconds between two checks
 BACKEND = "ddprun"  # the name of the rendezvous below, for --rdzv-backend
 
 
 class Reports:
-    """What the node's program is told."""
+    """Sends reports to the node's program."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -36,14 +36,14 @@ class Reports:
         try:
             socket.send_fds(self._control, [json.dumps(message).encode()], descriptors or [])
         except OSError:
-            os.kill(os.getpid(), signal.SIGTERM)  # nobody is there any more
+            os.kill(os.getpid(), signal.SIGTERM)  # the node's program is gone
 
 
 class Rounds:
-    """How often the workers of all nodes have been started before, and which nodes take part; ``ddprun`` decides.
+    """The number of the current round of workers, and the nodes that take part; ``ddprun`` decides both.
 
     Attributes:
-        number: ``None`` where torchrun's own count is right.
+        number: ``None`` if torchrun's count is right.
     """
 
     def __init__(self, control: socket.socket, members: list[int] | None) -> None:
@@ -52,7 +52,7 @@ class Rounds:
         self.number = None if members is None else 0
 
     def newest(self) -> tuple[int, list[int]]:
-        """The number, and the members' numbers among the nodes, as far as ``ddprun`` has told."""
+        """The latest number and node ranks from ``ddprun``."""
         assert self.number is not None
         while select.select([self._control], [], [], 0)[0] and (told := self._control.recv(1 << 18)):
             self.number, self._members = json.loads(told)
@@ -60,22 +60,22 @@ class Rounds:
 
 
 class Rendezvous(RendezvousHandler):
-    """The nodes of one job, in the order in which the launcher named them; each store listens on one address.
+    """The nodes of one job, in the launcher's order; each store listens on one address.
 
-    (torchrun's own listen on all interfaces: pytorch issue 173909.) Where the workers may start again, they do so in
-    rounds, with a store of their own in each: torch expects it to be empty. A node whose workers have failed asks
-    ``ddprun`` for another round, and that tells it to all that are left; so it does when it has lost a node.
+    (torchrun's stores listen on all interfaces: pytorch issue 173909.) If workers may restart, they do so in rounds,
+    each with a new store: torch expects it to be empty. A node whose workers have failed asks ``ddprun`` for another
+    round, and ``ddprun`` tells all remaining nodes; it does the same when it has lost a node.
     """
 
     def __init__(self, parameters: RendezvousParameters, job: dict[str, Any], rounds: Rounds, reports: Reports) -> None:
         self._run_id = parameters.run_id
         self._rounds = rounds
         self._reports = reports
-        self._round: int | None = None  # in which the workers run
+        self._round: int | None = None  # the round of the running workers
         self._node_rank: int = job["node_rank"]
         self._nodes = parameters.max_nodes
         self._meeting = RendezvousStoreInfo(job["address"], job["port"])
-        # torchrun's own: how long its static rendezvous waits for a node, and how long its dynamic one reads the store
+        # torchrun's defaults: how long its static rendezvous waits for a node, and its dynamic one reads the store
         self._join_timeout = int(parameters.get("join_timeout", 600))
         is_elastic = rounds.number is not None
         timeout = int(parameters.get("read_timeout", 60) if is_elastic else parameters.get("timeout", 900))
@@ -104,7 +104,7 @@ class Rendezvous(RendezvousHandler):
         return RendezvousInfo(store, rank, len(members), meeting)
 
     def _open_workers_store(self) -> int:
-        """The port of a new one."""
+        """Open a new store; return its port."""
         address = self._meeting.master_addr
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         port = int(listener.getsockname()[1])
@@ -112,7 +112,7 @@ class Rendezvous(RendezvousHandler):
         return port
 
     def _meet(self, end: float) -> tuple[dist.Store, list[int]]:
-        """The round's part of the store, and its nodes, once all of them are there."""
+        """The round's part of the store, and its nodes, once all of them have come."""
         while time.monotonic() < end:
             number, members = self._rounds.newest()
             store: dist.Store = dist.PrefixStore(f"{self._run_id}/{number}", self._store)

@@ -1,6 +1,6 @@
-"""Tables, coloured lines and a bar on a terminal, by the standard library.
+"""Tables, colours and a progress bar on a terminal, using only the standard library.
 
-A library for that would be there for the user's program as well, and Lightning shows another progress bar beside one.
+A library for this would be installed for the user's program too, and Lightning changes its progress bar if one is.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import time
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
-WIDTH = 160  # columns where no terminal is
+WIDTH = 160  # columns without a terminal
 Color = Literal["green", "yellow", "bold red"]
 Side = Literal["left", "right"]
 _CODES = {"green": "32", "yellow": "33", "bold red": "1;31"}
 _BAR = 40  # columns
-_GAP = "   "  # between two columns
+_GAP = "   "  # between columns
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Cell:
 
 
 class Table:
-    """Rows under a head.
+    """Rows below a header.
 
     Args:
-        columns: The name of each column, and whether its cells end on the right.
+        columns: The name of each column, and whether it is right-aligned.
     """
 
     def __init__(self, *columns: tuple[str, Side]) -> None:
@@ -43,7 +43,7 @@ class Table:
         self._rows.append([cell if isinstance(cell, Cell) else Cell(cell) for cell in cells])
 
     def lines(self, width: int) -> list[list[Cell]]:
-        """Each line as its pieces; cells that are too long for ``width`` are folded."""
+        """Each line as its pieces; cells that don't fit into ``width`` are wrapped."""
         widths = [max(len(row[index].text) for row in self._rows) for index in range(len(self._sides))]
         while 1 + sum(widths) + len(_GAP) * (len(widths) - 1) > width and max(widths) > 8:
             widths[widths.index(max(widths))] -= 1
@@ -64,10 +64,10 @@ class Table:
 
 
 class Screen:
-    """Prints on a terminal in colours, elsewhere as plain text.
+    """Prints in colours on a terminal, otherwise plain text.
 
     Args:
-        file: Where to.
+        file: The output file.
         width: In columns; ``None``: the terminal's, or :data:`WIDTH`.
     """
 
@@ -88,7 +88,7 @@ class Screen:
             self.line(*line)
 
     def write(self, text: str) -> None:
-        """As it is, at once."""
+        """Write without changes, and flush."""
         self._file.write(text)
         self._file.flush()
 
@@ -97,10 +97,10 @@ class Screen:
 
 
 class Bar:
-    """What is being done, and how much of it is; shown while the ``with`` block runs, if a terminal is there.
+    """A progress bar with the current task; shown inside the ``with`` block, if there is a terminal.
 
     Args:
-        screen: Where; what else is printed there goes above the bar by :meth:`above`.
+        screen: The screen; use :meth:`above` to print other text above the bar.
     """
 
     def __init__(self, screen: Screen, doing: str) -> None:

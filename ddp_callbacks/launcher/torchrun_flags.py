@@ -1,6 +1,6 @@
-"""torchrun's flags, so that ``ddprun`` reads a command line without importing torch.
+"""torchrun's flags, so that ``ddprun`` can parse a command line without importing torch.
 
-A test compares the table with the parser of the installed torch. The node's own torchrun carries the flags out.
+A test compares the table with the parser of the installed torch. The node's torchrun implements the flags.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ TORCH = "2.13"  # whose flags these are
 
 
 def _filters(text: str) -> list[str]:
-    """``a,b``, with ``,,`` for a comma of its own."""
+    """Parse ``a,b``, where ``,,`` is a literal comma."""
     return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
 
 
 @dataclass(frozen=True)
 class Flag:
-    """What argparse has to know of one flag.
+    """The properties of one flag for argparse.
 
     Attributes:
         spellings: The first long one gives the name of the value and of the variable.
-        help: What it means.
-        default: What it is if neither the command line nor the variable says it.
-        type: Makes a value of its text.
-        choices: The texts that it takes; ``None`` for any.
-        is_switch: Whether it stands alone, without a value.
+        help: The help text.
+        default: The value if neither the command line nor the variable gives one.
+        type: Converts its text to a value.
+        choices: The allowed texts; ``None`` for any.
+        is_switch: Whether it takes no value.
         has_variable: Whether ``PET_NAME`` in the environment gives the default.
     """
 
@@ -49,7 +49,7 @@ class Flag:
         return long[2:].replace("-", "_")
 
     def add_to(self, parser: _ArgumentGroup, environ: Mapping[str, str]) -> None:
-        """Let ``parser`` take it."""
+        """Add it to ``parser``."""
         given = environ.get(f"PET_{self.name.upper()}") if self.has_variable else None
         default = self.default if given is None else given
         if not self.is_switch:

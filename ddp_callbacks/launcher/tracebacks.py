@@ -1,4 +1,4 @@
-"""The exceptions that a rank prints, read off its standard error as it comes; nothing long is kept."""
+"""Parse the exceptions that a rank prints, from its standard error as it arrives. Memory use is bounded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 
 _HEADER = "Traceback (most recent call last):"
-_WRAPPED = f"Original {_HEADER}"  # of a DataLoader's worker, within the message of the exception that torch raises
-_RANK = re.compile(r"\[rank\d+\]: ")  # which torch puts before each line of a traceback
+_WRAPPED = f"Original {_HEADER}"  # of a DataLoader's worker, in the message of the exception that torch raises
+_RANK = re.compile(r"\[rank\d+\]: ")  # torch's prefix of each line of a traceback
 # The last line of a traceback: the exception's qualified name, alone or with its message.
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?::\s.*)?$")
 _CHAINED = (
@@ -20,8 +20,8 @@ _MISMATCH = re.compile(r"(ddp_callbacks\.errors\.)?MismatchError\b")
 _BROKEN = re.compile(r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|DistStoreError")
 _CAUGHT = re.compile(r".*Caught \w+ (in .*)\.$")
 _NAMED = re.compile(r"rank (\d+)(?: \([^)]*\))?")
-_LONGEST = 2000  # characters of a line that are kept
-_LINES = 40  # of a message
+_LONGEST = 2000  # maximum length of a kept line
+_LINES = 40  # maximum number of lines of a message
 _HINTS = {
     "unexpected pos": "torch could not write a file: is its disk full?",
     "iostream error": "torch could not write a file: is its disk full?",
@@ -30,12 +30,12 @@ _HINTS = {
 
 @dataclass
 class Printed:
-    """What a traceback ends with, and the exceptions that came before it in its chain, the first one first.
+    """The exceptions of a printed traceback: its chain, the first one first.
 
     Attributes:
-        began: When its first line came.
+        began: When its first line arrived.
         exceptions: The lines of each: its name and message.
-        inner: Of each, the last line of the traceback that its message quotes, where torch has raised it again.
+        inner: For each, the last line of the traceback quoted in its message, if torch has re-raised it.
     """
 
     began: float
@@ -44,7 +44,7 @@ class Printed:
 
     @property
     def peer(self) -> str | None:
-        """What it says of another rank, if that is all it says: the text of the PeerError in it."""
+        """The text of the PeerError in it, if there is one: it only speaks of another rank."""
         return next(("\n".join(lines).rstrip() for lines in self.exceptions if _PEER_ERROR.match(lines[0])), None)
 
     @property
@@ -54,12 +54,12 @@ class Printed:
 
     @property
     def is_broken_connection(self) -> bool:
-        """Whether it says no more than that another process is gone."""
+        """Whether it only means that another process is gone."""
         return any(_BROKEN.search(lines[0]) for lines in self.exceptions)
 
     @property
     def reason(self) -> str:
-        """The exception in a few words; one of ours whole, since it names ranks and the remedy."""
+        """The exception in a few words; this library's exceptions in full, since they name ranks and remedies."""
         if self.peer is not None:
             return self.peer
         last = len(self.exceptions) - 1
@@ -73,7 +73,7 @@ class Printed:
 
     @property
     def blames(self) -> tuple[int, ...]:
-        """The ranks that a PeerError begins with, else the first that it names."""
+        """The ranks that a PeerError begins with, or else the first rank that it names."""
         message = (self.peer or "").partition(": ")[2]
         found: list[int] = []
         while match := _NAMED.match(message):
@@ -92,7 +92,7 @@ class Reader:
     """Finds the last traceback in the standard error of one process.
 
     Attributes:
-        last: It, once its exception has been read; ``None`` while there is none.
+        last: The last traceback with a complete exception; ``None`` if there is none yet.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Reader:
         self._is_chained = False  # whether the next traceback belongs to the same exception
 
     def feed(self, data: bytes, now: float) -> None:
-        """What has come at the time ``now``."""
+        """Process data that arrived at time ``now``."""
         data = self._rest + data
         if self._state == "elsewhere" and b"Traceback" not in data:
             data = data[max(data.rfind(b"\n"), data.rfind(b"\r")) + 1 :]
@@ -115,7 +115,7 @@ class Reader:
 
     def _take(self, line: str, now: float) -> None:
         if line.endswith(_HEADER) and not line.endswith(_WRAPPED):
-            self._begin(line.removesuffix(_HEADER), now)  # behind a progress bar that has not ended its line, perhaps
+            self._begin(line.removesuffix(_HEADER), now)  # perhaps after a progress bar's unfinished line
             return
         prefix = _RANK.match(line)
         if self._state == "elsewhere" or not line:
@@ -137,9 +137,10 @@ class Reader:
         self._state, self._is_chained = "stack", False
 
     def _is_quoted(self, has_prefix: bool) -> bool:
-        """Whether a traceback that begins stands in the message of the exception that is being read.
+        """Whether a new traceback is part of the current exception's message.
 
-        torch's prefix shows where the printed text ends. Without it only a PeerError is known to quote one.
+        torch's prefix shows where the printed text ends. Without the prefix, only a PeerError is known to quote a
+        traceback.
         """
         if self._state == "quoted":
             return has_prefix == self._has_prefix
@@ -169,7 +170,7 @@ class Reader:
 
 
 def printed_in(message: str) -> Printed | None:
-    """An exception whose name and message are known in another way."""
+    """Parse an exception whose name and message come from another source."""
     reader = Reader()
     reader.feed(f"{_HEADER}\n{message}\n".encode(errors="surrogateescape"), float("inf"))
     return reader.last

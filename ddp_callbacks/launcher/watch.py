@@ -1,4 +1,4 @@
-"""See a started job through to its end: pass on what it prints, end all when one fails, and say why."""
+"""Watch a started job until it ends: pass on its output, end all nodes when one fails, and report why."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ddp_callbacks.launcher.output import AGENT, Output
 from ddp_callbacks.launcher.plan import Plan
 from ddp_callbacks.launcher.tracebacks import Reader, printed_in
 
-_QUOTED = 20  # lines of the failing rank that are shown
+_QUOTED = 20  # lines of the failed rank to show
 
 
 @dataclass
 class _Rank:
-    """What is known of the workers that run under one number."""
+    """What we know about the workers with one rank."""
 
     node: str
     read: Reader = field(default_factory=Reader)
-    report: dict[str, Any] | None = None  # of its end
+    report: dict[str, Any] | None = None  # about its end
     came: float = math.inf
     is_ours: bool = False  # see :class:`End`
 
 
 class Watch:
-    """Sees a started job through to its end."""
+    """Watches a started job until it ends."""
 
     def __init__(self, plan: Plan, launch: Launch, output: Output) -> None:
         self._plan = plan
@@ -44,7 +44,7 @@ class Watch:
         self._redirected = plan.torchrun["redirects"] != "0" or plan.torchrun["tee"] != "0"
 
     def run(self) -> int:
-        """Pass on what the ranks print until all nodes have ended; the exit code of the job."""
+        """Pass on the ranks' output until all nodes have ended; return the exit code of the job."""
         while self._running and (event := self._launch.next_event()):
             self._take(event)
         return self._conclude()
@@ -57,7 +57,7 @@ class Watch:
             self._take_report(event.node, json.loads(event.data))
         elif event.kind == "x":
             self._take_end(event.node, json.loads(event.data)["code"])
-        elif event.node in self._running:  # closed, without an end before
+        elif event.node in self._running:  # closed without an earlier end
             self._running.remove(event.node)
             self._lose(event.node, event.node.explain_end())
 
@@ -78,7 +78,7 @@ class Watch:
             self._forget(name)
             self._ranks |= {rank: _Rank(name) for rank in report["workers"]["ranks"]}
             self._say_what_runs(name, **report["workers"])
-        elif "noticed" in report:  # before torchrun has ended the others; it may start the workers again
+        elif "noticed" in report:  # before torchrun has ended the others; it may restart the workers
             self._note_end(report["noticed"])
         elif "failed" in report:
             self._note_end(report["failed"], is_ours=True)
@@ -92,25 +92,25 @@ class Watch:
             self._take_end_of_agent(node, report["agent_ended"])
 
     def _note_end(self, report: dict[str, Any], is_ours: bool = False) -> None:
-        """Of a rank; the first that is said of it counts. What ends after the end was ordered may be ended by that."""
+        """Note the end of a rank; the first report counts. If we had ended the job, that may be the reason."""
         rank = self._ranks[report["rank"]]
         if rank.report is None:
             ordered = self._launch.is_ending and report["signal"] in (None, "SIGTERM")
             rank.report, rank.came, rank.is_ours = report, time.monotonic(), is_ours or ordered
 
     def _take_end_of_agent(self, node: Connection, code: int) -> None:
-        """Before what it has left behind has ended, too."""
+        """Handle the end of an agent; processes that it left behind may still run."""
         if not self._can_do_without(node):
             code = code if code >= 0 else 128 - code
             self._fail_at_once(node.plan.name, code, f"torchrun's agent ended with exit code {code}")
 
     def _has_said_more(self, name: str) -> bool:
-        """Whether one of its ranks is known to have failed."""
+        """Whether a rank of the node is known to have failed."""
         failed = [rank for rank in self._ranks.values() if rank.report is not None and rank.report["code"]]
         return name in {rank.node for rank in failed} | {end.node for end in self._lost}
 
     def _forget(self, name: str) -> None:
-        """The workers of a node are gone: new ones start there, or the job goes on without it."""
+        """Forget the workers of a node: new ones start there, or the job continues without it."""
         self._output.forget_errors(name)
         self._ranks = {number: rank for number, rank in self._ranks.items() if rank.node != name}
 
@@ -118,7 +118,7 @@ class Watch:
         agent = self._agents[name]
         threads = f"{agent['threads']} thread{'' if agent['threads'] == '1' else 's'} each"
         where = f", interface {agent['interface']}" if agent["interface"] else ""
-        allowed = self._plan.torchrun["max_restarts"]  # that a lost node causes does not count
+        allowed = self._plan.torchrun["max_restarts"]  # restarts after a lost node do not count
         again = f", restart {attempt}{f' of {allowed}' if attempt <= allowed else ''}" if attempt else ""
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
         self._output.note(f"{name}: {which}, {threads}{where}{again}")
@@ -134,7 +134,7 @@ class Watch:
             self._fail_at_once(node.plan.name, code, reason)
 
     def _lose(self, node: Connection, reason: str) -> None:
-        """The connection has ended, and nothing was said before."""
+        """Handle a lost connection without an earlier report."""
         if self._can_do_without(node):
             self._go_on_without(node, reason)
             return
@@ -148,13 +148,13 @@ class Watch:
         self._launch.start_again(None, self._running)
 
     def _fail_at_once(self, name: str, code: int, reason: str) -> None:
-        """An agent has ended, which is no cause once the end was ordered."""
+        """Handle the end of an agent; it is no cause if we have already ended the job."""
         if not self._launch.is_ending and not self._has_said_more(name):
             self._fail(name, code, reason)
         self._launch.end()
 
     def _can_do_without(self, node: Connection) -> bool:
-        """An elastic job goes on while enough nodes are there; the first one has the store."""
+        """Whether an elastic job continues without this node: enough are left, and it is not the first (its store)."""
         others = [other for other in self._running if other is not node]
         elastic = self._plan.rendezvous == "elastic" and node.plan.rank != 0
         return elastic and not self._launch.is_ending and len(others) >= self._plan.min_nodes
@@ -163,7 +163,7 @@ class Watch:
         self._lost.append(End(name, None, time.monotonic(), code, reason, is_ours=self._launch.is_ending))
 
     def _end_of(self, number: int, rank: _Rank) -> End:
-        """Made at the end, when all that the rank has written is here."""
+        """Describe the end of a rank; called at the end, when all its output is here."""
         rank.read.feed(b"\n", time.monotonic())
         if rank.report is None:
             return End(rank.node, number, rank.came, printed=rank.read.last)
@@ -171,11 +171,11 @@ class Watch:
         printed = rank.read.last or (printed_in(message) if message else None)
         reason = None if ended_by is None or rank.is_ours else f"killed by {ended_by}"
         if ended_by == "SIGABRT" and printed is not None:
-            reason = None  # what C++ does with an exception, after Python has told it
+            reason = None  # C++ aborts after an exception that Python has already printed
         return End(rank.node, number, rank.came, rank.report["code"], reason, printed, rank.is_ours)
 
     def _conclude(self) -> int:
-        """Say how it ended."""
+        """Report how the job ended."""
         if self._launch.signal is not None:
             self._output.note(f"stopped by {signal.Signals(self._launch.signal).name}")
             return 128 + self._launch.signal
@@ -192,7 +192,7 @@ class Watch:
         return cause.code
 
     def _where_it_is(self, cause: Cause) -> str:
-        """The whole output of what failed."""
+        """Where to find the full output of the failed rank or node."""
         if self._redirected:
             return f"its output is on {cause.node}, in the folder of --log-dir"
         path = self._output.path_of_agent(cause.node) if cause.rank is None else self._output.path_of(cause.rank)

@@ -1,4 +1,4 @@
-"""What leads to a node, ssh or the user's own command, and what its words mean where it does not."""
+"""The command that reaches a node, ssh or the user's, and what its error messages mean."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ddp_callbacks.launcher.options import PATIENCE
 from ddp_callbacks.launcher.plan import NodePlan
 from ddp_callbacks.launcher.remote import BOOTSTRAP, SHELL
 
-CONNECT_TIMEOUT = 10  # seconds, for ssh to connect
-TURNED_AWAY = (b"Connection closed by", b"Connection reset by", b"Exceeded MaxStartups")  # of an sshd that is busy
+CONNECT_TIMEOUT = 10  # seconds for ssh to connect
+TURNED_AWAY = (b"Connection closed by", b"Connection reset by", b"Exceeded MaxStartups")  # from a busy sshd
 
 
 def ssh_command(host: str, patience: float = PATIENCE) -> list[str]:
-    """The user's own ssh: the configuration, agent, jump hosts and known hosts apply, and host keys are checked.
+    """The user's ssh: configuration, agent, jump hosts and known hosts apply, and host keys are checked.
 
-    Nothing is ever asked on the terminal. A connection that is silent for ``patience`` seconds ends. A shared
-    connection (ControlPath) is used if there is one, and none is left behind.
+    It never asks on the terminal. A connection that is silent for ``patience`` seconds ends. It uses a shared
+    connection (ControlPath) if there is one, and leaves none behind.
     """
     options = {
         "BatchMode": "yes",
@@ -32,20 +32,20 @@ def ssh_command(host: str, patience: float = PATIENCE) -> list[str]:
 
 
 def command_to(node: NodePlan, patience: float = PATIENCE) -> list[str]:
-    """What leads to a node: ssh, the user's own command, or for this machine a shell."""
+    """The command that reaches a node: ssh, the user's command, or a shell for this machine."""
     if node.host is None:
         return ["/bin/sh", "-c", BOOTSTRAP]
     return ssh_command(node.host, patience) if node.rsh is None else [*node.rsh, SHELL]
 
 
 def explain_command(plan: NodePlan, code: int, said: list[str]) -> str:
-    """Why the command in ssh's place has ended before a shell was there."""
+    """Why the command used instead of ssh ended before a shell was there."""
     assert plan.rsh is not None
     last = said[-1].strip() if said else "no message"
     return f"{os.path.basename(plan.rsh[0])} cannot reach it (exit code {code}): {last}. Try: {plan.shell}true"
 
 
-# The first that is found counts.
+# The first match counts.
 _SSH_SAYS = {
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key has changed. If you expected that, remove "
     "the old key (ssh-keygen -R {host}) and accept the new one (ssh {host} true)",
@@ -57,7 +57,7 @@ _SSH_SAYS = {
 
 
 def explain_ssh(host: str, said: list[str]) -> str:
-    """What ssh's own words mean, and what to type."""
+    """What ssh's error message means, and what to type."""
     text = "\n".join(said)
     for words, meaning in _SSH_SAYS.items():
         if words in text:

@@ -131,7 +131,7 @@ def gone_error(gone: str, doing: str, first_error: str = "") -> PeerError:
     )
 
 
-# --- who has left -----------------------------------------------------------------------------------------------------
+# --- ranks that have left ---------------------------------------------------------------------------------------------
 
 
 def announce_leave() -> None:
@@ -210,7 +210,7 @@ class Leavers:
         return 0.0 if turn or at_once else _SETTLED
 
 
-# --- whose process has ended ------------------------------------------------------------------------------------------
+# --- ended processes --------------------------------------------------------------------------------------------------
 
 
 class Neighbors:
@@ -237,7 +237,7 @@ class Neighbors:
         return {rank: (place["pid"], place["start"]) for rank, place in places if place["processes"] == here}
 
 
-# --- ranks that are at odds -------------------------------------------------------------------------------------------
+# --- mismatches -------------------------------------------------------------------------------------------------------
 
 
 def tag_of(doing: str) -> int:

@@ -130,7 +130,7 @@ class Presence:
         self._counts.clear()
         self.heard.clear()
 
-    # --- answers ---------------------------------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
         """Start the thread that answers for this rank; it ends with the process group."""

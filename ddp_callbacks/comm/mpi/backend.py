@@ -1,4 +1,4 @@
-"""Registration with torch, and the communicator of a new group."""
+"""Register the backend with torch, and create communicators for new groups."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ddp_callbacks.errors import ConfigurationError, RendezvousError
 
 NAME = "mpi4py"
 
-_endings: list[Ending] = []  # of this process; MPI itself is one for each process
+_endings: list[Ending] = []  # of this process; MPI is initialized once per process
 
 
 def register() -> None:
-    """Make torch know the backend. Does not initialize MPI."""
+    """Register the backend with torch. Does not initialize MPI."""
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
     register_rendezvous_handler("mpi", rendezvous)
 
 
 def create(options: Any, _: Any = None) -> MPIProcessGroup:
-    """A group with a communicator of its own; torch calls it on each member, and it blocks until all have come.
+    """Create a group with a separate communicator. torch calls it on each member; blocks until all have come.
 
     Raises:
-        ConfigurationError: MPI numbers the processes otherwise than torch, or cannot be used.
-        RendezvousError: Some member did not come within the timeout.
+        ConfigurationError: MPI's ranks differ from torch's, or MPI cannot be used.
+        RendezvousError: A member did not come within the timeout.
     """
     default = dist.group.WORLD
     if default is not None and not isinstance(default, MPIProcessGroup):
@@ -58,7 +58,7 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
 
 
 def _await_members(options: Any) -> None:
-    """Creating a communicator blocks without end, so nobody begins before all have come."""
+    """Wait for all members: creating a communicator blocks without a timeout."""
     store, end = options.store, time.monotonic() + options.timeout.total_seconds()
     store.set(f"came/{options.group_rank}", "1")
     missing = list(range(options.group_size))

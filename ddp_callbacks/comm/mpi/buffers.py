@@ -1,4 +1,4 @@
-"""Tensors as MPI sees them: memory, a count, a datatype. What MPI cannot take is staged in a copy that it can."""
+"""Tensors as MPI buffers: memory, count and datatype. Tensors that MPI cannot send are copied to one that it can."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch.distributed as dist
 from ddp_callbacks.comm.mpi.runtime import MPI
 from ddp_callbacks.errors import ConfigurationError
 
-Spec: TypeAlias = Any  # what mpi4py calls a BufSpec
+Spec: TypeAlias = Any  # mpi4py's BufSpec
 
 CHUNK = 2**30
-"""Elements of one message: before MPI 4.0, counts had to fit into C's int."""
+"""Maximum number of elements in a message: before MPI 4.0, counts had to fit into C's int."""
 
 _NUMBERS: dict[torch.dtype, MPI.Datatype] = {
     torch.float64: MPI.DOUBLE,
@@ -32,7 +32,7 @@ _NUMBERS: dict[torch.dtype, MPI.Datatype] = {
     torch.uint64: MPI.UINT64_T,
 }
 _HALVES = (torch.float16, torch.bfloat16)
-# Only moved, so that any type of that size will do.
+# For data that are only moved, any type of the same size will do.
 _WORDS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
 _Ops: Any = dist.ReduceOp.RedOpType
@@ -47,7 +47,7 @@ _OPS = {
     _Ops.BXOR: MPI.BXOR,
 }
 _BITWISE = (_Ops.BAND, _Ops.BOR, _Ops.BXOR)
-# Of 0 and 1 as bytes, so that the results are 0 and 1.
+# On bytes of 0 and 1, so that the results are 0 and 1.
 _BOOLEAN = {
     _Ops.SUM: MPI.MAX,
     _Ops.MAX: MPI.MAX,
@@ -60,10 +60,10 @@ _BOOLEAN = {
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without its history, if MPI can take one like it.
+    """``tensor`` without its autograd history.
 
     Raises:
-        ConfigurationError: It is not on the CPU, or not dense.
+        ConfigurationError: MPI cannot take it: it is not on the CPU, or not dense.
     """
     if not tensor.is_cpu or tensor.layout != torch.strided:
         raise ConfigurationError(
@@ -74,7 +74,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in one dimension, in order: the same memory where they lie so, else a copy."""
+    """The elements in one dimension, in order: the same memory if they are contiguous, otherwise a copy."""
     tensor = plain(tensor)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -82,30 +82,30 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shares(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether they have memory in common, which MPI forbids for what is sent and what is received."""
+    """Whether the two share memory, which MPI forbids for a send and a receive buffer."""
     return first.numel() > 0 and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def moved(tensor: torch.Tensor, parts: int = 1) -> Spec:
-    """A flat tensor of any dtype to send or receive, in that many equal parts."""
+    """The buffer of a flat tensor of any dtype to send or receive, in ``parts`` equal parts."""
     return _spec(tensor, _WORDS[tensor.element_size()], tensor.numel() // parts)
 
 
 def moved_in_parts(tensor: torch.Tensor, counts: Sequence[int]) -> Spec:
-    """The same in parts of those numbers of elements, one for each rank."""
+    """The same with a part of ``counts[rank]`` elements for each rank."""
     return _spec(tensor, _WORDS[tensor.element_size()], (counts, list(accumulate(counts, initial=0))[:-1]))
 
 
 def chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A flat tensor in parts that MPI can count; a message each."""
+    """Split a flat tensor into chunks of at most :data:`CHUNK` elements, one message each."""
     return [tensor] if tensor.numel() <= CHUNK else tensor.split(CHUNK)
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """What MPI computes for a torch dtype and a torch operation.
+    """MPI's operation and dtype for a torch operation and dtype.
 
-    float16 and bfloat16, which MPI does not know, are computed in float32 and rounded once, at the end.
+    MPI lacks float16 and bfloat16: they are reduced in float32 and rounded once, at the end.
     """
 
     op: MPI.Op
@@ -115,7 +115,7 @@ class Reduction:
     @classmethod
     @cache
     def of(cls, kind: Any, dtype: torch.dtype) -> Reduction:
-        """Raises ConfigurationError if there is none. ``kind`` is a ``ReduceOp.RedOpType``."""
+        """The reduction of ``dtype`` by ``kind``, a ``ReduceOp.RedOpType``. ConfigurationError if there is none."""
         average = kind == _Ops.AVG
         if dtype == torch.bool and kind in _BOOLEAN:
             return cls(_BOOLEAN[kind], False, torch.uint8)
@@ -132,7 +132,7 @@ class Reduction:
         return cls(_OPS[kind], average, computed)
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its elements, flat, as what MPI computes with; the same memory where that is possible."""
+        """The elements, flat, in the dtype of the reduction; the same memory if possible."""
         elements = flat(tensor)
         if elements.is_complex():
             return torch.view_as_real(elements).view(-1)
@@ -141,7 +141,7 @@ class Reduction:
         return elements if elements.dtype == self.dtype else elements.to(self.dtype)
 
     def spec(self, staged: torch.Tensor, parts: int = 1) -> Spec:
-        """A staged tensor, or a chunk of one, in that many equal parts."""
+        """The buffer of a staged tensor, or of a chunk, in ``parts`` equal parts."""
         return _spec(staged, _NUMBERS[self.dtype], staged.numel() // parts)
 
     def unstage(self, staged: torch.Tensor, tensor: torch.Tensor, size: int) -> None:
@@ -152,7 +152,7 @@ class Reduction:
 
 
 def copy_back(staged: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Write a flat tensor, of the same elements or their real and imaginary parts, into ``tensor`` if it is a copy."""
+    """Copy a flat tensor (elements, or their real and imaginary parts) to ``tensor`` unless they share memory."""
     if staged.data_ptr() == tensor.data_ptr() and not tensor.is_conj() and not tensor.is_neg():
         return
     if tensor.is_complex() and not staged.is_complex():

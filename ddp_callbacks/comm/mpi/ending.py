@@ -1,23 +1,22 @@
-"""The end of a process in which MPI runs.
+"""Exit handler of a process that uses MPI.
 
-MPI_Finalize waits for all processes, so a job of which one has failed would hang in it. Here a process that ends looks
-after the others first::
+MPI_Finalize waits for all processes, so if one has failed, the job would hang in it. So at exit a process does this::
 
-    it fails      tells the others; once they have said what they have to, or after LINGER seconds, MPI_Abort with its
-                  exit code, which ends the job
-    it ends       waits, asleep, until all have come to their end, then MPI_Finalize; if another fails meanwhile,
-                  this one had left too early, and it fails, too
+    it fails      tells the others; waits until they have printed their output, at most LINGER seconds; then calls
+                  MPI_Abort with its exit code, which ends the job
+    it ends       waits, asleep, until all processes end, then calls MPI_Finalize; if another one fails meanwhile,
+                  this one has left too early, and fails too
 
-Who fails only because another has failed or left (:class:`PeerError`) lets that one decide the job's exit code. A
-process that is killed is the launcher's business: mpiexec ends the job.
+A process that fails only because another one has failed or left (:class:`PeerError`) lets that one decide the job's
+exit code. If a process is killed, its launcher handles it: mpiexec ends the job.
 
-Keys in the store of the default group: ``mpi/aborts``, the first rank that fails; ``mpi/ended/{rank}``, a rank that
-has nothing more to say.
+Keys in the store of the default group: ``mpi/aborts``, the first rank that fails; ``mpi/ended/{rank}``, a rank that has
+printed all its output.
 
 [Note: exit codes]
-Python tells nobody the exit code before it is too late for MPI_Abort. But it reads ``SystemExit.code`` when it is about
-to exit, and as no Python code is running then, that is told from any other reading. So ``sys.exit`` raises a
-SystemExit that notes this. With ``raise SystemExit(3)`` the job ends, too, once the others miss this rank, but with 1.
+Python exposes the exit code only after it is too late for MPI_Abort. But CPython reads ``SystemExit.code`` once more
+just before exiting, with no Python frame on the stack; that is how we recognize it. So ``sys.exit`` raises a SystemExit
+that records the code. After ``raise SystemExit(3)`` the job ends too, once the others miss this rank, but with code 1.
 """
 
 from __future__ import annotations
@@ -39,26 +38,26 @@ from ddp_callbacks.comm.mpi.runtime import MPI, finalizes_itself
 from ddp_callbacks.errors import PeerError
 from ddp_callbacks.process_group.failures import LINGER, announce_leave, report_end
 
-_LOOK = 0.2  # seconds between two looks into the store
-_INTERRUPTED = 130  # the exit code of a shell's child that Ctrl-C has ended
+_LOOK = 0.2  # seconds between two checks of the store
+_INTERRUPTED = 130  # a shell's exit code for a child ended by Ctrl-C
 
 
 class Ending:
-    """Ends MPI with this process. Make one in a process, before anything else that runs when the process ends."""
+    """Ends MPI with this process. Make one per process, before other exit handlers."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self._store: dist.Store | None = None
         self._pid = os.getpid()
         self._code = 0
-        self._follows = False  # fails because of another
+        self._follows = False  # whether it fails because of another process
         self._previous_hook = sys.excepthook
         sys.excepthook = self._note_exception
         sys.exit = _exit_that_tells(self._note_exit)
         atexit.register(self._end)
 
     def watch(self, store: dist.Store) -> None:
-        """``store`` is the world's; it lives as long as this process."""
+        """Use the default group's ``store``, which lives as long as this process."""
         self._store = dist.PrefixStore("mpi", store)
 
     def _note_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -82,7 +81,7 @@ class Ending:
             self._abort(self._code or 1)
 
     def _all_end(self) -> bool:
-        """Wait until all processes have come to their end; false if one fails."""
+        """Wait until all processes end; return False if one fails."""
         begin = looked = time.monotonic()
         with self.progress.lock:
             request = MPI.COMM_WORLD.Ibarrier()
@@ -102,7 +101,7 @@ class Ending:
         try:
             return self._store.check(["aborts"])
         except RuntimeError:
-            return True  # rank 0, which hosts the store, has gone without a word
+            return True  # rank 0, which hosts the store, is gone without a message
 
     def _first_to_abort(self) -> bool:
         assert self._store is not None
@@ -110,10 +109,10 @@ class Ending:
         try:
             return self._store.compare_set("aborts", "", me).decode() == me
         except RuntimeError:
-            return False  # the store has gone with rank 0
+            return False  # the store is gone with rank 0
 
     def _await_ends(self) -> None:
-        """Let the others print what they have to say."""
+        """Give the others time to print their output."""
         assert self._store is not None
         _flush()
         end = time.monotonic() + LINGER
@@ -123,7 +122,7 @@ class Ending:
             while not self._store.check(keys) and time.monotonic() < end:
                 time.sleep(0.05)
         except RuntimeError:
-            pass  # the store has gone with rank 0
+            pass  # the store is gone with rank 0
 
     def _abort(self, code: int) -> None:
         first = self._first_to_abort()
@@ -147,7 +146,7 @@ class Ending:
 
 
 def _exit_that_tells(note: Callable[[object], None]) -> Callable[..., NoReturn]:
-    """A ``sys.exit`` that calls ``note`` with the code when the interpreter is about to exit with it."""
+    """A ``sys.exit`` that calls ``note`` with the code just before the interpreter exits with it."""
     plain: Any = SystemExit.code
 
     class Exit(SystemExit):
@@ -172,7 +171,7 @@ def _exit_that_tells(note: Callable[[object], None]) -> Callable[..., NoReturn]:
 
 
 def _unlink_segments() -> None:
-    """Remove the names of MPICH's shared memory that this process has mapped: its MPI_Abort leaves them."""
+    """Remove MPICH's shared memory files mapped by this process, which MPI_Abort does not remove."""
     try:
         mapped = set(re.findall(r"/dev/shm/mpich_shm_\w+$", Path("/proc/self/maps").read_text(), re.MULTILINE))
         for path in mapped:
@@ -193,4 +192,4 @@ def _try(call: Callable[[], None]) -> None:
     try:
         call()
     except RuntimeError:
-        pass  # the store has gone with the process that hosted it
+        pass  # the store is gone with its host process

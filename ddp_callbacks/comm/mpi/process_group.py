@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed over a communicator of MPI."""
+"""torch.distributed's collectives over an MPI communicator."""
 
 from __future__ import annotations
 
@@ -19,25 +19,23 @@ Tensors: TypeAlias = list[torch.Tensor]
 Finish: TypeAlias = Callable[[list[MPI.Status]], Any]
 
 _SUM: Any = dist.ReduceOp.RedOpType.SUM  # type: ignore[attr-defined]
-_UNSET = timedelta(0)  # a timeout that is not positive says nothing
+_UNSET = timedelta(0)  # not positive: use the group's timeout
 
 
-_ProcessGroup: Any = (
-    dist.ProcessGroup
-)  # its methods are overloaded; torch.distributed's functions need one form of each
+_ProcessGroup: Any = dist.ProcessGroup  # its methods are overloaded; torch.distributed calls one form of each
 
 
 class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group over MPI, for tensors on the CPU of any strides. No call blocks: each returns a :class:`Work`.
+    """A process group over MPI, for CPU tensors of any strides. No call blocks: each returns a :class:`Work`.
 
-    As with every process group, all ranks must make the same collective calls in the same order. Sums are computed in
-    an order that the MPI library chooses, float16 and bfloat16 in float32 and rounded once.
+    As with every process group, all ranks must make the same collective calls in the same order. The MPI library
+    chooses the order of a sum; float16 and bfloat16 are summed in float32 and rounded once.
 
     Args:
-        comm: Its ranks, in the order of the group; freed by ``shutdown``.
-        progress: Of this process.
-        store: What the members of the group read and write.
-        timeout: After which an operation fails, if nothing else is said.
+        comm: The communicator, with the ranks in the order of the group; ``shutdown`` frees it.
+        progress: The progress engine of this process.
+        store: The group's store.
+        timeout: Default timeout of an operation.
     """
 
     supports_coalescing = False
@@ -86,7 +84,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         set_timeout_in(self.options, timeout)
 
     def shutdown(self) -> None:
-        """Free the communicator, unless MPI still works on something of it. Safe to call twice."""
+        """Free the communicator, unless MPI operations on it are pending. Safe to call twice."""
         with self._progress.lock:
             if self._comm != MPI.COMM_NULL and not MPI.Is_finalized() and not self._progress.works_for(self):
                 self._comm.Free()
@@ -240,7 +238,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         def post() -> list[MPI.Request]:
             return [self._comm.Isend(moved(chunk), dst, tag) for chunk in chunks(tensor)]
 
-        # The tensor stays as it is until MPI is done with it.
+        # Don't touch the tensor until MPI is done with it.
         return self._start(f"send to rank {dst} of the group", post, [tensor], None, None)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> Work:
@@ -293,8 +291,8 @@ class _Reduced:
     """A tensor to be reduced.
 
     Attributes:
-        input: What MPI reduces.
-        output: Where the result is wanted.
+        input: The tensor that MPI reduces.
+        output: The tensor that receives the result.
     """
 
     def __init__(self, tensor: torch.Tensor, output: torch.Tensor, opts: Any) -> None:
@@ -316,7 +314,7 @@ def _split(tensor: torch.Tensor, like: Tensors) -> Sequence[torch.Tensor]:
 
 
 def _rows(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[int]:
-    """Elements for each rank, where ``sizes`` counts rows; none means equal parts."""
+    """Number of elements for each rank; ``sizes`` counts rows, and empty means equal parts."""
     rows = tensor.size(0) if tensor.dim() else 0
     if (not sizes and rows % ranks) or (sizes and (len(sizes) != ranks or sum(sizes) != rows)):
         raise ConfigurationError(

@@ -1,12 +1,12 @@
-"""Operations that are under way, and who moves them on.
+"""Pending operations, and the progress engine that advances them.
 
-MPI works on a nonblocking operation only while the process is inside some call of MPI. Whoever waits for an operation
-tests it; a thread tests those for which nobody waits, so that they go on while backward computes. All calls of MPI are
-made under one lock, so it needs no more than MPI_THREAD_SERIALIZED, and none of them blocks: no operation waits for
-another, as they would in a queue.
+MPI advances a nonblocking operation only while the process is inside an MPI call. A thread that waits for an operation
+tests it; a background thread tests operations that no one waits for, so that they overlap with backward. All MPI calls
+are made under one lock, so MPI_THREAD_SERIALIZED is enough, and none of them blocks: unlike in a queue, no operation
+waits for another.
 
-Whoever has waited for a moment sleeps between two tests, the longer the longer it has waited, so that a rank that is
-late does not cost the others a core. With nothing under way the thread sleeps until something is.
+A waiting thread sleeps between two tests, the longer the longer it has waited, so that a late rank does not cost the
+others a core. If nothing is pending, the background thread sleeps.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import torch.distributed as dist
 from ddp_callbacks.comm.mpi.runtime import MPI
 from ddp_callbacks.process_group.failures import SLICE, wait
 
-_SPIN, _YIELD = 0.00005, 0.0005  # seconds of testing at once, and then without sleep: most waits are shorter
+_SPIN, _YIELD = 0.00005, 0.0005  # seconds of testing without a pause, and then without sleep: most waits are shorter
 _SHORTEST, _LONGEST = 0.00005, 0.001  # seconds of sleep between two tests
-_LINGER = 0.02  # seconds for which the thread stays awake with nothing under way: a training loop soon starts more
+_LINGER = 0.02  # seconds that the idle thread stays awake: a training loop soon starts more
 
 
 @dataclass
 class Operation:
-    """What a collective asks of MPI.
+    """An operation that a collective needs from MPI.
 
     Attributes:
         name: For messages: "all-reduce".
         post: Starts it; called once, under the lock.
         outputs: The tensors that hold the result.
-        finish: What is left to do on this process once MPI is done. Gets the statuses of the requests if ``receives``.
-        receives: Whether the statuses are wanted: of what length a message was, and from whom.
+        finish: Local work once MPI is done. Gets the statuses of the requests if ``receives``.
+        receives: Whether ``finish`` needs the statuses: the length and sender of a message.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Operation:
 
 
 class Work(dist.Work):
-    """An operation that is under way; :meth:`Progress.start` makes it.
+    """The work handle of an operation; :meth:`Progress.start` makes it.
 
     Attributes:
-        since: When it was started (``time.monotonic``).
-        watched: Whether somebody who waits for it tests it.
+        since: Its start (``time.monotonic``).
+        watched: Whether a waiting thread tests it.
     """
 
     def __init__(self, progress: Progress, operation: Operation, group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -77,13 +77,13 @@ class Work(dist.Work):
         self._source = -1
 
     def post(self) -> None:
-        """Start it. The caller holds the lock of MPI."""
+        """Start it. The caller holds the MPI lock."""
         self._requests = self._operation.post()
         if self._operation.receives:
             self._statuses = [MPI.Status() for _ in self._requests]
 
     def claim(self) -> bool:
-        """Test it: true once, for the one who then completes it. The caller holds the lock of MPI."""
+        """Test it: true once, for the caller that then completes it. The caller holds the MPI lock."""
         if self._requests is None:
             return False
         if time.monotonic() > self._end:
@@ -100,7 +100,7 @@ class Work(dist.Work):
         return True
 
     def complete(self) -> None:
-        """Do what is left and tell all who wait. Callbacks of the future run here."""
+        """Finish it and notify all waiting threads. Callbacks of the future run here."""
         if self._error is None and self._operation.finish is not None:
             try:
                 self._operation.finish(self._statuses)
@@ -115,7 +115,7 @@ class Work(dist.Work):
             self._resolve(future)
 
     def cancel(self) -> bool:
-        """Take a receive back; false for all else. The caller holds the lock of MPI."""
+        """Cancel a receive; return False for other operations. The caller holds the MPI lock."""
         if self._requests is None or not self._operation.receives:
             return False
         for request in self._requests:
@@ -125,7 +125,7 @@ class Work(dist.Work):
         return True
 
     def guard(self) -> None:
-        """Wait for it in the place of C++ code, which does not look whether the other ranks are still there."""
+        """Wait on behalf of C++ code, which does not check that the other ranks are alive."""
         try:
             self.wait()
         except RuntimeError as error:
@@ -141,7 +141,7 @@ class Work(dist.Work):
         self.complete()
 
     def wait_slice(self, seconds: float) -> bool:
-        """Whether it was complete within ``seconds``. Raises RuntimeError if it failed."""
+        """Whether it completes within ``seconds``. Raises RuntimeError if it failed."""
         self.watched = True
         try:
             begin = time.monotonic()
@@ -161,7 +161,7 @@ class Work(dist.Work):
 
         Raises:
             PeerError: Another rank reported a failure, left, or nothing came within the group's timeout.
-            RuntimeError: It was not complete after ``timeout``; it goes on.
+            RuntimeError: It was not complete after ``timeout``; the operation continues.
         """
         if timeout <= timedelta(0):
             wait(self, f"{self.name} over MPI", self.group)
@@ -189,19 +189,19 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def needs_guard(self) -> bool:
-        """Whether it takes long, and somebody has its future; true once."""
+        """Whether it takes long and its future is in use; true once."""
         if self._guarded or self._future is None or time.monotonic() - self.since < SLICE.total_seconds():
             return False
         self._guarded = True
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Its value is the list of output tensors. For what waits in C++, as DistributedDataParallel does."""
+        """A future of the list of output tensors, for C++ code that waits, as in DistributedDataParallel."""
         with self._lock:
             created = self._future is None
             future = self._future = self._future or torch.futures.Future()
             resolve = created and self._done
-        # A future that Python sets can fail for Python alone; one whose callback raises fails for C++, too.
+        # A future failed from Python fails only for Python; a future whose callback raises fails for C++ too.
         chained = future.then(_value_of)
         if resolve:
             self._resolve(future)
@@ -214,11 +214,11 @@ class Work(dist.Work):
 
 
 class Progress:
-    """Moves the operations of this process on. Its methods may be called from any thread, from callbacks too.
+    """The progress engine of this process. Its methods may be called from any thread, also from callbacks.
 
     Attributes:
-        lock: Held by whoever is inside MPI.
-        abandoned: What has failed while MPI was not done; kept, for MPI may still use the buffers.
+        lock: Held during every MPI call.
+        abandoned: Failed operations that MPI has not completed; kept because MPI may still use their buffers.
     """
 
     def __init__(self) -> None:
@@ -230,23 +230,23 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def drop_receives(self) -> bool:
-        """Cancel receives that nothing answers; whether MPI then works on nothing, so that it can be finalized."""
+        """Cancel unanswered receives; return whether no MPI operation is left, so that MPI can be finalized."""
         with self.lock:
             for work in [work for work in self._pending if work.cancel()]:
                 del self._pending[work]
         return not self._pending and not self.abandoned
 
     def works_for(self, group: dist.ProcessGroup) -> bool:
-        """Whether MPI works on something of ``group``."""
+        """Whether an MPI operation of ``group`` is pending."""
         return any(work.group is group for work in [*self._pending, *(work for work, _ in self.abandoned)])
 
     def start(self, operation: Operation, group: dist.ProcessGroup, timeout: timedelta) -> Work:
-        """Start ``operation``, which fails by itself after ``timeout``. Does not block."""
+        """Start ``operation``, which fails after ``timeout``. Does not block."""
         work = Work(self, operation, group, timeout)
         with self.lock:
             work.post()
         self._pending[work] = None
-        # In a callback that the thread itself makes, it may come to wait: let another take its place.
+        # Called in a callback of the thread itself, which may then wait: start another thread in its place.
         if self._thread is None or self._thread is threading.current_thread():
             self._thread = threading.Thread(target=self._run, name="ddp_callbacks.mpi", daemon=True)
             self._thread.start()
@@ -263,11 +263,11 @@ class Progress:
             work.complete()
 
     def hurry(self) -> None:
-        """Let the thread look at once."""
+        """Wake the thread."""
         self._wake.set()
 
     def stop(self) -> None:
-        """End the thread, unless a callback holds it."""
+        """End the thread, unless it is in a callback."""
         thread, self._thread = self._thread, None
         self._wake.set()
         if thread is not None and thread is not threading.current_thread():
@@ -301,9 +301,9 @@ class Progress:
 
 
 def pause(waited: float) -> None:
-    """Between two tests of something for which this thread has ``waited`` that many seconds."""
+    """Pause between two tests, after this thread has waited for ``waited`` seconds."""
     if _SPIN <= waited < _YIELD:
-        os.sched_yield()  # the rank that is waited for may need this core
+        os.sched_yield()  # the awaited rank may need this core
     elif waited >= _YIELD:
         time.sleep(_interval(waited))
 

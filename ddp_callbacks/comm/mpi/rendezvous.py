@@ -1,4 +1,4 @@
-"""Where the processes meet: MPI tells them, so that ``mpiexec -n 8 python train.py`` needs nothing else."""
+"""Rendezvous through MPI, so that ``mpiexec -n 8 python train.py`` needs no further settings."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from ddp_callbacks.errors import ConfigurationError, RendezvousError
 from ddp_callbacks.network import route_to
 from ddp_callbacks.schedulers import unknown_launcher
 
-_TAG = 29500  # of these messages on MPI_COMM_WORLD
-_MESSAGE = 1024  # bytes; a host name has 64 at most, and an address 45
+_TAG = 29500  # tag of these messages on MPI_COMM_WORLD
+_MESSAGE = 1024  # bytes; a host name has at most 64, an address 45
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def place(timeout: timedelta, environ: Mapping[str, str] = os.environ) -> WorkerEnv:
-    """This process's place in MPI's world, and the address at which to meet: MASTER_ADDR, else one that rank 0 chooses.
+    """This process's place in MPI_COMM_WORLD, with the address to meet at: MASTER_ADDR, or one that rank 0 chooses.
 
     Blocks until all processes of ``MPI_COMM_WORLD`` have called it, unless MASTER_ADDR is set.
 
     Args:
         timeout: How long to wait for the others.
-        environ: The variables; those of this process if not given.
+        environ: The variables; default: those of this process.
 
     Raises:
         ConfigurationError: The launcher's variables and MPI disagree, or rank 0 has no address for the others.
-        RendezvousError: Some process did not come within ``timeout``.
+        RendezvousError: A process did not come within ``timeout``.
     """
     initialize(environ)
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
@@ -43,14 +43,14 @@ def place(timeout: timedelta, environ: Mapping[str, str] = os.environ) -> Worker
         host, port = _exchange(rank, size, timeout)
         environ = {**environ, "MASTER_ADDR": host, "MASTER_PORT": port}
     env = WorkerEnv() if unknown_launcher(environ) else WorkerEnv.from_environ(environ)
-    if env.world_size == 1 < size:  # its variables are not known
+    if env.world_size == 1 < size:  # its variables are unknown to us
         env = WorkerEnv(rank, size, _local_rank(), environ["MASTER_ADDR"], int(environ.get("MASTER_PORT") or 29500))
     check_world(env)
     return env
 
 
 def rendezvous(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """torch's handler of ``init_method="mpi://"``."""
+    """torch's handler for ``init_method="mpi://"``."""
     env = place(timeout)
     if env.host is None or env.port is None:
         yield dist.HashStore(), 0, 1
@@ -63,7 +63,7 @@ def rendezvous(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> Ite
 
 
 def _exchange(rank: int, size: int, timeout: timedelta) -> tuple[str, str]:
-    """Every rank tells rank 0 its host name, and rank 0 answers with an address of its own and a free port there."""
+    """Send every rank's host name to rank 0, which answers with its address and a free port."""
     if rank > 0:
         _await({0: MPI.COMM_WORLD.Isend(_message(socket.gethostname()), 0, _TAG)}, timeout)
         answer = _message(None)
@@ -88,7 +88,7 @@ def _message(value: Any) -> bytearray:
 
 
 def _await(requests: dict[int, MPI.Request], timeout: timedelta) -> None:
-    """Until the message to or from each of these ranks has gone through."""
+    """Wait until these ranks' messages are sent or received."""
     begin = time.monotonic()
     while requests:
         requests = {rank: request for rank, request in requests.items() if not request.Test()}
@@ -105,7 +105,7 @@ def _await(requests: dict[int, MPI.Request], timeout: timedelta) -> None:
 
 
 def _free_address(names: list[str]) -> tuple[str, int, str]:
-    """Rank 0's address on the way to the first other host, a port that is free there; or why there is none."""
+    """Rank 0's address on the route to the first other host, and a free port there; or the reason why there is none."""
     others = [name for name in names if name != socket.gethostname()]
     try:
         host = route_to(others[0]).address if others else "127.0.0.1"

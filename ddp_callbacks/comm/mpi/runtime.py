@@ -1,4 +1,4 @@
-"""MPI itself, by mpi4py: imported, initialized where nobody has done it, and compared with the launcher."""
+"""Import and initialize MPI through mpi4py, and check it against the launcher."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ddp_callbacks.versions import how_to_install
 try:
     import mpi4py
 
-    if not hasattr(mpi4py, "MPI"):  # by itself the import would initialize MPI, and finalize it when the process ends
+    if not hasattr(mpi4py, "MPI"):  # otherwise the import would initialize MPI, and finalize it at exit
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
     from mpi4py import MPI as MPI
-except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
+except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
     raise ConfigurationError(
         f'backend="mpi4py" needs mpi4py and an MPI library: {how_to_install("mpi4py", "mpich")}. On a cluster with '
         f"its own MPI, leave out mpich. Cause: {error}"
     ) from error
 
-# A variable that only this launcher sets, its name, and what mpi4py calls its library.
+# A variable that only this launcher sets, its name, and mpi4py's name for its library.
 _LAUNCHERS = (("OMPI_COMM_WORLD_SIZE", "Open MPI", "Open MPI"),)
 
 
 def initialize(environ: Mapping[str, str] = os.environ) -> None:
-    """Initialize MPI, once in a process. Threads must be allowed to take turns.
+    """Initialize MPI, once per process, with support for threads that take turns.
 
     Raises:
-        ConfigurationError: The library is not the launcher's, is too old for threads, or has been finalized.
+        ConfigurationError: The library is not the launcher's, lacks thread support, or has been finalized.
     """
     if MPI.Is_finalized():
         raise ConfigurationError("MPI has been finalized, and cannot be used again in this process.")
@@ -44,12 +44,12 @@ def initialize(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def finalizes_itself() -> bool:
-    """Whether mpi4py finalizes MPI after this process's last line: it was imported before this module."""
+    """Whether mpi4py finalizes MPI at exit, because it was imported before this module."""
     return mpi4py.rc.finalize is not False
 
 
 def check_world(env: WorkerEnv) -> None:
-    """Raise ConfigurationError unless ``env`` is this process's place in MPI's world, too."""
+    """Raise ConfigurationError unless ``env`` matches this process's place in MPI_COMM_WORLD."""
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     if (rank, size) == (env.rank, env.world_size):
         return
@@ -72,7 +72,7 @@ def library() -> str:
 
 
 def _check_library(environ: Mapping[str, str]) -> None:
-    """MPICH under Open MPI's launcher ends the process, with a message that few understand."""
+    """Refuse MPICH under Open MPI's launcher: it would end the process with an obscure message."""
     vendor, _ = MPI.get_vendor()
     for variable, launcher, expected in _LAUNCHERS:
         if environ.get(variable) and vendor != expected:

@@ -1,6 +1,6 @@
-"""``ddprun bench``: predicts how long a training step takes on more nodes, from a measurement. Nothing imports this.
+"""``ddprun bench``: measures the parts of a training step, and predicts its time on more nodes. Nothing imports this.
 
-- :mod:`.calibration`: runs on the nodes and measures the parts of a step
-- :mod:`.cost`: the model that predicts
-- :mod:`.command`: what ``ddprun bench`` shows
+- :mod:`.calibration`: runs on the nodes and measures the parts
+- :mod:`.cost`: the cost model
+- :mod:`.command`: the output of ``ddprun bench``
 """

@@ -1,11 +1,11 @@
-"""Measure, in a minute, what :mod:`.cost` has to know about a model and the machines that are to train it.
+"""Measure, in a minute, the parameters of :mod:`.cost` for a model and the machines that train it.
 
-``ddprun bench`` runs this module on every process. Each part of a step is measured alone: the step without
-synchronization, the moments at which buckets are full, sums within a host and sums between hosts. Whole synchronized
-steps are measured too, to check the prediction.
+``ddprun bench`` runs this module in every process. It measures each part of a step separately: the step without
+synchronization, the times at which buckets are full, sums within a host and sums between hosts. It also measures whole
+synchronized steps, to check the prediction.
 
-All of it is measured in turns, several times, so that whatever else the machines do meets every part. Each run starts
-at a barrier and is as long as on its slowest rank; the median of the runs counts.
+The measurements take turns, several times, so that other load on the machines affects all parts. Each run starts at a
+barrier and counts as long as on its slowest rank; the result is the median of the runs.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from ddp_callbacks.process_group.failures import wait
 
 DOING = "the calibration"
 SIZES = (1 << 20, 1 << 22, 1 << 24)  # bytes
-_RING = 4096  # bytes that cost nothing but latency
-_LONG = 0.4  # seconds; no sum four times as large is measured
+_RING = 4096  # bytes so few that only latency matters
+_LONG = 0.4  # seconds; after a sum this slow, no sum four times as large is measured
 _ROUNDS = 4
-_MOST = 50  # runs per round
+_MOST = 50  # maximum number of runs per round
 
 Loss = Callable[[], torch.Tensor]
 Measured = list[float]
@@ -54,7 +54,7 @@ Task = Callable[[], AbstractContextManager[Callable[[], Measured]]]
 
 @dataclass(frozen=True)
 class Training:
-    """What a step is made of."""
+    """The parts of a training step."""
 
     module: nn.Module
     loss: Loss
@@ -65,12 +65,12 @@ def calibrate(training: Training, seconds: float, report: Callable[[float, str],
     """Measure. A collective on the default group, which needs at least two ranks; blocks for about ``seconds``.
 
     Args:
-        training: The same on every rank. The model is trained by it.
-        seconds: How long to measure; longer where a single run of each part takes longer.
-        report: Called with the share that is done, and what is done next.
+        training: The same on every rank. The model is trained.
+        seconds: How long to measure; longer if a single run of each part takes longer.
+        report: Called with the fraction that is done, and the next part.
 
     Raises:
-        ConfigurationError: The hosts do not have equally many ranks, or there is one rank only.
+        ConfigurationError: The hosts have different numbers of ranks, or there is only one rank.
     """
     group = resolve_group(None)
     if group.size() == 1:
@@ -110,7 +110,7 @@ def calibrate(training: Training, seconds: float, report: Callable[[float, str],
 
 def _job(recorder: _Recorder, found: dict[Any, Measured], training: Training) -> Job:
     *full, after = found["buckets"]
-    # Times of one pipeline, each a median by itself: noise must not put them out of order.
+    # Times of one pipeline, but separate medians: noise must not put them out of order.
     full = list(itertools.accumulate(full, max))
     buckets = tuple(FilledBucket(nbytes, at) for nbytes, at in zip(recorder.nbytes, full, strict=True))
     itemsize = next(p.dtype.itemsize for p in training.module.parameters() if p.requires_grad)
@@ -121,7 +121,7 @@ def _job(recorder: _Recorder, found: dict[Any, Measured], training: Training) ->
 
 
 def _measure(tasks: dict[Any, Task], seconds: float, report: Callable[[float, str], None]) -> dict[Any, Measured]:
-    """Per task, the median over all runs of what the slowest rank saw, number by number."""
+    """For each task, the median over all runs of the slowest rank's numbers."""
     found: dict[Any, list[Measured]] = {key: [] for key in tasks}
     share = seconds / _ROUNDS / len(tasks)
     for round_, (index, (key, task)) in itertools.product(range(_ROUNDS), enumerate(tasks.items())):
@@ -137,7 +137,7 @@ def _measure(tasks: dict[Any, Task], seconds: float, report: Callable[[float, st
 
 
 def _too_long(key: Any, found: dict[Any, list[Measured]]) -> bool:
-    """Whether a sum of fewer bytes has taken long already."""
+    """Whether a smaller sum has already taken long."""
     if not isinstance(key, tuple):
         return False
     smaller = [rows for other, rows in found.items() if isinstance(other, tuple) and other[0] == key[0]]
@@ -146,7 +146,7 @@ def _too_long(key: Any, found: dict[Any, list[Measured]]) -> bool:
 
 
 def _run(task: Task, share: float) -> list[Measured]:
-    """What the slowest rank saw in each run, for about ``share`` seconds, after one that does not count."""
+    """The slowest rank's numbers in each run, for about ``share`` seconds, after a warm-up run."""
     with task() as run:
         first = _slowest([[sum(_from_barrier(run))]])[0][0]
         repeats = max(1, min(_MOST, int(share / first) - 1))
@@ -159,7 +159,7 @@ def _from_barrier(run: Callable[[], Measured]) -> Measured:
 
 
 def _slowest(rows: list[Measured]) -> list[Measured]:
-    """Number by number, the largest of all ranks. A collective."""
+    """The maximum over all ranks of each number. A collective."""
     everybody = all_gather_json(rows, DOING)
     return [[max(values) for values in zip(*row, strict=True)] for row in zip(*everybody, strict=True)]
 
@@ -182,7 +182,7 @@ def _timed(run: Callable[[], None]) -> Iterator[Callable[[], Measured]]:
     yield timed
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
+# --- the measurements -------------------------------------------------------------------------------------------------
 
 
 def _step_of(training: Training) -> Callable[[], None]:
@@ -199,14 +199,14 @@ def _synchronized(training: Training, compress: Compress) -> Iterator[Callable[[
     synchronizer = GradientSynchronizer(training.module, compress=compress)
     try:
         with _timed(_step_of(training)) as run:
-            run()  # takes the memory
+            run()  # allocates the memory
             yield run
     finally:
         synchronizer.close()
 
 
 class _Recorder:
-    """Records when buckets are full, in place of sending them."""
+    """Records when buckets are full, instead of sending them."""
 
     def __init__(self) -> None:
         self.nbytes: list[int] = []
@@ -214,7 +214,7 @@ class _Recorder:
 
     @contextmanager
     def record(self, training: Training) -> Iterator[Callable[[], Measured]]:
-        """A run gives the seconds from its start at which each bucket is full, and those from backward to its end."""
+        """Each run returns the seconds from its start until each bucket is full, and from backward to its end."""
 
         def run() -> Measured:
             self.nbytes, self._full = [], []
@@ -254,7 +254,7 @@ def _sum_in_memory(node: IntraNode, nbytes: int) -> Callable[[], None]:
 
 def _sum_between_nodes(groups: InterNodeGroups | None, nbytes: int, dtype: torch.dtype | None) -> Callable[[], None]:
     tensor = torch.zeros(nbytes // 4)
-    assert groups is not None  # all carry where the hosts have equally many ranks
+    assert groups is not None  # with equally many ranks on each host, every rank is a leader
     inter_node, chunks = InterNodeAllReduce(groups, dtype), tensor.split(CHUNK_NBYTES // 4)
 
     def run() -> None:
@@ -283,10 +283,10 @@ def default_training() -> Any:
 
 
 def load_training(name: str | None) -> Training:
-    """What ``--model`` names: ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``; ``None`` is :func:`default_training`.
+    """Load the ``--model``: ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``; ``None`` is :func:`default_training`.
 
-    The function takes nothing, and returns a module and a function that computes its loss on a batch; and an optimizer,
-    if plain SGD does not stand for it.
+    The function takes no arguments. It returns a module, a function that computes its loss on a batch, and optionally
+    an optimizer; the default is plain SGD.
 
     Raises:
         ConfigurationError: It cannot be imported, or returns something else.
@@ -313,7 +313,7 @@ def _find(name: str) -> Callable[[], Any]:
 
 
 def _import_file(path: Path) -> Any:
-    sys.path.insert(0, str(path.parent.absolute()))  # as python PATH does
+    sys.path.insert(0, str(path.parent.absolute()))  # as in python PATH
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""``ddprun bench``: measures the parts of a training step on the nodes, and says how its cost grows with their number.
+"""``ddprun bench``: measures the parts of a training step on the nodes, and predicts its time on more nodes.
 
 The nodes run :mod:`.calibration`; this module shows their progress and evaluates :mod:`.cost`.
 """
@@ -47,10 +47,10 @@ _NO_MATPLOTLIB = "matplotlib is not installed here: python -m pip install matplo
 
 
 class Bench:
-    """One run of ``ddprun bench`` on so many nodes; the bar is shown while the ``with`` block runs.
+    """One run of ``ddprun bench``; the progress bar is shown inside the ``with`` block.
 
     Raises:
-        ConfigurationError: A plot is asked for that cannot be drawn.
+        ConfigurationError: A plot is requested but cannot be drawn.
     """
 
     def __init__(self, options: BenchOptions, nodes: int) -> None:
@@ -72,12 +72,12 @@ class Bench:
         self._bar.__exit__()
 
     def output(self, folder: Path, terminal: Terminal) -> Output:
-        """What takes the output of the ranks."""
+        """The object that takes the ranks' output."""
         self._output = _BenchOutput(folder, terminal, self._bar)
         return self._output
 
     def show(self, screen: Screen) -> None:
-        """Print what was found, and draw the plot."""
+        """Print the results, and draw the plot."""
         found = self._output.calibration if self._output else None
         if found is None:
             raise ConfigurationError("the calibration ended without a result.")
@@ -102,7 +102,7 @@ class Bench:
 
 
 class _BenchOutput(Output):
-    """Takes rank 0's messages for the bar; the rest goes to the files."""
+    """Takes rank 0's messages for the bar; other output goes to the files."""
 
     def __init__(self, folder: Path, terminal: Terminal, bar: Bar) -> None:
         super().__init__(folder, frozenset(), True, terminal)
@@ -125,12 +125,12 @@ class _BenchOutput(Output):
             self._bar.update(message["doing"] or "measured", message["share"])
 
     def _print(self, data: bytes, stream: str) -> None:
-        """Above the bar."""
+        """Print above the bar."""
         self._bar.above(data.decode(errors="replace"))
 
 
 def with_network(found: Calibration, options: BenchOptions) -> tuple[Machine, list[str]]:
-    """The machine with the network that the user names, or that stands in for one that was not there; and remarks."""
+    """The machine with the user's network, or with a default if there was none to measure; and remarks."""
     machine, remarks = found.machine, []
     if found.layout.hosts == 1:
         machine = replace(machine, latency=ASSUMED_LATENCY, bandwidth=ASSUMED_BANDWIDTH)
@@ -147,11 +147,11 @@ def with_network(found: Calibration, options: BenchOptions) -> tuple[Machine, li
     return machine, remarks
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------
+# --- the output -------------------------------------------------------------------------------------------------------
 
 
 def parts_table(machine: Machine, found: Calibration) -> Table:
-    """What the model of the cost was given."""
+    """The inputs of the cost model."""
     table = Table(("parts of a step", "left"), ("", "right"))
     rows = {
         "compute, ms": found.job.compute * 1e3,
@@ -167,7 +167,7 @@ def parts_table(machine: Machine, found: Calibration) -> Table:
 
 
 def check_table(found: Calibration) -> Table:
-    """Whole steps as measured, and what the model makes of their parts."""
+    """Whole steps: measured, and predicted from their parts."""
     table = Table(("step on these nodes", "left"), ("measured, ms", "right"), ("predicted, ms", "right"), ("", "right"))
     for sync in (EXACT, BF16):
         if sync.name in found.steps:
@@ -192,7 +192,7 @@ def growth_table(machine: Machine, found: Calibration, syncs: Sequence[Sync]) ->
 
 
 def sentences(machine: Machine, job: Job, here: Layout, syncs: Sequence[Sync]) -> list[str]:
-    """What it would choose here, and where that changes."""
+    """The recommended setting here, and where it changes."""
     chosen = {count: choose(machine, job, replace(here, hosts=count), syncs) for count in (here.hosts, *HOSTS)}
     first = chosen[here.hosts]
     share = efficiency(machine, job, here, first)
@@ -218,7 +218,7 @@ def _reason(machine: Machine, job: Job, here: Layout, chosen: Sync, syncs: Seque
 
 
 def plot(machine: Machine, found: Calibration, syncs: Sequence[Sync], path: Path) -> None:
-    """Efficiency by the number of hosts. A file that is there is replaced once the new one is complete."""
+    """Plot the efficiency by the number of hosts. An existing file is replaced once the new one is complete."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -254,7 +254,7 @@ def plot(machine: Machine, found: Calibration, syncs: Sequence[Sync], path: Path
 
 
 def _row(machine: Machine, found: Calibration, hosts: int, syncs: Sequence[Sync]) -> dict[str, tuple[float, float]]:
-    """By the name of the way: seconds per step, and efficiency."""
+    """Seconds per step and efficiency, by the name of the synchronization."""
     layout = replace(found.layout, hosts=hosts)
     return {
         sync.name: (step_time(machine, found.job, layout, sync), efficiency(machine, found.job, layout, sync))
@@ -263,7 +263,7 @@ def _row(machine: Machine, found: Calibration, hosts: int, syncs: Sequence[Sync]
 
 
 def _finite(value: Any) -> Any:
-    """For JSON, which knows no infinity: ``None`` in its place."""
+    """``None`` instead of infinity, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,28 +1,29 @@
-"""How long a training step takes on how many hosts: a model of the cost, and its fit to what was measured.
+"""A cost model: how long a training step takes on how many hosts. It is fitted to measurements.
 
 Nothing is measured here (see :mod:`ddp_callbacks.launcher.bench.calibration`), and no process group is needed.
 
 [Note: the model]
-A message takes ``latency + bytes / bandwidth`` (Hockney, 1994, doi:10.1016/S0167-8191(06)80021-9). Sums are counted in
-such messages, one after the other, as Thakur, Rabenseifner and Gropp do (2005, doi:10.1177/1094342005051521)::
+A message takes ``latency + bytes / bandwidth`` (Hockney, 1994, doi:10.1016/S0167-8191(06)80021-9). The cost of a sum is
+its number of messages, one after the other, and its bytes, as in Thakur, Rabenseifner and Gropp (2005,
+doi:10.1177/1094342005051521)::
 
     S bytes, H hosts                          messages in a row               bytes that a host sends
-    exact, gloo's ring                        2 (H - 1), for each two pieces  2 (H - 1) / H * S
+    exact, gloo's ring                        2 (H - 1), for each two chunks  2 (H - 1) / H * S
     exact, few bytes: gathered in a ring      H - 1                           (H - 1) * S
-    half precision: exchanged, then gathered  1, and H - 1 for each piece     2 (H - 1) / H * S / 2
+    half precision: exchanged, then gathered  1, and H - 1 for each chunk     2 (H - 1) / H * S / 2
 
-The bytes are the fewest possible (Patarasuk and Yuan, 2009, doi:10.1016/j.jpdc.2008.09.002). On a host with k processes
-each leader's part of a sum passes through memory: it adds k - 1 slices of S / k bytes to its own (two reads and a
-write each), and copies the sum to k - 1 others (a read and a write each).
+The number of bytes is minimal (Patarasuk and Yuan, 2009, doi:10.1016/j.jpdc.2008.09.002). On a host with k processes,
+each leader's part of a sum passes through memory: it adds k - 1 shards of S / k bytes to its own (two reads and a write
+each), and copies the sum to k - 1 others (a read and a write each).
 
-A step is a pipeline: the sum of a bucket begins when backward has filled it and the host's last sum is done, then takes
-its turn on the wire, then is delivered. On one host the sums follow backward.
+A step is a pipeline: the sum of a bucket begins when backward has filled the bucket and the host's last sum is done; it
+then takes its turn on the network, and is finally delivered. On a single host, the sums follow backward.
 
 [Note: what the model assumes]
 All hosts are equal and have one link each, and the network carries all of them at full rate at the same time (full
-bisection bandwidth). Nobody is late: a step takes as long on each process. The batch of a process stays the same (weak
-scaling). What a sum takes from the processor while backward runs is not counted. The latency of the rings grows with
-the number of hosts; that of a tree would with its logarithm.
+bisection bandwidth). No process is late: a step takes equally long on each. The batch per process is constant (weak
+scaling). The model ignores the processor time that sums take from backward. The latency of the rings grows with the
+number of hosts; that of a tree would grow with its logarithm.
 """
 
 from __future__ import annotations
@@ -39,24 +40,24 @@ from ddp_callbacks.comm.inter_node import CHUNK_NBYTES, EXCHANGE_NBYTES
 from ddp_callbacks.comm.process_group import GATHERED_NBYTES
 from ddp_callbacks.errors import ConfigurationError
 
-MARK = "ddprun bench: "  # before each line of JSON by which a calibration speaks to ddprun
-_AT_A_TIME = 2  # pieces of an exact sum: gloo works with two threads
-_ADD, _COPY = 3, 2  # how often memory is touched per byte
-_NOISE = 0.02  # what a fit takes for noise, relative
-_GOOD_ENOUGH = 1.1  # of the fastest step
+MARK = "ddprun bench: "  # prefix of each line of JSON from a calibration to ddprun
+_AT_A_TIME = 2  # chunks of an exact sum: gloo works with two threads
+_ADD, _COPY = 3, 2  # memory accesses per byte
+_NOISE = 0.02  # relative differences that a fit treats as noise
+_GOOD_ENOUGH = 1.1  # times the fastest step
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What hosts and network can do.
+    """The performance of hosts and network.
 
     Attributes:
-        latency: Seconds for a message without content from one host to another, with all that software adds.
-        bandwidth: Bytes per second that a host sends while it receives as many, all its processes together.
-        rounding: Seconds per byte of gradients that half precision costs a process beside what it sends.
+        latency: Seconds for an empty message between two hosts, including software overhead.
+        bandwidth: Bytes per second that a host sends while it receives as many, over all its processes.
+        rounding: Seconds per byte of gradients that half precision costs a process, apart from sending.
         memory_overhead: Seconds per sum in a host's memory, whatever its size.
         memory_bandwidth: Bytes per second that one process reads or writes, while the others of its host do so too.
-        cores: Processes of one host that compute at full speed at the same time; more share them.
+        cores: Processes per host that compute at full speed at the same time; more processes share them.
     """
 
     latency: float
@@ -69,7 +70,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Layout:
-    """So many hosts with so many ranks each.
+    """A number of hosts with a number of ranks each.
 
     Raises:
         ConfigurationError: One of them is less than 1.
@@ -89,7 +90,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class FilledBucket:
-    """Gradients that travel together: their bytes, and the seconds from the start of a step until they are there."""
+    """A bucket of gradients: its bytes, and the seconds from the start of a step until it is full."""
 
     nbytes: float
     full: float
@@ -97,13 +98,13 @@ class FilledBucket:
 
 @dataclass(frozen=True)
 class Job:
-    """A training step of one process that has a core for itself.
+    """A training step of one process with a dedicated core.
 
     Attributes:
-        compute: Seconds of a step that nothing synchronizes.
+        compute: Seconds of a step without synchronization.
         buckets: In the order in which backward fills them; the last is full when backward ends.
         after: Seconds from the end of backward to the end of the step.
-        itemsize: Bytes of a gradient's element.
+        itemsize: Bytes per gradient element.
     """
 
     compute: float
@@ -118,13 +119,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Sync:
-    """A way to synchronize.
+    """A synchronization method.
 
     Attributes:
-        name: As it is shown.
-        half: Whether gradients travel between hosts in half precision.
-        every: Steps from one synchronization to the next. With more than one the parameters are summed, exactly, while
-            nothing else runs (LocalSGD; DiLoCo, arXiv:2311.08105).
+        name: Its name in the output.
+        half: Whether gradients are sent between hosts in half precision.
+        every: Steps from one synchronization to the next. If it is more than one, the parameters are summed, exactly,
+            while nothing else runs (LocalSGD; DiLoCo, arXiv:2311.08105).
     """
 
     name: str
@@ -144,14 +145,14 @@ def diloco(every: int) -> Sync:
 
 
 def step_time(machine: Machine, job: Job, layout: Layout, sync: Sync) -> float:
-    """Seconds per step; the mean over a window where not every step synchronizes."""
+    """Seconds per step; the mean over a window if not every step synchronizes."""
     if layout.ranks == 1:
         return compute_time(machine, job, layout)
     if sync.every > 1:
         return compute_time(machine, job, layout) + sum_time(machine, job, layout) / sync.every
     crowd = _crowd(machine, layout)
     ready = [bucket.full * crowd for bucket in job.buckets]
-    if layout.hosts == 1:  # in shared memory the sums wait for the end of backward
+    if layout.hosts == 1:  # in shared memory, sums wait for the end of backward
         ready = ready[-1:] * len(ready)
     return _pipeline(machine, job, layout, sync, ready) + job.after * crowd
 
@@ -162,7 +163,7 @@ def compute_time(machine: Machine, job: Job, layout: Layout) -> float:
 
 
 def efficiency(machine: Machine, job: Job, layout: Layout, sync: Sync) -> float:
-    """The share of a step that is not lost to synchronization. 1 is linear weak scaling."""
+    """The fraction of a step that is not lost to synchronization. 1 is linear weak scaling."""
     return compute_time(machine, job, layout) / step_time(machine, job, layout, sync)
 
 
@@ -172,7 +173,7 @@ def sum_time(machine: Machine, job: Job, layout: Layout) -> float:
 
 
 def choose(machine: Machine, job: Job, layout: Layout, syncs: Sequence[Sync]) -> Sync:
-    """The first of ``syncs`` that takes at most a tenth longer than the fastest; put the mildest first."""
+    """The first of ``syncs`` that takes at most a tenth longer than the fastest; list the mildest first."""
     times = [step_time(machine, job, layout, sync) for sync in syncs]
     good = (sync for sync, time in zip(syncs, times, strict=True) if time <= _GOOD_ENOUGH * min(times))
     return next(good)
@@ -186,13 +187,13 @@ def _pipeline(machine: Machine, job: Job, layout: Layout, sync: Sync, ready: Seq
         summed = max(full, summed) + add
         sent = max(summed, sent) + wire_time(machine, layout, bucket.nbytes, sync.half, job.itemsize)
         delivered = max(sent, delivered) + copy
-    if sync.half and layout.hosts > 1:  # the control numbers of the gradients, exactly
+    if sync.half and layout.hosts > 1:  # the exact metadata of the gradients
         delivered += sum(memory_times(machine, layout, 0)) + wire_time(machine, layout, 0)
     return delivered
 
 
 def memory_times(machine: Machine, layout: Layout, nbytes: float) -> tuple[float, float]:
-    """Seconds to sum so many bytes of each rank within every host, and to deliver the sum."""
+    """Seconds to sum ``nbytes`` of each rank within every host, and to deliver the sum."""
     if layout.ranks_per_host == 1:
         return 0.0, 0.0
     add, copy = memory_traffic(layout, nbytes)
@@ -201,13 +202,13 @@ def memory_times(machine: Machine, layout: Layout, nbytes: float) -> tuple[float
 
 
 def memory_traffic(layout: Layout, nbytes: float) -> tuple[float, float]:
-    """Bytes that each process reads and writes to sum its slice, and to deliver it."""
+    """Bytes that each process reads and writes to sum its shard, and to deliver it."""
     others = (layout.ranks_per_host - 1) / layout.ranks_per_host * nbytes
     return _ADD * others, _COPY * others
 
 
 def wire_time(machine: Machine, layout: Layout, nbytes: float, half: bool = False, itemsize: int = 4) -> float:
-    """Seconds to sum so many bytes, of elements of ``itemsize`` bytes, over the hosts."""
+    """Seconds to sum ``nbytes``, of elements of ``itemsize`` bytes, over the hosts."""
     if layout.hosts == 1:
         return 0.0
     messages, sent = wire_traffic(layout, nbytes, half, itemsize)
@@ -216,7 +217,7 @@ def wire_time(machine: Machine, layout: Layout, nbytes: float, half: bool = Fals
 
 
 def wire_traffic(layout: Layout, nbytes: float, half: bool = False, itemsize: int = 4) -> tuple[int, float]:
-    """Messages one after the other, and bytes that each host sends; see :mod:`ddp_callbacks.comm.inter_node`."""
+    """Number of consecutive messages, and bytes that each host sends; see :mod:`ddp_callbacks.comm.inter_node`."""
     others, hosts = layout.hosts - 1, layout.hosts
     nbytes = nbytes * 2 / itemsize if half else nbytes
     part = nbytes / layout.ranks_per_host
@@ -235,7 +236,7 @@ def ring_traffic(layout: Layout, nbytes: float) -> tuple[int, float]:
 
 
 def _crowd(machine: Machine, layout: Layout) -> float:
-    """How much slower a process computes than one with a core for itself."""
+    """How much slower a process computes than one with a dedicated core."""
     return max(1.0, layout.ranks_per_host / machine.cores)
 
 
@@ -244,11 +245,11 @@ def _crowd(machine: Machine, layout: Layout) -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """How long sums of so many bytes took: the median of several.
+    """The time for sums of one size: the median of several.
 
     Attributes:
         level: ``"memory"`` within each host; ``"wire"`` between the hosts, ``"half"`` there in half precision;
-            ``"ring"`` for few bytes that gloo's ring sums between the hosts, where a gather would be faster.
+            ``"ring"`` for few bytes that gloo's ring sums between the hosts, for which a gather would be faster.
         nbytes: Bytes of gradients (float32) of each rank.
     """
 
@@ -258,14 +259,14 @@ class Sample:
 
 
 def fit(samples: Iterable[Sample], layout: Layout, assumed: Machine) -> Machine:
-    """The machine on which these sums take this long.
+    """Fit a machine to the measured sums.
 
-    Least squares of the relative errors, which a few outliers do not pull far. Only the ratio of two sizes tells
-    latency from bandwidth: give some small ones and some large ones.
+    This is least squares of the relative errors, robust against a few outliers. Only the ratio of two sizes separates
+    latency from bandwidth: pass some small samples and some large ones.
 
     Args:
-        layout: On which all were measured.
-        assumed: What was not measured is taken from here.
+        layout: The layout of all measurements.
+        assumed: Values for parameters that were not measured.
     """
     of: dict[str, list[Sample]] = {"memory": [], "wire": [], "half": [], "ring": []}
     for sample in samples:
@@ -281,7 +282,7 @@ def fit(samples: Iterable[Sample], layout: Layout, assumed: Machine) -> Machine:
         values["latency"], inverse = _least_squares(rows, between)
         values["bandwidth"] = _inverse(inverse)
     if of["half"]:
-        # The rest beside what was just found.
+        # Fit the rest with these results.
         machine = Machine(**{**values, "rounding": 0.0})
         rows = [[sample.nbytes / layout.ranks_per_host] for sample in of["half"]]
         known = [wire_time(machine, layout, sample.nbytes, half=True) for sample in of["half"]]
@@ -292,7 +293,7 @@ def fit(samples: Iterable[Sample], layout: Layout, assumed: Machine) -> Machine:
 def _least_squares(
     rows: list[list[float]], samples: Sequence[Sample], known: Sequence[float] | None = None
 ) -> list[float]:
-    """Coefficients that are not negative; of what is left of the samples beside what is known."""
+    """Non-negative coefficients, fitted to what the known part leaves of the samples."""
     seconds = torch.tensor([sample.seconds for sample in samples], dtype=torch.float64)
     matrix = torch.tensor(rows, dtype=torch.float64) / seconds[:, None]
     goal = torch.ones_like(seconds) - torch.tensor(known or [0.0] * len(samples), dtype=torch.float64) / seconds
@@ -309,7 +310,7 @@ def _least_squares(
 
 
 def _solve(matrix: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
-    """By least squares whose weights become those of least absolute errors."""
+    """Iteratively reweighted least squares, which approximates least absolute errors."""
     scale = matrix.abs().amax(0).clamp(min=1e-300)
     matrix = matrix / scale
     weights, solution = torch.ones_like(goal), torch.zeros_like(scale)
@@ -329,12 +330,12 @@ def _inverse(value: float) -> float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found.
+    """The result of a calibration.
 
     Attributes:
-        layout: The hosts and ranks on which it was measured. Ranks that share no memory are hosts of their own.
-        machine, job: As fitted to the parts of a step. Where there is one host, nothing is known of the wire: latency 0
-            and bandwidth infinite.
+        layout: The measured hosts and ranks. Ranks that share no memory count as separate hosts.
+        machine, job: Fitted to the parts of a step. With a single host, the network is unknown: latency 0 and bandwidth
+            infinite.
         steps: Seconds of whole steps by the name of the :class:`Sync`, to check the model.
         samples: The sums that the machine was fitted to.
     """
@@ -350,7 +351,7 @@ class Calibration:
 
     @staticmethod
     def from_json(text: str) -> Calibration:
-        """The inverse of :meth:`to_json`."""
+        """Inverse of :meth:`to_json`."""
         values: dict[str, Any] = json.loads(text)
         job = values["job"]
         buckets = tuple(FilledBucket(**bucket) for bucket in job.pop("buckets"))
