@@ -80,7 +80,7 @@ class BufferPool:
         return memory
 
     def let_go(self) -> None:
-        """Forget gradients from before the first step that have been replaced."""
+        """Forget gradients from before the first step that the parameters no longer hold."""
         if self._has_given:
             pairs = zip(self.parameters, self._given, strict=True)
             self._given = [given if parameter.grad is given else None for parameter, given in pairs]

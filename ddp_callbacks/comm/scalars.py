@@ -124,7 +124,7 @@ class ScalarWork(ABC):
 
     @abstractmethod
     def are_here(self) -> bool:
-        """Whether one rank alone may call :meth:`arrive`; if the exchange is unattended, always."""
+        """Whether :meth:`arrive` may be called now; by a single rank at any time if the exchange is unattended."""
 
     @abstractmethod
     def arrive(self) -> tuple[list[list[float]], bool]:
