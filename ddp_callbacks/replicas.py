@@ -263,7 +263,8 @@ def describe_checkpoint(state: Any, **counters: int) -> str:
     """Describe a state as ``epoch 3, checksum 1f2e3d4c``; equal states have equal descriptions. Local.
 
     Args:
-        state: Nested dicts, lists and tuples of tensors and plain data. Other objects count only by their class.
+        state: Nested dicts, lists and tuples of tensors and plain data. Other objects count by their repr, without
+            addresses.
         counters: Numbers to include, by name.
     """
     named = [f"{name} {value}" for name, value in counters.items()]
