@@ -98,4 +98,4 @@ def test_the_backend_that_an_installed_torch_lacks_is_named_with_what_works(tmp_
         output, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1
     assert output.splitlines()[-1].startswith('ddp_callbacks.errors.ConfigurationError: backend="mpi" needs')
-    assert 'Take backend="mpi4py"' in output
+    assert 'Use backend="mpi4py"' in output
