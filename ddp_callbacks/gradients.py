@@ -357,8 +357,9 @@ class GradientSynchronizer:
 
     def _launch_full(self) -> None:
         """Launch every full bucket, in order, except the last, which carries the metadata."""
-        while len(self._round.waiting) > 1:
-            bucket = self._round.waiting[0]
+        now = self._round
+        while now.launched < len(now.buckets) - 1:
+            bucket = now.buckets[now.launched]
             if bucket.missing or bucket.deferred:
                 return
             self._launch(bucket)
