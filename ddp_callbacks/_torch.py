@@ -12,12 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
 from torch.autograd import Variable
 from torch.autograd.graph import Node
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.dropout import _DropoutNd as Dropout
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from ddp_callbacks.versions import require_names
@@ -63,6 +59,16 @@ PRIVATE = (
 def require_torch() -> None:
     """Raise :class:`ImportError` if the installed torch lacks a private name; the message names supported versions."""
     require_names("torch", PRIVATE)
+
+
+try:
+    from torch._C._distributed_c10d import Backend
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd as Dropout
+    from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+except ImportError:
+    require_torch()  # names the versions of torch that have it
+    raise
 
 
 # --- autograd -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import re
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import pytorch_lightning
+import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector import result
 
@@ -163,6 +165,14 @@ def test_a_torch_that_lacks_one_is_named_before_the_processes_meet(monkeypatch: 
     ):
         join_process_group(0, 2, "127.0.0.1")
     assert not dist.is_initialized()
+
+
+def test_a_torch_that_lacks_one_is_named_at_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.modules.dropout, "_DropoutNd")
+    spec = importlib.util.spec_from_file_location("a_second_torch", _torch.__file__)
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(ImportError, match=r"torch 2\S+ has no torch\.nn\.modules\.dropout\._DropoutNd, which"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_only_versions_that_the_tests_have_seen_are_installed() -> None:
