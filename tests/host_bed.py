@@ -184,12 +184,11 @@ class HostBed:
 
     def end_all(self) -> None:
         """Kill what runs on the hosts; their sshd stay."""
-        end = time.monotonic() + _LIMIT
-        while left := {pid: line for host in self.hosts for pid, line in host.processes().items()}:
-            assert time.monotonic() < end, left
-            for pid in left:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        _end(self.hosts)
+
+    def end_sshd(self) -> None:
+        """Nothing listens on the hosts' port 22 from now on, so that another sshd can."""
+        _end(self.hosts, of_sshd=True)
 
     def _at_the_switch(self) -> list[str]:
         assert self._switch is not None
@@ -250,6 +249,16 @@ def _held(command: list[str]) -> subprocess.Popen[str]:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n", f"{command} failed"
     return process
+
+
+def _end(hosts: list[Host], of_sshd: bool = False) -> None:
+    """Kill until none is left. Some end by themselves meanwhile, such as the child by which sshd answers a login."""
+    end = time.monotonic() + _LIMIT
+    while left := {pid: line for host in hosts for pid, line in host.processes(of_sshd).items()}:
+        assert time.monotonic() < end, left
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _check(command: list[str]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from host_bed import Host, HostBed, _check
+from host_bed import Host, HostBed
 from test_ddprun_hosts import LIMIT, REASON
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +70,7 @@ def test_the_command_of_the_readme_trains_over_both(tmp_path: Path) -> None:
     shutil.copy(FOLDER / "sshd_config", image / "ssh")
     with HostBed(2, prefix="node") as bed:
         first, second = bed.hosts
+        bed.end_sshd()
         for host in bed.hosts:
             _become_container(host, image)
         environ = first.environ(PATH=f"{Path(sys.executable).parent}:{first.environ()['PATH']}")
@@ -95,9 +96,7 @@ def test_the_command_of_the_readme_trains_over_both(tmp_path: Path) -> None:
 
 
 def _become_container(host: Host, image: Path) -> None:
-    """Give the host the folders of the image, without keys and without an sshd."""
-    for pid in host.processes(of_sshd=True):
-        _check(["kill", str(pid)])
+    """Give the host the folders of the image, without keys."""
     shutil.rmtree(host.home / ".ssh")
     for source, target in (("srv", "/srv"), ("ssh", "/etc/ssh")):
         done = host.run("mount", "--bind", str(image / source), target)
