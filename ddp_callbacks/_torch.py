@@ -195,6 +195,11 @@ def set_timeout_in(options: Backend.Options, timeout: timedelta) -> None:
     options._timeout = timeout
 
 
+def is_ordered_by_stream(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's collectives on ``device`` are operations in a stream, which the host does not wait for."""
+    return device.type != "cpu" and group._get_backend(device).name() == "nccl"
+
+
 def abort_accelerators(group: dist.ProcessGroup) -> None:
     """Abort the group's pending operations on devices other than the CPU."""
     for device in devices_of(group):

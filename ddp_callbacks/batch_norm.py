@@ -45,7 +45,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import SyncBatchNorm
 
 from ddp_callbacks._torch import BatchNorm, outside_inference_mode
-from ddp_callbacks.comm.collectives import message_device, new_subgroup
+from ddp_callbacks.comm.collectives import new_subgroup
 from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group import get_world_size, resolve_group
@@ -99,7 +99,7 @@ class BatchNormSynchronizer:
         if not layers:
             return
         first = next(iter([*module.parameters(), *module.buffers()]), None)
-        device = message_device(process_group) if first is None else first.device
+        device = torch.device("cpu") if first is None else first.device
         channel = _Channel(_own_group(resolve_group(process_group)), device)
         for index, (name, layer) in enumerate(layers.items()):
             self._layers[layer] = _Layer(index, name, channel, counts or _always)

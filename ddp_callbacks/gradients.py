@@ -2,12 +2,14 @@
 
 One backward, on each rank::
 
-    a parameter's gradient is complete     its hook marks it; when a bucket and all before it are full, the bucket is
-                                           copied into a flat buffer and its all-reduce starts
+    a parameter's gradient is complete     its hook marks it; when a bucket and all before it are full, its gradients
+                                           are moved into a flat buffer and its all-reduce starts
     ... more gradients ...                 the all-reduces overlap the rest of backward (in shared memory they are
                                            deferred to its end: they would compete with it for the same cores)
     the outermost backward ends            the remaining buckets start, the last one with the metadata; we wait for
                                            all; parameter.grad becomes a view of the reduced buffer
+
+So the gradients are in memory once, as with DDP's ``gradient_as_bucket_view``.
 
 [Note: metadata]
 Two things are known only when backward ends: which parameters were used, and whether a bucket must be sent again. If
@@ -16,6 +18,9 @@ therefore never launched before the end: ``[weight, trained, dirty (one per buck
 summed over the ranks. A parameter that no rank used keeps its gradient, also if it is ``None``. If only some ranks used
 it, it gets the sum, and the others count as zero. If the last bucket cannot carry the metadata (low precision,
 compression, or a communication hook), it is sent separately, in float64.
+
+Gradients on GPUs never carry it: it is sent between the CPUs. So the host never waits for its GPU, whose buckets are
+reduced in a stream, and still notices in each step if another rank has failed.
 
 After the metadata there is room for numbers from the caller (:meth:`GradientSynchronizer.carry`), which saves a
 message. Each rank writes to its own slot, which is zero on all other ranks, so the sum is a gather. The numbers are
@@ -29,8 +34,13 @@ missing from the prediction follow; buckets predicted in vain were zeros.
 
 [Note: a gradient that comes twice]
 With reentrant checkpointing, a parameter's hook can fire twice in a backward, the second time after its bucket was
-launched (DDP raises "marked ready only once", https://github.com/pytorch/pytorch/issues/46166). All ranks then send the
-bucket again, and from then on it waits for the end of backward.
+launched (DDP raises "marked ready only once", https://github.com/pytorch/pytorch/issues/46166). All ranks then send
+what was added to the bucket, and from then on it waits for the end of backward.
+
+[Note: CUDA graphs]
+Ranks exchange messages at the end of backward, which a graph cannot replay, so capturing a backward is refused.
+``torch.cuda.make_graphed_callables`` works: the hooks run outside of its graphs. With ``torch.compile``, all gradients
+arrive at the end of the compiled backward, so the buckets of one graph don't overlap it.
 """
 
 from __future__ import annotations
@@ -59,10 +69,11 @@ from ddp_callbacks.comm.protocol import allocate
 from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_world_size, resolve_group
-from ddp_callbacks.process_group.failures import enter, of_device, wait
+from ddp_callbacks.process_group.failures import Launched, enter, wait
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.weighing import Undo, Weighing, hook_even_if_frozen
 
+_CPU = torch.device("cpu")
 _PIECES = 4  # 16-bit integers in a float64
 
 
@@ -249,10 +260,10 @@ class GradientSynchronizer:
         self._comm_hook, self._comm_state = comm_hook, comm_state
         if comm_hook is None:
             self._all_reduce = choose_all_reduce(self._group, devices, dtype_of(compress))
-            self._exact = choose_all_reduce(self._group, devices)
         else:
-            allocator = getattr(comm_hook, "allocate", allocate)
-            self._all_reduce = self._exact = ProcessGroupAllReduce(self._group, allocator)
+            self._all_reduce = ProcessGroupAllReduce(self._group, getattr(comm_hook, "allocate", allocate))
+        self._between_hosts = choose_all_reduce(self._group, [_CPU])
+        self._is_on_gpu = any(device.type == "cuda" for device in devices)
 
     def _make_buckets(self, bucket_cap_mb: float) -> list[Bucket]:
         specs = [ParameterSpec(p.numel(), p.dtype, p.device, p.requires_grad) for p in self._dense]
@@ -324,6 +335,12 @@ class GradientSynchronizer:
                 bucket.pool.abandon()
         if not self.rounds:
             self._refuse_foreign_hooks(self._parameters)
+        if self._is_on_gpu and torch.cuda.is_current_stream_capturing():
+            raise ConfigurationError(
+                "a CUDA graph cannot contain the synchronization of gradients, in which processes exchange messages. "
+                "Capture the forward pass or parts of the model with torch.cuda.make_graphed_callables, and call "
+                "backward outside of a capture."
+            )
         self._round.is_finished = False  # stays False if getting the first weight fails
         for bucket in self._buckets:
             bucket.start()
@@ -333,9 +350,10 @@ class GradientSynchronizer:
 
     def _can_carry(self, bucket: Bucket) -> bool:
         """Whether the metadata can be summed with this bucket's gradients. Flags can, in any real dtype."""
-        if self._comm_hook is not None or not self._all_reduce.exact:
+        first = bucket.pool.parameters[0]
+        if self._comm_hook is not None or not self._all_reduce.exact or first.device.type != "cpu":
             return False
-        dtype = bucket.pool.parameters[0].dtype
+        dtype = first.dtype
         if self._weighing.total is not None or not self._has_double:
             return dtype in (torch.float32, torch.float64)
         return dtype == torch.float64  # do not round the weight more than the gradients that it divides
@@ -348,17 +366,17 @@ class GradientSynchronizer:
         # The total arrives with the sum. Until then we assume the last total, so that half precision does not overflow.
         # Before the first step there is none, so that step asks for it.
         if not self._last_total:
-            weight = torch.tensor([self._weighing.weight], dtype=torch.float64, device=self._device())
+            weight = torch.tensor([self._weighing.weight], dtype=torch.float64)
             doing = "the first weight"
-            self._exact.launch(weight, doing).wait(doing)
+            self._between_hosts.launch(weight, doing).wait(doing)
             self._last_total = float(weight)
         reference = self._last_total
         return (self._weighing.weight * average / reference if reference else 0.0), reference
 
     def _launch_full(self) -> None:
-        """Launch every full bucket, in order, except the last, which carries the metadata."""
+        """Launch every full bucket, in order, except one that carries the metadata."""
         now = self._round
-        while now.launched < len(now.buckets) - 1:
+        while now.launched < len(now.buckets) - now.carries_metadata:
             bucket = now.buckets[now.launched]
             if bucket.missing or bucket.deferred:
                 return
@@ -367,8 +385,10 @@ class GradientSynchronizer:
     def _launch(self, bucket: Bucket) -> None:
         if self._comm_hook is not None and self._round.launched:
             # A hook may start further collectives from its futures (PowerSGD does), at a moment that differs between
-            # the ranks. Wait for all of them before launching the next bucket.
-            self._await(self._round.buckets[self._round.launched - 1])
+            # the ranks. Launch the next bucket after them. On a GPU they are in a stream by now, in order.
+            before = self._round.buckets[self._round.launched - 1]
+            assert before.future is not None
+            wait(Launched(before.future), before.doing, self._group)
         self._round.launched += 1
         self._send(bucket)
 
@@ -385,8 +405,7 @@ class GradientSynchronizer:
             node.register_hook(lambda *_: self._call_at_end(task))
 
     def _finish(self) -> None:
-        # Gradients of no_sync, of a failed backward or of a frozen parameter may be gone by now.
-        self._used[:] = [used and p.grad is not None for used, p in zip(self._used, self._parameters, strict=True)]
+        self._forget_lost_gradients()
         for bucket in self._round.waiting:
             self._launch(bucket)
         metadata = self._exchange_metadata()
@@ -395,7 +414,7 @@ class GradientSynchronizer:
         for bucket, is_dirty in zip(self._buckets, metadata.dirty, strict=True):
             if is_dirty:
                 bucket.deferred = True
-                self._send_behind(bucket)
+                self._send_rest(bucket)
         filled = [bucket for bucket in self._buckets if bucket.active]
         for bucket in filled:
             if bucket.memory is None:  # not in the forecast
@@ -417,6 +436,21 @@ class GradientSynchronizer:
         for slot in range(len(self._dense), len(self._parameters)):
             if used[slot]:
                 self._exchange_sparse(slot, weight)
+
+    def _forget_lost_gradients(self) -> None:
+        """Gradients of no_sync, of a failed backward or of a frozen parameter may be gone by now."""
+        moved = {slot for bucket in self._buckets if bucket.memory is not None for slot in bucket.slots}
+        for slot, parameter in enumerate(self._parameters):
+            if slot not in moved and parameter.grad is None:
+                self._used[slot] = False
+
+    def _send_rest(self, bucket: Bucket) -> None:
+        """Add what ranks have contributed since the bucket was launched."""
+        assert bucket.memory is not None
+        flat = bucket.memory.flat[: bucket.memory.numel]
+        before = flat.clone()
+        self._send_behind(bucket)
+        flat.add_(before)
 
     def _send_behind(self, bucket: Bucket) -> None:
         self._send(bucket)
@@ -442,7 +476,7 @@ class GradientSynchronizer:
     # --- the wire -----------------------------------------------------------------------------------------------
 
     def _send(self, bucket: Bucket) -> None:
-        memory = bucket.fill(self._round.scale)
+        memory = bucket.fill(self._round.scale, self._used)
         if self._weighing.kept != 1:
             bucket.scale_untouched(self._used, self._weighing.kept)
         is_last = bool(self._round.buckets) and bucket is self._round.buckets[-1]
@@ -463,7 +497,7 @@ class GradientSynchronizer:
             bucket.sum.wait(doing)
             return
         assert bucket.future is not None and bucket.memory is not None
-        wait(of_device(bucket.future, bucket.memory.flat.device), doing, self._group)
+        wait(bucket.future, doing, self._group)
         value, flat = bucket.future.value(), bucket.memory.flat[: bucket.memory.numel]
         if flat.is_complex() and not value.is_complex():  # torch's all_reduce returns it like this
             value = torch.view_as_complex(value.view(-1, 2))
@@ -502,12 +536,12 @@ class GradientSynchronizer:
         else:
             # Not earlier: a hook may start further collectives from its futures, at a moment that differs between
             # ranks.
-            numbers = self._metadata().to(self._device())
+            numbers = self._metadata()
             doing = "the metadata of the gradients"
-            self._exact.launch(numbers, doing).wait(doing)
+            self._between_hosts.launch(numbers, doing).wait(doing)
         if self._piggyback is not None:
             places = numbers[self._tail :].view(self._world_size, -1)
-            self.carried, self._piggyback = places.to("cpu", torch.int16).view(torch.float64), None
+            self.carried, self._piggyback = places.to(torch.int16).view(torch.float64), None
         weight, trained, *flags = numbers[: self._tail].tolist()
         count = len(self._buckets)
         return _Metadata(weight, trained, [flag > 0 for flag in flags[:count]], [flag > 0 for flag in flags[count:]])
@@ -543,9 +577,6 @@ class GradientSynchronizer:
         if self._weighing.total is None:
             return self._weighing.weight / weight if self._weighing.weight else 0.0
         return self._weighing.unit * (1.0 if self._used[slot] else self._weighing.kept)
-
-    def _device(self) -> torch.device:
-        return (self._dense or self._sparse)[0].device
 
 
 @dataclass

@@ -19,7 +19,7 @@ from ddp_callbacks._torch import non_persistent_buffers
 from ddp_callbacks.comm.agreement import SHOWN, require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, checksum_of_memory, is_dense, memory_of
 from ddp_callbacks.comm.codec import pack, unpack
-from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, broadcast, broadcast_tensors, message_device
+from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, broadcast, broadcast_tensors
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
@@ -103,7 +103,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.Proc
     """
     if get_world_size(group) == 1:
         return
-    doing, device = "the optimizer's state", message_device(group)
+    doing, device = "the optimizer's state", torch.device("cpu")
     tensors: list[torch.Tensor] = []
     header = pack(optimizer.state_dict(), tensors) if get_rank(group) == 0 else None
     specs = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]

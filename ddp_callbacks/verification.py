@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_callbacks._torch import BatchNorm, Dropout
-from ddp_callbacks.comm.collectives import all_reduce, broadcast_tensors, message_device
+from ddp_callbacks.comm.collectives import all_reduce, broadcast_tensors
 from ddp_callbacks.data.random_state import SharedRandomState, get_global_state, set_global_state
 from ddp_callbacks.errors import ConfigurationError, MismatchError, NonFiniteLossWarning
 from ddp_callbacks.process_group import get_world_size
@@ -171,7 +171,7 @@ def _weighed_gradients(
     loss = loss_of(part)
     own, total = weight()
     if total is None:
-        summed = torch.tensor([own], dtype=torch.float64, device=message_device(group))
+        summed = torch.tensor([own], dtype=torch.float64)
         total = float(all_reduce(summed, _DOING, group))
     # Before backward, since layers may exchange gradients in it: what the others' losses send through them counts.
     fraction = own / total if total else 0.0

@@ -1356,7 +1356,7 @@ def memory_of_an_earlier_run() -> list[bool]:
         model.zero_grad()
         mean_loss(model(batch(0, 0))).backward()
         gone += [reference() is None for reference in before]
-        gone += [bucket.pool.has_no_aliases() for bucket in sync._buckets]
+        gone += [not bucket.pool._has_given for bucket in sync._buckets]
         sync.close()
     return gone
 

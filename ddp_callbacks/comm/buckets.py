@@ -128,6 +128,7 @@ class Bucket:
         self.active = self.missing > 0
         self.is_dirty = False
         self.memory: FlatBuffer | None = None
+        self.kept: list[torch.Tensor | None] = []  # gradients that are tensors of an earlier step
         self.sum: Work | None = None
         self.future: torch.futures.Future[torch.Tensor] | None = None  # from a communication hook
 
@@ -139,11 +140,29 @@ class Bucket:
         elif self.memory is not None and self.pool.parameters[position].requires_grad:
             self.is_dirty = self.deferred = True
 
-    def fill(self, scale: float) -> FlatBuffer:
-        """Copy the scaled gradients into the buffer."""
+    def fill(self, scale: float, used: list[bool]) -> FlatBuffer:
+        """Move the scaled gradients into the buffer. Until :meth:`write_back`, used parameters have no gradient.
+
+        So the gradients are in memory once. A contribution that comes later is a gradient of its own, and a second call
+        moves only these.
+
+        Args:
+            used: Which of all parameters have a gradient of this backward; those that have lost it are corrected.
+        """
+        gradients = [parameter.grad for parameter in self.pool.parameters]
         if self.memory is None:
-            self.memory = self.pool.take()
-        copy_in(self.memory, [parameter.grad for parameter in self.pool.parameters], scale)
+            for slot, gradient in zip(self.slots, gradients, strict=True):
+                used[slot] = used[slot] and gradient is not None
+            # Where a sum fails to count, or a parameter is unused everywhere, the gradients before it are needed.
+            in_place = scale != 0 and all(used[slot] for slot in self.slots)
+            self.memory = self.pool.take(in_place)
+            self.kept = self.pool.kept_gradients()
+        else:
+            gradients = [gradient if used[slot] else None for slot, gradient in zip(self.slots, gradients, strict=True)]
+        copy_in(self.memory, gradients, scale)
+        for slot, parameter in zip(self.slots, self.pool.parameters, strict=True):
+            if used[slot]:
+                parameter.grad = None
         return self.memory
 
     def scale_untouched(self, used: list[bool], factor: float) -> None:
@@ -155,17 +174,16 @@ class Bucket:
 
     def has_kept(self) -> bool:
         """Whether a gradient is the tensor of an earlier synchronization."""
-        positions = range(len(self.slots))
-        return not self.pool.has_no_aliases() and any(self.pool.kept_gradient(at) is not None for at in positions)
+        return any(gradient is not None for gradient in self.kept)
 
     def write_back(self, used: list[bool], counts: bool) -> None:
         """Set the gradients of used parameters to the reduced ones. If no rank ``counts``, keep existing gradients."""
         assert self.memory is not None
-        has_no_aliases = self.pool.has_no_aliases()
-        for position, (parameter, view) in enumerate(zip(self.pool.parameters, self.memory.views, strict=True)):
-            if not used[self.slots[position]]:
+        for slot, parameter, view, kept in zip(
+            self.slots, self.pool.parameters, self.memory.views, self.kept, strict=True
+        ):
+            if not used[slot]:
                 continue
-            if has_no_aliases or (kept := self.pool.kept_gradient(position)) is None:
-                parameter.grad = view
-            elif counts:
+            if kept is not None and kept is not view and counts:
                 kept.copy_(view)
+            parameter.grad = view if kept is None else kept

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks._torch import count_of_groups, count_of_own_groups, devices_of, timeout_of
+from ddp_callbacks._torch import count_of_groups, count_of_own_groups, timeout_of
 from ddp_callbacks.comm.codec import Json, decode, encode
+from ddp_callbacks.comm.host_group import host_group
 from ddp_callbacks.comm.process_group import ProcessGroupWork
 from ddp_callbacks.comm.protocol import as_real
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_world_size, resolve_group
-from ddp_callbacks.process_group.failures import enter, of_device, require_sent, require_tags, tag_of, wait
+from ddp_callbacks.process_group.failures import Pending, enter, of_device, require_sent, require_tags, tag_of, wait
 
 
 def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -71,11 +72,12 @@ def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None 
     return tensor
 
 
-def start_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+def start_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Start overwriting ``tensor`` with rank 0's. Does not block; leave ``tensor`` alone until the work is done."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
-    return group.broadcast([as_real(tensor)], options)
+    messenger = _messenger(tensor, group)
+    return of_device(messenger.broadcast([as_real(tensor)], options), tensor.device, messenger)
 
 
 def all_gather_json(value: Json, doing: str, group: dist.ProcessGroup | None = None) -> list[Json]:
@@ -115,12 +117,12 @@ def all_gather_tensors(
         return [(json.loads(json.dumps(header)), list(tensors))]
     resolved = resolve_group(group)
     home = tensors[0].device if tensors else torch.device("cpu")
-    message = encode(header, tensors).to(message_device(group))
+    message = encode(header, tensors)
     sizes = _all_gather_numbers(message.numel(), doing, resolved)
     padded = message.new_zeros(max(sizes))
     padded[: message.numel()] = message
     received = _all_gather(padded, doing, resolved)
-    return [decode(part[:size].cpu(), home) for part, size in zip(received, sizes, strict=True)]
+    return [decode(part[:size], home) for part, size in zip(received, sizes, strict=True)]
 
 
 def broadcast_tensors(
@@ -143,20 +145,14 @@ def broadcast_tensors(
     if get_world_size(group) == 1:
         return header, list(tensors)
     enter(doing)
-    resolved, device = resolve_group(group), message_device(group)
+    resolved = resolve_group(group)
     root = resolved.rank() == 0
-    message = encode([doing, header], tensors).to(device) if root else torch.empty(0, dtype=torch.uint8)
-    size = int(_broadcast(torch.tensor([message.numel()], device=device), doing, resolved))
-    message = message if root else torch.empty(size, dtype=torch.uint8, device=device)
-    (sent, header), tensors = decode(_broadcast(message, doing, resolved).cpu(), torch.device("cpu"))
+    message = encode([doing, header], tensors) if root else torch.empty(0, dtype=torch.uint8)
+    size = int(_broadcast(torch.tensor([message.numel()]), doing, resolved))
+    message = message if root else torch.empty(size, dtype=torch.uint8)
+    (sent, header), tensors = decode(_broadcast(message, doing, resolved), torch.device("cpu"))
     require_sent(sent, doing, resolved)
     return header, tensors
-
-
-def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """The device for small messages: the CPU unless the group doesn't support it."""
-    devices = devices_of(resolve_group(group))
-    return torch.device("cpu") if torch.device("cpu") in devices else torch.device("cuda", torch.cuda.current_device())
 
 
 def new_subgroup(parts: Sequence[Sequence[int]], group: dist.ProcessGroup) -> dist.ProcessGroup | None:
@@ -196,19 +192,25 @@ def new_subgroup(parts: Sequence[Sequence[int]], group: dist.ProcessGroup) -> di
 
 def _all_gather(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
     received = [torch.empty_like(tensor) for _ in range(group.size())]
-    wait(of_device(group.allgather([received], [tensor]), tensor.device), doing, group)
+    messenger = _messenger(tensor, group)
+    wait(of_device(messenger.allgather([received], [tensor]), tensor.device, messenger), doing, group)
     return received
 
 
 def _all_gather_numbers(number: int, doing: str, group: dist.ProcessGroup) -> list[int]:
     """Gather every rank's number, and check that all ranks mean the same exchange."""
     enter(doing)
-    message = torch.tensor([number, tag_of(doing)], device=message_device(group))
+    message = torch.tensor([number, tag_of(doing)])
     numbers, tags = zip(*(row.tolist() for row in _all_gather(message, doing, group)), strict=True)
     require_tags(tags, doing, group)
     return list(numbers)
 
 
 def _broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup) -> torch.Tensor:
-    wait(of_device(start_broadcast(tensor, group), tensor.device), doing, group)
+    wait(start_broadcast(tensor, group), doing, group)
     return tensor
+
+
+def _messenger(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group whose collectives take ``tensor``."""
+    return host_group(group) if tensor.device.type == "cpu" else group

@@ -1,9 +1,10 @@
 """The flat buffer of a bucket: gradients are copied in, reduced in place, and returned as views.
 
-After a synchronization, ``parameter.grad`` is a view of the reduced buffer, so nothing is copied out. The next
-gradients may be copied in only if nothing else references the buffer. Three can: the parameter itself
-(``zero_grad(set_to_none=False)`` keeps the gradient), a user who kept ``parameter.grad``, and a user who kept a tensor
-made from it (``grad.detach()``). If anything outside still references the buffer, we give it up and allocate another.
+After a synchronization, ``parameter.grad`` is a view of the reduced buffer, so nothing is copied out. If all gradients
+still are when the next ones have been added to them (``zero_grad(set_to_none=False)`` keeps them), they are reduced in
+place. Otherwise, the next gradients may be copied in only if nothing else references the buffer. Three can: a parameter,
+a user who kept ``parameter.grad``, and a user who kept a tensor made from it (``grad.detach()``). If anything outside
+still references the buffer, we give it up and allocate another.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ class FlatBuffer:
         self.numel = offset
         self._references = self._count_references()
 
+    def holds(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether every gradient is the view of this buffer."""
+        return all(parameter.grad is view for parameter, view in zip(parameters, self.views, strict=True))
+
     def is_aliased(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether a gradient, or anything outside, still references this buffer."""
         if any(parameter.grad is view for parameter, view in zip(parameters, self.views, strict=True)):
@@ -65,9 +70,17 @@ class BufferPool:
         self._given = [parameter.grad for parameter in self.parameters]
         self._has_given = True
 
-    def take(self) -> FlatBuffer:
-        """A buffer without outside references."""
+    def take(self, in_place: bool = False) -> FlatBuffer:
+        """A buffer without outside references.
+
+        Args:
+            in_place: Whether it may be the one that holds all gradients already.
+        """
         self.let_go()
+        for memory in self._memories if in_place else []:
+            if memory.holds(self.parameters):
+                self._memories = [memory]
+                return memory
         for memory in self._memories:
             if not memory.is_aliased(self.parameters):
                 return memory
@@ -90,12 +103,13 @@ class BufferPool:
         """Forget all buffers: a pending collective may still write to them."""
         self._memories = []
 
-    def has_no_aliases(self) -> bool:
-        """Whether no gradient can come from an earlier step; the usual case, with ``zero_grad()`` before each step."""
-        return len(self._memories) == 1 and not self._has_given
+    def kept_gradients(self) -> list[torch.Tensor | None]:
+        """The gradients that are tensors of an earlier step, accumulated into since; ``None`` for others."""
+        if len(self._memories) == 1 and not self._has_given and not self._memories[0].holds(self.parameters):
+            return [None] * len(self.parameters)  # the usual case, with zero_grad() before each step
+        return [self._kept_gradient(slot) for slot in range(len(self.parameters))]
 
-    def kept_gradient(self, slot: int) -> torch.Tensor | None:
-        """The gradient of parameter ``slot`` if it is the tensor of an earlier step, accumulated into since."""
+    def _kept_gradient(self, slot: int) -> torch.Tensor | None:
         grad = self.parameters[slot].grad
         if grad is self._given[slot] or any(grad is memory.views[slot] for memory in self._memories):
             return grad
@@ -108,6 +122,8 @@ class BufferPool:
 def copy_in(memory: FlatBuffer, gradients: Sequence[torch.Tensor | None], scale: float) -> None:
     """Write ``scale * gradient`` into each view; zeros for ``None``, and everywhere if ``scale`` is 0.
 
+    Either all gradients are the views themselves, or none is.
+
     A rank with weight 0 may hold NaN (the mean over no samples), which must not reach other ranks.
     """
     if scale == 0:
@@ -117,17 +133,18 @@ def copy_in(memory: FlatBuffer, gradients: Sequence[torch.Tensor | None], scale:
     for gradient, view in zip(gradients, memory.views, strict=True):
         if gradient is None:
             view.zero_()
-        else:
+        elif gradient is not view:
             gradient = gradient.detach() if gradient.requires_grad else gradient  # backward(create_graph=True)
             sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
             targets.append(view)
-    if scale != 1 and memory.numel > _LARGE * len(memory.views):
+    if sources and scale != 1 and memory.numel > _LARGE * len(memory.views):
         for source, target in zip(sources, targets, strict=True):
             torch.mul(source, scale, out=target)
-    elif sources:
+        return
+    if sources:
         copy_each(targets, sources)
-        if scale != 1:
-            memory.flat[: memory.numel].mul_(scale)  # zeros stay zeros
+    if scale != 1:
+        memory.flat[: memory.numel].mul_(scale)  # zeros stay zeros
 
 
 def _view_like(flat: torch.Tensor, offset: int, parameter: torch.nn.Parameter) -> torch.Tensor:

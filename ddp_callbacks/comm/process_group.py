@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import all_gather_flat
+from ddp_callbacks.comm.host_group import host_group
 from ddp_callbacks.comm.protocol import Allocator, as_real
 from ddp_callbacks.process_group.failures import enter, of_device, require_tags, tag_of, wait
 
@@ -45,7 +46,7 @@ class ProcessGroupWork:
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, doing: str = "") -> None:
         self._tensor = tensor = as_real(tensor)
-        self._group = group
+        self._group = group = group if tensor.device.type != "cpu" else host_group(group)
         self._doing = doing
         self._gathered: torch.Tensor | None = None
         if doing:
@@ -56,10 +57,10 @@ class ProcessGroupWork:
             work = all_gather_flat(group, self._gathered.view(-1), message)
         else:
             work = group.allreduce([tensor])
-        self._work = of_device(work, tensor.device)
+        self._work = of_device(work, tensor.device, group)
 
     def wait(self, doing: str) -> None:
-        """Block until the sum is complete.
+        """Block until the sum is complete; for NCCL, let the current stream wait for it instead.
 
         Raises:
             PeerError: Another rank failed, died or went silent.

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import outside_inference_mode
-from ddp_callbacks.comm.collectives import all_gather_tensors, message_device, start_broadcast
+from ddp_callbacks.comm.collectives import all_gather_tensors, start_broadcast
 from ddp_callbacks.comm.protocol import Work
 from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
-from ddp_callbacks.process_group.failures import Pending, enter, of_device, require_tags, tag_of, wait
+from ddp_callbacks.process_group.failures import Pending, enter, require_tags, tag_of, wait
 
+CPU = torch.device("cpu")
 _CAPACITY = 96  # numbers in a row; grows with the longest row
 _HEADER = 2  # numbers before the row: its length, and a checksum of its purpose
 
@@ -44,8 +45,7 @@ class ScalarExchange:
     @outside_inference_mode
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = resolve_group(group)
-        self._device = message_device(group)
-        self._all_reduce = choose_all_reduce(self._group, [self._device])
+        self._all_reduce = choose_all_reduce(self._group, [CPU])
         self.unattended = self._all_reduce.unattended
         self._capacity = _CAPACITY
         self._spare: list[torch.Tensor] = []
@@ -69,8 +69,8 @@ class ScalarExchange:
             PeerError: Another rank failed, died or went silent.
         """
         enter(doing)
-        sent = torch.tensor(row, dtype=torch.float64, device=self._device)
-        before, self._led = self._led, (of_device(start_broadcast(sent, self._group), sent.device), sent)
+        sent = torch.tensor(row, dtype=torch.float64)
+        before, self._led = self._led, (start_broadcast(sent, self._group), sent)
         if self._group.rank() == 0:
             if before is not None:
                 wait(before[0], doing, self._group)
@@ -113,7 +113,7 @@ class ScalarExchange:
 
     def _allocate(self) -> torch.Tensor:
         numel = self._group.size() * (_HEADER + self._capacity)
-        return self._all_reduce.allocate(numel, torch.float64, self._device)
+        return self._all_reduce.allocate(numel, torch.float64, CPU)
 
 
 class ScalarWork(ABC):

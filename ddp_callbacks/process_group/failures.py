@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks._torch import sequence_number
+from ddp_callbacks._torch import is_ordered_by_stream, sequence_number
 from ddp_callbacks.errors import MismatchError, PeerError
 from ddp_callbacks.process_group.deadlocks import Comparison
 from ddp_callbacks.process_group.diagnosis import ProcessEnded, answers, ask, diagnose
@@ -52,6 +52,7 @@ __all__ = [
     "BEGIN",
     "LINGER",
     "SLICE",
+    "Launched",
     "Pending",
     "ProcessEnded",
     "Waitable",
@@ -97,7 +98,7 @@ def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
     """Block until ``pending`` is complete.
 
     Args:
-        pending: The result of a collective; see :func:`of_device` for GPUs.
+        pending: The result of a collective; see :func:`of_device` for the work of GPUs.
         doing: The purpose of the collective, for messages: "the gradients of bucket 3". If the caller has passed it to
             :func:`ddp_callbacks.process_group.presence.enter`, deadlocks are detected too.
         group: The group that communicates.
@@ -222,54 +223,38 @@ class _Vigil:
 # --- slices -----------------------------------------------------------------------------------------------------------
 
 
-def of_device(pending: dist.Work | torch.futures.Future[torch.Tensor], device: torch.device) -> Pending:
-    """Make the result of a collective on ``device`` suitable for :func:`wait`.
+def of_device(work: dist.Work, device: torch.device, group: dist.ProcessGroup) -> Pending:
+    """Make the work of a collective on ``device`` suitable for :func:`wait`.
 
-    On a GPU, torch considers a collective complete once it is enqueued in a stream; here it is when the GPU has done
-    it.
+    NCCL's work is complete for the host once it is in a stream: then only the current stream waits for the sum, not the
+    host. No failure of a rank can be noticed there, so ranks also meet on the CPU in each step.
     """
-    if device.type == "cpu" or hasattr(pending, "wait_slice"):
-        return pending
-    return _DeviceWork(pending) if isinstance(pending, dist.Work) else _DeviceFuture(pending)
+    return _StreamWork(work) if is_ordered_by_stream(group, device) else work
 
 
-class _DeviceWork:
-    """A collective on GPUs: polled by the host; once it is done, the current stream waits for it."""
+class _StreamWork:
+    """A collective in a GPU's stream; the current stream waits for it. (With a timeout, NCCL would block the host.)"""
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
 
     def wait_slice(self, seconds: float) -> bool:
-        if not _poll(self._work.is_completed, seconds):
-            return False
         self._work.wait()
         return True
 
 
-class _DeviceFuture:
-    """The future of a communication hook for a bucket on a GPU."""
+class Launched:
+    """A future, as something to wait for until the host has nothing more to do for it.
+
+    On a GPU, that is when its collectives are in a stream; :func:`wait` for the future itself lets the current stream
+    wait for them, too.
+    """
 
     def __init__(self, future: torch.futures.Future[torch.Tensor]) -> None:
         self._future = future
-        self._event: torch.cuda.Event | None = None
 
     def wait_slice(self, seconds: float) -> bool:
-        if self._event is None:
-            if not _wait_future(self._future):  # makes the current stream wait
-                return False
-            self._event = torch.cuda.Event()
-            self._event.record()
-        return _poll(self._event.query, seconds)
-
-
-def _poll(is_done: Any, seconds: float) -> bool:
-    end, pause = time.monotonic() + seconds, 1e-5
-    while not is_done():
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-3)
-    return True
+        return _is_done(self._future, seconds)
 
 
 def _wait_slice(pending: Pending) -> bool:
@@ -287,10 +272,15 @@ def _wait_slice(pending: Pending) -> bool:
 
 
 def _wait_future(future: torch.futures.Future[torch.Tensor]) -> bool:
-    if not future.done():
-        done = threading.Event()
-        future.add_done_callback(lambda _: done.set())
-        if not done.wait(SLICE.total_seconds()):
-            return False
-    future.wait()
+    if not _is_done(future, SLICE.total_seconds()):
+        return False
+    future.wait()  # the current stream waits, if it is on a GPU
     return True
+
+
+def _is_done(future: torch.futures.Future[torch.Tensor], seconds: float) -> bool:
+    if future.done():
+        return True
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    return done.wait(seconds)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torchbearer
 
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
-from ddp_callbacks.comm.collectives import all_reduce, message_device
+from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError
@@ -112,7 +112,7 @@ class AllReduceGradients(DistributedCallback):
         """Weight the backward of this loss at its root; the ranks' gradients are then averaged. A collective."""
         assert self._synchronizer is not None
         if total is None:
-            own = torch.tensor([weight], dtype=torch.float64, device=message_device(self.process_group))
+            own = torch.tensor([weight], dtype=torch.float64)
             total = float(all_reduce(own, "the weight of the loss", self.process_group))
         self._synchronizer.weigh_loss(state[torchbearer.LOSS], weight, total)
 
