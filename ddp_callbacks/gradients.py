@@ -438,11 +438,11 @@ class GradientSynchronizer:
                 self._exchange_sparse(slot, weight)
 
     def _forget_lost_gradients(self) -> None:
-        """Gradients of no_sync, of a failed backward or of a frozen parameter may be gone by now."""
-        moved = {slot for bucket in self._buckets if bucket.memory is not None for slot in bucket.slots}
-        for slot, parameter in enumerate(self._parameters):
-            if slot not in moved and parameter.grad is None:
-                self._used[slot] = False
+        for bucket in self._buckets:
+            if bucket.memory is None:
+                bucket.forget_lost(self._used)
+        for slot, parameter in enumerate(self._sparse, start=len(self._dense)):
+            self._used[slot] = self._used[slot] and parameter.grad is not None
 
     def _send_rest(self, bucket: Bucket) -> None:
         """Add what ranks have contributed since the bucket was launched."""

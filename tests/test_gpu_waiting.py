@@ -16,7 +16,7 @@ from nursery import HOSTNAME, Nursery, note, noting_errors
 from ddp_callbacks import join_process_group
 from ddp_callbacks.comm.collectives import broadcast
 from ddp_callbacks.process_group import runs
-from ddp_callbacks.process_group.failures import of_device, wait
+from ddp_callbacks.process_group.failures import Launched, of_device, wait
 
 CUDA = torch.device("cuda", 0)
 
@@ -39,49 +39,47 @@ def test_a_failure_is_known_in_seconds_where_cuda_is_initialized(nursery: Nurser
     assert first.noted_at["error"] - second.noted_at["happens"] < 4 * first.slowness
 
 
-class GpuWork(dist.Work):
+class NcclWork(dist.Work):
     """As NCCL's: to wait orders the stream, and with a timeout it would block the host and abort."""
 
-    def __init__(self, looks: int) -> None:
-        super().__init__()
-        self.looks, self.waits = looks, 0
+    waits = 0
 
     def is_completed(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
+        return False  # the GPU has not come to it
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        assert timeout == timedelta(0) and self.looks < 0, "nothing waits for a GPU without looking up"
+        assert timeout == timedelta(0), "the host waits for its GPU"
         self.waits += 1
         return True
 
 
-def test_work_on_a_gpu_is_looked_at_until_it_is_done_and_then_orders_the_stream() -> None:
-    work: Any = GpuWork(looks=5)
-    wait(of_device(work, CUDA), "a sum", None)  # type: ignore[arg-type]
+def group_by(backend: str) -> Any:
+    return SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
+
+
+def test_the_host_does_not_wait_for_a_sum_in_a_stream() -> None:
+    work: Any = NcclWork()
+    wait(of_device(work, CUDA, group_by("nccl")), "a sum", None)  # type: ignore[arg-type]
     assert work.waits == 1
-    stuck: Any = of_device(GpuWork(looks=10**9), CUDA)
-    assert not stuck.wait_slice(0.05)
 
 
-class GpuEvent:
-    looks = 3
-
-    def record(self) -> None:
-        """In the current stream."""
-
-    def query(self) -> bool:
-        GpuEvent.looks -= 1
-        return GpuEvent.looks < 0
+@pytest.mark.parametrize(("backend", "device"), [("gloo", CUDA), ("nccl", torch.device("cpu"))])
+def test_the_host_waits_in_slices_for_a_sum_by_gloo(backend: str, device: torch.device) -> None:
+    work: Any = NcclWork()
+    assert of_device(work, device, group_by(backend)) is work
 
 
-def test_the_future_of_a_hook_on_a_gpu_is_awaited_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a future is done for the host when the sum is in a stream."""
-    monkeypatch.setattr(torch.cuda, "Event", GpuEvent)
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+def test_a_hook_is_launched_when_its_future_is_done_for_the_host() -> None:
+    """On a GPU, to wait for the future itself would let backward wait for the sum."""
+
+    class Future(torch.futures.Future):  # type: ignore[type-arg]
+        def wait(self) -> Any:
+            raise AssertionError("backward waits for the sum")
+
+    future = Future()
+    assert not Launched(future).wait_slice(0.01)
     future.set_result(torch.ones(1))
-    wait(of_device(future, CUDA), "the gradients of bucket 0", None)  # type: ignore[arg-type]
-    assert GpuEvent.looks < 0
+    wait(Launched(future), "the gradients of bucket 0", None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("failed", "aborted"), [(True, [CUDA]), (False, [])])

@@ -353,7 +353,7 @@ def test_ranks_that_cannot_share_memory_agree_on_gloo_and_rank_0_says_why(name: 
 
 def test_rank_0_says_that_memory_is_shared() -> None:
     first, second = run_distributed(train_without, 2, "")
-    assert first == ([[0.5] * 3] * 2, ["summing CPU gradients using shared memory"])
+    assert first == ([[0.5] * 3] * 2, ["summing CPU tensors using shared memory"])
     assert not second[1]
 
 

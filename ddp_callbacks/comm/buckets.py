@@ -147,12 +147,11 @@ class Bucket:
         moves only these.
 
         Args:
-            used: Which of all parameters have a gradient of this backward; those that have lost it are corrected.
+            used: Which of all parameters have a gradient of this backward; see :meth:`forget_lost`.
         """
         gradients = [parameter.grad for parameter in self.pool.parameters]
         if self.memory is None:
-            for slot, gradient in zip(self.slots, gradients, strict=True):
-                used[slot] = used[slot] and gradient is not None
+            self.forget_lost(used)
             # Where a sum fails to count, or a parameter is unused everywhere, the gradients before it are needed.
             in_place = scale != 0 and all(used[slot] for slot in self.slots)
             self.memory = self.pool.take(in_place)
@@ -164,6 +163,11 @@ class Bucket:
             if used[slot]:
                 parameter.grad = None
         return self.memory
+
+    def forget_lost(self, used: list[bool]) -> None:
+        """Gradients of no_sync, of a failed backward or of a frozen parameter may be gone: they are not used."""
+        for slot, parameter in zip(self.slots, self.pool.parameters, strict=True):
+            used[slot] = used[slot] and parameter.grad is not None
 
     def scale_untouched(self, used: list[bool], factor: float) -> None:
         """Scale, in the buffer, earlier gradients that this backward did not add to."""

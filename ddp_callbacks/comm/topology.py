@@ -71,7 +71,7 @@ class Topology:
         self._groups: InterNodeGroups | None = None
         self._threads: SummingThreads | None = None
         if group.rank() == 0:
-            _say_once(f"summing CPU gradients using {self._describe(problem)}")
+            _say_once(f"summing CPU tensors using {self._describe(problem)}")
 
     @property
     def on_one_node(self) -> bool:
