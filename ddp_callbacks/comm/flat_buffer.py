@@ -2,9 +2,9 @@
 
 After a synchronization, ``parameter.grad`` is a view of the reduced buffer, so nothing is copied out. If all gradients
 still are when the next ones have been added to them (``zero_grad(set_to_none=False)`` keeps them), they are reduced in
-place. Otherwise, the next gradients may be copied in only if nothing else references the buffer. Three can: a parameter,
-a user who kept ``parameter.grad``, and a user who kept a tensor made from it (``grad.detach()``). If anything outside
-still references the buffer, we give it up and allocate another.
+place. Otherwise, the next gradients may be copied in only if nothing else references the buffer. Three can: a
+parameter, a user who kept ``parameter.grad``, and a user who kept a tensor made from it (``grad.detach()``). If
+anything outside still references the buffer, we give it up and allocate another.
 """
 
 from __future__ import annotations
