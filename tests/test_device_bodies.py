@@ -1,0 +1,46 @@
+"""What the tests on GPUs do (tests/cuda), on two CPUs: the same functions, with another device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import device_bodies
+import device_failures as failures
+import pytest
+from distributed import run_distributed
+from nursery import Nursery
+
+# DDP refuses this hook where torch is built without CUDA.
+ON_CPUS = [case for case in device_bodies.BODIES if case[1] != ("bf16_compress_hook",)]
+
+
+@pytest.mark.parametrize("case", ON_CPUS, ids=device_bodies.name_of)
+def test_what_two_processes_do_on_a_gpu_they_do_on_cpus(case: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
+    body, arguments = case
+    run_distributed(body, 2, "cpu", *arguments)
+
+
+@pytest.mark.parametrize(("misfortune", "within"), [("raises", 4.0), ("is killed", 6.0)])
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_rank_that_fails_between_ordinary_steps_is_named(
+    nursery: Nursery, tmp_path: Path, misfortune: str, within: float, reads: bool
+) -> None:
+    ranks = nursery.run_watched(failures.train_until, 2, tmp_path, "cpu", misfortune, 1, reads)
+    failures.assert_named(ranks, misfortune, within)
+
+
+def test_a_rank_that_votes_while_the_other_trains_is_named(nursery: Nursery, tmp_path: Path) -> None:
+    ranks = nursery.run_watched(failures.meet_in_different_exchanges, 2, tmp_path, "cpu")
+    failures.assert_lost_ranks_are_named(ranks, 4.0)
+
+
+def test_a_script_that_knows_nothing_of_gpus_trains_in_shared_memory(nursery: Nursery, tmp_path: Path) -> None:
+    failures.assert_trained_on_cpus(nursery.run_watched(failures.train_on_cpus, 3, tmp_path), has_gpu=False)
+
+
+def test_gradients_are_compressed_between_the_cpus_of_two_hosts(nursery: Nursery, tmp_path: Path) -> None:
+    ranks = nursery.run_watched(failures.compress_between_made_up_hosts, 2, tmp_path)
+    assert [rank.code for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
+    assert [rank.notes for rank in ranks] == [{"contexts": []}] * 2
