@@ -135,6 +135,15 @@ def train_beside_one_process(net: nn.Module, loss: Loss, steps: int = 8, **optio
     assert_near(values(net), values(truth), "parameters")
 
 
+def a_sum(device: str) -> None:
+    """By the process group itself, as torch does it: whether the ranks can exchange anything."""
+    number = torch.full((1000,), dist.get_rank() + 1.0, device=device)
+    for _ in range(3):
+        dist.all_reduce(number)
+    expected = 3.0 * dist.get_world_size() ** 2
+    assert number.tolist() == [expected] * 1000, f"the sum is {float(number[0])}, expected {expected}"
+
+
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
@@ -725,29 +734,36 @@ def a_group_of_one_process(device: str, folder: str) -> None:
         dist.destroy_process_group()
 
 
-# What runs on every device; the bodies with arguments follow.
+# Whose gradients and parameters are those of one process.
+EXACT = (
+    ragged_batches,
+    a_total_that_travels_along,
+    losses_that_are_weighed,
+    accumulated_gradients,
+    parameters_that_only_some_use,
+    frozen_parameters,
+    an_embedding_with_sparse_gradients,
+    an_embedding_on_the_cpu,
+    complex_parameters,
+    losses_of_half_precision,
+)
+STEADY = ("total", "no total", "accumulation", "BatchNorm")
+HALF = ("float16", "bfloat16")
+
+# All that runs on every device, with its arguments.
 BODIES: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
-    (ragged_batches, ()),
-    (a_total_that_travels_along, ()),
-    (losses_that_are_weighed, ()),
-    (accumulated_gradients, ()),
-    (parameters_that_only_some_use, ()),
-    (frozen_parameters, ()),
-    (an_embedding_with_sparse_gradients, ()),
-    (an_embedding_on_the_cpu, ()),
-    (complex_parameters, ()),
-    (losses_of_half_precision, ()),
-    (replicas_become_equal, ()),
-    (a_scaler_that_skips, ()),
+    *((body, ()) for body in (*EXACT, replicas_become_equal, a_scaler_that_skips)),
     *((a_hook_beside_ddp, (name,)) for name in HOOKS),
     *((compression_beside_ddp, (name,)) for name in COMPRESSED),
-    *((steady_steps, (way,)) for way in ("total", "no total", "accumulation", "BatchNorm")),
+    *((steady_steps, (way,)) for way in STEADY),
     *((batch_norm_of_the_whole_batch, (kind,)) for kind in NORMALIZED),
-    *((batch_norm_in_autocast, (dtype,)) for dtype in ("float16", "bfloat16")),
+    *((batch_norm_in_autocast, (dtype,)) for dtype in HALF),
+    (a_compiled_model, ("aot_eager",)),
+    (peak_memory, (True, 2)),
 ]
 
 
-def name_of(case: Any) -> str:
-    """Of a body and its arguments, as the name of a test."""
-    body, arguments = case
-    return " ".join([body.__name__, *map(str, arguments)])
+def name_of(value: Any) -> str:
+    """Of a body, perhaps with its arguments, for the name of a test."""
+    body, arguments = value if isinstance(value, tuple) else (value, ())
+    return "_".join([body.__name__, *map(str, arguments)]).replace(" ", "_")

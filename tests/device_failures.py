@@ -1,6 +1,6 @@
 """Ranks that fail, on CPUs and on GPUs alike: bodies for the nursery, and for fresh interpreters where there is a GPU.
 
-Each takes the kind of world (cuda/worlds.py): ``cpu``, ``gloo`` or ``nccl``, the latter two with the model on a GPU.
+Each takes the kind of world (worlds.py): ``cpu``, ``gloo`` or ``nccl``, the latter two with the model on a GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def join_on(kind: str, timeout: float = 120.0) -> str:
 
 
 def share_the_gpu() -> None:
-    """Two ranks of these tests compute on one GPU, under NCCL, too: it takes them for hosts (cuda/worlds.py)."""
+    """Two ranks of these tests compute on one GPU, under NCCL, too: it takes them for hosts (worlds.py)."""
     assert hasattr(replicas, "_require_own_gpus"), "what refuses two ranks on one GPU has another name now"
     replicas._require_own_gpus = lambda module, group: None
 

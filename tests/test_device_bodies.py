@@ -8,7 +8,9 @@ from typing import Any
 
 import device_bodies
 import device_failures as failures
+import device_trainers as trainers
 import pytest
+from comparing import assert_equal
 from distributed import run_distributed
 from nursery import Nursery
 
@@ -44,3 +46,26 @@ def test_gradients_are_compressed_between_the_cpus_of_two_hosts(nursery: Nursery
     ranks = nursery.run_watched(failures.compress_between_made_up_hosts, 2, tmp_path)
     assert [rank.code for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
     assert [rank.notes for rank in ranks] == [{"contexts": []}] * 2
+
+
+@pytest.mark.usefixtures("seed_variables")
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("resumed", ()), ("local_steps", ()), ("steady_batches", (False,)), ("steady_batches", (True,))],
+)
+def test_what_a_trainer_does_on_a_gpu_it_does_on_cpus(name: str, arguments: tuple[Any, ...]) -> None:
+    body = getattr(trainers, name)
+    one = body("cpu", *arguments, trainers.PLAIN)
+    assert_equal(run_distributed(body, 2, "cpu", *arguments, trainers.OURS), [one, one], 1e-10)
+
+
+@pytest.mark.usefixtures("seed_variables")
+@pytest.mark.parametrize("name", [name for name in trainers.PRECISIONS if name != "16-mixed"])
+def test_a_trainer_of_any_precision_gives_the_numbers_of_one_process(name: str) -> None:
+    two = run_distributed(trainers.precision, 2, "cpu", name, trainers.OURS)
+    one = trainers.precision("cpu", name, trainers.PLAIN)
+    trainers.assert_near_one_process(two, one, trainers.PRECISIONS[name])
+
+
+def test_a_run_after_two_that_failed_is_that_of_one_process(nursery: Nursery, tmp_path: Path) -> None:
+    trainers.assert_trained_after(nursery.run_watched(trainers.train_after_a_failure, 2, tmp_path, "cpu"))

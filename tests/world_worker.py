@@ -1,7 +1,7 @@
 """One process of a world (worlds.py): a fresh interpreter, which joins and then runs the bodies that it is asked for.
 
-    python worker.py KIND               joins; answers "ready", then one word for each line of JSON on standard input
-    python worker.py MODULE BODY ARGS   runs one body, whose arguments are JSON, as a script
+python worker.py KIND               joins; answers "ready", then one word for each line of JSON on standard input
+python worker.py MODULE BODY ARGS   runs one body, whose arguments are JSON, as a script
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["TQDM_DISABLE"] = "1"
 

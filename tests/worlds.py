@@ -30,8 +30,9 @@ SIZES = {"one": 1, "gloo": 2, "nccl": 2, "cpu": 2}
 START = 180.0  # seconds until all processes have joined
 BODY = 120.0  # seconds for a body
 GRACE = 20.0  # seconds for the others after the first has failed
-_WORKER = Path(__file__).with_name("worker.py")
-_TESTS = _WORKER.parents[1]
+_WORKER = Path(__file__).with_name("world_worker.py")
+_TESTS = _WORKER.parent
+_START = "the start"
 _OUTPUT = 20_000  # characters of each process that an error shows
 
 
@@ -43,7 +44,7 @@ def environment(kind: str, rank: int, world_size: int, port: int) -> dict[str, s
     """The variables of a process: torchrun's, and what two ranks on one GPU need."""
     names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     variables = {name: str(number) for name, number in names.items()}
-    variables |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"}
+    variables |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"}
     if kind == "nccl":
         variables |= {
             "NCCL_HOSTID": f"made-up-host-{rank}",
@@ -58,7 +59,8 @@ def environment(kind: str, rank: int, world_size: int, port: int) -> dict[str, s
     return kept | variables
 
 
-def _python_path() -> str:
+def python_path() -> str:
+    """With which an interpreter finds the tests and the package, also where that is not installed."""
     return os.pathsep.join(filter(None, [str(_TESTS), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")]))
 
 
@@ -124,7 +126,7 @@ class World:
                     bufsize=0,
                 )
             self._processes.append(process)
-        self._expect("ready", START, "the start", [0] * self.size)
+        self._expect("ready", START, _START, [0] * self.size)
 
     def _expect(self, word: str, seconds: float, what: str, marks: list[int]) -> None:
         """Wait until all have answered with ``word``; otherwise end them and raise."""
@@ -173,13 +175,19 @@ class World:
         return self._output(rank).read_bytes()[mark:].decode(errors="replace")[-_OUTPUT:]
 
 
-def why_not(world: World, probe: Callable[..., Any]) -> str:
-    """Why two ranks on this GPU cannot exchange anything, in NCCL's words; empty if they can."""
+def why_not(world: World, probe: Callable[..., Any], device: str = "cuda") -> str:
+    """Why two ranks on this GPU cannot exchange anything, in NCCL's words; empty if they can.
+
+    Raises:
+        WorldFailed: They could not join, and that was not NCCL.
+    """
     try:
-        world.run(probe, "cuda", deadline=60.0)
+        world.run(probe, device, deadline=60.0)
     except WorldFailed as error:
         lines = [line.strip() for line in str(error).splitlines() if "NCCL" in line or "Duplicate GPU" in line]
         reasons = [line for line in lines if "WARN" in line or "rror" in line or "Duplicate" in line]
+        if not reasons and str(error).startswith(_START):
+            raise
         return " | ".join(dict.fromkeys(reasons))[-600:] or str(error)[-600:]
     return ""
 
@@ -192,7 +200,7 @@ class Fresh:
     """
 
     def __init__(self, kind: str) -> None:
-        self._kind = kind
+        self.kind = kind
 
     def run_watched(
         self,
@@ -210,7 +218,7 @@ class Fresh:
         for rank in range(world_size):
             with (folder / f"stdout-{rank}").open("wb") as out, (folder / f"stderr-{rank}").open("wb") as error:
                 command = [sys.executable, str(_WORKER), module, body.__name__, json.dumps(args)]
-                variables = environment(self._kind, rank, world_size, port) | (environ or {})
+                variables = environment(self.kind, rank, world_size, port) | (environ or {})
                 processes.append(
                     subprocess.Popen(
                         command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=error
