@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,7 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_callbacks import (
     BatchNormSynchronizer,
+    DiLoCo,
     GradientSynchronizer,
+    ParameterAverager,
     PowerSGD,
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -408,6 +411,7 @@ def peak_memory(device: str, set_to_none: bool, layers: int = 100) -> dict[str, 
     found = {"parameters": 4.0 * layers}
     ways = ("warm-up", "one process", "ours", "DDP")  # the first allocates the workspace of matrix products
     for way in ways:
+        gc.collect()
         before = torch.cuda.memory_allocated() if device != "cpu" else 0
         net = large_mlp(device, 1 if way == "warm-up" else layers)
         synchronizer = GradientSynchronizer(net) if way == "ours" else None
@@ -638,33 +642,56 @@ def a_graphed_callable(device: str) -> None:
 def a_backward_that_is_captured(device: str) -> None:
     """It is refused with the reason, and an ordinary step works afterwards."""
     net, x = mlp(device), torch.ones(3, 16, device=device, dtype=torch.float64)
-    with synchronized(net):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                net.zero_grad()
-                net(x).sum().backward()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream), synchronized(net):  # all on the stream of the capture, as torch asks for
+        for _ in range(3):
+            net.zero_grad()
+            net(x).sum().backward()
         net.zero_grad()
-        refused: BaseException | None = None
-        try:
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-                net(x).sum().backward()
-        except Exception as error:  # ending the capture may raise, too
-            refused = error
-        while refused is not None and not isinstance(refused, ConfigurationError):
-            refused = refused.__cause__ or refused.__context__
-        assert refused is not None, "the capture was not refused"
-        assert "captur" in str(refused).lower() and "graph" in str(refused).lower(), str(refused)
         torch.cuda.synchronize()
+        refused = refusal_of_a_capture(lambda: net(x).sum().backward(), stream)
+    torch.cuda.synchronize()
+    assert "captur" in refused.lower() and "graph" in refused.lower(), refused
     truth = mlp(device)
     with synchronized(net):
-        net.zero_grad()
-        net(x).sum().backward()
-        truth(x).sum().backward()
+        for each in (net, truth):
+            each.zero_grad()
+            each(x).sum().backward()
         assert_near(gradients(net), gradients(truth), "the step after the capture")
+
+
+def refusal_of_a_capture(step: Callable[[], None], stream: torch.cuda.Stream) -> str:
+    """The text of the ConfigurationError; to end the capture after it may be an error of torch, too."""
+    raised: BaseException | None = None
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+            step()
+    except Exception as error:
+        raised = error
+    assert raised is not None, "the capture was not refused"
+    first = raised
+    while not isinstance(raised, ConfigurationError):
+        raised = raised.__cause__ or raised.__context__
+        assert raised is not None, f"not refused by us: {first!r}"
+    return str(raised)
+
+
+def outer_steps(device: str) -> None:
+    """DiLoCo's parameters, of ragged batches, are those that the same ranks get on their CPUs."""
+    found = []
+    for where in (device, "cpu"):
+        net, loss = mlp(where), loss_on(where)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        averager = ParameterAverager(net, DiLoCo(2), optimizer, bucket_cap_mb=MANY_BUCKETS)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss(net, dist.get_rank(), step).backward()
+            optimizer.step()
+            averager.step(samples(step)[0])
+        require_equal_replicas(net, "after the last window")
+        found.append([value.cpu() for value in values(net)])
+    assert_near(*found, "parameters")
 
 
 # --- replicas ---------------------------------------------------------------------------------------------------------
@@ -752,7 +779,7 @@ HALF = ("float16", "bfloat16")
 
 # All that runs on every device, with its arguments.
 BODIES: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
-    *((body, ()) for body in (*EXACT, replicas_become_equal, a_scaler_that_skips)),
+    *((body, ()) for body in (*EXACT, replicas_become_equal, a_scaler_that_skips, outer_steps)),
     *((a_hook_beside_ddp, (name,)) for name in HOOKS),
     *((compression_beside_ddp, (name,)) for name in COMPRESSED),
     *((steady_steps, (way,)) for way in STEADY),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from comparing import assert_equal
 from device_bodies import MANY_BUCKETS, assert_near
 from device_failures import share_the_gpu
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from lightning_scenarios import CLASSES, FEATURES, Net, fit, loader, outcome, quiet, trainer
 from nursery import Rank, note
 from torch import nn
@@ -24,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_callbacks import LocalSGD
-from ddp_callbacks.errors import PeerError
+from ddp_callbacks.errors import NonFiniteLossWarning, PeerError
 from ddp_callbacks.lightning import CallbackStrategy
 
 OURS, PLAIN = "ddp_callbacks", "auto"
@@ -46,6 +48,7 @@ NAMES = (
     "skipped_parameters",
 )
 PRECISIONS = {"64-true": 1e-10, "32-true": 1e-4, "bf16-mixed": 0.1, "16-mixed": 0.02}  # of the largest parameter
+FIRST_SCALE = 1024.0  # of the losses in 16-mixed
 
 
 def run_scenario(accelerator: str, name: str, strategy: str) -> Any:
@@ -128,12 +131,15 @@ class Overflows(Single):
 def a_scaled_loss_that_overflows(accelerator: str, strategy: str) -> Any:
     """16-mixed: all skip the step and halve the scale."""
     scenarios.ACCELERATOR = accelerator
+    kind = "cpu" if accelerator == "cpu" else "cuda"
+    plugin = MixedPrecision("16-mixed", kind, torch.amp.GradScaler(kind, init_scale=FIRST_SCALE))
     with quiet():
-        made, module = trainer(strategy, precision="16-mixed", logger=False, max_epochs=1), Overflows()
+        warnings.filterwarnings("ignore", category=NonFiniteLossWarning)
+        made, module = trainer(strategy, plugins=plugin, logger=False, max_epochs=1), Overflows()
         made.fit(module, loader(32, 8))
         return {
             "parameters": {name: value.double() for name, value in module.state_dict().items()},
-            "scale": made.precision_plugin.scaler.get_scale(),
+            "scale": plugin.scaler.get_scale(),
         }
 
 

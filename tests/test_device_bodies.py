@@ -67,5 +67,13 @@ def test_a_trainer_of_any_precision_gives_the_numbers_of_one_process(name: str) 
     trainers.assert_near_one_process(two, one, trainers.PRECISIONS[name])
 
 
+@pytest.mark.usefixtures("seed_variables")
+def test_a_scaled_loss_of_a_trainer_that_overflows_on_one_rank_skips_the_step_on_all() -> None:
+    two = run_distributed(trainers.a_scaled_loss_that_overflows, 2, "cpu", trainers.OURS)
+    one = trainers.a_scaled_loss_that_overflows("cpu", trainers.PLAIN)
+    trainers.assert_near_one_process(two, one, trainers.PRECISIONS["16-mixed"])
+    assert one["scale"] == trainers.FIRST_SCALE / 2
+
+
 def test_a_run_after_two_that_failed_is_that_of_one_process(nursery: Nursery, tmp_path: Path) -> None:
     trainers.assert_trained_after(nursery.run_watched(trainers.train_after_a_failure, 2, tmp_path, "cpu"))

@@ -45,6 +45,8 @@ def environment(kind: str, rank: int, world_size: int, port: int) -> dict[str, s
     names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     variables = {name: str(number) for name, number in names.items()}
     variables |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"}
+    if kind != "cpu":  # all on one GPU, also where there are several
+        variables["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if kind == "nccl":
         variables |= {
             "NCCL_HOSTID": f"made-up-host-{rank}",

@@ -49,20 +49,24 @@ def test_a_loss_that_overflows_on_one_rank_skips_the_step_on_all(pair: World) ->
     pair.run(bodies.a_scaler_that_skips, "cuda")
 
 
+def test_diloco_on_a_gpu_gives_the_parameters_that_it_gives_on_cpus(pair: World) -> None:
+    pair.run(bodies.outer_steps, "cuda")
+
+
 @pytest.mark.parametrize("way", bodies.STEADY)
 def test_in_a_steady_step_the_host_never_waits_for_the_gpu(nccl: World, way: str) -> None:
     nccl.run(bodies.steady_steps, "cuda", way)
 
 
 def test_the_first_sum_starts_while_backward_still_runs(nccl: World) -> None:
-    nccl.run(bodies.sums_overlap_backward, "cuda")
+    nccl.run(bodies.sums_overlap_backward, "cuda", deadline=240.0)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_steps_need_the_memory_of_parameters_gradients_and_one_bucket(
     pair: World, set_to_none: bool, record_property: Callable[[str, Any], None]
 ) -> None:
-    for found in pair.run(bodies.peak_memory, "cuda", set_to_none):
+    for found in pair.run(bodies.peak_memory, "cuda", set_to_none, deadline=240.0):
         record_property("MiB", found)
         assert found["one process"] > 1.9 * found["parameters"], f"the measurement is wrong: {found}"
         assert found["ours"] <= 2 * found["parameters"] + BUCKET + SLACK, found

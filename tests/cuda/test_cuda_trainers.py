@@ -52,7 +52,7 @@ def test_in_16_mixed_a_loss_that_overflows_on_one_rank_skips_the_step_on_all(pai
     expected = _in_one_process(one, trainers.a_scaled_loss_that_overflows, ())
     found = pair.run(trainers.a_scaled_loss_that_overflows, GPU, trainers.OURS)
     trainers.assert_near_one_process(found, expected, trainers.PRECISIONS["16-mixed"])
-    assert expected["scale"] == 2.0**15, "half of the first scale of torch"
+    assert expected["scale"] == trainers.FIRST_SCALE / 2
 
 
 @pytest.mark.parametrize("between", [False, True], ids=["within batches", "between them, too"])

@@ -11,7 +11,7 @@ from worlds import World
 
 pytest.importorskip("torchbearer", reason="Torchbearer is not installed")
 
-import device_trials as trials  # noqa: E402
+import device_trials as trials
 
 RELATIVE = 1e-10
 

@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--block-seconds", type=float, default=0.3, help="about how long a block takes (default 0.3)")
     parser.add_argument("--plot", type=Path, help="where to draw the ratios (default: beside this file)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (default cpu)")
-    parser.add_argument("--backend", help="of the process group: gloo lets processes share a GPU (default: the device's)")
+    parser.add_argument("--backend", help="of the process group; by gloo, processes share a GPU")
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rank, device = join(arguments.device, arguments.backend)
