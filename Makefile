@@ -20,7 +20,7 @@ TORCHVISION = $(VENV)/torchvision
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input
 
 # What make test leaves out, by what a test does: pyproject.toml says what these words mean.
-QUICK = smoke or not (cold or hosts or mpi or pages or wide)
+QUICK = smoke or not (cold or cuda or hosts or mpi or pages or wide)
 PYTEST = TORCHVISION_PATH=$(abspath $(TORCHVISION)) $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The ends of the ranges in pyproject.toml.
@@ -48,7 +48,7 @@ check: lint $(TORCHVISION)/installed $(if $(SETUP_HOSTS)$(CI),hosts)
 check-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(INSTALLED))
 	@$(CUDA_PYTHON) -c 'import torch; print("torch", torch.__version__, "sees", torch.cuda.device_count(), "GPUs")'
 	@echo "Skipped by name: all tests without a CUDA GPU; NCCL's, if NCCL refuses two ranks on one GPU; Torchbearer's without it"
-	PYTHONPATH=$(CURDIR) $(CUDA_PYTHON) -m pytest -n 4 --dist loadfile $(CUDA_OPTIONS) tests/cuda
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(CUDA_PYTHON) -m pytest -n 4 --dist loadfile $(CUDA_OPTIONS) tests/cuda
 
 versions: versions-oldest versions-newest
 

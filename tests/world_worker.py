@@ -43,11 +43,22 @@ def run_body(request: dict[str, Any]) -> bool:
         result = getattr(importlib.import_module(module), name)(*arguments)
         (folder / f"result-{rank}").write_bytes(pickle.dumps(to_cpu(result)))
         return True
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        tell_the_others(error)
         return False
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def tell_the_others(error: BaseException) -> None:
+    """They stop waiting for this rank."""
+    import torch.distributed as dist
+
+    from ddp_callbacks.process_group.failures import report_failure
+
+    if dist.is_initialized():
+        report_failure(error)
 
 
 def serve(kind: str) -> None:

@@ -29,7 +29,7 @@ from nursery import DEADLINE, HOST, Rank, collect, free_port
 SIZES = {"one": 1, "gloo": 2, "nccl": 2, "cpu": 2}
 START = 180.0  # seconds until all processes have joined
 BODY = 120.0  # seconds for a body
-GRACE = 20.0  # seconds for the others after the first has failed
+GRACE = 15.0  # seconds for the others after the first has failed
 _WORKER = Path(__file__).with_name("world_worker.py")
 _TESTS = _WORKER.parent
 _START = "the start"

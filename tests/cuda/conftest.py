@@ -24,6 +24,10 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 _worlds: dict[str, World] = {}  # of this session, by kind
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.cuda)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nursery() -> None:
     """The ranks here are not forked."""
