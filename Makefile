@@ -1,6 +1,8 @@
 # make demo    train on two processes, on this machine
 # make test    formatting, lint, types, and the tests that prove the promises on this machine: 5 minutes on two cores
 # make check   the same with all tests; with SETUP_HOSTS=1, also those between real hosts (Debian, root)
+# make check-cuda  the tests for a GPU, on a machine that has one: 10 minutes; with CUDA_PYTHON=python3, by a Python
+#              that has everything, without setting up .venv
 # make lint    formatting, lint and types only
 # make docs    this documentation as a site, in docs/_build/html
 # make versions  the tests of make test with the oldest and the newest supported torch, Lightning and Python;
@@ -18,7 +20,7 @@ TORCHVISION = $(VENV)/torchvision
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input
 
 # What make test leaves out, by what a test does: pyproject.toml says what these words mean.
-QUICK = smoke or not (cold or hosts or mpi or pages or wide)
+QUICK = smoke or not (cold or cuda or hosts or mpi or pages or wide)
 PYTEST = TORCHVISION_PATH=$(abspath $(TORCHVISION)) $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The ends of the ranges in pyproject.toml.
@@ -27,7 +29,10 @@ OLDEST = torch==2.8.0 lightning==2.6.0 pytorch-lightning==2.6.0
 NEWEST_PYTHON ?= python3.13
 NEWEST = torch==2.13.0 lightning==2.6.6 pytorch-lightning==2.6.6
 
-.PHONY: demo test check lint docs hosts clean versions versions-oldest versions-newest
+# The Python that runs the tests for a GPU. One of its own needs no network.
+CUDA_PYTHON ?= $(BIN)/python
+
+.PHONY: demo test check check-cuda lint docs hosts clean versions versions-oldest versions-newest
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -38,6 +43,12 @@ test: lint
 
 check: lint $(TORCHVISION)/installed $(if $(SETUP_HOSTS)$(CI),hosts)
 	$(PYTEST)
+
+# PYTHONPATH: the package need not be installed there.
+check-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(INSTALLED))
+	@$(CUDA_PYTHON) -c 'import torch; print("torch", torch.__version__, "sees", torch.cuda.device_count(), "GPUs")'
+	@echo "Skipped by name: all tests without a CUDA GPU; NCCL's, if NCCL refuses two ranks on one GPU; Torchbearer's without it"
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(CUDA_PYTHON) -m pytest -n 4 --dist loadfile $(CUDA_OPTIONS) tests/cuda
 
 versions: versions-oldest versions-newest
 

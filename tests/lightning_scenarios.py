@@ -38,6 +38,7 @@ Scenario = Callable[[str], Any]
 SCENARIOS: dict[str, Scenario] = {}
 
 FEATURES, CLASSES = 6, 3
+ACCELERATOR = "cpu"  # tests/cuda sets another
 
 
 def scenario(function: Scenario) -> Scenario:
@@ -121,7 +122,7 @@ def trainer(strategy: str, **options: Any) -> pl.Trainer:
     pl.seed_everything(7, verbose=False)
     defaults: dict[str, Any] = {
         "max_epochs": 2,
-        "accelerator": "cpu",
+        "accelerator": ACCELERATOR,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,

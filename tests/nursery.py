@@ -106,7 +106,7 @@ class Nursery:
             ends[rank] = (code, ended)
             if on_end is not None:
                 on_end(rank, pids)
-        return [_collect(folder, rank, pid, *ends[rank]) for rank, pid in enumerate(pids)]
+        return [collect(folder, rank, pid, *ends[rank]) for rank, pid in enumerate(pids)]
 
     def run_watched(self, *args: Any, **options: Any) -> list[Rank]:
         """:meth:`run`, for what is tested on how soon it comes: ``slowness`` says how busy the machine was."""
@@ -186,7 +186,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _collect(folder: Path, rank: int, pid: int, code: int, ended: float) -> Rank:
+def collect(folder: Path, rank: int, pid: int, code: int, ended: float) -> Rank:
     path = folder / f"notes-{rank}"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return Rank(

@@ -42,6 +42,7 @@ Scenario = Callable[[Extra], Any]
 SCENARIOS: dict[str, Scenario] = {}
 
 FEATURES, CLASSES = 6, 10
+DEVICE = "cpu"  # tests/cuda sets another
 
 
 def scenario(function: Scenario) -> Scenario:
@@ -79,7 +80,7 @@ def trial(
         metrics=list(metrics),
         callbacks=[*extra, *callbacks],
         verbose=0,
-    ).to("cpu", torch.float64)
+    ).to(DEVICE, torch.float64)
     torch.manual_seed(5)
     random.seed(5)
     return made

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import assert_equal
 from distributed import run_distributed
 from scenarios import SCENARIOS, data, outcome, trial
 from torch.utils.data import DataLoader
@@ -101,25 +102,3 @@ def test_a_trial_resumes_at_another_number_of_processes() -> None:
     for result in on_ranks(3, "gloo") + on_ranks(4, "shared memory"):
         assert_equal(result["resumed"], expected, RELATIVE, "loaded on all ranks")
         assert_equal(result["resumed on rank 0"], expected, RELATIVE, "loaded on rank 0 alone")
-
-
-def assert_equal(actual: Any, expected: Any, relative: float, where: str = "") -> None:
-    """Compare nested results number by number."""
-    if isinstance(expected, dict):
-        assert list(actual) == list(expected), where
-        for key in expected:
-            assert_equal(actual[key], expected[key], relative, f"{where} {key}")
-    elif isinstance(expected, list | tuple):
-        assert len(actual) == len(expected), where
-        for index, pair in enumerate(zip(actual, expected, strict=True)):
-            assert_equal(*pair, relative, f"{where} [{index}]")
-    elif expected is None:
-        assert actual is None, where
-    else:
-        torch.testing.assert_close(
-            torch.as_tensor(actual, dtype=torch.float64),
-            torch.as_tensor(expected, dtype=torch.float64),
-            rtol=relative,
-            atol=0.0,
-            msg=lambda text: f"{where}: {text}",
-        )

@@ -14,7 +14,7 @@ def test_each_test_stands_beside_a_promise_and_each_that_is_named_is_there() -> 
     named = set(re.findall(r"`(test_\w+\.py::test_\w+)`", text[text.index("## Promises") :]))
     there = {
         f"{path.name}::{node.name}"
-        for path in TESTS.glob("test_*.py")
+        for path in TESTS.rglob("test_*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }

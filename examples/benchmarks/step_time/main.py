@@ -1,6 +1,8 @@
 """Time a training step under several ways to synchronize gradients, interleaved in one run.
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/step_time/main.py
+    torchrun --standalone --nproc-per-node 2 examples/benchmarks/step_time/main.py --device cuda
+    python examples/benchmarks/step_time/main.py --device cuda      # one process, DDP in a group of one
 
 Every way has its own copy of the model. A round times one block of steps of each way, one after another, in an order
 that rotates from round to round, so that whatever else the machine does meets all of them alike. The ratio of a round
@@ -28,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_callbacks import GradientSynchronizer, join_process_group, leave_process_group
 
 BASELINE = "DDP"
+CPU = torch.device("cpu")
 Batch = tuple[torch.Tensor, torch.Tensor]
 Step = Callable[[], None]
 
@@ -121,34 +124,47 @@ def ways(model: nn.Module, batch: Batch) -> dict[str, Step]:
     }
 
 
-def time_block(step: Step, steps: int) -> float:
+def time_block(step: Step, steps: int, device: torch.device) -> float:
     """Seconds per step."""
-    dist.barrier()
+    meet(device)
     start = time.perf_counter()
     for _ in range(steps):
         step()
-    dist.barrier()
+    meet(device)
     return (time.perf_counter() - start) / steps
 
 
+def meet(device: torch.device) -> None:
+    """Wait for all processes and what they have given to their GPUs."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # NCCL's barrier runs on the GPU
+
+
 def time_rounds(
-    workload: Workload, rounds: int, block_seconds: float, ways: Callable[[nn.Module, Batch], dict[str, Step]] = ways
+    workload: Workload,
+    rounds: int,
+    block_seconds: float,
+    ways: Callable[[nn.Module, Batch], dict[str, Step]] = ways,
+    device: torch.device = CPU,
 ) -> dict[str, list[float]]:
     """Seconds per step of each way, one entry per round."""
     torch.manual_seed(0)
-    model = workload.build()
+    model = workload.build().to(device)
     torch.manual_seed(dist.get_rank())
-    batch = torch.randn(workload.batch, *workload.sample), torch.randint(0, 10, (workload.batch,))
-    steps = ways(model, batch)
+    inputs, targets = torch.randn(workload.batch, *workload.sample), torch.randint(0, 10, (workload.batch,))
+    steps = ways(model, (inputs.to(device), targets.to(device)))
     for step in steps.values():
-        time_block(step, 5)
-    count = torch.tensor(max(3, int(block_seconds / time_block(steps[BASELINE], 10))))
+        time_block(step, 5, device)
+    count = torch.tensor(max(3, int(block_seconds / time_block(steps[BASELINE], 10, device))), device=device)
     dist.broadcast(count, 0)
     names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in names}
     for index in range(rounds):
         for name in names[index % len(names) :] + names[: index % len(names)]:
-            times[name].append(time_block(steps[name], int(count)))
+            times[name].append(time_block(steps[name], int(count), device))
     return times
 
 
@@ -197,24 +213,39 @@ def plot(results: dict[str, dict[str, list[float]]], path: Path) -> None:
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
+def join(device: str, backend: str | None) -> tuple[int, torch.device]:
+    """This process's rank, and the device to compute on. One process alone gets a group of one, for DDP."""
+    env = join_process_group(device=CPU if device == "cpu" else None, backend=backend)
+    where = CPU if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    if env.world_size == 1:
+        default = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend or default, store=dist.HashStore(), rank=0, world_size=1)
+    return env.rank, where
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40, help="blocks per way (default 40)")
     parser.add_argument("--block-seconds", type=float, default=0.3, help="about how long a block takes (default 0.3)")
-    parser.add_argument("--plot", type=Path, default=Path(__file__).with_name("step_time.png"))
+    parser.add_argument("--plot", type=Path, help="where to draw the ratios (default: beside this file)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (default cpu)")
+    parser.add_argument("--backend", help="of the process group; by gloo, processes share a GPU")
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    env = join_process_group()
-    if env.world_size == 1:
+    rank, device = join(arguments.device, arguments.backend)
+    if device == CPU and dist.get_world_size() == 1:
         parser.error("start it with torchrun, on at least two processes")
     results = {}
     for workload in WORKLOADS:
-        results[workload.name] = time_rounds(workload, arguments.rounds, arguments.block_seconds)
-        if env.rank == 0:
-            print(table({workload.name: results[workload.name]}), flush=True)
-    if env.rank == 0:
-        plot(results, arguments.plot)
-        print(f"\n{table(results)}\n\nplot: {arguments.plot}")
+        times = time_rounds(workload, arguments.rounds, arguments.block_seconds, device=device)
+        results[workload.name] = times
+        if rank == 0:
+            print(table({workload.name: times}), flush=True)
+    if rank == 0:
+        name = "step_time.png" if device == CPU else "step_time_cuda.png"
+        path = arguments.plot or Path(__file__).with_name(name)
+        plot(results, path)
+        print(f"\n{table(results)}\n\nplot: {path}")
     leave_process_group()
 
 
