@@ -34,6 +34,7 @@ PRIVATE = (
     "torch:UntypedStorage._share_fd_cpu_",
     "torch._C._distributed_c10d:Backend.Options._timeout",
     "torch.autograd:Variable._execution_engine.queue_callback",
+    "torch.cuda:_lazy_call(callable)",
     "torch.distributed:ProcessGroup._allgather_base",
     "torch.distributed:ProcessGroup._device_types",
     "torch.distributed:ProcessGroup._get_backend",
@@ -162,9 +163,17 @@ def end_workers(batches: Iterator[Any]) -> None:
         shut_down()
 
 
+# --- accelerators -------------------------------------------------------------------------------------------------
+
+
 def name_of_own_accelerator() -> str:
     """torch's name for the device of an out-of-tree backend."""
     return torch._C._get_privateuse1_backend_name()
+
+
+def when_cuda_starts(call: Callable[[], None]) -> None:
+    """Call ``call`` when torch starts CUDA, in the thread that first uses it; at once if it has started."""
+    torch.cuda._lazy_call(call)
 
 
 # --- process groups -----------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Join and leave the process group, and detect failures of other ranks.
 
 - :mod:`.membership`: ``join_process_group``, ``leave_process_group``; :mod:`.rendezvous`: how the processes meet;
-  :mod:`.spawn`: starts processes
+  :mod:`.spawn`: starts processes; :mod:`.gpu`: which GPU a process takes, once it uses one
 - :mod:`.failures`: waits in slices, and looks for failures of other ranks in between
 - :mod:`.presence`: what each rank publishes in the store; its docstring lists the keys
 - :mod:`.peers`, :mod:`.deadlocks`, :mod:`.diagnosis`: find failed ranks, ranks that wait for each other, and the reason
