@@ -204,11 +204,19 @@ def set_timeout_in(options: Backend.Options, timeout: timedelta) -> None:
     options._timeout = timeout
 
 
+def accelerators_of(group: dist.ProcessGroup) -> list[Backend]:
+    """The group's backends that communicate between accelerators. gloo, which serves all devices, is none of them."""
+    if all(device.type == "cpu" for device in devices_of(group)):
+        return []
+    backends = {device.type: group._get_backend(device) for device in devices_of(group)}
+    on_cpu = backends.pop("cpu", None)
+    return [backend for backend in backends.values() if backend is not on_cpu]
+
+
 def abort_accelerators(group: dist.ProcessGroup) -> None:
-    """Abort the group's pending operations on devices other than the CPU."""
-    for device in devices_of(group):
-        if device.type != "cpu":
-            group._get_backend(device).abort()
+    """Abort the group's pending operations on accelerators."""
+    for backend in accelerators_of(group):
+        backend.abort()
 
 
 def sequence_number(group: dist.ProcessGroup | None) -> int:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from ddp_callbacks._torch import require_torch, store_of
 from ddp_callbacks.environment import WorkerEnv, worker_env, worker_env_of
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group.failures import announce_join, announce_leave, linger, report_end
+from ddp_callbacks.process_group.failures import announce_leave, linger, report_end
 from ddp_callbacks.process_group.gpu import select_gpu
+from ddp_callbacks.process_group.guard import announce_join
 from ddp_callbacks.process_group.presence import presence
 from ddp_callbacks.process_group.rendezvous import agent_hosts_store, choose_interface, meet
 from ddp_callbacks.process_group.runs import destroy_groups, form_group

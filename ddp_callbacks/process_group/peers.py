@@ -94,7 +94,7 @@ def check_peers(begins: bool = False) -> None:
 
 def heard(doing: str) -> PeerError | None:
     """The failure that this rank has heard of before the store was gone, if any."""
-    for key, text in list(presence().heard.items()):
+    for key, text in presence().ends().items():
         return gone_error(text, doing) if key == "gone" else _peer_error(json.loads(text))
     return None
 
@@ -223,16 +223,26 @@ class Neighbors:
         self._ranks = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
         self._started: dict[int, tuple[int, str]] | None = None
 
+    def gone(self, leavers: Leavers) -> list[int]:
+        """The global ranks whose process has ended without leaving. Local, once all ranks have joined."""
+        ended = self.ended()
+        if ended:
+            leavers.read()  # what they said before they ended
+        return [rank for rank in ended if not leavers.include(rank)]
+
     def ended(self) -> list[int]:
-        """The global ranks whose process has ended. Local, except for the first call."""
+        """The global ranks whose process has ended."""
         if self._started is None:
             self._started = self._read()
-        return [rank for rank, (pid, start) in self._started.items() if start_of(pid) != start]
+        return [rank for rank, (pid, start) in (self._started or {}).items() if start_of(pid) != start]
 
-    def _read(self) -> dict[int, tuple[int, str]]:
+    def _read(self) -> dict[int, tuple[int, str]] | None:
+        """The processes on this host; ``None`` as long as a rank has not joined."""
         here, keys = environment.host_identity(), [f"host/{rank}" for rank in sorted(self._ranks)]
-        if not here or not keys or not store().check(keys):
+        if not here or not keys:
             return {}
+        if not store().check(keys):
+            return None
         places = zip(sorted(self._ranks), map(json.loads, store().multi_get(keys)), strict=True)
         return {rank: (place["pid"], place["start"]) for rank, place in places if place["processes"] == here}
 
