@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 from nursery import HOSTNAME, Nursery, note, noting_errors
 
-from ddp_callbacks import join_process_group, leave_process_group
+from ddp_callbacks import join_process_group
 from ddp_callbacks._torch import accelerators_of, devices_of
 from ddp_callbacks.comm.collectives import all_reduce, any_rank, broadcast
 from ddp_callbacks.errors import PeerError
@@ -145,9 +145,10 @@ def test_gloo_is_no_accelerator_that_could_be_aborted() -> None:
 
 
 def join_with_an_accelerator() -> Accelerator:
-    """Beside the group of gloo, there is one of made-up GPUs."""
-    join_process_group()
+    """Beside the group of gloo, there is one of made-up GPUs; once this rank has left, it notes the aborts."""
     accelerator, known = Accelerator(), presence.known_groups
+    atexit.register(lambda: note("aborts", accelerator.aborts))
+    join_process_group()
     group = group_of(accelerator)
     for module in (guard, presence, runs):
         module.known_groups = lambda: [*known(), group]  # type: ignore[attr-defined]
@@ -178,8 +179,6 @@ def lose_a_rank(lost: int, end: str) -> None:
     with pytest.raises(PeerError) as caught:
         broadcast(torch.ones(3), "the parameters")
     note("exchange", str(caught.value))
-    leave_process_group()
-    note("aborts", accelerator.aborts)
 
 
 class _Done(dist.Work):
@@ -200,6 +199,7 @@ def test_a_host_that_waits_for_its_gpu_is_freed_where_a_rank_is_lost(
     assert freed.code == 0, freed.stderr
     assert freed.noted_at["freed"] - gone.noted_at["happens"] < 4 * freed.slowness
     assert freed.notes["aborts"] == 1 and "launched" not in freed.notes
+    assert end == "kill" or gone.notes["aborts"] == 1, "a rank that has failed waits for no sum on GPUs when it leaves"
     for name in ("launching", "waiting", "exchange"):
         text = freed.notes[name]
         if end == "raise":
@@ -228,8 +228,6 @@ def fail_in_one_run() -> None:
     note("sum", all_reduce(torch.tensor([my_rank() + 1.0]), "the next step").item())
     begin_run()
     note("newer", dist.group.WORLD is not world)
-    leave_process_group()
-    note("aborts", accelerator.aborts)
 
 
 def test_after_an_abort_the_next_run_has_a_new_group(nursery: Nursery, tmp_path: Path) -> None:
@@ -240,7 +238,7 @@ def test_after_an_abort_the_next_run_has_a_new_group(nursery: Nursery, tmp_path:
         assert (rank.notes["sum"], rank.notes["newer"], rank.notes["aborts"]) == (3.0, False, 1)
 
 
-@pytest.mark.parametrize("key", ["0/failure", "failure", "gone"])
+@pytest.mark.parametrize("key", ["0/mismatch", "0/failure", "failure", "gone"])
 def test_a_rank_that_has_come_to_the_end_of_its_run_aborts_nothing_there(
     monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
@@ -257,7 +255,17 @@ def test_a_rank_that_has_come_to_the_end_of_its_run_aborts_nothing_there(
     assert accelerator.aborts == 0
     here.begin(1)
     here.abort_failed_run()
-    assert accelerator.aborts == int(key != "0/failure"), "a failure of the run before is over"
+    assert accelerator.aborts == int(not key.startswith("0/")), "a failure of the run before is over"
+
+
+def test_a_rank_that_has_failed_itself_aborts_though_nobody_has_published_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that has caught an error which all ranks have raised, and then waits for its GPU."""
+    accelerator = Accelerator()
+    monkeypatch.setattr(presence, "known_groups", lambda: [group_of(accelerator)])
+    here = Presence(None)  # type: ignore[arg-type]
+    here.failed = True
+    here.abort_failed_run()
+    assert accelerator.aborts == 1
 
 
 def abort_while_leaving() -> None:
@@ -274,9 +282,7 @@ def abort_while_leaving() -> None:
         accelerator.aborts += 1
 
     accelerator.abort = abort  # type: ignore[method-assign]
-    atexit.register(lambda: note("aborts", accelerator.aborts))
-    atexit.register(leave_process_group)
-    atexit.register(leaving.set)  # the last comes first
+    atexit.register(leaving.set)  # the last handler comes first
     assert begun.wait(60)
 
 

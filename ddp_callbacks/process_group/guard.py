@@ -84,7 +84,7 @@ class _Neighborhood:
         self._ranks: tuple[Neighbors, Leavers] | None = None
 
     def look(self, here: Presence) -> None:
-        """Publish those that have died, unless the end of the run is known."""
+        """Publish those that have died, unless it is known what has ended the run."""
         world = dist.group.WORLD
         if self._ranks is None and world is not None:
             self._ranks = Neighbors(world), Leavers("", world)

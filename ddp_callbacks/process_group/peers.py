@@ -88,15 +88,18 @@ def check_peers(begins: bool = False) -> None:
         keys.insert(-1, f"{run}/failure")
     for key in keys:
         if root.check([key]):
-            text = root.get(key).decode()
-            raise MismatchError(text) if key.endswith("mismatch") else _peer_error(json.loads(text))
+            raise _error_of(key, root.get(key).decode())
 
 
-def heard(doing: str) -> PeerError | None:
-    """The failure that this rank has heard of before the store was gone, if any."""
+def heard(doing: str) -> PeerError | MismatchError | None:
+    """What has ended the run, if this rank has heard of it before the store was gone."""
     for key, text in presence().ends().items():
-        return gone_error(text, doing) if key == "gone" else _peer_error(json.loads(text))
+        return gone_error(text, doing) if key == "gone" else _error_of(key, text)
     return None
+
+
+def _error_of(key: str, text: str) -> PeerError | MismatchError:
+    return MismatchError(text) if key.endswith("mismatch") else _peer_error(json.loads(text))
 
 
 def _peer_error(report: dict[str, Any]) -> PeerError:

@@ -144,10 +144,11 @@ class Presence:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Blocks until it no longer uses the store, for two seconds at most."""
+        """End the thread. Blocks until what it aborts is aborted, and for at most two seconds while it uses the store."""
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread() and os.getpid() == self.pid:
+            self.end_run()
             thread.join(_LEAVES)
 
     def is_current(self) -> bool:
@@ -168,7 +169,7 @@ class Presence:
     def abort_failed_run(self, lost: bool = False) -> None:
         """As :meth:`abort`, if the run has failed (or the store is ``lost``) before this rank has come to its end."""
         with self._aborting:
-            if (lost or self.ends()) and not self._is_over:
+            if (lost or self.failed or self.ends()) and not self._is_over:
                 self._abort()
 
     def end_run(self) -> bool:
@@ -206,7 +207,7 @@ class Presence:
         return {key: self._heard[key] for key in self._keys_of_ends() if key in self._heard}
 
     def _keys_of_ends(self) -> tuple[str, ...]:
-        return (f"{self.run}/failure", "failure", "gone")
+        return (f"{self.run}/mismatch", f"{self.run}/failure", "failure", "gone")
 
     def _place(self) -> dict[str, Any]:
         sequence, (function, line) = sequence_number(dist.group.WORLD), _of_torch()
