@@ -49,28 +49,26 @@ def _guard(reference: weakref.ref[Presence], stop: threading.Event) -> None:
             return
         quiet, entered = here.is_quiet(entered)
         try:
-            if quiet:
-                closing = alarm.rings() and _answer(here)
-                if _uses_accelerators():
-                    neighborhood.look(here)
-                    here.abort_failed_run()
-                if closing:
-                    here.is_closing = True
-                    return
-        except RuntimeError:  # the store's host has died, if we don't leave ourselves
+            if quiet and alarm.rings():
+                _read_news(here)
+            if quiet and _uses_accelerators():
+                neighborhood.look(here)
+                here.abort_failed_run()
+        except (RuntimeError, ValueError, LookupError):  # the store's host has died, or the group is gone
             if not stop.is_set() and here.is_current() and _uses_accelerators():
                 here.abort_failed_run(lost=True)
+            return
+        if here.is_closing:
             return
         del here
 
 
-def _answer(here: Presence) -> bool:
-    """Read the news, and answer if another rank has asked; return whether the store is about to close."""
+def _read_news(here: Presence) -> None:
+    """Note whether the run has ended, or the store is about to close; otherwise answer if another rank has asked."""
     here.listen_for_ends()
-    if store().check(["closing"]):
-        return True
-    here.answer()
-    return False
+    here.is_closing = store().check(["closing"])
+    if not here.is_closing:
+        here.answer()
 
 
 def _uses_accelerators() -> bool:
@@ -88,7 +86,7 @@ class _Neighborhood:
         world = dist.group.WORLD
         if self._ranks is None and world is not None:
             self._ranks = Neighbors(world), Leavers("", world)
-        if self._ranks is None or here.ends():
+        if self._ranks is None or here.ends() or here.is_closing:
             return
         neighbors, leavers = self._ranks
         if gone := neighbors.gone(leavers):

@@ -144,7 +144,7 @@ class Presence:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Blocks until what it aborts is aborted, and for at most two seconds while it uses the store."""
+        """End the thread. Blocks while it aborts, and for two seconds at most while it uses the store."""
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread() and os.getpid() == self.pid:
