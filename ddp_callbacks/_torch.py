@@ -34,6 +34,7 @@ PRIVATE = (
     "torch:UntypedStorage._share_fd_cpu_",
     "torch._C._distributed_c10d:Backend.Options._timeout",
     "torch.autograd:Variable._execution_engine.queue_callback",
+    "torch.cuda:_lazy_call(callable)",
     "torch.distributed:ProcessGroup._allgather_base",
     "torch.distributed:ProcessGroup._device_types",
     "torch.distributed:ProcessGroup._get_backend",
@@ -162,9 +163,17 @@ def end_workers(batches: Iterator[Any]) -> None:
         shut_down()
 
 
+# --- accelerators -------------------------------------------------------------------------------------------------
+
+
 def name_of_own_accelerator() -> str:
     """torch's name for the device of an out-of-tree backend."""
     return torch._C._get_privateuse1_backend_name()
+
+
+def when_cuda_starts(call: Callable[[], None]) -> None:
+    """Call ``call`` when torch starts CUDA, in the thread that first uses it; at once if it has started."""
+    torch.cuda._lazy_call(call)
 
 
 # --- process groups -----------------------------------------------------------------------------------------------
@@ -200,11 +209,19 @@ def is_ordered_by_stream(group: dist.ProcessGroup, device: torch.device) -> bool
     return device.type != "cpu" and group._get_backend(device).name() == "nccl"
 
 
+def accelerators_of(group: dist.ProcessGroup) -> list[Backend]:
+    """The group's backends that communicate between accelerators. gloo, which serves all devices, is none of them."""
+    if all(device.type == "cpu" for device in devices_of(group)):
+        return []
+    backends = {device.type: group._get_backend(device) for device in devices_of(group)}
+    on_cpu = backends.pop("cpu", None)
+    return [backend for backend in backends.values() if backend is not on_cpu]
+
+
 def abort_accelerators(group: dist.ProcessGroup) -> None:
-    """Abort the group's pending operations on devices other than the CPU."""
-    for device in devices_of(group):
-        if device.type != "cpu":
-            group._get_backend(device).abort()
+    """Abort the group's pending operations on accelerators."""
+    for backend in accelerators_of(group):
+        backend.abort()
 
 
 def sequence_number(group: dist.ProcessGroup | None) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.schedulers import DEFAULT_PORT, number, read_launcher
+from ddp_callbacks.schedulers import DEFAULT_PORT, number, number_on_host, read_launcher
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,11 @@ def host_identity() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
+
+
+def processes_on_host(environ: Mapping[str, str]) -> int | None:
+    """How many of the processes are on this host, from the launcher's variables; ``None`` if they don't tell."""
+    return number(environ, "LOCAL_WORLD_SIZE") or number_on_host(environ)
 
 
 def _several_hosts(world_size: int, environ: Mapping[str, str]) -> bool | None:

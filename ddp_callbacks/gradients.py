@@ -69,7 +69,7 @@ from ddp_callbacks.comm.protocol import allocate
 from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_world_size, resolve_group
-from ddp_callbacks.process_group.failures import Launched, enter, wait
+from ddp_callbacks.process_group.failures import Launched, enter, launching, wait
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.weighing import Undo, Weighing, hook_even_if_frozen
 
@@ -483,7 +483,8 @@ class GradientSynchronizer:
         if self._comm_hook is not None:
             grad_bucket = GradBucket(bucket.index, memory.flat[: memory.numel], bucket.pool.parameters, is_last=is_last)
             enter(bucket.doing)
-            bucket.future = self._comm_hook(self._comm_state, grad_bucket)
+            with launching(bucket.doing, self._group):
+                bucket.future = self._comm_hook(self._comm_state, grad_bucket)
             return
         payload = memory.flat[: memory.numel]
         if is_last and self._round.carries_metadata:

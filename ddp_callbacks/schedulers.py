@@ -120,6 +120,16 @@ def read_launcher(environ: Mapping[str, str]) -> Launched | None:
     return None
 
 
+def number_on_host(environ: Mapping[str, str]) -> int | None:
+    """How many processes the launcher has started on this host; ``None`` if its variables don't tell."""
+    for launcher in _LAUNCHERS:
+        if launcher.has_started(environ):
+            if launcher.local_size:
+                return number(environ, launcher.local_size)
+            return number(environ, launcher.size) if launcher.is_on_one_host(environ) else None
+    return None
+
+
 def unknown_launcher(environ: Mapping[str, str]) -> str:
     """The rank variable of a launcher whose world size is unknown; empty if there is none."""
     if any(launcher.has_started(environ) for launcher in _LAUNCHERS):

@@ -189,7 +189,7 @@ def assert_trained_on_cpus(ranks: list[Rank], has_gpu: bool) -> None:
     assert [rank.code for rank in ranks] == [0] * len(ranks), [rank.stderr for rank in ranks]
     total = len(ranks) * (len(ranks) + 1) / 2
     assert [rank.notes["found"] for rank in ranks] == [[total, has_gpu, False, []]] * len(ranks)
-    assert "summing CPU gradients using shared memory" in ranks[0].stderr
+    assert "summing CPU tensors using shared memory" in ranks[0].stderr
 
 
 def wide() -> nn.Module:

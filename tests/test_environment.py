@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddp_callbacks import WorkerEnv, join_process_group
-from ddp_callbacks.environment import DEFAULT_PORT, worker_env
+from ddp_callbacks.environment import DEFAULT_PORT, processes_on_host, worker_env
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.schedulers import hosts_of_job
 
@@ -191,6 +191,23 @@ def test_processes_of_an_unknown_launcher_do_not_train_alone_in_silence(environ:
 )
 def test_whether_the_processes_are_on_several_hosts_is_known(environ: dict[str, str], expected: bool | None) -> None:
     assert worker_env(environ=environ).several_hosts is expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, 4),
+        (TORCHRUN, None),
+        ({}, None),
+        (OPEN_MPI, 2),
+        ({**MPICH, "MPI_LOCALNRANKS": "3"}, 3),
+        (SLURM, None),  # on several hosts
+        ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, 8),
+        (FLUX, 8),
+    ],
+)
+def test_the_number_of_processes_on_this_host_is_known(environ: dict[str, str], expected: int | None) -> None:
+    assert processes_on_host(environ) == expected
 
 
 def test_in_a_pbs_job_rank_0_is_on_the_first_host_of_the_node_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
 from ddp_callbacks.comm.protocol import allocate
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.comm.topology import choose_all_reduce
+from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import enter, wait
 from ddp_callbacks.process_group.runs import begin_run
 
@@ -122,6 +124,37 @@ def assert_names_both(text: str, pids: list[int]) -> None:
     assert re.search(rf"rank [02] \(host \S+, pid ({pids[0]}|{pids[2]})\)", left), text
     assert f"pid {pids[1]})" in right and "rank 1 (host" in right, text
     assert "Every rank must make the same calls in the same order" in text
+
+
+def meet_in_a_thread_of_autograd() -> None:
+    """Python has not made this thread: so it is for hooks that backward calls where the gradients are on a GPU."""
+    join_process_group()
+    begin_run()
+    ended = threading.Event()
+
+    def backward() -> None:
+        note("thread", type(threading.current_thread()).__name__)
+        doing = "the right" if my_rank() == 1 else "the left"
+        enter(doing)
+        try:
+            wait(Late(60), doing, resolve_group())
+        except Exception as error:
+            note("error", [type(error).__name__, str(error)])
+        ended.set()
+
+    note("begin")
+    _thread.start_new_thread(backward, ())
+    assert ended.wait(90)
+
+
+def test_a_wait_in_a_thread_of_autograd_is_one_of_training(nursery: Nursery, tmp_path: Path) -> None:
+    ranks = nursery.run_watched(meet_in_a_thread_of_autograd, WORLD_SIZE, tmp_path)
+    for rank in ranks:
+        assert rank.notes["thread"] == "_DummyThread"
+        kind, text = rank.notes["error"]
+        assert kind == "MismatchError"
+        assert_names_both(text, [r.pid for r in ranks])
+        assert rank.noted_at["error"] - rank.noted_at["begin"] < 3 * rank.slowness
 
 
 def wait_while_one_is_in_torchs() -> None:

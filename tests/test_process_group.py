@@ -23,7 +23,7 @@ from nursery import DEADLINE, HOST, HOSTNAME, Nursery, Rank, free_port, note, no
 
 from ddp_callbacks import WorkerEnv, join_process_group, leave_process_group, network
 from ddp_callbacks.errors import ConfigurationError, RendezvousError
-from ddp_callbacks.process_group import presence, rendezvous
+from ddp_callbacks.process_group import guard, presence, rendezvous
 
 JOINS = 30
 TURNS = 4
@@ -73,7 +73,7 @@ def ends_while_a_thread_looks(init_method: str | None) -> None:
             presence.store().wait(["nobody writes this"], timedelta(seconds=0.5))
         return False
 
-    presence.INTERVAL, presence.Alarm.rings = 1e-5, rings  # type: ignore[method-assign]
+    guard.INTERVAL, presence.Alarm.rings = 1e-5, rings  # type: ignore[method-assign]
     join_process_group(init_method=init_method)
     time.sleep(0.2)
     note("up")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import weakref
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -37,7 +38,7 @@ class PowerSGD:
             half of n * m; vectors are sent uncompressed.
         start: Number of exact steps at the beginning; at least 2.
 
-    It needs numpy. For gradients on the CPU, between nodes, the process must not see a GPU.
+    It needs numpy.
 
     Raises:
         ConfigurationError: ``rank`` or ``start`` is too small.
@@ -83,7 +84,7 @@ def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.de
     if compress is None or not devices:
         return None, None
     if isinstance(compress, PowerSGD) and not (on_cpu and topology_of(group).on_one_node):
-        _require_what_powersgd_needs(on_cpu)
+        _require_numpy()
     if not on_cpu:
         return (_HOOKS[compress], group) if isinstance(compress, str) else (powerSGD_hook, _state(compress, group))
     if isinstance(compress, str) or topology_of(group).on_one_node:
@@ -91,14 +92,30 @@ def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.de
     return PowerSGDBetweenNodes(group, compress), None
 
 
-def _require_what_powersgd_needs(on_cpu: bool) -> None:
+def _require_numpy() -> None:
     if importlib.util.find_spec("numpy") is None:
         raise ConfigurationError("compress=PowerSGD(...) needs numpy, which torch's hook imports: pip install numpy.")
-    if on_cpu and torch.cuda.is_available():
-        raise ConfigurationError(
-            "compress=PowerSGD(...) for gradients on the CPU needs a process that sees no GPU: torch's hook would "
-            'synchronize with one, and fail. Hide the GPUs (CUDA_VISIBLE_DEVICES=), or use compress="bf16".'
-        )
+
+
+class _WithoutGpus(ModuleType):
+    """``module``, except that there are no GPUs."""
+
+    def __init__(self, module: ModuleType) -> None:
+        super().__init__(module.__name__)
+        self._module = module
+
+    def is_available(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        return _WithoutGpus(found) if found is torch.cuda else found
+
+
+# Where there is a GPU, torch's hook waits for it at the end of a step, and fails if the gradients are on the CPU.
+_powersgd_on_cpu: CommHook = FunctionType(
+    powerSGD_hook.__code__, powerSGD_hook.__globals__ | {"torch": _WithoutGpus(torch)}
+)
 
 
 class PowerSGDBetweenNodes:
@@ -133,7 +150,7 @@ class _PowerSGDAllReduce:
         shard.mul_(group.size() / self._ranks)  # the hook divides by the number of nodes
         bucket = self._bucket
         whole: Any = GradBucket(bucket.index(), shard, bucket.parameters(), is_last=bucket.is_last())
-        return [_FutureWork(powerSGD_hook(self._state, whole), shard, group)]
+        return [_FutureWork(_powersgd_on_cpu(self._state, whole), shard, group)]
 
 
 @dataclass(frozen=True)

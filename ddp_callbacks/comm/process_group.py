@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ddp_callbacks._torch import all_gather_flat
 from ddp_callbacks.comm.host_group import host_group
 from ddp_callbacks.comm.protocol import Allocator, as_real
-from ddp_callbacks.process_group.failures import enter, of_device, require_tags, tag_of, wait
+from ddp_callbacks.process_group.failures import enter, launching, of_device, require_tags, tag_of, wait
 
 GATHERED_NBYTES = 768 * 1024
 """Up to this size over all ranks, an all-gather and a local sum are faster on the CPU than an all-reduce.
@@ -56,7 +56,8 @@ class ProcessGroupWork:
             self._gathered = message.new_empty(group.size(), message.numel())
             work = all_gather_flat(group, self._gathered.view(-1), message)
         else:
-            work = group.allreduce([tensor])
+            with launching(doing, group):
+                work = group.allreduce([tensor])
         self._work = of_device(work, tensor.device, group)
 
     def wait(self, doing: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.data.random_state import broadcast_rng_state
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
+from ddp_callbacks.environment import processes_on_host
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning._lightning import accelerator_connector, torch_optimizer, trainer_of
@@ -36,6 +38,7 @@ from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
+from ddp_callbacks.process_group.gpu import too_few_gpus
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas import broadcast_parameters, describe_checkpoint, require_same_checkpoint
 from ddp_callbacks.verification import LossWatch, Verify, check_verify
@@ -166,11 +169,9 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         devices: list[torch.device] = self.parallel_devices
         if devices[0].type == "cpu" or torch.cuda.device_count() == 1:
             return devices[0]  # a launcher may show each process a GPU of its own
-        if self.local_rank >= len(devices):
+        if max(self.local_rank + 1, processes_on_host(os.environ) or 0) > len(devices):
             raise ConfigurationError(
-                f"local_rank must be below the number of devices, got local_rank {self.local_rank} and "
-                f"{len(devices)} devices. Start at most one process per GPU, and let the Trainer see all "
-                '(devices="auto").'
+                f'{too_few_gpus(self.local_rank, len(devices))} Let the Trainer see all GPUs (devices="auto").'
             )
         return devices[self.local_rank]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
@@ -19,6 +21,7 @@ from ddp_callbacks._torch import is_ordered_by_stream, sequence_number
 from ddp_callbacks.errors import MismatchError, PeerError
 from ddp_callbacks.process_group.deadlocks import Comparison
 from ddp_callbacks.process_group.diagnosis import ProcessEnded, answers, ask, diagnose
+from ddp_callbacks.process_group.guard import announce_join
 from ddp_callbacks.process_group.peers import (
     LINGER,
     Leavers,
@@ -39,9 +42,9 @@ from ddp_callbacks.process_group.peers import (
 )
 from ddp_callbacks.process_group.presence import (
     Alarm,
-    announce_join,
     describe,
     enter,
+    is_aborted,
     is_beside_training,
     names,
     presence,
@@ -61,6 +64,7 @@ __all__ = [
     "describe_rank",
     "diagnose",
     "enter",
+    "launching",
     "linger",
     "of_device",
     "report_end",
@@ -74,6 +78,7 @@ __all__ = [
 SLICE = timedelta(seconds=1)  # how often a waiting rank checks the store
 BEGIN = "the begin of a run"
 _ASK = 2.0  # seconds of waiting before a rank asks where the others are
+_ABORTED = "operations on GPUs were aborted, because the run has failed"
 
 
 class Waitable(Protocol):
@@ -111,10 +116,39 @@ def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
     try:
         if not _wait_slice(pending):
             _wait_long(pending, doing, group)
+        if is_aborted() and doing != BEGIN:
+            raise RuntimeError(_ABORTED)  # so what has come may be meaningless
     except (PeerError, MismatchError):
         presence().failed = True
         raise
     except RuntimeError as error:
+        presence().failed = True
+        raise diagnose(group, doing, error) from error
+
+
+@contextmanager
+def launching(doing: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Launch collectives in this context: if the connections of this rank are lost, it raises what :func:`wait` raises.
+
+    Other exceptions, as for a tensor of the wrong kind, pass through.
+
+    Args:
+        doing, group: As for :func:`wait`.
+
+    Raises:
+        PeerError: Another rank failed or died, so that this rank's operations on GPUs were aborted, or the backend
+            cannot reach it.
+        MismatchError: Another rank waits for this one in another exchange.
+    """
+    try:
+        if is_aborted():
+            raise dist.DistError(_ABORTED)
+        yield
+    except (PeerError, MismatchError):
+        raise
+    except RuntimeError as error:
+        if not is_aborted() and not isinstance(error, dist.DistError):
+            raise
         presence().failed = True
         raise diagnose(group, doing, error) from error
 
@@ -157,11 +191,9 @@ class _Lookout:
             self._leavers.read()
         if absent := self._leavers.absent():
             raise self._leavers.error(absent)
-        if ended := self._neighbors.ended():
-            self._leavers.read()  # what they said before they ended
-            if gone := [rank for rank in ended if not self._leavers.include(rank)]:
-                check_peers(self._begins)
-                raise gone_error(publish_gone(names(gone)), self._doing)
+        if gone := self._neighbors.gone(self._leavers):
+            check_peers(self._begins)
+            raise gone_error(publish_gone(names(gone)), self._doing)
 
 
 class _Vigil:

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from ddp_callbacks._torch import require_torch, store_of
 from ddp_callbacks.environment import WorkerEnv, worker_env, worker_env_of
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group.failures import announce_join, announce_leave, linger, report_end
+from ddp_callbacks.process_group.failures import announce_leave, linger, report_end
+from ddp_callbacks.process_group.gpu import select_gpu
+from ddp_callbacks.process_group.guard import announce_join
 from ddp_callbacks.process_group.presence import presence
 from ddp_callbacks.process_group.rendezvous import agent_hosts_store, choose_interface, meet
 from ddp_callbacks.process_group.runs import destroy_groups, form_group
@@ -72,16 +74,18 @@ def join_process_group(
             that all processes see), or ``env://``, which is the same as ``None``.
         backend: As in :func:`torch.distributed.init_process_group`. ``None`` means gloo, plus NCCL for CUDA tensors if
             CUDA is available.
-        device: The device this process computes on. A GPU becomes the current one; with ``"cpu"`` no GPU is touched.
-            ``None``: if the process sees several GPUs, the one whose number is its local rank.
+        device: The device this process computes on. ``"cuda:3"`` becomes the current GPU at once; with ``"cpu"`` no GPU
+            is touched. ``"cuda"`` or ``None``: if the process sees several GPUs, the one whose number is its local rank
+            becomes the current GPU when this thread first uses CUDA. A GPU that you have selected yourself stays.
         timeout: How long to wait for the other processes to join, and later the longest silence in a collective.
 
     Returns:
         Rank, world size and address of this process.
 
     Raises:
-        ConfigurationError: The arguments or variables contradict each other, torch lacks the backend, or processes on
-            other hosts cannot reach the address of rank 0.
+        ConfigurationError: The arguments or variables contradict each other, torch lacks the backend, ``device`` is
+            ``"cuda"`` where there are more processes than GPUs, or processes on other hosts cannot reach the address of
+            rank 0.
         ImportError: This version of torch lacks something that the library needs.
         PeerError: Another process failed or died while the connections were made.
         RendezvousError: Nothing answers at the address, or a rank did not join within ``timeout``.
@@ -100,7 +104,7 @@ def join_process_group(
         return env
     require_torch()
     if chosen != MPI4PY:  # mpi4py runs on CPUs
-        _select_gpu(env.local_rank, device)
+        select_gpu(env.local_rank, device)
     env, store = meet(env, timeout)
     choose_interface(env.host)
     atexit.register(leave_process_group)
@@ -140,18 +144,6 @@ def leave_process_group() -> None:
 def _is_member() -> bool:
     """Whether this process has joined. A forked child inherits the group, but is not a member."""
     return dist.is_initialized() and presence().pid == os.getpid()
-
-
-def _select_gpu(local_rank: int, device: torch.device | None) -> None:
-    """Make this process's GPU the current one. If it is already, do nothing: a run on CPUs must not start CUDA.
-
-    A launcher may show each process a single GPU (Slurm's ``--gpus-per-task=1``), so that every process sees number 0.
-    """
-    if device is not None:
-        if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)
-    elif torch.cuda.is_available() and local_rank < torch.cuda.device_count() > 1:
-        torch.cuda.set_device(torch.device("cuda", local_rank))
 
 
 def _choose_backend(backend: str | None, device: torch.device | None) -> str:

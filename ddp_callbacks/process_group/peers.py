@@ -88,15 +88,18 @@ def check_peers(begins: bool = False) -> None:
         keys.insert(-1, f"{run}/failure")
     for key in keys:
         if root.check([key]):
-            text = root.get(key).decode()
-            raise MismatchError(text) if key.endswith("mismatch") else _peer_error(json.loads(text))
+            raise _error_of(key, root.get(key).decode())
 
 
-def heard(doing: str) -> PeerError | None:
-    """The failure that this rank has heard of before the store was gone, if any."""
-    for key, text in list(presence().heard.items()):
-        return gone_error(text, doing) if key == "gone" else _peer_error(json.loads(text))
+def heard(doing: str) -> PeerError | MismatchError | None:
+    """What has ended the run, if this rank has heard of it before the store was gone."""
+    for key, text in presence().ends().items():
+        return gone_error(text, doing) if key == "gone" else _error_of(key, text)
     return None
+
+
+def _error_of(key: str, text: str) -> PeerError | MismatchError:
+    return MismatchError(text) if key.endswith("mismatch") else _peer_error(json.loads(text))
 
 
 def _peer_error(report: dict[str, Any]) -> PeerError:
@@ -223,16 +226,26 @@ class Neighbors:
         self._ranks = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
         self._started: dict[int, tuple[int, str]] | None = None
 
+    def gone(self, leavers: Leavers) -> list[int]:
+        """The global ranks whose process has ended without leaving. Local, once all ranks have joined."""
+        ended = self.ended()
+        if ended:
+            leavers.read()  # what they said before they ended
+        return [rank for rank in ended if not leavers.include(rank)]
+
     def ended(self) -> list[int]:
-        """The global ranks whose process has ended. Local, except for the first call."""
+        """The global ranks whose process has ended."""
         if self._started is None:
             self._started = self._read()
-        return [rank for rank, (pid, start) in self._started.items() if start_of(pid) != start]
+        return [rank for rank, (pid, start) in (self._started or {}).items() if start_of(pid) != start]
 
-    def _read(self) -> dict[int, tuple[int, str]]:
+    def _read(self) -> dict[int, tuple[int, str]] | None:
+        """The processes on this host; ``None`` as long as a rank has not joined."""
         here, keys = environment.host_identity(), [f"host/{rank}" for rank in sorted(self._ranks)]
-        if not here or not keys or not store().check(keys):
+        if not here or not keys:
             return {}
+        if not store().check(keys):
+            return None
         places = zip(sorted(self._ranks), map(json.loads, store().multi_get(keys)), strict=True)
         return {rank: (place["pid"], place["start"]) for rank, place in places if place["processes"] == here}
 

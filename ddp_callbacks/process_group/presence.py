@@ -1,8 +1,8 @@
-"""Where each rank is: what it has entered and what it waits for. A thread answers for it while it computes.
+"""Where each rank is: what it has entered and what it waits for.
 
 An ordinary step sends no message. A rank that has waited for a second checks the store of the default group about once
 a second. It reads one counter, the alarm, and only if that has changed, more keys. While a rank computes, its thread
-answers, so that it is not mistaken for dead.
+(:mod:`.guard`) answers, so that it is not mistaken for dead.
 
 Keys in that store, below ``ddp_callbacks/``; ``{run}`` is the number of the run:
 
@@ -34,6 +34,7 @@ Keys in that store, below ``ddp_callbacks/``; ``{run}`` is the number of the run
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import socket
@@ -43,21 +44,19 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ddp_callbacks import environment
-from ddp_callbacks._torch import sequence_number, store_of
+from ddp_callbacks._torch import abort_accelerators, known_groups, sequence_number, store_of
 from ddp_callbacks.process_group.forking import make_forks_wait
 
-INTERVAL = 0.5  # seconds between two checks of the thread that answers for a computing rank
 OWN_THREADS = "ddp_callbacks"
 """Prefix of the names of this library's threads. Training does not wait for what they wait for."""
 
-_THREAD = f"{OWN_THREADS} presence"
+_THREAD = f"{OWN_THREADS} guard"
 _LEAVES = 2.0  # seconds that we wait for a thread to end
 _RECENT = 32  # recent kinds of exchanges that a rank publishes
 _KINDS = 1024  # kinds of exchanges that a rank counts
@@ -80,10 +79,10 @@ class Presence:
         run: The number of the run; the same on all ranks whenever they communicate.
         last: The last exchange that this rank entered.
         failed: Whether this run has failed here.
+        aborted: Whether what was pending on accelerators was aborted, so that results may be meaningless.
         waits: Whether the training thread waits, and checks the store itself.
         is_closing: Whether the store is about to close: torch prints a warning if one reads a closed store.
         answered: The last question answered here.
-        heard: What has ended the run elsewhere, by its key in the store, which may be gone later.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -91,13 +90,16 @@ class Presence:
         self.run = 0
         self.last = "nothing yet"
         self.failed = False
+        self.aborted = False
         self.waits = False
         self._counts: dict[str, int] = {}
         self._entered = 0
         self.is_closing = False
         self.answered = 0
-        self.heard: dict[str, str] = {}
+        self._heard: dict[str, str] = {}
         self._lock = threading.Lock()
+        self._aborting = threading.Lock()
+        self._is_over = False  # the run, for this rank
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._stop.set)
@@ -126,27 +128,64 @@ class Presence:
 
     def begin(self, run: int) -> None:
         """Reset the counts for a run with this number."""
-        self.run, self.failed = run, False
+        with self._aborting:
+            self.run, self.failed, self._is_over = run, False, False
         self._counts.clear()
-        self.heard.clear()
 
-    # --- answers ----------------------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------------------------
 
-    def listen(self) -> None:
-        """Start the thread that answers for this rank; it ends with the process group."""
+    def start(self, serve: Callable[[weakref.ref[Presence], threading.Event], None]) -> None:
+        """Start the thread that serves this rank, unless it runs; it ends with the process group."""
         if self._thread is None:
             make_forks_wait()
             self._thread = threading.Thread(
-                target=_answer, args=(weakref.ref(self), self._stop), name=_THREAD, daemon=True
+                target=serve, args=(weakref.ref(self), self._stop), name=_THREAD, daemon=True
             )
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Blocks until it no longer uses the store, for two seconds at most."""
+        """End the thread. Blocks while it aborts, and for two seconds at most while it uses the store."""
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread() and os.getpid() == self.pid:
+            self.end_run()
             thread.join(_LEAVES)
+
+    def is_current(self) -> bool:
+        """Whether its process group is still the default group."""
+        world = dist.group.WORLD
+        return world is not None and _presences.get(world) is self
+
+    # --- aborts -----------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Abort what is pending on accelerators in all groups of this rank, unless that has been done.
+
+        Blocks until it is aborted, also if another thread does it.
+        """
+        with self._aborting:
+            self._abort()
+
+    def abort_failed_run(self, lost: bool = False) -> None:
+        """As :meth:`abort`, if the run has failed (or the store is ``lost``) before this rank has come to its end."""
+        with self._aborting:
+            if (lost or self.failed or self.ends()) and not self._is_over:
+                self._abort()
+
+    def end_run(self) -> bool:
+        """From now on, :meth:`abort_failed_run` aborts nothing in this run. Return whether something was aborted."""
+        with self._aborting:
+            self._is_over = True
+            return self.aborted
+
+    def _abort(self) -> None:
+        if not self.aborted:
+            self.failed = self.aborted = True  # before a blocked call returns
+            for group in reversed(known_groups()):  # in torch's order
+                with contextlib.suppress(RuntimeError):
+                    abort_accelerators(group)
+
+    # --- answers ----------------------------------------------------------------------------------------------------
 
     def answer(self) -> None:
         """Publish that this rank is alive, and where, if another rank has asked since the last answer."""
@@ -159,9 +198,16 @@ class Presence:
 
     def listen_for_ends(self) -> None:
         """Remember what has ended the run, while the store is still readable."""
-        for key in (f"{self.run}/failure", "failure", "gone"):
-            if key not in self.heard and store().check([key]):
-                self.heard[key] = store().get(key).decode()
+        for key in self._keys_of_ends():
+            if key not in self._heard and store().check([key]):
+                self._heard[key] = store().get(key).decode()
+
+    def ends(self) -> dict[str, str]:
+        """What has ended the run, on any rank, as far as this one has listened; by its key in the store."""
+        return {key: self._heard[key] for key in self._keys_of_ends() if key in self._heard}
+
+    def _keys_of_ends(self) -> tuple[str, ...]:
+        return (f"{self.run}/mismatch", f"{self.run}/failure", "failure", "gone")
 
     def _place(self) -> dict[str, Any]:
         sequence, (function, line) = sequence_number(dist.group.WORLD), _of_torch()
@@ -192,6 +238,13 @@ def presence() -> Presence:
 def enter(doing: str) -> None:
     """Note that this rank takes part in an exchange for ``doing``. Sends nothing."""
     presence().enter(doing)
+
+
+def is_aborted() -> bool:
+    """Whether what was pending on accelerators was aborted in this run."""
+    world = dist.group.WORLD
+    found = None if world is None else _presences.get(world)
+    return found is not None and found.aborted
 
 
 def is_beside_training() -> bool:
@@ -235,18 +288,6 @@ class Alarm:
         return before != self._heard
 
 
-def announce_join() -> None:
-    """Publish this rank's host name and process id for messages, and start answering for it."""
-    place = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "processes": environment.host_identity(),
-        "start": start_of("self"),
-    }
-    store().set(f"host/{dist.get_rank()}", json.dumps(place))
-    presence().listen()
-
-
 def describe(rank: int) -> str:
     """``rank 1 (host node2, pid 4711)`` for a global rank; shorter if less is known."""
     if rank == dist.get_rank():
@@ -280,28 +321,6 @@ def _end_threads() -> None:
     for thread in threading.enumerate():
         if thread.name == _THREAD:  # of a group that is gone: it has been told to end
             thread.join(_LEAVES)
-
-
-def _answer(reference: weakref.ref[Presence], stop: threading.Event) -> None:
-    """Answer questions while the rank neither communicates nor waits."""
-    pid, entered, alarm = os.getpid(), -1, Alarm()
-    while not stop.wait(INTERVAL):
-        here = reference()
-        world = dist.group.WORLD
-        if here is None or world is None or _presences.get(world) is not here or os.getpid() != pid:
-            return
-        del world
-        quiet, entered = here.is_quiet(entered)
-        try:
-            if quiet and alarm.rings():
-                here.listen_for_ends()
-                if store().check(["closing"]):
-                    here.is_closing = True
-                    return
-                here.answer()
-        except RuntimeError:
-            return
-        del here
 
 
 def _of_torch() -> tuple[str, str]:

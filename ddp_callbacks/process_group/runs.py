@@ -1,8 +1,8 @@
 """Runs: a failure ends one run, and the next run starts without it.
 
 After an exception that every rank has caught (a pruned trial, out of memory, a sweep that continues), the processes can
-train again. If it has left them at different positions, so that a rank's next message is not what another expects, they
-form a new process group.
+train again. If it has left them at different positions, so that a rank's next message is not what another expects, or
+with aborted communicators, they form a new process group.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ddp_callbacks._torch import abort_accelerators, known_groups, timeout_of
-from ddp_callbacks.process_group.failures import BEGIN, announce_join, enter, wait
+from ddp_callbacks._torch import known_groups, timeout_of
+from ddp_callbacks.process_group.failures import BEGIN, enter, wait
+from ddp_callbacks.process_group.guard import announce_join, start_guard
 from ddp_callbacks.process_group.presence import await_key, presence, store
 
 _CONNECT = "the connections between all processes"
@@ -25,8 +26,8 @@ _CONNECT = "the connections between all processes"
 def begin_run(group: dist.ProcessGroup | None = None) -> None:
     """Begin a run of training, evaluation or prediction, and forget failures of the previous one. A collective.
 
-    Blocks until all ranks have come. If a failure has left them at different positions, they form a new default group,
-    and groups made from the old one are gone.
+    Blocks until all ranks have come. If a failure has left them at different positions, or pending operations on GPUs
+    were aborted, they form a new default group, and groups made from the old one are gone.
 
     Args:
         group: The group for training. With a single process, or for a subgroup, nothing happens.
@@ -39,13 +40,13 @@ def begin_run(group: dist.ProcessGroup | None = None) -> None:
     if world is None or world.size() == 1 or group not in (None, world):
         return
     here = presence()
-    here.listen()
+    start_guard()
     enter(BEGIN)
     beginning = _Gathering(f"{here.run}/begin", world)
     mine = f"{here.run}/position/{dist.get_rank()}"
     if not store().check([mine]):  # once per run, even if waiting for the others is interrupted
-        store().set(mine, json.dumps([*here.position(), int(here.failed)]))
-        beginning.arrive(_is_out_of_step)
+        store().set(mine, json.dumps({"at": here.position(), "failed": here.failed, "aborted": here.end_run()}))
+        beginning.arrive(_need_new_group)
     wait(beginning, BEGIN, world)
     run = here.run + 1
     if beginning.conclusion():
@@ -54,12 +55,13 @@ def begin_run(group: dist.ProcessGroup | None = None) -> None:
     presence().begin(run)
 
 
-def _is_out_of_step() -> bool:
-    """Whether a failure has left the ranks at different positions. All ranks have come to the end of the run."""
+def _need_new_group() -> bool:
+    """Whether a failure has left the ranks at different positions, or with aborted groups. All ranks have come."""
     run, size = presence().run, dist.get_world_size()
     positions = [json.loads(place) for place in store().multi_get([f"{run}/position/{rank}" for rank in range(size)])]
-    differ = any(position[:-1] != positions[0][:-1] for position in positions)
-    return differ and any(position[-1] for position in positions)
+    differ = any(position["at"] != positions[0]["at"] for position in positions)
+    failed = any(position["failed"] for position in positions)
+    return any(position["aborted"] for position in positions) or (differ and failed)
 
 
 class _Gathering:
@@ -95,10 +97,11 @@ def destroy_groups() -> None:
     gloo waits for them when its group is freed, so we leak the group; the end of the process, or their timeout, ends
     them. Operations on GPUs are aborted.
     """
-    if presence().failed:
+    here = presence()
+    if here.failed:
         for group in known_groups():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-            abort_accelerators(group)
+        here.abort()
     dist.destroy_process_group()
 
 

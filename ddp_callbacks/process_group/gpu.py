@@ -1,0 +1,79 @@
+"""The GPU of this process: it becomes the current one when torch starts CUDA.
+
+Selecting a GPU starts CUDA, which takes some hundred megabytes of its memory, so a run on CPUs must not select any.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+
+from ddp_callbacks._torch import when_cuda_starts
+from ddp_callbacks.environment import processes_on_host
+from ddp_callbacks.errors import ConfigurationError
+
+
+def select_gpu(local_rank: int, device: torch.device | None) -> None:
+    """Make this process's GPU the current one, once CUDA is in use; do nothing if it is the current one already.
+
+    A launcher may show each process a single GPU (Slurm's ``--gpus-per-task=1``), so that every process sees number 0.
+
+    Args:
+        device: A GPU with its number is selected at once. ``cuda`` or ``None`` is the GPU of the local rank, unless the
+            user has selected another one.
+
+    Raises:
+        ConfigurationError: ``device`` is ``cuda``, and the process sees several GPUs but none for its local rank.
+    """
+    if device is not None and device.type == "cuda" and device.index is not None:
+        _choice.take(device)
+    elif (device is None or device.type == "cuda") and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if local_rank < count > 1:
+            _choice.choose(local_rank)
+        elif count > 1 and device is not None:
+            raise ConfigurationError(too_few_gpus(local_rank, count))
+
+
+def too_few_gpus(local_rank: int, count: int) -> str:
+    """The message for a process that has no GPU of its own among the ``count`` that it may use."""
+    told, host = processes_on_host(os.environ), socket.gethostname()
+    processes = f"at least {local_rank + 1}" if told is None else f"{told}"
+    return (
+        f"every process needs a separate GPU, but the {processes} processes of host {host} have {count} "
+        f"GPU{'s' * (count != 1)} to choose from (this one has local rank {local_rank}). Start at most as many "
+        "processes on a host as it has GPUs, or show each process one GPU of its own (srun --gpus-per-task=1, or "
+        "CUDA_VISIBLE_DEVICES)."
+    )
+
+
+class _Choice:
+    """The GPU that this library has chosen last."""
+
+    def __init__(self) -> None:
+        self._number = 0  # torch's choice
+        self._is_queued = False
+
+    def choose(self, number: int) -> None:
+        """Let ``number`` be the current GPU when CUDA starts. If it has started, it stays if the user has chosen it."""
+        before, self._number = self._number, number
+        if torch.cuda.is_initialized():
+            if torch.cuda.current_device() == before:
+                torch.cuda.set_device(number)
+        elif not self._is_queued:
+            self._is_queued = True
+            when_cuda_starts(self._select)
+
+    def take(self, device: torch.device) -> None:
+        """Make ``device`` the current GPU."""
+        self._number = device.index
+        torch.cuda.set_device(device)
+
+    def _select(self) -> None:
+        if self._number < torch.cuda.device_count():  # CUDA_VISIBLE_DEVICES may have changed since
+            torch.cuda.set_device(self._number)
+
+
+_choice = _Choice()
