@@ -4,8 +4,8 @@ During a run, the class of a model's BatchNorm layers is replaced by a subclass 
 attributes, and copies and pickles have the original class. In a layer, ``x`` of rank r has ``n_r`` values per channel,
 mean ``m_r`` and variance ``v_r``, and all ranks together have ``N`` values::
 
-    forward     one all-reduce: n_r, and the sums of x - shift and of its square; hence the mean and variance
-                on GPUs: every n_r, m_r and v_r; mean = sum(n_r·m_r) / N, var = sum(n_r·(v_r + (m_r - mean)²)) / N
+    forward     one all-reduce of the statistics (:mod:`ddp_callbacks.comm.batch_statistics`):
+                mean = sum(n_r·m_r) / N, var = sum(n_r·(v_r + (m_r - mean)²)) / N
     backward    one all-reduce: the sums of dy and dy·xhat, where xhat = (x - mean) / sqrt(var + eps)
                 dx = weight / sqrt(var + eps) · (dy - sum(dy) / N - xhat · sum(dy·xhat) / N)
 
@@ -16,20 +16,6 @@ mean ``m_r`` and variance ``v_r``, and all ranks together have ``N`` values::
 :meth:`GradientSynchronizer.weigh` does, is right only for equal shares: a rank whose loss has weight 0 may hold samples
 that the other ranks' losses depend on.
 
-[Note: shift]
-A variance computed from sums of squares loses digits if the mean is large. So we take values relative to the mean of
-the layer's last batch, which is equal on all ranks. If the new mean is more than :data:`_FAR` standard deviations away,
-which all ranks see alike, they sum again, relative to the new mean. (Chan, Golub and LeVeque, "Algorithms for computing
-the sample variance", 1983, call this shifted data.)
-
-[Note: GPUs]
-There the host must not wait for the device, so it cannot look at the mean to decide whether to sum again. Gathering the
-ranks' means and variances needs no shift; its cost grows with the square of the number of ranks, as in torch's
-``SyncBatchNorm``, whose kernels we use. That class waits for the device to leave out ranks without samples; here they
-send zeros and count zero times. The host looks at the sizes only where its own part has fewer than two values per
-channel, as all ranks together may have one, or none. For the same reason nothing checks there that all ranks exchange
-the same layer.
-
 [Note: a channel of its own]
 These all-reduces interleave with those of the gradients in the order of backward. If control flow differs between
 ranks, so does that order: a bucket waits for a parameter that only some ranks use. Therefore they use a separate
@@ -39,7 +25,6 @@ node first.
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 import weakref
@@ -53,12 +38,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn import SyncBatchNorm
 
 from ddp_callbacks._torch import BatchNorm
-from ddp_callbacks.comm.batch_statistics import GpuStatistics, SummedStatistics, combine
+from ddp_callbacks.comm.batch_statistics import (
+    GatheredBatch,
+    GatheredLayer,
+    SumChannel,
+    SummedBatch,
+    SummedLayer,
+    at_least_float32,
+)
 from ddp_callbacks.comm.collectives import new_subgroup
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_world_size, resolve_group
-
-_FAR = 10.0  # standard deviations; the variance is then exact to 100 ulp of float64
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
@@ -101,7 +91,7 @@ class BatchNormSynchronizer:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._made: dict[type, type] = {}
-        self._layers: dict[BatchNorm, _Ways] = {}
+        self._layers: dict[BatchNorm, _Layer] = {}
         if get_world_size(process_group) == 1:
             return
         layers = _find_layers(module)
@@ -110,10 +100,10 @@ class BatchNormSynchronizer:
         first = next(iter([*module.parameters(), *module.buffers()]), None)
         device = torch.device("cpu") if first is None else first.device
         group = _own_group(resolve_group(process_group))
-        channel, gpus = SummedStatistics(group, device), GpuStatistics(group)
+        channel = SumChannel(group, device)
         for index, (name, layer) in enumerate(layers.items()):
-            general = _Layer(index, name, channel)
-            self._layers[layer] = _Ways(counts or _always, general, _GpuLayer(name, gpus))
+            summed, gathered = SummedLayer(index, name, channel), GatheredLayer(group, name)
+            self._layers[layer] = _Layer(counts or _always, summed, gathered)
         for layer in self._layers:
             layer.__class__ = self._synchronized(type(layer))
 
@@ -169,7 +159,7 @@ class SynchronizedLayer:
 
     is_synchronized = True
     original: type
-    states: dict[Any, _Ways]  # on the class: the layer itself gets no attributes
+    states: dict[Any, _Layer]  # on the class: the layer itself gets no attributes
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         """The layer's forward, as in torch."""
@@ -182,7 +172,9 @@ class SynchronizedLayer:
         batch = layer.join(input, self.eps)
         if self.training and self.track_running_stats:
             _track(self, batch)
-        return batch.normalize(input, self.weight, self.bias)
+        function = _NormalizeOnGpu if isinstance(batch, GatheredBatch) else _Normalize
+        normalized: torch.Tensor = function.apply(input, self.weight, self.bias, batch)  # type: ignore[no-untyped-call]
+        return normalized
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle with the original class."""
@@ -192,115 +184,56 @@ class SynchronizedLayer:
 
 
 @dataclass(frozen=True)
-class _Ways:
-    """State of a synchronized layer that is kept outside the module: one object for each way to exchange."""
-
-    counts: Callable[[], bool]
-    general: _Layer
-    gpu: _GpuLayer
-
-    @torch.no_grad()
-    def join(self, input: torch.Tensor, eps: float) -> _Batch | _GpuBatch:
-        """Exchange the statistics. A collective."""
-        size = input.numel() // input.shape[1] if input.numel() and self.counts() else 0
-        return self.gpu.join(input, size, eps) if input.is_cuda else self.general.join(input, size, eps)
-
-
-# --- on any device ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """The global batch, as a layer sees it.
+class _Layer:
+    """State of a synchronized layer that is kept outside the module.
 
     Attributes:
-        layer: The layer.
-        eps: The layer's ``eps``.
-        counts: Whether this rank's part counts.
-        size: Number of values per channel on all ranks.
-        mean, var: Shape ``[channels]``, float64; the biased variance.
+        counts: Returns whether this rank's batch counts.
+        summed, gathered: The exchanges; ``gathered`` on GPUs.
     """
 
-    layer: _Layer
-    eps: float
-    counts: bool
-    size: int
-    mean: torch.Tensor
-    var: torch.Tensor
+    counts: Callable[[], bool]
+    summed: SummedLayer
+    gathered: GatheredLayer
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no rank has a sample."""
-        return self.size == 0
-
-    def normalize(self, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-        """The layer's output. Its backward is a collective."""
-        output: torch.Tensor = _Normalize.apply(input, weight, bias, self)  # type: ignore[no-untyped-call]
-        return output
+    @torch.no_grad()
+    def join(self, input: torch.Tensor, eps: float) -> SummedBatch | GatheredBatch:
+        """Exchange the statistics. A collective."""
+        size = input.numel() // input.shape[1] if input.numel() and self.counts() else 0
+        way = self.gathered if input.is_cuda else self.summed
+        return way.join(input, size, eps)
 
 
-class _Layer:
-    """A layer whose ranks sum their statistics."""
-
-    def __init__(self, index: int, name: str, channel: SummedStatistics) -> None:
-        self._index, self._name, self._channel = index, name, channel
-        self._shift: torch.Tensor | None = None  # the mean of the last batch
-
-    def join(self, input: torch.Tensor, size: int, eps: float) -> _Batch:
-        """Exchange the statistics of ``size`` values per channel. A collective."""
-        shift = self._shift
-        if shift is None or len(shift) != input.shape[1]:
-            shift = torch.zeros(input.shape[1], dtype=torch.float64, device=input.device)
-        own = shift, shift
-        if size:
-            mean, var = torch.batch_norm_update_stats(_at_least_float32(input), None, None, 0.0)
-            own = mean.double(), var.double()
-        batch, farthest = self._sum_statistics(size, *own, shift, eps)
-        if farthest > _FAR**2 * eps:
-            batch, farthest = self._sum_statistics(size, *own, batch.mean, eps)
-        self._shift = batch.mean if math.isfinite(farthest) else None
-        return batch
-
-    def sum_gradients(self, sum_dy: torch.Tensor, sum_dy_xhat: torch.Tensor) -> torch.Tensor:
-        """Sum both over all ranks: float64, shape ``[2, channels]``, valid until the next exchange. A collective."""
-        message = self._channel.message(len(sum_dy))
-        message.first.copy_(sum_dy)
-        message.second.copy_(sum_dy_xhat)
-        self._channel.sum(message, 2 * self._index + 2, 0, "gradients", self._name)
-        return message.sums
-
-    def _sum_statistics(
-        self, size: int, mean: torch.Tensor, var: torch.Tensor, shift: torch.Tensor, eps: float
-    ) -> tuple[_Batch, float]:
-        """The batch, and the largest ``distance² - _FAR² · var``, where distance is from its mean to ``shift``."""
-        message, distance = self._channel.message(len(shift)), mean - shift
-        message.first.copy_(distance).mul_(size)
-        message.second.copy_(torch.addcmul(var, distance, distance)).mul_(size)
-        total = self._channel.sum(message, 2 * self._index + 1, size, "statistics", self._name)
-        if total == 1:
-            raise _too_few(self._name)
-        if total == 0:  # an empty batch changes nothing, as in torch
-            return _Batch(self, eps, False, 0, shift, torch.ones_like(shift)), 0.0
-        first, second = (message.sums / total).to(shift.device).unbind()
-        square = first.square()
-        var = (second - square).clamp_(min=0)
-        farthest = torch.sub(square, var, alpha=_FAR**2).max()
-        return _Batch(self, eps, size > 0, total, shift + first, var), float(farthest)
+@torch.no_grad()
+def _track(layer: BatchNorm, batch: SummedBatch | GatheredBatch) -> None:
+    """Update the running statistics as torch does."""
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+    if layer.running_mean is None or layer.running_var is None or batch.is_empty:
+        return
+    factor: float | torch.Tensor = 0.0 if layer.momentum is None else layer.momentum
+    if layer.momentum is None and layer.num_batches_tracked is not None:
+        factor = layer.num_batches_tracked.double().reciprocal_().to(layer.running_mean)
+    unbiased = batch.var * (batch.size / (batch.size - 1))
+    layer.running_mean.lerp_(batch.mean.to(layer.running_mean), factor)
+    layer.running_var.lerp_(unbiased.to(layer.running_var), factor)
 
 
-def _too_few(name: str) -> ValueError:
-    return ValueError(f"Expected more than 1 value per channel when training, got 1 on all ranks together in {name}")
+def _always() -> bool:
+    return True
 
 
-# :mod:`ddp_callbacks.weighing` finds the graph's node by this name.
+# --- the arithmetic: :mod:`ddp_callbacks.weighing` finds the nodes of these functions in a graph by their names -------
+
+
 class _Normalize(torch.autograd.Function):
     """``weight · (input - mean) / sqrt(var + eps) + bias``, where mean and variance depend on all ranks' inputs."""
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, batch: _Batch
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, batch: SummedBatch
     ) -> torch.Tensor:
-        x = _at_least_float32(input)
+        x = at_least_float32(input)
         mean, var = batch.mean.to(x.dtype), batch.var.to(x.dtype)
         ctx.batch = batch
         ctx.save_for_backward(input, weight, mean, var)
@@ -310,9 +243,9 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         input, weight, mean, var = ctx.saved_tensors
-        batch: _Batch = ctx.batch
+        batch: SummedBatch = ctx.batch
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        x = _at_least_float32(input)
+        x = at_least_float32(input)
         if batch.counts:
             # The kernel for evaluation: the part of dx from dy alone, and the two sums over this rank's values.
             scale = None if weight is None else weight.to(x.dtype)
@@ -345,79 +278,12 @@ def _normalize(
     return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
 
 
-def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _always() -> bool:
-    return True
-
-
-# --- on GPUs ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _GpuBatch:
-    """The global batch, as a layer on a GPU sees it.
-
-    Attributes:
-        layer: The layer.
-        eps: The layer's ``eps``.
-        counts: Whether this rank's part counts.
-        is_empty: Whether no rank has a sample.
-        size: Number of values per channel on all ranks: float64, shape ``[]``.
-        mean, var: Shape ``[channels]``, float64; the biased variance.
-        sizes: ``size`` by rank: int32, shape ``[world_size]``.
-    """
-
-    layer: _GpuLayer
-    eps: float
-    counts: bool
-    is_empty: bool
-    size: torch.Tensor
-    mean: torch.Tensor
-    var: torch.Tensor
-    sizes: torch.Tensor
-
-    def normalize(self, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-        """The layer's output. Its backward is a collective."""
-        output: torch.Tensor = _NormalizeOnGpu.apply(input, weight, bias, self)  # type: ignore[no-untyped-call]
-        return output
-
-
-class _GpuLayer:
-    """A layer whose ranks gather their statistics; see [Note: GPUs]."""
-
-    def __init__(self, name: str, channel: GpuStatistics) -> None:
-        self._name, self._channel = name, channel
-
-    def join(self, input: torch.Tensor, size: int, eps: float) -> _GpuBatch:
-        """Exchange the statistics of ``size`` values per channel. A collective."""
-        if size:
-            mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
-        else:
-            mean = var = torch.zeros(input.shape[1], dtype=torch.float64, device=input.device)
-        rows = self._channel.gather(size, mean, var, self._name)
-        sizes = rows[:, -1].to(torch.int32)
-        total = int(sizes.sum()) if size < 2 else size  # or more
-        if total == 1:
-            raise _too_few(self._name)
-        if total == 0:
-            return _GpuBatch(self, eps, False, True, sizes.sum(), mean, torch.ones_like(var), sizes)
-        return _GpuBatch(self, eps, size > 0, False, *combine(rows), sizes)
-
-    def sum_gradients(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sum flat ``sums`` over the ranks, in place, and return it. A collective."""
-        return self._channel.sum(sums, self._name)
-
-
-# :mod:`ddp_callbacks.weighing` finds the graph's node by this name.
 class _NormalizeOnGpu(torch.autograd.Function):
     """As :class:`_Normalize`, by the kernels of torch's ``SyncBatchNorm``, which read half precision as it is."""
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, batch: _GpuBatch
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, batch: GatheredBatch
     ) -> torch.Tensor:
         x = _dense(input)
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -443,10 +309,10 @@ class _NormalizeOnGpu(torch.autograd.Function):
             sum_dy, sum_dy_xmu = torch.zeros_like(mean), torch.zeros_like(mean)
             dweight = torch.zeros_like(weight) if needs_weight else None
         if needs_input:
-            sums = ctx.layer.sum_gradients(torch.cat((sum_dy, sum_dy_xmu)))
+            of_dy, of_dy_xmu = ctx.layer.sum_gradients(torch.cat((sum_dy, sum_dy_xmu))).chunk(2)
             if ctx.counts:
                 scale = None if weight is None else weight.to(mean.dtype).contiguous()
-                dx = torch.batch_norm_backward_elemt(dy, x, mean, invstd, scale, *sums.chunk(2), sizes)
+                dx = torch.batch_norm_backward_elemt(dy, x, mean, invstd, scale, of_dy, of_dy_xmu, sizes)
             else:
                 dx = torch.zeros_like(x)
         return dx, dweight, sum_dy if needs_bias else None, None
@@ -456,24 +322,6 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` in a layout that the kernels take."""
     formats = torch.channels_last, torch.channels_last_3d
     return tensor if any(tensor.is_contiguous(memory_format=each) for each in formats) else tensor.contiguous()
-
-
-# --- running statistics -----------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _track(layer: BatchNorm, batch: _Batch | _GpuBatch) -> None:
-    """Update the running statistics as torch does."""
-    if layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
-    if layer.running_mean is None or layer.running_var is None or batch.is_empty:
-        return
-    factor: float | torch.Tensor = 0.0 if layer.momentum is None else layer.momentum
-    if layer.momentum is None and layer.num_batches_tracked is not None:
-        factor = layer.num_batches_tracked.double().reciprocal_().to(layer.running_mean)
-    unbiased = batch.var * (batch.size / (batch.size - 1))
-    layer.running_mean.lerp_(batch.mean.to(layer.running_mean), factor)
-    layer.running_var.lerp_(unbiased.to(layer.running_var), factor)
 
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
