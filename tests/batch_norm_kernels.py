@@ -61,7 +61,7 @@ def backward_reduce(
     weight_g: bool,
     bias_g: bool,
 ) -> tuple[Tensor | None, ...]:
-    """The sums of ``dy`` and ``dy · (x - mean)``, and the gradients of weight and bias; ``None`` where not asked for."""
+    """The sums of ``dy`` and ``dy · (x - mean)``, and the gradients of weight and bias; ``None`` if not asked for."""
     _require(x, weight, mean, invstd)
     assert dy.dtype == x.dtype and dy.shape == x.shape
     assert weight is not None or not (weight_g or bias_g)
@@ -84,7 +84,8 @@ def backward_elemt(
 ) -> Tensor:
     """The gradient of ``x``; ``count``: the numbers of values per channel that the sums are over, by rank."""
     _require(x, weight, mean, invstd, sum_dy, sum_dy_xmu)
-    assert dy.dtype == x.dtype and weight is None or weight.dtype == mean.dtype
+    assert dy.dtype == x.dtype and dy.shape == x.shape
+    assert weight is None or weight.dtype == mean.dtype
     assert count.dtype == torch.int32 and count.dim() == 1 and count.is_contiguous()
     total = count.to(mean.dtype).sum()
     slope = _of_channels(invstd * invstd * sum_dy_xmu / total, x, 0)
