@@ -595,6 +595,31 @@ def test_a_batch_with_infinities_does_not_spoil_the_next(where: str) -> None:
 
 
 @check_anywhere
+def nan_that_does_not_count(device: Device) -> Any:
+    model, rank = device.move_module(nn.BatchNorm1d(2)), dist.get_rank()
+    x = device.move(torch.arange(6.0).view(3, 2) / (1 - rank)).requires_grad_()
+    with synchronized(model, counts=lambda: rank == 0):
+        output = model(x)
+        output.square().sum().backward()
+    assert x.grad is not None
+    return [tensor.detach().cpu().clone() for tensor in (output, x.grad, model.running_mean, model.running_var)]
+
+
+@anywhere
+def test_nan_in_a_part_that_does_not_count_reaches_nobody(where: str) -> None:
+    model, x = nn.BatchNorm1d(2), torch.arange(6.0).view(3, 2).requires_grad_()
+    output = model(x)
+    output.square().sum().backward()
+    (first, gradient, *statistics), (_, zeros, *others) = [
+        result["nan_that_does_not_count" + where] for result in seen(2)
+    ]
+    torch.testing.assert_close([first, gradient], [output.detach(), x.grad])
+    torch.testing.assert_close(statistics, [model.running_mean, model.running_var])
+    torch.testing.assert_close(others, statistics)
+    assert not zeros.any()
+
+
+@check_anywhere
 def no_target_on_rank_1(device: Device) -> list[Tensor]:
     """Its loss, a mean over nothing, is NaN and counts 0, but rank 0's loss depends on its samples."""
     case = CASES["1d"]
