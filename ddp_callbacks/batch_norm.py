@@ -213,10 +213,15 @@ def _track(layer: BatchNorm, batch: SummedBatch | GatheredBatch) -> None:
         return
     factor: float | torch.Tensor = 0.0 if layer.momentum is None else layer.momentum
     if layer.momentum is None and layer.num_batches_tracked is not None:
-        factor = layer.num_batches_tracked.double().reciprocal_().to(layer.running_mean)
+        factor = _one_over(layer.num_batches_tracked, layer.running_mean.dtype)
     unbiased = batch.var * (batch.size / (batch.size - 1))
     layer.running_mean.lerp_(batch.mean.to(layer.running_mean), factor)
     layer.running_var.lerp_(unbiased.to(layer.running_var), factor)
+
+
+def _one_over(number: torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+    """On GPUs a tensor, for which the host need not wait."""
+    return number.double().reciprocal_().to(dtype) if number.is_cuda else 1.0 / float(number)
 
 
 def _always() -> bool:

@@ -387,6 +387,22 @@ def check(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
+def check_anywhere(function: Callable[[Device], Any]) -> Callable[[Device], Any]:
+    """A check on CPUs, and another one on GPUs."""
+
+    def on_gpus() -> Any:
+        with MadeUpGpu(KERNELS) as gpu:
+            return function(Device(lambda tensor: tensor.to(CUDA), put_on_gpu, gpu.forbid_waiting))
+
+    on_gpus.__name__ = f"{function.__name__} on GPUs"
+    CHECKS.append(on_gpus)
+    CHECKS.append(functools.wraps(function)(lambda: function(Device())))
+    return function
+
+
+anywhere = pytest.mark.parametrize("where", ["", " on GPUs"])
+
+
 @contextmanager
 def synchronized(model: nn.Module, **options: Any) -> Iterator[None]:
     opened = BatchNormSynchronizer(model, **options)
@@ -404,32 +420,18 @@ def message_of(kind: type[Exception], action: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
-@check
-def without_running_statistics_in_evaluation() -> Tensor:
-    model = nn.BatchNorm1d(1, track_running_stats=False).eval()
-    with synchronized(model):
-        return model(torch.tensor([[2.0 * dist.get_rank()]])).detach()
+@check_anywhere
+def without_running_statistics_in_evaluation(device: Device) -> Tensor:
+    model = device.move_module(nn.BatchNorm1d(1, track_running_stats=False)).eval()
+    x = device.move(torch.tensor([[2.0 * dist.get_rank()]]))
+    with synchronized(model), torch.inference_mode():
+        return model(x).cpu().clone()
 
 
-def test_a_layer_without_running_statistics_uses_the_whole_batch_in_evaluations_too() -> None:
-    first, second = [result["without_running_statistics_in_evaluation"] for result in seen(2)]
+@anywhere
+def test_a_layer_without_running_statistics_uses_the_whole_batch_in_evaluations_too(where: str) -> None:
+    first, second = [result["without_running_statistics_in_evaluation" + where] for result in seen(2)]
     assert float(first) == pytest.approx(-1, abs=1e-5) and float(second) == pytest.approx(1, abs=1e-5)
-
-
-def check_anywhere(function: Callable[[Device], Any]) -> Callable[[Device], Any]:
-    """A check on CPUs, and another one on GPUs."""
-
-    def on_gpus() -> Any:
-        with MadeUpGpu(KERNELS) as gpu:
-            return function(Device(lambda tensor: tensor.to(CUDA), put_on_gpu, gpu.forbid_waiting))
-
-    on_gpus.__name__ = f"{function.__name__} on GPUs"
-    CHECKS.append(on_gpus)
-    CHECKS.append(functools.wraps(function)(lambda: function(Device())))
-    return function
-
-
-anywhere = pytest.mark.parametrize("where", ["", " on GPUs"])
 
 
 @check_anywhere
