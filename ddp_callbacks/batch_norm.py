@@ -2,9 +2,10 @@
 
 During a run, the class of a model's BatchNorm layers is replaced by a subclass of it. No module is replaced or gets new
 attributes, and copies and pickles have the original class. In a layer, ``x`` of rank r has ``n_r`` values per channel,
-and all ranks together have ``N``::
+mean ``m_r`` and variance ``v_r``, and all ranks together have ``N`` values::
 
-    forward     one all-reduce: n_r, and the sums of x - shift and of its square; hence the mean and variance
+    forward     one all-reduce of the statistics (:mod:`ddp_callbacks.comm.batch_statistics`):
+                mean = sum(n_r·m_r) / N, var = sum(n_r·(v_r + (m_r - mean)²)) / N
     backward    one all-reduce: the sums of dy and dy·xhat, where xhat = (x - mean) / sqrt(var + eps)
                 dx = weight / sqrt(var + eps) · (dy - sum(dy) / N - xhat · sum(dy·xhat) / N)
 
@@ -15,13 +16,6 @@ and all ranks together have ``N``::
 :meth:`GradientSynchronizer.weigh` does, is right only for equal shares: a rank whose loss has weight 0 may hold samples
 that the other ranks' losses depend on.
 
-[Note: shift]
-A variance computed from sums of squares loses digits if the mean is large. So we take values relative to the mean of
-the layer's last batch, which is equal on all ranks. If the new mean is more than :data:`_FAR` standard deviations away,
-which all ranks see alike, they sum again, relative to the new mean. (Chan, Golub and LeVeque, "Algorithms for computing
-the sample variance", 1983, call this shifted data. Gathering the ranks' means and variances needs no shift, but its
-cost grows with the square of the number of ranks.)
-
 [Note: a channel of its own]
 These all-reduces interleave with those of the gradients in the order of backward. If control flow differs between
 ranks, so does that order: a bucket waits for a parameter that only some ranks use. Therefore they use a separate
@@ -31,7 +25,6 @@ node first.
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 import weakref
@@ -44,15 +37,18 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import SyncBatchNorm
 
-from ddp_callbacks._torch import BatchNorm, outside_inference_mode
+from ddp_callbacks._torch import BatchNorm
+from ddp_callbacks.comm.batch_statistics import (
+    GatheredBatch,
+    GatheredLayer,
+    SumChannel,
+    SummedBatch,
+    SummedLayer,
+    at_least_float32,
+)
 from ddp_callbacks.comm.collectives import new_subgroup
-from ddp_callbacks.comm.topology import choose_all_reduce
-from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_world_size, resolve_group
-from ddp_callbacks.process_group.failures import describe_rank
-
-_FAR = 10.0  # standard deviations; the variance is then exact to 100 ulp of float64
-_HEADER = 2  # numbers before a message's sums: its tag, and the number of values per channel
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
@@ -67,6 +63,9 @@ class BatchNormSynchronizer:
     and backward; both block until all ranks have. A rank's batch may be empty, or not count. Layers that use their
     running statistics don't communicate. torch refuses second derivatives.
 
+    Between GPUs, NCCL's exchanges block the GPU's stream, not the host, which waits only in the forward of a rank with
+    fewer than two values per channel. No error is raised there if the ranks are at different layers.
+
     With a single process nothing changes. The constructor is a collective. Copies and pickles of a layer made meanwhile
     have the original class and are not synchronized.
 
@@ -80,7 +79,7 @@ class BatchNormSynchronizer:
         ConfigurationError: A layer cannot be synchronized: it overrides ``forward``, is compiled by TorchScript, or has
             no parameters yet.
         ValueError: From a layer's forward, on all ranks, as in torch: all ranks together have one value per channel.
-        MismatchError: From forward or backward: the ranks are at different layers.
+        MismatchError: From forward or backward: the ranks are at different layers. Not on GPUs.
         PeerError: From forward or backward: another rank failed or died.
     """
 
@@ -100,9 +99,11 @@ class BatchNormSynchronizer:
             return
         first = next(iter([*module.parameters(), *module.buffers()]), None)
         device = torch.device("cpu") if first is None else first.device
-        channel = _Channel(_own_group(resolve_group(process_group)), device)
+        group = _own_group(resolve_group(process_group))
+        channel = SumChannel(group, device)
         for index, (name, layer) in enumerate(layers.items()):
-            self._layers[layer] = _Layer(index, name, channel, counts or _always)
+            summed, gathered = SummedLayer(index, name, channel), GatheredLayer(group, name)
+            self._layers[layer] = _Layer(counts or _always, summed, gathered)
         for layer in self._layers:
             layer.__class__ = self._synchronized(type(layer))
 
@@ -171,7 +172,8 @@ class SynchronizedLayer:
         batch = layer.join(input, self.eps)
         if self.training and self.track_running_stats:
             _track(self, batch)
-        normalized: torch.Tensor = _Normalize.apply(input, self.weight, self.bias, batch)  # type: ignore[no-untyped-call]
+        function = _NormalizeOnGpu if isinstance(batch, GatheredBatch) else _Normalize
+        normalized: torch.Tensor = function.apply(input, self.weight, self.bias, batch)  # type: ignore[no-untyped-call]
         return normalized
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -182,127 +184,61 @@ class SynchronizedLayer:
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """The global batch, as a layer sees it.
+class _Layer:
+    """State of a synchronized layer that is kept outside the module.
 
     Attributes:
-        layer: The layer.
-        eps: The layer's ``eps``.
-        counts: Whether this rank's part counts.
-        size: Number of values per channel on all ranks.
-        mean, var: Shape ``[channels]``, float64; the biased variance.
+        counts: Returns whether this rank's batch counts.
+        summed, gathered: The exchanges; ``gathered`` on GPUs.
     """
 
-    layer: _Layer
-    eps: float
-    counts: bool
-    size: int
-    mean: torch.Tensor
-    var: torch.Tensor
-
-
-class _Layer:
-    """State of a synchronized layer that is kept outside the module."""
-
-    def __init__(self, index: int, name: str, channel: _Channel, counts: Callable[[], bool]) -> None:
-        self._index, self._name, self._channel, self._counts = index, name, channel, counts
-        self._shift: torch.Tensor | None = None  # the mean of the last batch
+    counts: Callable[[], bool]
+    summed: SummedLayer
+    gathered: GatheredLayer
 
     @torch.no_grad()
-    def join(self, input: torch.Tensor, eps: float) -> _Batch:
+    def join(self, input: torch.Tensor, eps: float) -> SummedBatch | GatheredBatch:
         """Exchange the statistics. A collective."""
-        counts = input.numel() > 0 and self._counts()
-        shift = self._shift
-        if shift is None or len(shift) != input.shape[1]:
-            shift = torch.zeros(input.shape[1], dtype=torch.float64, device=input.device)
-        size, own = 0, (shift, shift)
-        if counts:
-            size = input.numel() // input.shape[1]
-            mean, var = torch.batch_norm_update_stats(_at_least_float32(input), None, None, 0.0)
-            own = mean.double(), var.double()
-        batch, farthest = self._sum_statistics(counts, size, *own, shift, eps)
-        if farthest > _FAR**2 * eps:
-            batch, farthest = self._sum_statistics(counts, size, *own, batch.mean, eps)
-        self._shift = batch.mean if math.isfinite(farthest) else None
-        return batch
-
-    def sum_gradients(self, sum_dy: torch.Tensor, sum_dy_xhat: torch.Tensor) -> torch.Tensor:
-        """Sum both over all ranks: float64, shape ``[2, channels]``, valid until the next exchange. A collective."""
-        message = self._channel.message(len(sum_dy))
-        message.first.copy_(sum_dy)
-        message.second.copy_(sum_dy_xhat)
-        self._channel.sum(message, 2 * self._index + 2, 0, "gradients", self._name)
-        return message.sums
-
-    def _sum_statistics(
-        self, counts: bool, size: int, mean: torch.Tensor, var: torch.Tensor, shift: torch.Tensor, eps: float
-    ) -> tuple[_Batch, float]:
-        """The batch, and the largest ``distance² - _FAR² · var``, where distance is from its mean to ``shift``."""
-        message, distance = self._channel.message(len(shift)), mean - shift
-        message.first.copy_(distance).mul_(size)
-        message.second.copy_(torch.addcmul(var, distance, distance)).mul_(size)
-        size = self._channel.sum(message, 2 * self._index + 1, size, "statistics", self._name)
-        if size == 1:
-            raise ValueError(
-                f"Expected more than 1 value per channel when training, got 1 on all ranks together in {self._name}"
-            )
-        if size == 0:  # an empty batch changes nothing, as in torch
-            return _Batch(self, eps, counts, 0, shift, torch.ones_like(shift)), 0.0
-        first, second = (message.sums / size).to(shift.device).unbind()
-        square = first.square()
-        var = (second - square).clamp_(min=0)
-        farthest = torch.sub(square, var, alpha=_FAR**2).max()
-        return _Batch(self, eps, counts, size, shift + first, var), float(farthest)
+        size = input.numel() // input.shape[1] if input.numel() and self.counts() else 0
+        way = self.gathered if input.is_cuda else self.summed
+        return way.join(input, size, eps)
 
 
-class _Message:
-    """Memory of one exchange: the header, and two sums per channel."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory, self.header, self.sums = memory, memory[:_HEADER], memory[_HEADER:].view(2, -1)
-        self.first, self.second = self.sums.unbind()
-
-
-class _Channel:
-    """All-reduces messages, one at a time, and checks that all ranks exchange the same layer."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device, self._world_size = group, device, group.size()
-        self._all_reduce = choose_all_reduce(group, [device])
-        self._messages: dict[int, _Message] = {}
-
-    @outside_inference_mode
-    def message(self, channels: int) -> _Message:
-        """The message for this number of channels; its sums are valid until the next call."""
-        if channels not in self._messages:
-            memory = self._all_reduce.allocate(_HEADER + 2 * channels, torch.float64, self._device)
-            self._messages[channels] = _Message(memory)
-        return self._messages[channels]
-
-    def sum(self, message: _Message, tag: int, size: int, what: str, name: str) -> int:
-        """All-reduce ``message`` in place; return the sum of ``size``. A collective."""
-        message.header.copy_(torch.tensor((tag, size), dtype=torch.float64))
-        doing = f"the {what} of {name}"
-        self._all_reduce.launch(message.memory, doing).wait(doing)
-        tags, total = message.header.tolist()
-        if tags != tag * self._world_size:
-            raise MismatchError(
-                f"{describe_rank(self._group, self._group.rank())} exchanges the {what} of {name}, and some rank those "
-                "of a different layer: every rank must run the same BatchNorm layers in the same order, forward and "
-                "backward. Leave out sync_batchnorm if control flow differs between the ranks."
-            )
-        return int(total)
+@torch.no_grad()
+def _track(layer: BatchNorm, batch: SummedBatch | GatheredBatch) -> None:
+    """Update the running statistics as torch does."""
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+    if layer.running_mean is None or layer.running_var is None or batch.is_empty:
+        return
+    factor: float | torch.Tensor = 0.0 if layer.momentum is None else layer.momentum
+    if layer.momentum is None and layer.num_batches_tracked is not None:
+        factor = _one_over(layer.num_batches_tracked, layer.running_mean.dtype)
+    unbiased = batch.var * (batch.size / (batch.size - 1))
+    layer.running_mean.lerp_(batch.mean.to(layer.running_mean), factor)
+    layer.running_var.lerp_(unbiased.to(layer.running_var), factor)
 
 
-# :mod:`ddp_callbacks.weighing` finds the graph's node by this name.
+def _one_over(number: torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+    """On GPUs a tensor, for which the host need not wait."""
+    return number.double().reciprocal_().to(dtype) if number.is_cuda else 1.0 / float(number)
+
+
+def _always() -> bool:
+    return True
+
+
+# --- the arithmetic: :mod:`ddp_callbacks.weighing` finds the nodes of these functions in a graph by their names -------
+
+
 class _Normalize(torch.autograd.Function):
     """``weight · (input - mean) / sqrt(var + eps) + bias``, where mean and variance depend on all ranks' inputs."""
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, batch: _Batch
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, batch: SummedBatch
     ) -> torch.Tensor:
-        x = _at_least_float32(input)
+        x = at_least_float32(input)
         mean, var = batch.mean.to(x.dtype), batch.var.to(x.dtype)
         ctx.batch = batch
         ctx.save_for_backward(input, weight, mean, var)
@@ -312,9 +248,9 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         input, weight, mean, var = ctx.saved_tensors
-        batch: _Batch = ctx.batch
+        batch: SummedBatch = ctx.batch
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        x = _at_least_float32(input)
+        x = at_least_float32(input)
         if batch.counts:
             # The kernel for evaluation: the part of dx from dy alone, and the two sums over this rank's values.
             scale = None if weight is None else weight.to(x.dtype)
@@ -347,27 +283,50 @@ def _normalize(
     return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
 
 
-@torch.no_grad()
-def _track(layer: BatchNorm, batch: _Batch) -> None:
-    """Update the running statistics as torch does."""
-    if layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
-    if layer.running_mean is None or layer.running_var is None or batch.size == 0:
-        return
-    factor = layer.momentum
-    if factor is None:
-        factor = 0.0 if layer.num_batches_tracked is None else 1.0 / float(layer.num_batches_tracked)
-    unbiased = batch.var * (batch.size / (batch.size - 1))
-    layer.running_mean.lerp_(batch.mean.to(layer.running_mean), factor)
-    layer.running_var.lerp_(unbiased.to(layer.running_var), factor)
+class _NormalizeOnGpu(torch.autograd.Function):
+    """As :class:`_Normalize`, by the kernels of torch's ``SyncBatchNorm``, which read half precision as it is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, batch: GatheredBatch
+    ) -> torch.Tensor:
+        x = _dense(input)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        mean, invstd = batch.mean.to(dtype), (batch.var + batch.eps).rsqrt_().to(dtype)
+        ctx.layer, ctx.counts = batch.layer, batch.counts
+        ctx.save_for_backward(x, weight, mean, invstd, batch.sizes)
+        if not x.numel():
+            return torch.empty_like(x)
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, batch.eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight, mean, invstd, sizes = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dx = dweight = None
+        if ctx.counts:
+            dy = _dense(dy)
+            sum_dy, sum_dy_xmu, dweight, _ = torch.batch_norm_backward_reduce(
+                dy, x, mean, invstd, weight, True, needs_weight, False
+            )
+        else:
+            sum_dy, sum_dy_xmu = torch.zeros_like(mean), torch.zeros_like(mean)
+            dweight = torch.zeros_like(weight) if needs_weight else None
+        if needs_input:
+            of_dy, of_dy_xmu = ctx.layer.sum_gradients(torch.cat((sum_dy, sum_dy_xmu))).chunk(2)
+            if ctx.counts:
+                scale = None if weight is None else weight.to(mean.dtype).contiguous()
+                dx = torch.batch_norm_backward_elemt(dy, x, mean, invstd, scale, of_dy, of_dy_xmu, sizes)
+            else:
+                dx = torch.zeros_like(x)
+        return dx, dweight, sum_dy if needs_bias else None, None
 
 
-def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _always() -> bool:
-    return True
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in a layout that the kernels take."""
+    formats = torch.channels_last, torch.channels_last_3d
+    return tensor if any(tensor.is_contiguous(memory_format=each) for each in formats) else tensor.contiguous()
 
 
 # --- set-up -----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from ddp_callbacks.errors import ConfigurationError
 _ROUNDING = 1e-5  # relative, of a sum of weights in float32
 # Autograd nodes that exchange gradients between ranks: synchronized BatchNorm, and a reentrant checkpoint, which hides
 # its layers.
-_MIXING = ("_NormalizeBackward", "CheckpointFunctionBackward")
+_MIXING = ("_NormalizeBackward", "_NormalizeOnGpuBackward", "CheckpointFunctionBackward")
 
 Undo = Callable[[], None]
 Hook = Callable[[torch.Tensor], Any]

@@ -13,14 +13,16 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from batch_norm_kernels import KERNELS
 from distributed import run_distributed
+from made_up_gpu import CUDA, MadeUpGpu, put_on_gpu
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,6 +40,7 @@ CHANNELS = 4
 # Samples of each rank, by step: ragged, one or several without any, and more than one sample in all.
 SHARES = {2: ((5, 2), (0, 3), (4, 0), (3, 3)), 3: ((4, 3, 1), (5, 0, 2), (0, 0, 6), (2, 2, 2))}
 WAYS = ("shared memory", "gloo")
+GPU = "GPU"  # by tensors that claim to be on one
 STAND_INS = ("empty", "another batch")  # what a rank computes that has no sample
 
 
@@ -51,6 +54,18 @@ class Case:
     offset: float = 0.0
     relative: float = RELATIVE
     memory_format: torch.memory_format = torch.contiguous_format
+
+
+class Mixed(nn.Module):
+    """The layer's input has half precision, its parameters do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(CHANNELS, CHANNELS), nn.BatchNorm1d(CHANNELS), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.norm(self.first(x).bfloat16()).float())
+        return output
 
 
 def around(*layers: nn.Module, inputs: int = CHANNELS) -> nn.Module:
@@ -148,7 +163,12 @@ CASES = {
     "bfloat16": Case(
         lambda: nn.Sequential(nn.BatchNorm1d(CHANNELS), nn.Linear(CHANNELS, 2)), dtype=torch.bfloat16, relative=0.03
     ),
+    "mixed precision": Case(Mixed, dtype=torch.float32, relative=0.02),
 }
+
+
+ON_GPUS = [name for name in CASES if "checkpoint" not in name]  # torch's would save the random state of a real one
+EXACT_ON_GPUS = 1e-12  # nothing is summed relative to a shift; an input of 10,000 has rounding errors of that size
 
 
 def model_of(case: Case) -> nn.Module:
@@ -214,10 +234,29 @@ def truth(name: str, world: int) -> list[Step]:
     return steps_of(case, model, step_of, world)
 
 
-def on_rank(case: Case, way: str, stand_in: str) -> list[Step]:
+@dataclass(frozen=True)
+class Device:
+    """Where a rank computes. ``without_waiting()``: what makes the host wait for it is an error."""
+
+    move: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    move_module: Callable[[nn.Module], nn.Module] = lambda module: module
+    without_waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def on_gpu(case: Case, stand_in: str) -> list[Step]:
+    with MadeUpGpu(KERNELS) as gpu:
+        device = Device(lambda tensor: tensor.to(CUDA), put_on_gpu, gpu.forbid_waiting)
+        return [on_cpu(step) for step in on_rank(case, "gloo", stand_in, device)]
+
+
+def on_cpu(value: Any) -> Any:
+    return {key: on_cpu(each) for key, each in value.items()} if isinstance(value, dict) else value.cpu()
+
+
+def on_rank(case: Case, way: str, stand_in: str, device: Device = Device()) -> list[Step]:
     """The same on this rank, with its slice of each batch."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model, mine = model_of(case), 0
+    model, mine = device.move_module(model_of(case)), 0
     synchronizers = [
         BatchNormSynchronizer(model, counts=lambda: mine > 0, process_group=group_of(way)),
         GradientSynchronizer(model, bucket_cap_mb=1e-5),
@@ -231,9 +270,11 @@ def on_rank(case: Case, way: str, stand_in: str) -> list[Step]:
             x, y = x[start : start + mine], y[start : start + mine]
         if isinstance(model, Branching):
             model.starts = [0] * (rank + 1) + [len(x)] * (2 - rank)
-        x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-        output, loss = loss_of(model, x, y)
-        (loss * (world * mine / sum(shares)) if mine else 0 * output.sum()).backward()
+        x = device.move(x.detach().clone(memory_format=torch.preserve_format)).requires_grad_()
+        y = device.move(y)
+        with device.without_waiting() if step and mine > 1 else nullcontext():
+            output, loss = loss_of(model, x, y)
+            (loss * (world * mine / sum(shares)) if mine else 0 * output.sum()).backward()
         assert x.grad is not None
         assert mine or not x.grad.any()
         return {"output": output.detach()[:mine], "input": x.grad[:mine] / world}
@@ -268,6 +309,7 @@ def run_all() -> dict[Any, Any]:
         for stand_in in STAND_INS:
             for name, case in CASES.items():
                 results[way, stand_in, name] = on_rank(case, way, stand_in)
+    results |= {(GPU, stand_in, name): on_gpu(CASES[name], stand_in) for stand_in in STAND_INS for name in ON_GPUS}
     return results | {check.__name__: check() for check in CHECKS}
 
 
@@ -281,7 +323,20 @@ def seen(world: int) -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.wide)])
 def test_ranks_equal_one_process_on_the_whole_batch(world: int, way: str, stand_in: str, name: str) -> None:
-    expected, relative = truth(name, world), CASES[name].relative
+    assert_equals_truth(world, way, stand_in, name, CASES[name].relative)
+
+
+@pytest.mark.parametrize("name", ON_GPUS)
+@pytest.mark.parametrize("stand_in", STAND_INS)
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.wide)])
+def test_on_gpus_ranks_equal_one_process_and_no_host_waits(world: int, stand_in: str, name: str) -> None:
+    case = CASES[name]
+    is_exact = case.dtype == torch.float64 and not case.offset
+    assert_equals_truth(world, GPU, stand_in, name, EXACT_ON_GPUS if is_exact else case.relative)
+
+
+def assert_equals_truth(world: int, way: str, stand_in: str, name: str, relative: float) -> None:
+    expected = truth(name, world)
     ranks = [result[way, stand_in, name] for result in seen(world)]
     for step, one in enumerate(expected):
         for key in one:
@@ -312,10 +367,10 @@ def largest_of(tensor: Tensor) -> float:
     return float(tensor.double().abs().max()) if tensor.numel() else 0.0
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, GPU])
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.wide)])
 def test_all_ranks_hold_the_same_bits(world: int, way: str) -> None:
-    for name in CASES:
+    for name in ON_GPUS if way == GPU else CASES:
         first, *others = [result[way, "empty", name] for result in seen(world)]
         for other in others:
             for step, expected in zip(other, first, strict=True):
@@ -330,6 +385,22 @@ CHECKS: list[Callable[[], Any]] = []
 def check(function: Callable[[], Any]) -> Callable[[], Any]:
     CHECKS.append(function)
     return function
+
+
+def check_anywhere(function: Callable[[Device], Any]) -> Callable[[Device], Any]:
+    """A check on CPUs, and another one on GPUs."""
+
+    def on_gpus() -> Any:
+        with MadeUpGpu(KERNELS) as gpu:
+            return function(Device(lambda tensor: tensor.to(CUDA), put_on_gpu, gpu.forbid_waiting))
+
+    on_gpus.__name__ = f"{function.__name__} on GPUs"
+    CHECKS.append(on_gpus)
+    CHECKS.append(functools.wraps(function)(lambda: function(Device())))
+    return function
+
+
+anywhere = pytest.mark.parametrize("where", ["", " on GPUs"])
 
 
 @contextmanager
@@ -349,44 +420,52 @@ def message_of(kind: type[Exception], action: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
-@check
-def without_running_statistics_in_evaluation() -> Tensor:
-    model = nn.BatchNorm1d(1, track_running_stats=False).eval()
-    with synchronized(model):
-        return model(torch.tensor([[2.0 * dist.get_rank()]])).detach()
+@check_anywhere
+def without_running_statistics_in_evaluation(device: Device) -> Tensor:
+    model = device.move_module(nn.BatchNorm1d(1, track_running_stats=False)).eval()
+    x = device.move(torch.tensor([[2.0 * dist.get_rank()]]))
+    with synchronized(model), torch.inference_mode():
+        return model(x).cpu().clone()
 
 
-def test_a_layer_without_running_statistics_uses_the_whole_batch_in_evaluations_too() -> None:
-    first, second = [result["without_running_statistics_in_evaluation"] for result in seen(2)]
+@anywhere
+def test_a_layer_without_running_statistics_uses_the_whole_batch_in_evaluations_too(where: str) -> None:
+    first, second = [result["without_running_statistics_in_evaluation" + where] for result in seen(2)]
     assert float(first) == pytest.approx(-1, abs=1e-5) and float(second) == pytest.approx(1, abs=1e-5)
 
 
-@check
-def one_value() -> list[str]:
-    model, rank = nn.Sequential(nn.BatchNorm1d(3)), dist.get_rank()
+@check_anywhere
+def one_value(device: Device) -> list[str]:
+    model, rank = device.move_module(nn.Sequential(nn.BatchNorm1d(3))), dist.get_rank()
+    alone, each = device.move(torch.ones(int(rank == 0), 3)), device.move(torch.ones(1, 3))
     with synchronized(model):
-        return [message_of(ValueError, lambda: model(torch.ones(int(rank == 0), 3))), str(model(torch.ones(1, 3))[0])]
+        return [message_of(ValueError, lambda: model(alone)), str(model(each)[0].tolist())]
 
 
-def test_one_value_per_channel_on_all_ranks_is_refused_on_all() -> None:
+@anywhere
+def test_one_value_per_channel_on_all_ranks_is_refused_on_all(where: str) -> None:
     for result in seen(2):
-        refused, on_each = result["one_value"]
+        refused, on_each = result["one_value" + where]
         assert refused == ("Expected more than 1 value per channel when training, got 1 on all ranks together in 0")
-        assert on_each.startswith("tensor([0., 0., 0.]")
+        assert on_each == "[0.0, 0.0, 0.0]"
 
 
-@check
-def no_value() -> Any:
-    model = nn.BatchNorm1d(3)
+@check_anywhere
+def no_value(device: Device) -> Any:
+    model = device.move_module(nn.BatchNorm1d(3))
+    x = device.move(torch.ones(0, 3)).requires_grad_()
     with synchronized(model):
-        return model(torch.ones(0, 3)).shape, model.running_mean, int(model.num_batches_tracked)
+        output = model(x)
+        output.sum().backward()
+        return output.shape, model.running_mean.cpu(), int(model.num_batches_tracked)
 
 
-def test_an_empty_batch_changes_nothing() -> None:
+@anywhere
+def test_an_empty_batch_changes_nothing(where: str) -> None:
     one = nn.BatchNorm1d(3)
     one(torch.ones(0, 3))
     for result in seen(2):
-        shape, mean, batches = result["no_value"]
+        shape, mean, batches = result["no_value" + where]
         assert shape == (0, 3) and torch.equal(mean, one.running_mean) and batches == int(one.num_batches_tracked)
 
 
@@ -503,17 +582,70 @@ def test_compiled_models() -> None:
     torch.testing.assert_close(torch.cat([result["compiled"] for result in seen(2)]), expected.detach())
 
 
-@check
-def statistics_after_a_bad_batch() -> bool:
+@check_anywhere
+def statistics_after_a_bad_batch(device: Device) -> bool:
     model, plain = nn.BatchNorm1d(2, track_running_stats=False), nn.BatchNorm1d(2, track_running_stats=False)
     x = torch.arange(8.0).view(4, 2)
+    with synchronized(device.move_module(model)):
+        model(device.move(torch.full((4, 2), float("inf"))))
+        return torch.allclose(model(device.move(x)).cpu(), plain(x))
+
+
+@anywhere
+def test_a_batch_with_infinities_does_not_spoil_the_next(where: str) -> None:
+    assert all(result["statistics_after_a_bad_batch" + where] for result in seen(2))
+
+
+@check_anywhere
+def nan_that_does_not_count(device: Device) -> Any:
+    model, rank = device.move_module(nn.BatchNorm1d(2)), dist.get_rank()
+    x = device.move(torch.arange(6.0).view(3, 2) / (1 - rank)).requires_grad_()
+    with synchronized(model, counts=lambda: rank == 0):
+        output = model(x)
+        output.square().sum().backward()
+    assert x.grad is not None
+    return [tensor.detach().cpu().clone() for tensor in (output, x.grad, model.running_mean, model.running_var)]
+
+
+@anywhere
+def test_nan_in_a_part_that_does_not_count_reaches_nobody(where: str) -> None:
+    model, x = nn.BatchNorm1d(2), torch.arange(6.0).view(3, 2).requires_grad_()
+    output = model(x)
+    output.square().sum().backward()
+    (first, gradient, *statistics), (_, zeros, *others) = [
+        result["nan_that_does_not_count" + where] for result in seen(2)
+    ]
+    torch.testing.assert_close([first, gradient], [output.detach(), x.grad])
+    torch.testing.assert_close(statistics, [model.running_mean, model.running_var])
+    torch.testing.assert_close(others, statistics)
+    assert not zeros.any()
+
+
+@check_anywhere
+def no_target_on_rank_1(device: Device) -> list[Tensor]:
+    """Its loss, a mean over nothing, is NaN and counts 0, but rank 0's loss depends on its samples."""
+    case = CASES["1d"]
+    model, rank = device.move_module(model_of(case)), dist.get_rank()
+    sync = GradientSynchronizer(model)
+    x, y = (device.move(tensor[5 * rank : 5 + 3 * rank]) for tensor in batch_of(case, 0, 8))
     with synchronized(model):
-        model(torch.full((4, 2), float("inf")))
-        return torch.allclose(model(x), plain(x))
+        loss = loss_of(model, x, y)[1] * (float("nan") if rank else 1)
+        undo = sync.weigh_loss(loss, 5 * (1 - rank), 5)
+        loss.backward()
+        undo()
+    sync.close()
+    return [parameter.grad.cpu().clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def test_a_batch_with_infinities_does_not_spoil_the_next() -> None:
-    assert all(result["statistics_after_a_bad_batch"] for result in seen(2))
+@anywhere
+def test_samples_without_a_target_get_the_gradient_of_the_others_losses(where: str) -> None:
+    case = CASES["1d"]
+    model = model_of(case)
+    x, y = batch_of(case, 0, 8)
+    (model(x)[:5] - y[:5]).square().mean().backward()
+    for result in seen(2):
+        for found, parameter in zip(result["no_target_on_rank_1" + where], model.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-12)
 
 
 def unlike_layers() -> str:

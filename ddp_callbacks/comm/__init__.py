@@ -5,6 +5,7 @@
 - :mod:`.protocol`: the interface of every all-reduce, ``AllReduce.launch() -> Work``
 - its implementations: :mod:`.process_group` (gloo, NCCL), :mod:`.shared_memory`, :mod:`.hierarchical`
 - :mod:`.topology`: which ranks share a node, and which all-reduce to use
+- :mod:`.batch_statistics`: the exchanges of batch normalization
 - :mod:`.buckets`, :mod:`.flat_buffer`: how gradients are grouped, and the memory that carries them
 - :mod:`.hooks`, :mod:`.compression`: DDP's communication hooks, and the hooks that compress
 - :mod:`.mpi`: a process group over MPI
