@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torchmetrics import Metric
 
 from ddp_callbacks.comm.collectives import all_gather_tensors
+from ddp_callbacks.comm.device_scalars import to_device
 from ddp_callbacks.lightning._torchmetrics import (
     compute_alone,
     copy_all,
@@ -62,7 +64,7 @@ class SyncedMetrics:
     def value_of(self, metric: Metric, states: list[list[torch.Tensor]]) -> torch.Tensor:
         """The value of a batch from the states of all ranks that count, as :meth:`batch_states` gives them."""
         restore = copy_states(metric)
-        merged = iter([list(parts) for parts in zip(*states, strict=True)])
+        merged = iter([[to_device(part, metric.device) for part in parts] for parts in zip(*states, strict=True)])
         try:
             merge_states(metric, lambda *_, **__: next(merged))
             with torch.no_grad():
@@ -125,27 +127,52 @@ class _Sync:
         return type(None), ()
 
 
-def encode_states(states: list[torch.Tensor]) -> list[float]:
-    """Tensors as numbers of a row."""
+@dataclass
+class SentState:
+    """A state of a torchmetric that a rank has sent.
+
+    Attributes:
+        values: As float64; ``None`` if they travel between the devices.
+        begin: Where they begin in the rank's vector, if so.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    values: list[float] | None
+    begin: int = 0
+
+    def tensor(self, rank: int, vectors: Callable[[torch.dtype], torch.Tensor]) -> torch.Tensor:
+        """The state, of this rank's row of the vectors in a dtype; in the memory of those."""
+        if self.values is not None:
+            return torch.tensor(self.values, dtype=torch.float64).to(self.dtype).reshape(self.shape)
+        return vectors(self.dtype)[rank, self.begin : self.begin + self.shape.numel()].view(self.shape)
+
+
+def encode_states(states: list[torch.Tensor], goes_by_device: Callable[[torch.Tensor], bool]) -> list[float]:
+    """Tensors as numbers of a row. A negative dtype means that the values are elsewhere."""
     numbers: list[float] = [len(states)]
     for state in states:
-        numbers += [
-            _DTYPES.index(state.dtype),
-            state.dim(),
-            *state.shape,
-            *state.detach().reshape(-1).double().tolist(),
-        ]
+        dtype, spec = 1 + _DTYPES.index(state.dtype), [state.dim(), *state.shape]
+        if goes_by_device(state):
+            numbers += [-dtype, *spec]
+        else:
+            numbers += [dtype, *spec, *state.detach().reshape(-1).double().tolist()]
     return [float(number) for number in numbers]
 
 
-def decode_states(numbers: Iterator[float]) -> list[torch.Tensor]:
-    """The inverse of :func:`encode_states`; takes what it needs."""
+def decode_states(numbers: Iterator[float], begin: int) -> list[SentState]:
+    """The inverse of :func:`encode_states`; takes what it needs.
+
+    Args:
+        begin: Of the values that are elsewhere, in the rank's vector.
+    """
     states = []
     for _ in range(int(next(numbers))):
-        dtype, dims = _DTYPES[int(next(numbers))], int(next(numbers))
+        dtype, dims = int(next(numbers)), int(next(numbers))
         shape = torch.Size(int(next(numbers)) for _ in range(dims))
-        values = [next(numbers) for _ in range(shape.numel())]
-        states.append(torch.tensor(values, dtype=torch.float64).to(dtype).reshape(shape))
+        values = [next(numbers) for _ in range(shape.numel())] if dtype > 0 else None
+        states.append(SentState(_DTYPES[abs(dtype) - 1], shape, values, begin))
+        begin += 0 if values is not None else shape.numel()
     return states
 
 
