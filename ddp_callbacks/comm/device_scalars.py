@@ -11,13 +11,15 @@ from ddp_callbacks._torch import all_gather_flat, is_ordered_by_stream
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import enter, of_device, wait
 
+_ROOM = 64  # numbers for which there is room at least
+
 
 class DeviceExchange:
     """All-gathers a vector of float64 per rank, from a GPU of each rank.
 
     All ranks must launch an all-gather of one size, or none, although no rank knows the others' vectors yet. They
-    decide by the lengths that all have noted before for the same purpose: there is room for the longest so far, and
-    none while a rank has had no numbers on a GPU.
+    decide by the lengths that all have noted before for the same purpose: there is room for the longest so far (and for
+    somewhat more, as lengths may depend on a batch), and none while a rank has had no numbers on a GPU.
 
     Every rank must call :meth:`send` and :meth:`note` in the same order, and note the same lengths.
     """
@@ -43,7 +45,7 @@ class DeviceExchange:
         vectors, longest = DeviceVectors(tensors, self._group, doing), self._longest.get(doing, [0])
         if min(longest):
             assert self._home is not None
-            vectors.launch(max(longest), self._home)
+            vectors.launch(_room_for(max(longest)), self._home)
         return vectors
 
     def note(self, lengths: Sequence[int], doing: str) -> None:
@@ -91,6 +93,11 @@ class DeviceVectors:
         """This rank's vector. Waits for the GPU."""
         numbers: list[float] = torch.cat([part.double() for part in self._flat]).tolist() if self._flat else []
         return numbers
+
+
+def _room_for(length: int) -> int:
+    """A power of two, so that growing vectors seldom outgrow it."""
+    return max(_ROOM, 1 << (length - 1).bit_length())
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
