@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -15,11 +17,14 @@ import torchmetrics
 from distributed import run_distributed
 from lightning.pytorch.utilities import move_data_to_device
 from lightning_scenarios import Net, data, quiet, trainer
-from made_up_gpu import CUDA, MadeUpGpu, put_on_gpu
+from made_up_gpu import CUDA, HostWaits, MadeUpGpu, put_on_gpu
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ddp_callbacks.lightning  # noqa: F401
+from ddp_callbacks.comm.device_scalars import DeviceExchange
+
+pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
 
 SIZES = (8, 5, 1, 6, 2, 7, 1, 4, 8)  # of the batches; ranks without a sample compute a padding batch
 WARM = 2  # batches at the begin of a pass in which the ranks find out what is logged
@@ -92,13 +97,13 @@ class LogsAll(Net):
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("of the step", value + 1, on_step=True, on_epoch=False)
         self.log("of the epoch", value + 2, on_step=False, on_epoch=True)
+        values, metrics = self(batch[0]).detach(), self.metrics[int(self.training)]
         for name in ("sum", "max", "min"):
-            self.log(name, value * 3, on_step=True, on_epoch=True, reduce_fx=name)
+            self.log(name, getattr(values, name)(), on_step=True, on_epoch=True, reduce_fx=name)
         self.log("given", value - 1, on_step=True, on_epoch=True, batch_size=7)
         self.log("single", value.float(), on_step=True, on_epoch=True)
         self.log("integer", (batch[1] == 0).sum(), on_step=True, on_epoch=True, reduce_fx="sum")
         self.log("of the host", torch.tensor(0.1 + batch_idx), on_step=True, on_epoch=True)
-        values, metrics = self(batch[0]).detach(), self.metrics[int(self.training)]
         metrics.spread(values[:, 0])
         metrics.mean(values[:, 1])
         self.log("spread", metrics.spread, on_step=True, on_epoch=True)
@@ -151,7 +156,8 @@ class Reads(pl.Callback):
     """Keeps what is logged, without reading it; between the warm batches and the last one, nothing may wait."""
 
     def __init__(self, gpu: MadeUpGpu | None) -> None:
-        self.gpu, self.values, self.open = gpu, [], ExitStack()  # type: ignore[var-annotated]
+        self.gpu, self.open = gpu, ExitStack()
+        self.values: list[dict[str, Tensor]] = []
 
     def look(self, trainer: pl.Trainer, batch_idx: int) -> None:
         self.values.append(dict(trainer.callback_metrics))
@@ -160,6 +166,9 @@ class Reads(pl.Callback):
         elif batch_idx == WARM and self.gpu is not None:
             self.open.enter_context(self.gpu.forbid_waiting())
 
+    def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
+        self.open.close()
+
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         self.look(trainer, batch_idx)
 
@@ -167,9 +176,6 @@ class Reads(pl.Callback):
         self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self.look(trainer, batch_idx)
-
-    def numbers(self) -> list[dict[str, Tensor]]:
-        return [{name: value.cpu().clone() for name, value in found.items()} for found in self.values]
 
 
 def batches(seed: int) -> DataLoader[Any]:
@@ -186,40 +192,111 @@ def made_up_gpu(is_needed: bool) -> Iterator[MadeUpGpu | None]:
         yield gpu
 
 
+class ReadsOnRankZero(pl.Callback):
+    """As a progress bar, in hooks where what was sent has arrived, or may have."""
+
+    def __init__(self) -> None:
+        self.values: list[dict[str, Tensor]] = []
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero:
+            self.values.append(dict(trainer.callback_metrics))
+
+    on_before_optimizer_step = on_before_backward
+
+
 CASES: dict[str, tuple[Callable[[], LogsAll], bool, dict[str, Any]]] = {
     "all": (LogsAll, True, {}),
     "more later": (LogsMoreLater, True, {}),
     "behind the step": (LogsBehind, True, {}),
     "accumulated": (LogsAll, True, {"accumulate_grad_batches": 2}),
     "skipped": (Skips, True, {}),
+    "read by one rank": (LogsAll, True, {"callbacks": [ReadsOnRankZero]}),
     "nan": (LogsNaN, True, {}),
     "different keys": (LogsElse, False, {}),
 }
+ALIKE = [case for case in CASES if case not in ("nan", "different keys")]  # those do not depend on the rank
 
 
 def train(case: str, on_gpu: bool, strategy: str = "ddp_callbacks") -> Any:
+    """What is logged in each step and at the end, and the parameters; and where the values of a step are."""
     make, forbids, options = CASES[case]
-    with quiet(), made_up_gpu(on_gpu) as gpu:
-        module = make()
+    with made_up_gpu(on_gpu) as gpu:
+        module, reads = make(), Reads(gpu if forbids else None)
         module.put(CUDA if on_gpu else torch.device("cpu"))
-        reads = Reads(gpu if forbids else None)
+        others = [make_one() for make_one in options.get("callbacks", [])]
         defaults = {"max_epochs": 2, "log_every_n_steps": 10**6, "num_sanity_val_steps": 0, "logger": False}
-        made = trainer(strategy, callbacks=[reads], **defaults | options)
+        made = trainer(strategy, **defaults | options | {"callbacks": [reads, *others]})
         made.fit(module, batches(0), batches(9))
-        final = {name: value.cpu().clone() for name, value in made.callback_metrics.items()}
+        steps = [*reads.values, *(found for each in others for found in each.values), dict(made.callback_metrics)]
+        numbers = [{name: value.cpu().clone() for name, value in found.items()} for found in steps]
         parameters = [parameter.detach().cpu().clone() for parameter in module.parameters()]
-        devices = {name: value.device for name, value in reads.values[5].items()}
-        return reads.numbers(), final, parameters, devices
+        return numbers, parameters, {name: value.device for name, value in reads.values[5].items()}
 
 
-def train_both(case: str) -> Any:
-    return train(case, False)[:3], train(case, True)
+def train_all() -> Any:
+    with quiet():
+        return {case: (train(case, False), train(case, True)) for case in CASES}
+
+
+@functools.cache
+def trained(world_size: int) -> list[Any]:
+    return run_distributed(train_all, world_size)
+
+
+@functools.cache
+def trained_alone(case: str) -> Any:
+    with quiet():
+        return train(case, False, "auto")
+
+
+def exact(numbers: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Without what is logged in single precision."""
+    single = ("single", "mean", "of the host")
+    return [{name: value for name, value in found.items() if not name.startswith(single)} for found in numbers]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_logged_on_gpus_is_what_is_logged_on_cpus_and_no_step_waits(case: str, world_size: int) -> None:
-    for on_cpu, (*on_gpu, devices) in run_distributed(train_both, world_size, case):
-        torch.testing.assert_close(tuple(on_gpu), on_cpu, rtol=0, atol=1e-12, equal_nan=True)
+    for results in trained(world_size):
+        (on_cpu, parameters, _), (on_gpu, parameters_on_gpu, devices) = results[case]
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=1e-12, equal_nan=True)
+        torch.testing.assert_close(parameters_on_gpu, parameters, rtol=0, atol=1e-12)
         assert devices.pop("of the host") == devices.pop("of the host_step") == torch.device("cpu")
         assert len(devices) > 10 and set(devices.values()) == {CUDA}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_what_is_logged_on_gpus_is_what_one_process_logs(case: str) -> None:
+    numbers, parameters, _ = trained_alone(case)
+    on_gpu, parameters_on_gpu, _ = trained(2)[0][case][1]
+    torch.testing.assert_close(exact(on_gpu), exact(numbers), rtol=0, atol=1e-10)
+    torch.testing.assert_close(parameters_on_gpu, parameters, rtol=0, atol=1e-10)
+
+
+# --- the tests can fail -----------------------------------------------------------------------------------------------
+
+
+def train_where_collectives_wait() -> str:
+    """As on a group that takes a GPU's tensors through the CPU: what is logged is read in each step."""
+    with quiet(), pytest.raises(HostWaits) as caught, mock.patch.object(DeviceExchange, "takes", lambda *_: False):
+        train("all", True)
+    return str(caught.value)
+
+
+def test_values_that_are_read_in_a_step_are_noticed() -> None:
+    assert run_distributed(train_where_collectives_wait, 2) == ["tolist"] * 2
+
+
+class LogsNumbers(LogsAll):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        self.log("number", 0.5)
+        return self.log_all(batch, batch_idx)
+
+
+def test_lightning_s_own_log_copies_a_python_number_to_the_gpu_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "numbers", (LogsNumbers, True, {}))
+    with quiet(), pytest.raises(HostWaits, match="^tensor$") as caught:
+        train("numbers", True, "auto")
+    assert "__to_tensor" in [entry.name for entry in caught.traceback]

@@ -36,47 +36,12 @@ from ddp_callbacks.comm.scalars import Carrier, ScalarExchange, ScalarWork, room
 from ddp_callbacks.lightning._torchmetrics import is_computed, set_step_value, step_value
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.combine import combine, combine_on_device
-from ddp_callbacks.lightning.history import NO_ROWS, SUMS, History, Parts, Record, join, stack
-from ddp_callbacks.lightning.metrics import SentState, SyncedMetrics, can_encode, decode_states, encode_states
-
-Part = tuple[float, float, float]  # weight, size (0: a padding batch's) and value of what one rank has logged
+from ddp_callbacks.lightning.history import NO_ROWS, SUMS, History, Parts, Record, join
+from ddp_callbacks.lightning.metrics import SyncedMetrics
+from ddp_callbacks.lightning.rows import SKIPPED, Part, Row, are_alike, checksum_of, encode_row, lengths
 
 _OF_STEP = "the logged values of a step"
 _OF_HOOKS = "the logged values of the hooks behind a step"
-
-
-class Row:
-    """What a rank has sent of a step.
-
-    Attributes:
-        length: In numbers.
-        content: A checksum of the keys of its numbers, and how many of these, the last, are on its GPU.
-        flags: That it has raised.
-        parts: Of its numbers. The values of those on its GPU are not in the row.
-        states: Of its torchmetrics, by a checksum of the key.
-        on_device: The length of the vector with its numbers and states that are on its GPU.
-    """
-
-    def __init__(self, row: list[float]) -> None:
-        self.length = len(row)
-        checksum, count, _, flags, on_device = row[:5]
-        self.content = checksum, on_device
-        begin = 5 + int(flags)
-        end = begin + 3 * int(count)
-        self.flags = row[5:begin]
-        self.parts = [(row[index], row[index + 1], row[index + 2]) for index in range(begin, end, 3)]
-        self.on_device = int(on_device)
-        self.states: dict[float, list[SentState]] = {}
-        numbers = iter(row[end:])
-        for code in numbers:
-            self.states[code] = states = decode_states(numbers, self.on_device)
-            self.on_device += sum(state.shape.numel() for state in states if state.values is None)
-
-    def all_parts(self, vector: list[float]) -> list[Part]:
-        """Of its numbers, with the values of those on its GPU, which ``vector`` begins with."""
-        here = len(self.parts) - int(self.content[1])
-        on_device = zip(self.parts[here:], vector, strict=False)
-        return self.parts[:here] + [(weight, size, value) for (weight, size, _), value in on_device]
 
 
 @dataclass
@@ -252,7 +217,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def is_skipped(self) -> bool:
         """Whether ``training_step`` has returned nothing on any rank, and then whether on all."""
         assert self._sent is not None
-        return all(row[2] for row in self._sent.rows.arrive()[0])
+        return all(row[SKIPPED] for row in self._sent.rows.arrive()[0])
 
     def take_step(self) -> None:
         """Take what was sent, if that has not been done. A collective."""
@@ -355,23 +320,11 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def _send(self, flags: Sequence[bool], doing: str, skipped: bool = False, carrier: Carrier | None = None) -> None:
         (numbers, self._step), (metrics, self._step_metrics) = (self._step, []), (self._step_metrics, [])
         takes, is_padding = self._devices.takes, self._batches.is_padding
-        here = [each for each in numbers if not takes(each[1].value)]
-        there = [each for each in numbers if takes(each[1].value)]
-        keys = "\n".join(key for key, _ in here + there)
-        row: list[float] = [zlib.crc32(keys.encode()), len(numbers), skipped, len(flags), len(there), *flags]
-        # One wait for a device that has no exchange of its own, however many numbers there are.
-        values = stack([record.value for _, record in here]).tolist() if here else []
-        for (_, record), value in zip(here + there, values + [0.0] * len(there), strict=True):
-            row += [record.weight, 0.0 if record.is_padding else record.size, value]
-        on_device = [record.value for _, record in there]
-        for key, metric in metrics:
-            states = [] if is_padding else self._metrics.batch_states(metric)
-            states = states if can_encode(states) else []
-            row += [zlib.crc32(key.encode()), *encode_states(states, takes)]
-            on_device += filter(takes, states)
-        row = [*map(float, row)]
+        numbers.sort(key=lambda each: takes(each[1].value))
+        states = [(key, [] if is_padding else self._metrics.batch_states(metric)) for key, metric in metrics]
+        row, on_device = encode_row(numbers, states, flags, skipped, takes)
         rows = self._exchange.launch(row, doing) if carrier is None else self._exchange.send_with(carrier, row, doing)
-        self._sent = Sent(here + there, metrics, rows, self._devices.send(on_device, doing), doing)
+        self._sent = Sent(numbers, metrics, rows, self._devices.send(on_device, doing), doing)
 
     def _take_arrived(self) -> None:
         """What was sent, where that takes no other rank."""
@@ -380,7 +333,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         received, are_whole = self._sent.rows.arrive()
         if are_whole:
             rows = [*map(Row, received)]
-            if _are_alike(rows) and self._sent.vectors.hold(_lengths(rows)):
+            if are_alike(rows) and self._sent.vectors.hold(lengths(rows)):
                 self._take_values(self._sent, rows)
 
     def _take(self) -> list[Row]:
@@ -390,17 +343,17 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         rows = [*map(Row, sent.rows.wait())]
         if not sent.is_taken:
             self._take_values(sent, rows)
-        self._devices.note(_lengths(rows), sent.doing)
+        self._devices.note(lengths(rows), sent.doing)
         return rows
 
     def _take_values(self, sent: Sent, rows: list[Row]) -> None:
         """A collective where the ranks have logged different keys, or more on their GPUs than there was room for."""
         vectors = sent.vectors.arrive()
         parts: Sequence[Sequence[Part]]
-        if _are_alike(rows):
-            if not sent.vectors.hold(_lengths(rows)):
+        if are_alike(rows):
+            if not sent.vectors.hold(lengths(rows)):
                 vectors = self._read_vectors(sent, rows)
-            parts, count = [*zip(*(row.parts for row in rows), strict=True)], int(rows[0].content[1])
+            parts, count = [*zip(*(row.parts for row in rows), strict=True)], rows[0].content[1]
         else:
             vectors, count = self._read_vectors(sent, rows), 0
             parts = self._parts_by_name([key for key, _ in sent.numbers], rows, vectors)
@@ -428,7 +381,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def _take_metrics(self, metrics: list[tuple[str, Metric]], rows: list[Row], vectors: torch.Tensor) -> None:
         vectors_as = functools.cache(vectors.to)  # of a dtype
         for key, metric in dict(metrics).items():
-            code = float(zlib.crc32(key.encode()))
+            code = checksum_of(key)
             sent = [(rank, row.states[code]) for rank, row in enumerate(rows) if row.states.get(code)]
             if sent and len({len(states) for _, states in sent}) == 1:
                 tensors = [[state.tensor(rank, vectors_as) for state in states] for rank, states in sent]
@@ -436,7 +389,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _read_vectors(self, sent: Sent, rows: list[Row]) -> torch.Tensor:
         """Every rank's vector, on the CPU. A collective that waits for the GPUs, if there is something on one."""
-        width = max(_lengths(rows))
+        width = max(lengths(rows))
         if not width:
             return torch.zeros(len(rows), 0)
         vectors = self._exchange.exchange(sent.vectors.read(), "the logged values on the GPUs")
@@ -495,12 +448,3 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 def _raised(rows: list[Row]) -> list[bool]:
     """The flags that any rank has raised."""
     return [any(flags) for flags in zip(*(row.flags for row in rows), strict=True)]
-
-
-def _are_alike(rows: list[Row]) -> bool:
-    """Whether all ranks have logged the same numbers, and have the same of them on their GPUs."""
-    return len({row.content for row in rows}) == 1
-
-
-def _lengths(rows: list[Row]) -> list[int]:
-    return [row.on_device for row in rows]

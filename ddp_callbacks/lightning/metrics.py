@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,9 +25,6 @@ from ddp_callbacks.lightning._torchmetrics import (
     set_aside,
 )
 from ddp_callbacks.replicas import running_statistics
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_DTYPES = (*_FLOATS, torch.bool, torch.uint8, torch.int32, torch.int64)
 
 
 class SyncedMetrics:
@@ -125,60 +121,6 @@ class _Sync:
 
     def __reduce__(self) -> Any:
         return type(None), ()
-
-
-@dataclass
-class SentState:
-    """A state of a torchmetric that a rank has sent.
-
-    Attributes:
-        values: As float64; ``None`` if they travel between the devices.
-        begin: Where they begin in the rank's vector, if so.
-    """
-
-    dtype: torch.dtype
-    shape: torch.Size
-    values: list[float] | None
-    begin: int = 0
-
-    def tensor(self, rank: int, vectors: Callable[[torch.dtype], torch.Tensor]) -> torch.Tensor:
-        """The state, of this rank's row of the vectors in a dtype; in the memory of those."""
-        if self.values is not None:
-            return torch.tensor(self.values, dtype=torch.float64).to(self.dtype).reshape(self.shape)
-        return vectors(self.dtype)[rank, self.begin : self.begin + self.shape.numel()].view(self.shape)
-
-
-def encode_states(states: list[torch.Tensor], goes_by_device: Callable[[torch.Tensor], bool]) -> list[float]:
-    """Tensors as numbers of a row. A negative dtype means that the values are elsewhere."""
-    numbers: list[float] = [len(states)]
-    for state in states:
-        dtype, spec = 1 + _DTYPES.index(state.dtype), [state.dim(), *state.shape]
-        if goes_by_device(state):
-            numbers += [-dtype, *spec]
-        else:
-            numbers += [dtype, *spec, *state.detach().reshape(-1).double().tolist()]
-    return [float(number) for number in numbers]
-
-
-def decode_states(numbers: Iterator[float], begin: int) -> list[SentState]:
-    """The inverse of :func:`encode_states`; takes what it needs.
-
-    Args:
-        begin: Of the values that are elsewhere, in the rank's vector.
-    """
-    states = []
-    for _ in range(int(next(numbers))):
-        dtype, dims = int(next(numbers)), int(next(numbers))
-        shape = torch.Size(int(next(numbers)) for _ in range(dims))
-        values = [next(numbers) for _ in range(shape.numel())] if dtype > 0 else None
-        states.append(SentState(_DTYPES[abs(dtype) - 1], shape, values, begin))
-        begin += 0 if values is not None else shape.numel()
-    return states
-
-
-def can_encode(states: list[torch.Tensor]) -> bool:
-    """Whether these states are of dtypes that a row can hold."""
-    return all(state.dtype in _DTYPES for state in states)
 
 
 def _metrics_of(owner: Any) -> Iterator[Metric]:
