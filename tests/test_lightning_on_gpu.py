@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 import ddp_callbacks.lightning  # noqa: F401
 from ddp_callbacks.comm.device_scalars import DeviceExchange
+from ddp_callbacks.lightning.history import History, Record
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
 
@@ -66,13 +67,14 @@ class LogsAll(Net):
     """Logs in every way, and stays where it is when Lightning moves it to its own device, the CPU."""
 
     where: torch.device
+    device = property(lambda self: self.where)  # type: ignore[assignment]
 
     def __init__(self) -> None:
         super().__init__()
         self.metrics = nn.ModuleList([Metrics(), Metrics()])
 
     def put(self, where: torch.device) -> None:
-        self.where = self._device = where
+        self.where = where
         if where == CUDA:
             put_on_gpu(self)
         for metric in self.modules():
@@ -297,6 +299,71 @@ class LogsNumbers(LogsAll):
 
 def test_lightning_s_own_log_copies_a_python_number_to_the_gpu_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CASES, "numbers", (LogsNumbers, True, {}))
-    with quiet(), pytest.raises(HostWaits, match="^tensor$") as caught:
+    with quiet(), pytest.raises(HostWaits, match="tensor") as caught:
         train("numbers", True, "auto")
     assert "__to_tensor" in [entry.name for entry in caught.traceback]
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("operation", ["mean", "sum", "max", "min"])
+def test_an_epoch_of_many_batches_on_a_gpu_is_summed_up_without_a_wait(operation: str, given: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(600, generator=generator, dtype=torch.float64)
+    values[7] = torch.nan  # of a padding batch
+    sizes = torch.randint(1, 4, (600,), generator=generator).tolist()
+    found = []
+    for device in (torch.device("cpu"), CUDA):
+        history = History(operation)
+        with MadeUpGpu() as gpu:
+            logged = values.to(device)
+            with gpu.forbid_waiting():
+                for batch, size in enumerate(sizes):
+                    weight = 0.0 if batch == 7 else float(size)
+                    record = Record(batch, weight, 9.0, 3.0, weight, given, not weight, logged[batch])
+                    history.add(record)
+            found.append(history.parts()[0])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert bool(found[0].isfinite().all())
+
+
+def exchange_between_gpus() -> Any:
+    rank, found = dist.get_rank(), []
+    with MadeUpGpu() as gpu:
+        exchange = DeviceExchange()
+        exact = torch.tensor([2**53 - 1, -(2**52) - rank])
+        half, flag = torch.tensor([0.1], dtype=torch.float16), torch.tensor(rank == 1)
+        own = [part.to(CUDA) for part in (exact, half, flag, torch.tensor([[0.1 + rank, torch.inf]] * rank))]
+        assert all(map(exchange.takes, own)) and not exchange.takes(exact)
+        lengths = [4 + 2 * other for other in range(3)]
+        first = exchange.send(own, "numbers")
+        found.append((first.hold(lengths), first.arrive().shape, first.read()))
+        exchange.note(lengths, "numbers")
+        exchange.note([0, 1, 1], "others")
+        with gpu.forbid_waiting():
+            second, empty = exchange.send(own, "numbers"), exchange.send([], "numbers")
+            many = exchange.send([torch.ones(65, dtype=torch.float64, device=CUDA)], "numbers")
+            others = exchange.send(own, "others")  # rank 0 has never had any
+            arrived = [second.arrive(), empty.arrive(), many.arrive(), others.arrive()]
+        holds = [second.hold(lengths), many.hold([65, 0, 0]), others.hold(lengths), others.hold([0, 0, 0])]
+        found.append((holds, [tensor.cpu() for tensor in arrived], many.read()))
+    return found
+
+
+def test_vectors_travel_between_gpus_once_all_ranks_know_that_each_has_one() -> None:
+    half = float(torch.tensor(0.1, dtype=torch.float16))
+    for rank, (first, second) in enumerate(run_distributed(exchange_between_gpus, 3)):
+        vectors = [
+            [2.0**53 - 1, -(2.0**52) - other, half, float(other == 1)]
+            + [float(torch.tensor(0.1 + other)), torch.inf] * other
+            for other in range(3)
+        ]
+        assert first == (False, (3, 0), vectors[rank])
+        holds, (arrived, empty, many, others), read = second
+        assert holds == [True, False, False, True]
+        assert arrived.tolist() == [vector + [0.0] * (64 - len(vector)) for vector in vectors]
+        assert empty.tolist() == [[0.0] * 64] * 3
+        assert many.tolist() == [[1.0] * 64] * 3 and read == [1.0] * 65
+        assert others.shape == (3, 0)
