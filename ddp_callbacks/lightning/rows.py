@@ -1,9 +1,9 @@
 """What a rank sends of a step: a row of numbers between the CPUs, and beside it the values that are on its GPU.
 
 The row has, in this order: a checksum of the keys of the logged numbers, how many these are, whether the step is
-skipped, how many flags follow, how many of the numbers are on the GPU; the flags; weight, size and value of each number;
-for each torchmetric a checksum of its key and its states. The numbers that are on the GPU are the last. Their values are
-not in the row but in a vector, and the values of states on the GPU behind them.
+skipped, how many flags follow, how many of the numbers are on the GPU; the flags; weight, size and value of each
+number; for each torchmetric a checksum of its key and its states. The numbers that are on the GPU are the last. Their
+values are not in the row but in a vector, and the values of states on the GPU behind them.
 """
 
 from __future__ import annotations
