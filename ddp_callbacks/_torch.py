@@ -206,7 +206,9 @@ def set_timeout_in(options: Backend.Options, timeout: timedelta) -> None:
 
 def is_ordered_by_stream(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group's collectives on ``device`` are operations in a stream, which the host does not wait for."""
-    return device.type != "cpu" and group._get_backend(device).name() == "nccl"
+    if device.type == "cpu" or torch.device(device.type) not in devices_of(group):
+        return False
+    return group._get_backend(device).name() == "nccl"
 
 
 def accelerators_of(group: dist.ProcessGroup) -> list[Backend]:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
+from ddp_callbacks.comm import device_scalars
 from ddp_callbacks.process_group import failures
 
 CUDA = torch.device("cuda", 0)
@@ -81,9 +82,12 @@ class MadeUpGpu(TorchFunctionMode):
         self.waits: list[str] = []
         self.kernels = kernels or {}
         self._is_forbidden = False
+        is_by_stream = lambda group, device: device.type == "cuda"  # noqa: E731
         self._patches = [
-            mock.patch.object(failures, "is_ordered_by_stream", lambda group, device: device.type == "cuda"),
+            mock.patch.object(failures, "is_ordered_by_stream", is_by_stream),
+            mock.patch.object(device_scalars, "is_ordered_by_stream", is_by_stream),
             mock.patch("torch.cuda.is_current_stream_capturing", lambda: False),
+            mock.patch("torch.cuda.get_device_name", lambda _: "made up"),
         ]
 
     def __enter__(self) -> MadeUpGpu:
@@ -114,6 +118,8 @@ class MadeUpGpu(TorchFunctionMode):
             return self._backward(*args, **kwargs)
         if func in _MOVES:
             return self._move(func, *args, **kwargs)
+        if func is torch.Tensor.pin_memory:
+            return args[0].clone()  # a torch without CUDA pins nothing
         is_made_there = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
         if _waits(func, args, kwargs, is_made_there):
             self._note(func)
@@ -130,9 +136,10 @@ class MadeUpGpu(TorchFunctionMode):
             args = ("cpu",)
         named = [kwargs.get("device"), kwargs.get("other"), *args]
         target = next((device for device in map(_device_of, named) if device is not None), tensor.device)
-        others = [value for value in args if _device_of(value) is None or isinstance(value, torch.dtype)]
-        others = [value.dtype for value in args if isinstance(value, torch.Tensor)] + others
+        others = [value.dtype for value in args if isinstance(value, torch.Tensor)]
+        others += [value for value in args if isinstance(value, torch.dtype)]
         rest = {name: value for name, value in kwargs.items() if name not in ("device", "other")}
+        rest |= dict(zip(("non_blocking", "copy"), (value for value in args if isinstance(value, bool)), strict=False))
         if target.type == tensor.device.type:
             return torch.Tensor.to(tensor, *others, **rest) if others or rest else tensor
         if not rest.get("non_blocking") or target.type == "cpu":

@@ -16,6 +16,8 @@ whichever the program imports, before or after. What happens in a training step,
 With ``sync=LocalSGD(...)`` or ``DiLoCo(...)`` the gradients stay the rank's own, the parameters are averaged every so
 many steps and at the moments in ``local_steps``, and the ranks meet in those steps only.
 
+What is logged travels as ``rows`` say, and ``combine`` and ``history`` are the arithmetic of a step and of an epoch.
+
 ``package`` makes the classes for both packages, and ``choice`` says which the program uses; ``callback`` is for a
 Trainer whose strategy is another; ``reductions`` are what users ask the strategy for.
 """

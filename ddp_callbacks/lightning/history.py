@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ddp_callbacks.comm.device_scalars import to_device
+
 _FOLDED = 256  # records that are kept one by one, before they are summed up on their device
 SUMS = 6  # numbers that a rank sends for a key, beside its rows
 NO_ROWS = torch.zeros(0, 7, dtype=torch.float64)
@@ -117,7 +119,7 @@ class History:
 def stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Numbers as one float64 tensor, on their device if one of them is not on the CPU. Does not wait for it."""
     home = next((value.device for value in values if value.device.type != "cpu"), torch.device("cpu"))
-    return torch.stack([value.to(home, torch.float64) for value in values])
+    return torch.stack([to_device(value, home).to(torch.float64) for value in values])
 
 
 def join(parts: Sequence[Parts], operation: str) -> tuple[float, float]:
@@ -138,18 +140,19 @@ def _fold_mean(records: list[Record], values: torch.Tensor, _: str) -> torch.Ten
     sizes = [record.size if record.given or record.counts is None else record.counts for record in records]
     sizes = [size if record.is_counted else 0.0 for size, record in zip(sizes, records, strict=True)]
     shares = [record.weight / record.total if record.total else 1.0 for record in records]
-    by = values.new_tensor([sizes, shares])
-    # A mean over nothing may be NaN, and counts nothing.
-    weighted = torch.where(by > 0, by * values, 0.0).sum(1)
     first = records[0].size
     size = first if all(record.given and record.size == first for record in records) else 0.0
-    rest = values.new_tensor([sum(sizes), sum(shares), size, len(records)])
-    return torch.stack([weighted[0], rest[0], weighted[1], rest[1], rest[2], rest[3]])
+    rest = [sum(sizes), sum(shares), size, len(records)]
+    numbers = to_device(torch.tensor([*sizes, *shares, *rest], dtype=torch.float64), values.device)
+    by = numbers[: -len(rest)].view(2, -1)
+    # A mean over nothing may be NaN, and counts nothing.
+    weighted = torch.where(by > 0, by * values, 0.0).sum(1)
+    return torch.stack([weighted[0], numbers[-4], weighted[1], *numbers[-3:].unbind()])
 
 
 def _fold_others(records: list[Record], values: torch.Tensor, operation: str) -> torch.Tensor:
     joined = getattr(values, operation)()
-    return torch.cat([joined[None], values.new_zeros(SUMS - 2), values.new_tensor([len(records)])])
+    return torch.cat([joined[None], values.new_zeros(SUMS - 2), values.new_full((1,), len(records))])
 
 
 def _add(first: torch.Tensor, second: torch.Tensor, operation: str) -> torch.Tensor:

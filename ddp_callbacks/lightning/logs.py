@@ -11,6 +11,10 @@ difference. When::
     end of a pass               the values of the epoch and of torchmetrics, before any hook
     end of the epoch's hooks    the same for what they have logged; in training before EarlyStopping and checkpoints
 
+What is on GPUs stays there, and no step waits for it: the values of a step travel between the GPUs, and joined values
+are computed there, while keys and weights travel between the CPUs. Who reads a value waits. So does a step of which the
+ranks could not foresee what is logged: the first, and one with different keys on the ranks, or with far more of them.
+
 With local steps the values of a step are joined only where a window closes; in the other steps they are the rank's own.
 
 These moments are the same on all ranks, whatever they log. Between them nothing is communicated: rank 0 alone may log,
@@ -20,46 +24,28 @@ maximum.
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torchmetrics import Metric
 
 from ddp_callbacks.comm.collectives import all_gather_json, all_gather_tensors
+from ddp_callbacks.comm.device_scalars import DeviceExchange, DeviceVectors, to_device
 from ddp_callbacks.comm.scalars import Carrier, ScalarExchange, ScalarWork, room_of
 from ddp_callbacks.lightning._torchmetrics import is_computed, set_step_value, step_value
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.lightning.history import NO_ROWS, SUMS, History, Parts, Record, join, stack
-from ddp_callbacks.lightning.metrics import SyncedMetrics, can_encode, decode_states, encode_states
+from ddp_callbacks.lightning.combine import combine, combine_on_device
+from ddp_callbacks.lightning.history import NO_ROWS, SUMS, History, Parts, Record, join
+from ddp_callbacks.lightning.metrics import SyncedMetrics
+from ddp_callbacks.lightning.rows import SKIPPED, Part, Row, are_alike, checksum_of, encode_row, lengths
 
-Part = tuple[float, float, float]  # weight, size (0: a padding batch's) and value of what one rank has logged
-
-
-class Row:
-    """What a rank has sent of a step.
-
-    Attributes:
-        length: In numbers.
-        checksum: Of the keys of its numbers.
-        flags: That it has raised.
-        parts: Of its numbers.
-        states: Of its torchmetrics, by a checksum of the key.
-    """
-
-    def __init__(self, row: list[float]) -> None:
-        self.length = len(row)
-        self.checksum, count, _, flags = row[:4]
-        begin = 4 + int(flags)
-        end = begin + 3 * int(count)
-        self.flags = row[4:begin]
-        self.parts = [(row[index], row[index + 1], row[index + 2]) for index in range(begin, end, 3)]
-        numbers = iter(row[end:])
-        self.states = {code: decode_states(numbers) for code in numbers}
+_OF_STEP = "the logged values of a step"
+_OF_HOOKS = "the logged values of the hooks behind a step"
 
 
 @dataclass
@@ -67,15 +53,19 @@ class Sent:
     """What was logged in a step, on its way.
 
     Attributes:
-        numbers: This rank's, and under which keys.
+        numbers: This rank's, and under which keys; those on its GPU are the last.
         metrics: The same for torchmetrics.
         rows: Of all ranks.
+        vectors: Of all ranks, of what is on their GPUs.
+        doing: The purpose.
         is_taken: Whether they have their joined values already.
     """
 
     numbers: list[tuple[str, Record]]
     metrics: list[tuple[str, Metric]]
     rows: ScalarWork
+    vectors: DeviceVectors
+    doing: str
     is_taken: bool = False
 
 
@@ -101,6 +91,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._batches = batches
         self._metrics = metrics
         self._exchange = exchange
+        self._devices = DeviceExchange()
         self._hooks = hooks
         # What some rank has: hooks between a step and the end of its backward; hooks that run behind the step at all.
         self._has_early_hooks, self._has_late_hooks = True, True
@@ -224,13 +215,13 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """
         self.take_step()
         is_carried = self._may_be_carried(carrier)
-        self._send(skipped, flags, carrier if is_carried else None)
+        self._send(flags, _OF_STEP, skipped, carrier if is_carried else None)
         return is_carried
 
     def is_skipped(self) -> bool:
         """Whether ``training_step`` has returned nothing on any rank, and then whether on all."""
         assert self._sent is not None
-        return all(row[2] for row in self._sent.rows.arrive()[0])
+        return all(row[SKIPPED] for row in self._sent.rows.arrive()[0])
 
     def take_step(self) -> None:
         """Take what was sent, if that has not been done. A collective."""
@@ -241,7 +232,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def join_step(self, flags: Sequence[bool] = ()) -> list[bool]:
         """Join what was logged in this step; the flags that any rank has raised. A collective."""
         self.take_step()
-        self._send(False, flags)
+        self._send(flags, _OF_HOOKS)
         return _raised(self._take())
 
     def join_epoch(self, flags: Sequence[bool] = ()) -> list[bool]:
@@ -330,52 +321,83 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             counts = weight * share.total / total if total else float(share.local)
         return Record(self._position, weight, total, size, counts, self._given, batches.is_padding, value)
 
-    def _send(self, skipped: bool, flags: Sequence[bool], carrier: Carrier | None = None) -> None:
+    def _send(self, flags: Sequence[bool], doing: str, skipped: bool = False, carrier: Carrier | None = None) -> None:
         (numbers, self._step), (metrics, self._step_metrics) = (self._step, []), (self._step_metrics, [])
-        keys = [key for key, _ in numbers]
-        row: list[float] = [zlib.crc32("\n".join(keys).encode()), len(numbers), skipped, len(flags), *flags]
-        # One wait for the device, however many numbers there are.
-        values = stack([record.value for _, record in numbers]).tolist() if numbers else []
-        for (_, record), value in zip(numbers, values, strict=True):
-            row += [record.weight, 0.0 if record.is_padding else record.size, value]
-        for key, metric in metrics:
-            states = [] if self._batches.is_padding else self._metrics.batch_states(metric)
-            row += [zlib.crc32(key.encode()), *encode_states(states if can_encode(states) else [])]
-        row, doing = [*map(float, row)], "the logged values of a step"
-        send = self._exchange.launch if carrier is None else partial(self._exchange.send_with, carrier)
-        self._sent = Sent(numbers, metrics, send(row, doing))
+        takes, is_padding = self._devices.takes, self._batches.is_padding
+        numbers.sort(key=lambda each: takes(each[1].value))
+        states = [(key, [] if is_padding else self._metrics.batch_states(metric)) for key, metric in metrics]
+        row, on_device = encode_row(numbers, states, flags, skipped, takes)
+        rows = self._exchange.launch(row, doing) if carrier is None else self._exchange.send_with(carrier, row, doing)
+        self._sent = Sent(numbers, metrics, rows, self._devices.send(on_device, doing), doing)
 
     def _take_arrived(self) -> None:
         """What was sent, where that takes no other rank."""
         if self._sent is None or self._sent.is_taken or not self._sent.rows.are_here():
             return
-        rows, are_whole = self._sent.rows.arrive()
-        if are_whole and len({row[0] for row in rows}) == 1:
-            self._take_values(self._sent, [Row(row) for row in rows])
+        received, are_whole = self._sent.rows.arrive()
+        if are_whole:
+            rows = [*map(Row, received)]
+            if are_alike(rows) and self._sent.vectors.hold(lengths(rows)):
+                self._take_values(self._sent, rows)
 
     def _take(self) -> list[Row]:
         """What the ranks have sent. A collective."""
         assert self._sent is not None
         sent, self._sent = self._sent, None
-        rows = [Row(row) for row in sent.rows.wait()]
+        rows = [*map(Row, sent.rows.wait())]
         if not sent.is_taken:
             self._take_values(sent, rows)
+        self._devices.note(lengths(rows), sent.doing)
         return rows
 
     def _take_values(self, sent: Sent, rows: list[Row]) -> None:
-        """A collective where the ranks have logged different keys."""
-        if len({row.checksum for row in rows}) == 1:
-            parts = [[row.parts[index] for row in rows] for index in range(len(sent.numbers))]
+        """A collective where the ranks have logged different keys, or more on their GPUs than there was room for."""
+        vectors = sent.vectors.arrive()
+        parts: Sequence[Sequence[Part]]
+        if are_alike(rows):
+            if not sent.vectors.hold(lengths(rows)):
+                vectors = self._read_vectors(sent, rows)
+            parts, count = [*zip(*(row.parts for row in rows), strict=True)], rows[0].content[1]
         else:
-            parts = self._parts_by_name([key for key, _ in sent.numbers], [row.parts for row in rows])
-        for (key, record), found in zip(sent.numbers, parts, strict=True):
-            self._take_step(key, record, found)
-        for key, metric in dict(sent.metrics).items():
-            code = float(zlib.crc32(key.encode()))
-            states = [row.states[code] for row in rows if row.states.get(code)]
-            if states and len({len(own) for own in states}) == 1:
-                set_step_value(self[key], self._metrics.value_of(metric, states))
+            vectors, count = self._read_vectors(sent, rows), 0
+            parts = self._parts_by_name([key for key, _ in sent.numbers], rows, vectors)
+        here = len(sent.numbers) - count
+        for (key, record), found in zip(sent.numbers[:here], parts, strict=False):
+            joined = combine(self._weighted(key, record, found), self._operation(key))
+            self._set_step(key, to_device(torch.tensor(joined, dtype=record.value.dtype), record.value.device))
+        if count:
+            self._take_numbers(sent.numbers[here:], parts[here:], vectors[:, :count])
+        self._take_metrics(sent.metrics, rows, vectors)
         sent.is_taken = True
+
+    def _take_numbers(
+        self, numbers: list[tuple[str, Record]], parts: Sequence[Sequence[Part]], values: torch.Tensor
+    ) -> None:
+        """Those on the GPU, whose values have the shape ``[ranks, numbers]``."""
+        kinds = [(self._operation(key), record.value.dtype) for key, record in numbers]
+        weights = [
+            [weight for weight, _ in self._weighted(key, record, found)]
+            for (key, record), found in zip(numbers, parts, strict=True)
+        ]
+        for (key, record), value in zip(numbers, combine_on_device(values, weights, kinds), strict=True):
+            self._set_step(key, to_device(value, record.value.device))
+
+    def _take_metrics(self, metrics: list[tuple[str, Metric]], rows: list[Row], vectors: torch.Tensor) -> None:
+        vectors_as = functools.cache(vectors.to)  # of a dtype
+        for key, metric in dict(metrics).items():
+            code = checksum_of(key)
+            sent = [(rank, row.states[code]) for rank, row in enumerate(rows) if row.states.get(code)]
+            if sent and len({len(states) for _, states in sent}) == 1:
+                tensors = [[state.tensor(rank, vectors_as) for state in states] for rank, states in sent]
+                set_step_value(self[key], self._metrics.value_of(metric, tensors))
+
+    def _read_vectors(self, sent: Sent, rows: list[Row]) -> torch.Tensor:
+        """Every rank's vector, on the CPU. A collective that waits for the GPUs, if there is something on one."""
+        width = max(lengths(rows))
+        if not width:
+            return torch.zeros(len(rows), 0)
+        vectors = self._exchange.exchange(sent.vectors.read(), "the logged values on the GPUs")
+        return torch.tensor([own + [0.0] * (width - len(own)) for own in vectors], dtype=torch.float64)
 
     def _own_value(self, metric: Any) -> torch.Tensor | None:
         """Of an epoch, before the ranks have joined it: what this rank has logged; of what takes the others, none."""
@@ -389,25 +411,26 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         own: torch.Tensor = metric.compute()
         return own
 
-    def _parts_by_name(self, keys: list[str], values: Sequence[list[Part]]) -> list[list[Part]]:
+    def _parts_by_name(self, keys: list[str], rows: list[Row], vectors: torch.Tensor) -> list[list[Part]]:
         """Where the ranks have logged different keys: the parts that each of this rank's keys has. A collective."""
         named = all_gather_json(keys, "the names of the logged values")
         found: dict[tuple[str, int], list[Part]] = {}
-        for names, own in zip(named, values, strict=True):
-            for index, (name, part) in enumerate(zip(names, own, strict=True)):
+        for names, row, vector in zip(named, rows, vectors.tolist(), strict=True):
+            for index, (name, part) in enumerate(zip(names, row.all_parts(vector), strict=True)):
                 found.setdefault((name, names[:index].count(name)), []).append(part)
         return [found[key, keys[:index].count(key)] for index, key in enumerate(keys)]
 
-    def _take_step(self, key: str, record: Record, parts: list[Part]) -> None:
-        metric = self[key]
+    def _weighted(self, key: str, record: Record, parts: Sequence[Part]) -> list[tuple[float, float]]:
+        """The weight and the value of each part."""
         operation = self._operation(key)
         varying = record.given and len({size for _, size, _ in parts if size}) > 1
         by_size = varying if operation == "mean" else record.position >= 0
-        weighted = [
+        return [
             (size if by_size and (weight or operation != "mean") else weight, value) for weight, size, value in parts
         ]
-        joined = _combine(weighted, operation)
-        value = torch.tensor(joined, dtype=record.value.dtype, device=record.value.device)
+
+    def _set_step(self, key: str, value: torch.Tensor) -> None:
+        metric = self[key]
         set_step_value(metric, value)
         if not metric.meta.on_epoch:
             metric.value = value
@@ -429,13 +452,3 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 def _raised(rows: list[Row]) -> list[bool]:
     """The flags that any rank has raised."""
     return [any(flags) for flags in zip(*(row.flags for row in rows), strict=True)]
-
-
-def _combine(parts: list[tuple[float, float]], operation: str) -> float:
-    """One value from (weight, value) of each rank. A rank with weight 0 holds a padding batch, which counts nowhere."""
-    counted = [(weight, value) for weight, value in parts if weight] or [(1.0, parts[0][1])]
-    if operation == "mean":
-        total = sum(weight for weight, _ in counted)
-        return sum(value * (weight / total) for weight, value in counted)
-    values = torch.tensor([value for _, value in counted], dtype=torch.float64)
-    return float(getattr(values, operation)())

@@ -15,6 +15,7 @@ import torch
 from torchmetrics import Metric
 
 from ddp_callbacks.comm.collectives import all_gather_tensors
+from ddp_callbacks.comm.device_scalars import to_device
 from ddp_callbacks.lightning._torchmetrics import (
     compute_alone,
     copy_all,
@@ -24,9 +25,6 @@ from ddp_callbacks.lightning._torchmetrics import (
     set_aside,
 )
 from ddp_callbacks.replicas import running_statistics
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_DTYPES = (*_FLOATS, torch.bool, torch.uint8, torch.int32, torch.int64)
 
 
 class SyncedMetrics:
@@ -62,7 +60,7 @@ class SyncedMetrics:
     def value_of(self, metric: Metric, states: list[list[torch.Tensor]]) -> torch.Tensor:
         """The value of a batch from the states of all ranks that count, as :meth:`batch_states` gives them."""
         restore = copy_states(metric)
-        merged = iter([list(parts) for parts in zip(*states, strict=True)])
+        merged = iter([[to_device(part, metric.device) for part in parts] for parts in zip(*states, strict=True)])
         try:
             merge_states(metric, lambda *_, **__: next(merged))
             with torch.no_grad():
@@ -123,35 +121,6 @@ class _Sync:
 
     def __reduce__(self) -> Any:
         return type(None), ()
-
-
-def encode_states(states: list[torch.Tensor]) -> list[float]:
-    """Tensors as numbers of a row."""
-    numbers: list[float] = [len(states)]
-    for state in states:
-        numbers += [
-            _DTYPES.index(state.dtype),
-            state.dim(),
-            *state.shape,
-            *state.detach().reshape(-1).double().tolist(),
-        ]
-    return [float(number) for number in numbers]
-
-
-def decode_states(numbers: Iterator[float]) -> list[torch.Tensor]:
-    """The inverse of :func:`encode_states`; takes what it needs."""
-    states = []
-    for _ in range(int(next(numbers))):
-        dtype, dims = _DTYPES[int(next(numbers))], int(next(numbers))
-        shape = torch.Size(int(next(numbers)) for _ in range(dims))
-        values = [next(numbers) for _ in range(shape.numel())]
-        states.append(torch.tensor(values, dtype=torch.float64).to(dtype).reshape(shape))
-    return states
-
-
-def can_encode(states: list[torch.Tensor]) -> bool:
-    """Whether these states are of dtypes that a row can hold."""
-    return all(state.dtype in _DTYPES for state in states)
 
 
 def _metrics_of(owner: Any) -> Iterator[Metric]:
