@@ -74,7 +74,8 @@ class NcclWork(dist.Work):
 
 
 def group_by(backend: str) -> Any:
-    return SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
+    devices = [torch.device("cpu"), torch.device("cuda")]
+    return SimpleNamespace(_device_types=devices, _get_backend=lambda device: SimpleNamespace(name=lambda: backend))
 
 
 def test_the_host_does_not_wait_for_a_sum_in_a_stream() -> None:
