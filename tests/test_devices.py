@@ -89,7 +89,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> MadeUpGpus:
     for name in ("_initialized", "_cached_device_count", "_cudart", "_lazy_seed_tracker"):
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
     monkeypatch.setattr(torch.cuda, "_queued_calls", list(torch.cuda._queued_calls))
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")  # which CUDA would set when it starts, for the rest of the process
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")  # which CUDA would set when it starts
     monkeypatch.setattr(gpu, "_choice", gpu._choice)
     for name in ("_cuda_init", "_cuda_getDeviceCount", "_cuda_getDevice", "_cuda_setDevice"):
         monkeypatch.setattr(torch._C, name, None, raising=False)

@@ -1367,6 +1367,34 @@ def test_the_gradients_of_an_earlier_run_are_let_go() -> None:
         assert all(gone)
 
 
+def gradients_that_are_kept(set_to_none: bool) -> tuple[list[int], list[bool], list[float]]:
+    """How many buffers there are after each step, whether the gradients are the same tensors, and their sums."""
+    model = mlp()
+    sync = GradientSynchronizer(model)
+    counts, same, sums = [], [], []
+    before: list[Tensor | None] = [None]
+    for step in range(3):
+        model.zero_grad(set_to_none=set_to_none)
+        mean_loss(model(batch(dist.get_rank(), step))).backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        counts.append(sum(len(bucket.pool._memories) for bucket in sync._buckets) // len(sync._buckets))
+        same.append(all(new is old for new, old in zip(gradients, before, strict=False)))
+        sums.append(float(sum(gradient.sum() for gradient in gradients if gradient is not None)))
+        before = gradients
+    return counts, same, sums
+
+
+def test_gradients_that_are_kept_between_steps_are_summed_where_they_are() -> None:
+    for (counts, same, kept), (_, _, fresh) in zip(
+        run_distributed(gradients_that_are_kept, 2, False),
+        run_distributed(gradients_that_are_kept, 2, True),
+        strict=True,
+    ):
+        assert counts == [1, 1, 1]
+        assert same == [False, True, True]
+        assert kept == fresh
+
+
 def hooks_in_two_threads() -> list[tuple[int, list[int]]]:
     """How often each backward began, and the buckets in the order in which they were sent."""
     model = mlp(20)
