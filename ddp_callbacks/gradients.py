@@ -262,7 +262,7 @@ class GradientSynchronizer:
             self._all_reduce = choose_all_reduce(self._group, devices, dtype_of(compress))
         else:
             self._all_reduce = ProcessGroupAllReduce(self._group, getattr(comm_hook, "allocate", allocate))
-        self._between_hosts = choose_all_reduce(self._group, [_CPU])
+        self._between_cpus = choose_all_reduce(self._group, [_CPU])
         self._is_on_gpu = any(device.type == "cuda" for device in devices)
 
     def _make_buckets(self, bucket_cap_mb: float) -> list[Bucket]:
@@ -368,7 +368,7 @@ class GradientSynchronizer:
         if not self._last_total:
             weight = torch.tensor([self._weighing.weight], dtype=torch.float64)
             doing = "the first weight"
-            self._between_hosts.launch(weight, doing).wait(doing)
+            self._between_cpus.launch(weight, doing).wait(doing)
             self._last_total = float(weight)
         reference = self._last_total
         return (self._weighing.weight * average / reference if reference else 0.0), reference
@@ -539,7 +539,7 @@ class GradientSynchronizer:
             # ranks.
             numbers = self._metadata()
             doing = "the metadata of the gradients"
-            self._between_hosts.launch(numbers, doing).wait(doing)
+            self._between_cpus.launch(numbers, doing).wait(doing)
         if self._piggyback is not None:
             places = numbers[self._tail :].view(self._world_size, -1)
             self.carried, self._piggyback = places.to(torch.int16).view(torch.float64), None

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from ddp_callbacks import GradientSynchronizer
 from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, broadcast
-from ddp_callbacks.comm.host_group import host_group
+from ddp_callbacks.comm.cpu_group import cpu_group
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import resolve_group
 
@@ -193,14 +193,14 @@ def test_a_cuda_graph_of_a_backward_is_refused() -> None:
 def messages_beside_a_group_for_gpus_alone() -> list[Any]:
     """As after ``init_process_group("nccl")``: the group takes no tensor of the CPU."""
     from ddp_callbacks import _torch
-    from ddp_callbacks.comm import host_group as module
+    from ddp_callbacks.comm import cpu_group as module
 
     real = _torch.devices_of
     world = resolve_group()
     module.devices_of = lambda group: [CUDA] if group is world else real(group)
     rank = dist.get_rank()
-    beside = host_group(world)
-    found = [beside is not world, host_group(world) is beside, dist.get_backend(beside)]
+    beside = cpu_group(world)
+    found = [beside is not world, cpu_group(world) is beside, dist.get_backend(beside)]
     found += [all_gather_json(rank, "ranks"), float(all_reduce(torch.tensor([1.0 + rank]), "a sum"))]
     found += [float(broadcast(torch.tensor([7.0 - rank]), "a number"))]
     with MadeUpGpu():

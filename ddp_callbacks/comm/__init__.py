@@ -2,7 +2,8 @@
 
 - :mod:`.collectives`: small messages (JSON, tensors) to and from all ranks, in the format of :mod:`.codec`;
   :mod:`.agreement`: consistency checks; :mod:`.scalars`: the exchange of a few numbers per step;
-  :mod:`.device_scalars`: the same for numbers that are on GPUs, between these
+  :mod:`.device_scalars`: the same for numbers that are on GPUs, between these; :mod:`.cpu_group`: which process group
+  carries CPU tensors
 - :mod:`.protocol`: the interface of every all-reduce, ``AllReduce.launch() -> Work``
 - its implementations: :mod:`.process_group` (gloo, NCCL), :mod:`.shared_memory`, :mod:`.hierarchical`
 - :mod:`.topology`: which ranks share a node, and which all-reduce to use

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ddp_callbacks._torch import count_of_groups, count_of_own_groups, timeout_of
 from ddp_callbacks.comm.codec import Json, decode, encode
-from ddp_callbacks.comm.host_group import host_group
+from ddp_callbacks.comm.cpu_group import cpu_group
 from ddp_callbacks.comm.process_group import ProcessGroupWork
 from ddp_callbacks.comm.protocol import as_real
 from ddp_callbacks.errors import ConfigurationError
@@ -213,4 +213,4 @@ def _broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup) -> to
 
 def _messenger(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The group whose collectives take ``tensor``."""
-    return host_group(group) if tensor.device.type == "cpu" else group
+    return cpu_group(group) if tensor.device.type == "cpu" else group

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import all_gather_flat
-from ddp_callbacks.comm.host_group import host_group
+from ddp_callbacks.comm.cpu_group import cpu_group
 from ddp_callbacks.comm.protocol import Allocator, as_real
 from ddp_callbacks.process_group.failures import enter, launching, of_device, require_tags, tag_of, wait
 
@@ -46,7 +46,7 @@ class ProcessGroupWork:
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, doing: str = "") -> None:
         self._tensor = tensor = as_real(tensor)
-        self._group = group = group if tensor.device.type != "cpu" else host_group(group)
+        self._group = group = group if tensor.device.type != "cpu" else cpu_group(group)
         self._doing = doing
         self._gathered: torch.Tensor | None = None
         if doing:

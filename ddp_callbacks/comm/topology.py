@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ddp_callbacks import environment
 from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.comm.cpu_group import cpu_group
 from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce, IntraNode, SingleRankNode, SummingThreads
-from ddp_callbacks.comm.host_group import host_group
 from ddp_callbacks.comm.inter_node import CHUNK_NBYTES, InterNodeAllReduce, InterNodeGroups, open_inter_node_groups
 from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
 from ddp_callbacks.comm.protocol import AllReduce, allocate
@@ -40,7 +40,7 @@ def choose_all_reduce(
 
 def topology_of(group: dist.ProcessGroup) -> Topology:
     """The topology of ``group``; the first call is a collective."""
-    group = host_group(group)
+    group = cpu_group(group)
     if group not in _opened:
         _opened[group] = Topology(group)
     return _opened[group]

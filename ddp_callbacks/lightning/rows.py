@@ -86,7 +86,7 @@ class Row:
 
 
 def checksum_of(key: str) -> float:
-    """Which stands for the key in a row."""
+    """The number that stands for a key in a row."""
     return float(zlib.crc32(key.encode()))
 
 
@@ -125,7 +125,7 @@ def are_alike(rows: Sequence[Row]) -> bool:
 
 
 def lengths(rows: Sequence[Row]) -> list[int]:
-    """Of the ranks' vectors."""
+    """The lengths of the ranks' vectors."""
     return [row.on_device for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""The process group for messages of the CPU, beside a group that may have none."""
+"""The process group for CPU tensors: the user's own, or one beside it if that takes GPU tensors only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch.distributed as dist
 from ddp_callbacks._torch import devices_of, timeout_of
 from ddp_callbacks.process_group.rendezvous import choose_interface
 
-_host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_cpu_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """``group``, or a gloo group of the same ranks if ``group`` is for GPUs only (``init_process_group("nccl")``).
 
     Control numbers must not wait for a GPU, and a wait for a GPU cannot end early when another rank has failed. A
@@ -22,7 +22,7 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if torch.device("cpu") in devices_of(group):
         return group
-    if group not in _host_groups:
+    if group not in _cpu_groups:
         choose_interface(os.environ.get("MASTER_ADDR"))
         made = dist.new_group(
             dist.get_process_group_ranks(group),
@@ -31,5 +31,5 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
             use_local_synchronization=True,  # ranks outside of ``group`` don't take part
         )
         assert isinstance(made, dist.ProcessGroup)
-        _host_groups[group] = made
-    return _host_groups[group]
+        _cpu_groups[group] = made
+    return _cpu_groups[group]
