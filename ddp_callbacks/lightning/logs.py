@@ -12,8 +12,8 @@ difference. When::
     end of the epoch's hooks    the same for what they have logged; in training before EarlyStopping and checkpoints
 
 What is on GPUs stays there, and no step waits for it: the values of a step travel between the GPUs, and joined values
-are computed there, while keys and weights travel between the CPUs. Reading a value waits. A step also waits if the ranks
-could not foresee what it logs: the first step, one with different keys on the ranks, and one with far more keys.
+are computed there, while keys and weights travel between the CPUs. Reading a value waits. A step also waits if the
+ranks could not foresee what it logs: the first step, one with different keys on the ranks, and one with far more keys.
 
 With local steps the values of a step are joined only where a window closes; in the other steps they are the rank's own.
 
