@@ -444,6 +444,44 @@ def logs(strategy: str) -> Any:
     return fit(strategy, LogsAll(), loader(29, 8, shuffle=True), loader(13, 5, 9), max_epochs=3)
 
 
+class LogsBehind(Net):
+    """Hooks log behind the step; others decide by that in a later hook, or see it in a log written now and then."""
+
+    def __init__(self, interval: str = "epoch") -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+        self.interval, self.seen = interval, list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.accuracy(self(batch[0]), batch[1])
+        return self.loss(batch)
+
+    def on_after_backward(self) -> None:
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("behind", outputs["loss"], on_step=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(float(self.trainer.callback_metrics["behind"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.5, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
+        return [optimizer], [{"scheduler": scheduler, "interval": self.interval, "monitor": "behind"}]
+
+
+@scenario
+def logs_behind_the_step(strategy: str) -> Any:
+    def run(interval: str, patience: int) -> Any:
+        module, stop = LogsBehind(interval), EarlyStopping("behind", patience=patience)
+        options: dict[str, Any] = {"callbacks": [stop], "val_check_interval": 3, "log_every_n_steps": 2}
+        results = fit(strategy, module, loader(59, 8, shuffle=True), loader(13, 5, 9), max_epochs=3, **options)
+        return results, module.seen, stop.best_score, stop.wait_count
+
+    return run("step", 5), run("epoch", 1)
+
+
 @scenario
 def logs_of_small_batches(strategy: str) -> Any:
     return fit(strategy, LogsAll(), loader(11, 3, shuffle=True), loader(10, 3, 9))

@@ -23,6 +23,7 @@ from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_lo
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.tuner import Tuner
 from lightning_scenarios import CLASSES, LogsAll, Net, fit, loader, quiet, trainer
+from lightning_scenarios import Record as Lines
 from nursery import Nursery, note
 from test_equivalence import assert_equal
 
@@ -290,15 +291,15 @@ def test_validation_by_time_is_at_the_same_step_on_all_ranks() -> None:
 
 
 class StopsOn(Net):
-    """One rank wants to stop after the first step, when its time is over, say."""
+    """Some ranks want to stop after the first step, when their time is over, say."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, *ranks: int) -> None:
         super().__init__()
-        self.rank = rank
+        self.ranks = ranks
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("late", outputs["loss"], on_step=True)
-        if self.trainer.global_step == 1 and self.trainer.global_rank == self.rank:
+        if self.trainer.global_step == 1 and self.trainer.global_rank in self.ranks:
             self.trainer.should_stop = True
 
 
@@ -316,20 +317,20 @@ class StopsAfterEpoch(Net):
             self.trainer.should_stop = True
 
 
-def stop_alone() -> list[int]:
-    os.environ[SWITCH] = "0"
+def stop_alone(switch: str) -> list[int]:
+    os.environ[SWITCH] = switch
     steps = []
     with quiet():
-        for module in (StopsOn(0), StopsOn(1), StopsAfterValidation(), StopsAfterEpoch()):
+        for module in (StopsOn(0, 1), StopsOn(0), StopsOn(1), StopsAfterValidation(), StopsAfterEpoch()):
             made = trainer(OURS, max_epochs=5, val_check_interval=2)
             made.fit(module, loader(), loader(13, 5, 9))
             steps.append(made.global_step)
     return steps
 
 
-def test_over_a_network_a_stop_of_one_rank_stops_all_with_the_next_step_at_the_latest() -> None:
-    # Rank 0 leads; what another rank decides behind the step travels with the next one.
-    assert run_distributed(stop_alone, 2) == [[1, 2, 2, 4]] * 2
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_what_all_ranks_decide_behind_a_step_stops_at_once_and_what_one_decides_after_the_next(switch: str) -> None:
+    assert run_distributed(stop_alone, 2, switch) == [[1, 2, 2, 2, 4]] * 2
 
 
 class Requeued(Net):
@@ -398,13 +399,14 @@ def test_a_step_that_all_ranks_skip_is_skipped_as_on_one_process() -> None:
 # --- how many messages a step takes -----------------------------------------------------------------------------------
 
 
-class Counts(pl.Callback):
-    """Of the collectives that each step has started, from the begin of one to the begin of the next."""
+class Counts:
+    """Of the collectives that each step has started, from the begin of one forward to the begin of the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: Net) -> None:
         self.at: list[int] = []
+        module.layers.register_forward_pre_hook(self._count)
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def _count(self, *_: Any) -> None:
         self.at.append(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
 
 
@@ -428,34 +430,54 @@ class HooksBefore(HooksBehind):
         pass
 
 
+class HooksBetween(HooksBehind):
+    def on_train_batch_start(self, *_: Any) -> None:
+        pass
+
+
+class LogsNorms(Net):
+    """The norm of the gradients, as many people do; in another step than the first nobody foresees it."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step != 1:
+            self.log("norm", torch.stack([p.grad.norm() for p in self.parameters()]).norm(), on_step=True)  # type: ignore[union-attr]
+
+
 class HooksOfOne(pl.Callback):
     def on_after_backward(self, *_: Any) -> None:
         pass
 
 
-MESSAGES = {
-    "nothing behind the step": (Net, False, [1, 1, 1]),  # the gradients
-    "hooks behind the step": (HooksBehind, False, [2, 2, 2]),  # and rank 0's decisions
-    "hooks of one rank": (Net, True, [2, 2, 2]),
-    "hooks before the gradients": (HooksBefore, False, [3, 3, 3]),  # and the values
-    "many values": (LogsMuch, False, [3, 2, 2, 2]),  # in the first such step they are sent again
+MESSAGES: dict[str, tuple[type[Net], dict[str, Any], list[int]]] = {
+    "nothing behind the step": (Net, {}, [1, 1, 1, 1]),  # the gradients
+    "hooks behind the step": (HooksBehind, {}, [1, 1, 1, 1]),
+    "values of hooks behind the step": (LogsNorms, {}, [1, 1, 1, 1]),
+    "and a logger": (LogsNorms, {"log_every_n_steps": 3}, [1, 2, 1, 1]),
+    "hooks of one rank": (Net, {}, [1, 1, 1, 1]),
+    "hooks before the gradients": (HooksBefore, {}, [2, 2, 2, 2]),  # and the values
+    "hooks between the steps": (HooksBetween, {}, [2, 2, 2, 2]),  # the values of hooks behind the step before
+    "many values": (LogsMuch, {}, [3, 2, 2, 2]),  # in the first such step they are sent again
 }
+
+
+def logging_of(case: str) -> dict[str, Any]:
+    options = MESSAGES[case][1]
+    return options | {"logger": Lines() if options else False}
 
 
 def count_messages(case: str) -> tuple[list[int], Any]:
     os.environ[SWITCH] = "0"
-    module, has_one, _ = MESSAGES[case]
-    counts = Counts()
-    callbacks = [counts, HooksOfOne()] if has_one and dist.get_rank() else [counts]
+    module = MESSAGES[case][0]()
+    counts, callbacks = Counts(module), [HooksOfOne()] if case == "hooks of one rank" and dist.get_rank() else []
     with quiet():
-        results = fit(OURS, module(), loader(48, 8), callbacks=callbacks, max_epochs=1)
+        results = fit(OURS, module, loader(48, 8), callbacks=callbacks, max_epochs=1, **logging_of(case))
     return [after - before for before, after in zip(counts.at, counts.at[1:], strict=False)], results
 
 
 @pytest.mark.parametrize("case", MESSAGES)
 def test_over_a_network_a_step_starts_no_message_that_is_not_needed(case: str) -> None:
     module, _, expected = MESSAGES[case]
-    alone_ = alone(lambda: fit("auto", module(), loader(48, 8), max_epochs=1))
+    alone_ = alone(lambda: fit("auto", module(), loader(48, 8), max_epochs=1, **logging_of(case)))
     for messages, results in run_distributed(count_messages, 2, case):
         assert messages[1 : 1 + len(expected)] == expected  # in the first step the ranks find out
         assert_equal(results, alone_, 1e-10)

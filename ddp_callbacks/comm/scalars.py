@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import outside_inference_mode
-from ddp_callbacks.comm.collectives import all_gather_tensors, start_broadcast
+from ddp_callbacks.comm.collectives import all_gather_tensors
 from ddp_callbacks.comm.protocol import Work
 from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
-from ddp_callbacks.process_group.failures import Pending, enter, require_tags, tag_of, wait
+from ddp_callbacks.process_group.failures import require_tags, tag_of
 
 CPU = torch.device("cpu")
 _CAPACITY = 96  # numbers in a row; grows with the longest row
@@ -49,7 +49,6 @@ class ScalarExchange:
         self.unattended = self._all_reduce.unattended
         self._capacity = _CAPACITY
         self._spare: list[torch.Tensor] = []
-        self._led: tuple[Pending, torch.Tensor] | None = None  # the last row of rank 0, which may be under way
 
     @outside_inference_mode
     def exchange(self, row: Sequence[float], doing: str) -> list[list[float]]:
@@ -60,24 +59,6 @@ class ScalarExchange:
             PeerError: Another rank failed, died or went silent.
         """
         return self.launch(row, doing).wait()
-
-    @outside_inference_mode
-    def lead(self, row: Sequence[float], doing: str) -> list[float]:
-        """Broadcast rank 0's row, of fixed length. Rank 0 waits only until the others have received the previous row.
-
-        Raises:
-            PeerError: Another rank failed, died or went silent.
-        """
-        enter(doing)
-        sent = torch.tensor(row, dtype=torch.float64)
-        before, self._led = self._led, (start_broadcast(sent, self._group), sent)
-        if self._group.rank() == 0:
-            if before is not None:
-                wait(before[0], doing, self._group)
-            return list(row)
-        wait(self._led[0], doing, self._group)
-        numbers: list[float] = sent.tolist()
-        return numbers
 
     @outside_inference_mode
     def launch(self, row: Sequence[float], doing: str) -> LaunchedScalars:

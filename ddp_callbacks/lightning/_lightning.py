@@ -60,6 +60,8 @@ PRIVATE = (
     f"{_LOGGER}:_LoggerConnector.epoch_end_reached(self)",
     f"{_LOGGER}:_LoggerConnector.on_batch_end(self)",
     f"{_LOGGER}:_LoggerConnector.on_epoch_end(self)",
+    f"{_LOGGER}:_LoggerConnector.reset_metrics uses _progress_bar_metrics, _callback_metrics, _logged_metrics",
+    f"{_LOGGER}:_LoggerConnector.should_update_logs",
     f"{_RESULT}:_Metadata.__init__(on_step, on_epoch, reduce_fx, metric_attribute)",
     f"{_RESULT}:_Metadata.is_mean_reduction",
     f"{_RESULT}:_Metadata.sync",
@@ -171,6 +173,24 @@ def is_learning_rate_finder(callback: Any) -> bool:
 def results_of(trainer: Any) -> Any:
     """What ``self.log`` records into: the collection of the loop that runs; ``None`` in predictions, between runs."""
     return trainer._results
+
+
+def results_of_training(trainer: Any) -> Any:
+    """The same of the training loop, whatever runs."""
+    return trainer.fit_loop.epoch_loop._results
+
+
+def refresh_metrics(trainer: Any, results: Any) -> None:
+    """Let the Trainer's ``callback_metrics``, and the others, be what a collection has of the last step."""
+    connector, metrics = trainer._logger_connector, results.metrics(True)
+    connector._progress_bar_metrics.update(metrics["pbar"])
+    connector._callback_metrics.update(metrics["callback"])
+    connector._logged_metrics.update(metrics["log"])
+
+
+def logs_step(trainer: Any) -> bool:
+    """Whether the loggers write the values of the batch that has ended; in evaluations they do after each."""
+    return bool(not trainer.training or trainer.fast_dev_run or trainer._logger_connector.should_update_logs)
 
 
 def replace_results(loop: Any, make: Callable[[bool], Any]) -> None:

@@ -20,10 +20,17 @@ from ddp_callbacks.lightning._lightning import (
     validation_interval,
 )
 from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.process_group.votes import abstain, is_unanimous
+
+NONE = (False,) * 4
+"""No flag is raised."""
 
 
 class Decisions:
-    """The decisions of one run of a Trainer; the ranks exchange them at the end of each batch, as flags.
+    """The decisions of one run of a Trainer; the ranks exchange them in each batch, as flags.
+
+    What hooks decide behind the step comes too late for that. To stop at once, as one process does, all ranks must have
+    decided it; what some have decided is exchanged in the next batch.
 
     Lightning communicates in handlers of signals, where the other ranks are anywhere, and asks each rank's own clock
     whether to validate (``val_check_interval={"minutes": 5}``). Here a rank only notes such a thing.
@@ -55,7 +62,16 @@ class Decisions:
         own = [self._trainer.should_stop, self._sigterm, self._requeue is not None, self._is_time_to_validate()]
         return [flag or held for flag, held in itertools.zip_longest(own, self._held, fillvalue=False)]
 
-    def act(self, flags: Sequence[bool] = (False,) * 4) -> None:
+    def end_batch(self, flags: Sequence[bool]) -> None:
+        """Act at the end of a training batch, in which the ranks have exchanged ``flags``. All ranks must call it."""
+        stop, *others = flags or NONE
+        if stop or not self._trainer.should_stop:
+            abstain()
+        else:
+            stop = is_unanimous("the decision to stop")
+        self.act([stop, *others])
+
+    def act(self, flags: Sequence[bool]) -> None:
         """Act on what the ranks have agreed upon. Every rank calls it with the same; a collective.
 
         What only this rank has decided is kept until the others have heard of it: one that acted by itself would leave

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.lightning._lightning import logger_connector
@@ -56,23 +56,38 @@ _BEHIND_GRADIENTS = {
 } | {f"on_{stage}_batch_end" for stage in ("train", "validation", "test")}
 
 
-def hooks_behind_the_step(trainer: Any) -> tuple[bool, bool]:
-    """Whether somebody on this rank may read, log or decide to stop behind a step: before its gradients, or at all.
+class Readers(NamedTuple):
+    """Who may read or log what belongs to a step, on this rank or on any.
 
-    Lightning's own callbacks do not, save the Timer.
+    Attributes:
+        before_gradients: Hooks between the step and the end of its backward.
+        behind_step: Hooks behind the step at all, which may log; Lightning's own callbacks don't.
+        between_steps: What runs between two steps, and may read what those hooks have logged.
+        loggers: They write at their interval.
     """
-    package = _package_of(trainer)
-    silent, timer = (f"{package}.core.", f"{package}.callbacks."), f"{package}.callbacks.timer"
+
+    before_gradients: bool
+    behind_step: bool
+    between_steps: bool
+    loggers: bool
+
+
+def readers_of(trainer: Any) -> Readers:
+    """Those of this rank."""
+    silent = f"{_package_of(trainer)}.core.", f"{_package_of(trainer)}.callbacks."
     hooked = [trainer.lightning_module, trainer.datamodule, *trainer.callbacks]
 
     def any_of(hooks: set[str]) -> bool:
         homes = (_home(one, hook) for one in hooked for hook in hooks)
-        return any(home and (not home.startswith(silent) or home == timer) for home in homes)
+        return any(home and not home.startswith(silent) for home in homes)
 
-    made = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
+    configs = trainer.lr_scheduler_configs
+    made = [*trainer.optimizers, *(config.scheduler for config in configs)]
     own = not all(type(one).__module__.startswith("torch.") for one in made)
+    monitors = any(config.reduce_on_plateau and config.interval == "step" for config in configs)
     before = any_of(_BEFORE_GRADIENTS)
-    return before, before or own or any_of(_BEHIND_GRADIENTS)
+    behind = before or own or any_of(_BEHIND_GRADIENTS)
+    return Readers(before, behind, monitors or any_of({"on_train_batch_start"}), bool(trainer.loggers))
 
 
 class HookDrawing:

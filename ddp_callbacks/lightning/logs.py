@@ -7,7 +7,8 @@ difference. When::
 
     end of training_step        the values of the step are sent, with the gradients where nobody reads before those are
                                 there; they are taken behind backward, or when somebody reads
-    end of a batch              the same for what later hooks have logged, and for the steps of evaluations
+    end of a batch              the same for the steps of evaluations. What hooks have logged behind the step is sent
+                                with the next one, unless somebody may read it before
     end of a pass               the values of the epoch and of torchmetrics, before any hook
     end of the epoch's hooks    the same for what they have logged; in training before EarlyStopping and checkpoints
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,8 +43,10 @@ from ddp_callbacks.lightning._torchmetrics import is_computed, set_step_value, s
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.combine import combine, combine_on_device
 from ddp_callbacks.lightning.history import NO_ROWS, SUMS, History, Parts, Record, join
+from ddp_callbacks.lightning.hooks import Readers
 from ddp_callbacks.lightning.metrics import SyncedMetrics
 from ddp_callbacks.lightning.rows import SKIPPED, Part, Row, are_alike, checksum_of, encode_row, lengths
+from ddp_callbacks.process_group import get_rank
 
 _OF_STEP = "the logged values of a step"
 _OF_HOOKS = "the logged values of the hooks behind a step"
@@ -84,7 +88,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         batches: Batches,
         metrics: SyncedMetrics,
         exchange: ScalarExchange,
-        hooks: Callable[[], Sequence[bool]],
+        readers: Callable[[], Readers],
     ) -> None:
         super().__init__(training)
         self._lightnings = tuple(vars(self))  # names of attributes
@@ -92,12 +96,12 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._metrics = metrics
         self._exchange = exchange
         self._devices = DeviceExchange()
-        self._hooks = hooks
-        # What some rank has: hooks between a step and the end of its backward; hooks that run behind the step at all.
-        self._has_early_hooks, self._has_late_hooks = True, True
+        self._readers_here = readers
+        self._readers = Readers(True, True, True, True)  # on any rank
         self._given = False
         self._step: list[tuple[str, Record]] = []  # logged in this step, and not yet joined
-        self._step_metrics: list[tuple[str, Metric]] = []  # the same for torchmetrics
+        self._step_metrics: list[tuple[str, Metric, list[torch.Tensor]]] = []  # torchmetrics, and the batch's states
+        self._late: set[str] = set()  # keys that hooks have logged behind the step before, and that are not yet joined
         self._epoch: dict[str, History] = {}
         self._on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
         self._sent: Sent | None = None
@@ -105,6 +109,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._told: list[bool] = []  # flags that came with it
         self._joins_steps = True
         self._in_batch, self._position, self._samples = False, -1, 0
+        self.is_in_step = False  # training_step runs
 
     def __reduce__(self) -> Any:
         """A copy, or a pickle, is Lightning's own collection of what is joined already."""
@@ -126,7 +131,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         metric = self[key]
         if not metric.is_tensor and metric.meta.on_step and self._joins_steps:
             self._on_step.add(id(value))
-            self._step_metrics.append((key, value))
+            states = [] if self._batches.is_padding else list(self._metrics.batch_states(value))
+            self._step_metrics.append((key, value, states))
         if not metric.is_tensor or metric.meta.sync.should or metric.meta.sync.rank_zero_only:
             super().update_metrics(key, value, batch_size)
             return
@@ -146,6 +152,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """As Lightning's, of what is joined; it communicates nothing."""
         if on_step:
             self._take_arrived()
+            self._warn_of_reading(result_metric)
         elif result_metric.meta.on_epoch and not is_computed(result_metric):
             return self._own_value(result_metric)
         value: torch.Tensor | None = super()._get_cache(result_metric, on_step)
@@ -165,27 +172,48 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         Args:
             joins_steps: Whether all ranks have as many batches, so that they can meet in each.
         """
+        self._late = {key for key, _ in self._step} | {key for key, *_ in self._step_metrics}
         self._position += 1
         self._samples += self._batches.share.local
         self._in_batch, self._joins_steps = True, joins_steps
         # In the first batch nobody knows yet what will be logged.
         self._metrics.watch_steps(lambda metric: joins_steps and (self._position == 0 or id(metric) in self._on_step))
 
-    def end_batch(self, flags: Sequence[bool]) -> Sequence[bool]:
-        """All hooks of the batch have run; which of ``flags`` the ranks agree upon. A collective if steps join.
+    def end_batch(self) -> Sequence[bool]:
+        """All hooks of the batch have run; the flags that any rank has sent with its values of the step, if any.
 
-        These are the flags that any rank has sent with its values of the step. Where some rank has hooks behind that,
-        which may raise more, they are those of any rank if the ranks meet in memory; over a network nobody should wait
-        for all, and they are rank 0's, while others come with the next values.
+        A collective if steps join.
         """
-        raised = self._agree(flags) if self._joins_steps else [False] * len(flags)
+        told: Sequence[bool] = ()
+        if self._joins_steps:
+            self.take_step()
+            told, self._told = self._told, []
+            if self.is_first_batch:
+                self._agree_on_readers()
         self._in_batch = False
-        return raised
+        return told
+
+    def join_late(self, are_read: bool) -> None:
+        """A batch has ended: join what hooks have logged behind its step, if somebody may read it before the next.
+
+        A collective, if ``are_read`` says the same on all ranks.
+
+        Args:
+            are_read: Whether a logger writes now.
+        """
+        readers = self._readers
+        if self._joins_steps and readers.behind_step and (readers.between_steps or (readers.loggers and are_read)):
+            self.join_step()
+
+    def join_rest(self) -> None:
+        """Join what hooks have logged behind the last step: no step comes next. A collective."""
+        if self._readers.behind_step:
+            self.join_step()
 
     def end_pass(self) -> None:
         """An epoch or an evaluation has ended, with all its hooks."""
         self._in_batch, self._position, self._samples = False, -1, 0
-        self._step, self._step_metrics = [], []
+        self._step, self._step_metrics, self._late = [], [], set()
 
     @property
     def is_in_batch(self) -> bool:
@@ -229,11 +257,11 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             self._last = self._take()
             self._told = _raised(self._last)
 
-    def join_step(self, flags: Sequence[bool] = ()) -> list[bool]:
-        """Join what was logged in this step; the flags that any rank has raised. A collective."""
+    def join_step(self) -> None:
+        """Join what was logged in this step. A collective."""
         self.take_step()
-        self._send(flags, _OF_HOOKS)
-        return _raised(self._take())
+        self._send((), _OF_HOOKS)
+        self._take()
 
     def join_epoch(self, flags: Sequence[bool] = ()) -> list[bool]:
         """Give Lightning the joined records, and compute torchmetrics; the flags of any rank. A collective."""
@@ -261,26 +289,26 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _agree(self, flags: Sequence[bool]) -> Sequence[bool]:
-        self.take_step()
-        if self.is_first_batch:
-            rows = self._exchange.exchange([*map(float, self._hooks())], "which hooks there are")
-            self._has_early_hooks, self._has_late_hooks = (any(column) for column in zip(*rows, strict=True))
-        told, self._told = self._told or [False] * len(flags), []
-        if not self._has_late_hooks:
-            return told
-        return self._follow(flags, told) if self._exchange.unattended else self.join_step(flags)
+    def _agree_on_readers(self) -> None:
+        rows = self._exchange.exchange([*map(float, self._readers_here())], "who reads the logged values of a step")
+        self._readers = Readers(*(any(column) for column in zip(*rows, strict=True)))
 
-    def _follow(self, flags: Sequence[bool], told: list[bool]) -> list[bool]:
-        has_more = bool(self._step or self._step_metrics)
-        *led, more = self._exchange.lead([*map(float, flags), float(has_more)], "the decisions of a step")
-        if more:
-            self.join_step()
-        return [bool(own) or other for own, other in zip(led, told, strict=True)]
+    def _warn_of_reading(self, result_metric: Any) -> None:
+        """Where ``training_step`` reads what was logged behind the step before, which is on its way still."""
+        late = [key for key in self._late if self[key] is result_metric]
+        if late and self.is_in_step and get_rank() == 0:
+            self._late -= set(late)
+            warnings.warn(
+                f"training_step reads the logged values, and a hook has logged {result_metric.meta.name!r} behind the "
+                "step before: in training_step that is the process's own value. Read it in a hook, as in "
+                "on_train_batch_start.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _may_be_carried(self, carrier: Carrier | None) -> bool:
         """Whether what is sent may arrive with the gradients; in the step before there was room. Equal on all ranks."""
-        if carrier is None or self._has_early_hooks or not self._last:
+        if carrier is None or self._readers.before_gradients or not self._last:
             return False
         return max(row.length for row in self._last) <= room_of(carrier)
 
@@ -323,12 +351,15 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _send(self, flags: Sequence[bool], doing: str, skipped: bool = False, carrier: Carrier | None = None) -> None:
         (numbers, self._step), (metrics, self._step_metrics) = (self._step, []), (self._step_metrics, [])
-        takes, is_padding = self._devices.takes, self._batches.is_padding
+        self._late = set()
+        takes = self._devices.takes
         numbers.sort(key=lambda each: takes(each[1].value))
-        states = [(key, [] if is_padding else self._metrics.batch_states(metric)) for key, metric in metrics]
+        states = [(key, states) for key, _, states in metrics]
         row, on_device = encode_row(numbers, states, flags, skipped, takes)
         rows = self._exchange.launch(row, doing) if carrier is None else self._exchange.send_with(carrier, row, doing)
-        self._sent = Sent(numbers, metrics, rows, self._devices.send(on_device, doing), doing)
+        self._sent = Sent(
+            numbers, [(key, metric) for key, metric, _ in metrics], rows, self._devices.send(on_device, doing), doing
+        )
 
     def _take_arrived(self) -> None:
         """What was sent, where that takes no other rank."""

@@ -21,13 +21,16 @@ from ddp_callbacks.lightning._lightning import (
     loader_of,
     loaders_of_batch,
     logger_connector,
+    logs_step,
+    refresh_metrics,
     replace_results,
     results_of,
+    results_of_training,
     skips_backward,
 )
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight
-from ddp_callbacks.lightning.decisions import Decisions
-from ddp_callbacks.lightning.hooks import HookDrawing, hooks_behind_the_step
+from ddp_callbacks.lightning.decisions import NONE, Decisions
+from ddp_callbacks.lightning.hooks import HookDrawing, readers_of
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import SyncedMetrics, remember
@@ -69,8 +72,8 @@ class Run:
         epoch_loop, connector = trainer.fit_loop.epoch_loop, logger_connector(trainer)
         evaluations = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
         self._loops = (trainer.fit_loop, *evaluations, trainer.predict_loop)
-        hooks = functools.partial(hooks_behind_the_step, trainer)
-        shared = (self.batches, self._metrics, self._exchange, hooks)
+        readers = functools.partial(readers_of, trainer)
+        shared = (self.batches, self._metrics, self._exchange, readers)
         for loop in (epoch_loop, *evaluations):
             replace_results(loop, lambda training: results_class(training, *shared))
         self._replaced: list[Replaced] = []
@@ -126,7 +129,9 @@ class Run:
         if not results.is_in_batch:  # training_step(dataloader_iter)
             self.batches.let_draw(self._loaders())
             self._begin_batch(self._meets())
+        results.is_in_step = True
         output = step()
+        results.is_in_step = False
         self.batches.settle()
         if not results.joins_steps:
             return output
@@ -234,9 +239,14 @@ class Run:
         self._trained = 0
 
     def _before_batch_end(self) -> None:
-        flags = results_of(self._trainer).end_batch(self._decisions.flags())
+        results = results_of(self._trainer)
+        flags = results.end_batch()
         self.end_batch()
-        self._decisions.act(flags)
+        if self._trainer.training:
+            self._decisions.end_batch(flags)
+        else:
+            self._decisions.act(flags or NONE)
+        results.join_late(logs_step(self._trainer))
 
     def _meets(self) -> bool:
         """Whether the ranks join what they log in this training batch; with local steps only where a window closes."""
@@ -257,7 +267,15 @@ class Run:
         rows = self._exchange.exchange([*map(float, self._decisions.flags())], "the decision to stop")
         self._decisions.act([any(flags) for flags in zip(*rows, strict=True)])
 
+    def before_validation(self) -> None:
+        """What hooks have logged behind the last step of the training is there for those that decide. A collective."""
+        if self._trainer.state.fn == "fit" and not self._trainer.sanity_checking:
+            results = results_of_training(self._trainer)
+            results.join_rest()
+            refresh_metrics(self._trainer, results)
+
     def _at_end_of_data(self) -> None:
+        results_of(self._trainer).join_rest()
         results_of(self._trainer).join_epoch()
         if self._trainer.training:
             self.merge_buffers()

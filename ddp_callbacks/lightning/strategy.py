@@ -365,6 +365,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     def on_validation_start(self) -> None:
         """Running statistics of the training so far are merged, and parameters averaged if they differ."""
         if self._run is not None:
+            self._run.before_validation()
             self._run.merge_buffers()
         if self._local is not None:
             self._local.outer_step()
@@ -545,6 +546,7 @@ def _require_same_run(trainer: Any, model: torch.nn.Module, batch_size: str) -> 
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "max_epochs": trainer.max_epochs,
         "max_steps": trainer.max_steps,
+        "log_every_n_steps": trainer.log_every_n_steps,
     }
     require_agreement(settings, "the run", _SAME_EVERYWHERE)
 

@@ -7,6 +7,7 @@
   answers for a rank that computes, and frees it from a GPU that waits for a lost rank
 - :mod:`.peers`, :mod:`.deadlocks`, :mod:`.diagnosis`: find failed ranks, ranks that wait for each other, and the reason
   for a broken wait
+- :mod:`.votes`: what all ranks may want at the same moment, without a message where nobody wants it
 - :mod:`.runs`: a failure ends one run; the next run starts afresh
 - :mod:`.forking`: forks loader workers only while gloo's threads are idle
 """

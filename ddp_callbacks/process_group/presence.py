@@ -28,6 +28,8 @@ Keys in that store, below ``ddp_callbacks/``; ``{run}`` is the number of the run
 ``answers/{question}``        counts the answers
 ``verdict/{question}``        the conclusion of the first rank that has waited for the answers
 ``gone``                      the names of the ranks that died, from the first rank that found out
+``{run}/votes/{moment}``      counts the ranks that want something at this moment (:mod:`.votes`)
+``{run}/votes/{moment}/...``  ``result``: JSON, whether all do
 ============================  ========================================================================================
 """
 
@@ -83,6 +85,7 @@ class Presence:
         waits: Whether the training thread waits, and checks the store itself.
         is_closing: Whether the store is about to close: torch prints a warning if one reads a closed store.
         answered: The last question answered here.
+        moments: How many moments of :mod:`.votes` this rank has behind it in this run.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -96,6 +99,7 @@ class Presence:
         self._entered = 0
         self.is_closing = False
         self.answered = 0
+        self.moments = 0
         self._heard: dict[str, str] = {}
         self._lock = threading.Lock()
         self._aborting = threading.Lock()
@@ -131,6 +135,7 @@ class Presence:
         with self._aborting:
             self.run, self.failed, self._is_over = run, False, False
         self._counts.clear()
+        self.moments = 0
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -218,6 +223,7 @@ class Presence:
             "torch": function,
             "line": line,
             "sequence": sequence,
+            "moments": self.moments,
         }
 
     def is_quiet(self, entered: int) -> tuple[bool, int]:
