@@ -197,6 +197,106 @@ def test_early_stopping_and_checkpoints_see_what_on_train_epoch_end_has_logged(t
         assert found[2:] == (epochs, True)
 
 
+class LogsItsMean(pl.Callback):
+    """Of the losses of this process's parts."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.losses: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"])
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("mean", torch.stack(self.losses).mean())
+
+
+class FollowsItsMean(Net):
+    """Its own hook comes after the callback's, reads what that has logged, and logs on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_train_epoch_end(self) -> None:
+        mean = self.trainer.callback_metrics["mean"]
+        self.seen.append(float(mean))
+        self.log("follows", 2 * mean**2)
+
+
+def follow_its_mean(strategy: str) -> Any:
+    module = FollowsItsMean()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = fit(strategy, module, loader(48, 8, shuffle=True), loader(13, 5, 9), callbacks=[LogsItsMean()])
+    return results, module.seen, [str(warning.message) for warning in caught if "end of an epoch" in str(warning)]
+
+
+@case
+def following_its_mean() -> Any:
+    return follow_its_mean(OURS)
+
+
+def test_a_hook_at_the_end_of_an_epoch_reads_the_whole_value_of_what_the_hook_before_has_logged() -> None:
+    expected, seen, _ = alone(lambda: follow_its_mean("auto"))
+    for results in by_rank(following_its_mean):
+        assert_equal(results[:2], (expected, seen), 1e-10)
+
+
+def test_values_that_differ_between_processes_at_the_end_of_an_epoch_are_named_once() -> None:
+    (_, _, warned), (_, _, of_other) = by_rank(following_its_mean)
+    assert len(warned) == 1 and not of_other
+    assert warned[0].startswith("'mean' is logged at the end of an epoch, with another value on each process (from ")
+
+
+class Collects(Net):
+    """Keeps its outputs in a list, as was usual in Lightning 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[torch.Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(self(batch[0]))
+
+
+@case
+def collecting() -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(OURS, Collects(), loader(16, 8), loader(9, 4, 9))
+    return [str(warning.message) for warning in caught if "has grown" in str(warning.message)]
+
+
+def test_a_list_that_a_padding_batch_lengthens_is_named_once() -> None:
+    first, second = by_rank(collecting)
+    assert not first and len(second) == 1
+    assert second[0].startswith("Collects.outputs has grown in a batch of which rank 1 has no sample")
+
+
+class ReadsInTheStep(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx:
+            self.trainer.callback_metrics["behind"]
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log("behind", outputs["loss"])
+
+
+@case
+def reading_in_the_step() -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(OURS, ReadsInTheStep(), loader(48, 8), loader(13, 5, 9), log_every_n_steps=4)
+    return [str(warning.message) for warning in caught if "training_step reads" in str(warning.message)]
+
+
+def test_a_step_that_reads_what_hooks_behind_the_step_before_have_logged_is_told_that_it_is_not_joined() -> None:
+    first, second = by_rank(reading_in_the_step)
+    assert len(first) == 1 and not second
+    assert "'behind' behind the step before: in training_step that is the process's own value" in first[0]
+
+
 # --- before the strategy is set up ------------------------------------------------------------------------------------
 
 

@@ -54,6 +54,7 @@ _BEHIND_GRADIENTS = {
     "optimizer_step",
     "lr_scheduler_step",
 } | {f"on_{stage}_batch_end" for stage in ("train", "validation", "test")}
+_AT_EPOCH_END = tuple(f"on_{stage}_epoch_end" for stage in ("train", "validation", "test"))
 
 
 class Readers(NamedTuple):
@@ -90,18 +91,35 @@ def readers_of(trainer: Any) -> Readers:
     return Readers(before, behind, monitors or any_of({"on_train_batch_start"}), bool(trainer.loggers))
 
 
+def hooks_at_epoch_end(trainer: Any) -> list[str]:
+    """The hooks that somebody has defined, on this rank, as the profiler names them, in the order of their calls."""
+    package, module = _package_of(trainer), trainer.lightning_module
+    found = []
+    for hook in _AT_EPOCH_END:
+        owners = [(callback, f"[Callback]{callback.state_key}") for callback in trainer.callbacks]
+        for owner, name in [*owners, (module, f"[LightningModule]{type(module).__name__}")]:
+            home = _home(owner, hook)
+            if home is not None and not home.startswith((f"{package}.core.", _base(package))):
+                found.append(f"{name}.{hook}")
+    return found
+
+
 class HookDrawing:
     """Lets the hooks of a Trainer draw as the module says, from construction to :meth:`close`.
 
     Every call of a hook is an action of the Trainer's profiler.
 
+    Args:
+        before: Called before each action, with its name.
+
     Attributes:
         random_state: Of the run.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, before: Callable[[str], None]) -> None:
         self.random_state = RunRandomState()
         self._trainer = trainer
+        self._before = before
         self._package = _package_of(trainer)
         self._contexts: dict[str, Callable[[], AbstractContextManager[None]] | None] = {}
         self._replaced = Replaced(trainer.profiler, "profile", self._profile)
@@ -113,6 +131,7 @@ class HookDrawing:
 
     def _profile(self, profile: Callable[[str], Any], action_name: str) -> AbstractContextManager[Any]:
         """The profiler's, and around a hook the random state that it draws from."""
+        self._before(action_name)
         if action_name not in self._contexts:
             self._contexts[action_name] = self._context(action_name)
         context = self._contexts[action_name]

@@ -42,6 +42,7 @@ from ddp_callbacks.comm.scalars import Carrier, ScalarExchange, ScalarWork, room
 from ddp_callbacks.lightning._torchmetrics import is_computed, set_step_value, step_value
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.combine import combine, combine_on_device
+from ddp_callbacks.lightning.epoch_end import DifferingValues
 from ddp_callbacks.lightning.history import NO_ROWS, SUMS, History, Parts, Record, join
 from ddp_callbacks.lightning.hooks import Readers
 from ddp_callbacks.lightning.metrics import SyncedMetrics
@@ -106,6 +107,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
         self._sent: Sent | None = None
         self._last: list[Row] = []  # what came in the step before
+        self._differing = DifferingValues()
+        self._warned: set[str] = set()  # keys
         self._told: list[bool] = []  # flags that came with it
         self._joins_steps = True
         self._in_batch, self._position, self._samples = False, -1, 0
@@ -121,6 +124,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """As Lightning's; a value that is only for some ranks (``sync_dist_group``, ``rank_zero_only``) stays so."""
+        if kwargs.get("sync_dist"):
+            self._differing.expected.add(name)
         if kwargs.get("sync_dist_group") is None:
             kwargs["sync_dist"] = False
         self._given = kwargs.get("batch_size") is not None
@@ -275,7 +280,10 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         rows = self._exchange_epoch(own, attributes, flags)
         by_rank, attributes_by_rank = self._parts_of_epoch(own, attributes, rows)
         for key, history in recorded.items():
-            value, size = join([parts[key] for parts in by_rank if key in parts], self._operation(key))
+            parts = [own[key] for own in by_rank if key in own]
+            if self._operation(key) == "mean":
+                self._differing.look(self[key].meta.name, torch.cat([rows for _, rows in parts]))
+            value, size = join(parts, self._operation(key))
             self._accumulate(key, torch.tensor(value, dtype=history.dtype), size)
         for key, attribute in {key: name for names in attributes_by_rank for key, name in names.items()}.items():
             if key in attributes:
@@ -296,8 +304,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def _warn_of_reading(self, result_metric: Any) -> None:
         """Where ``training_step`` reads what was logged behind the step before, which is on its way still."""
         late = [key for key in self._late if self[key] is result_metric]
-        if late and self.is_in_step and get_rank() == 0:
-            self._late -= set(late)
+        if self.is_in_step and get_rank() == 0 and not self._warned.issuperset(late):
+            self._warned.update(late)
             warnings.warn(
                 f"training_step reads the logged values, and a hook has logged {result_metric.meta.name!r} behind the "
                 "step before: in training_step that is the process's own value. Read it in a hook, as in "

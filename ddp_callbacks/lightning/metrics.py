@@ -24,7 +24,6 @@ from ddp_callbacks.lightning._torchmetrics import (
     merge_states,
     set_aside,
 )
-from ddp_callbacks.replicas import running_statistics
 
 
 class SyncedMetrics:
@@ -128,17 +127,3 @@ def _metrics_of(owner: Any) -> Iterator[Metric]:
     for part in parts:
         if isinstance(part, torch.nn.Module):
             yield from (module for module in part.modules() if isinstance(module, Metric))
-
-
-def remember(module: torch.nn.Module, metrics: SyncedMetrics) -> Callable[[], None]:
-    """What makes metrics and running statistics forget what happens from now on."""
-    buffers = [(buffer, buffer.clone()) for buffer in running_statistics(module)]
-    restore = metrics.copy_states()
-
-    def undo() -> None:
-        restore()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-
-    return undo

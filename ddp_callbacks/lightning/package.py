@@ -79,7 +79,6 @@ def make(name: str, home: str) -> tuple[type, type]:
         "strategy_name": NAMES[0],
         "ddp_strategy": strategies.DDPStrategy,
         "results_class": type("JointResults", (JointResults, results_class(name)), {"__module__": home}),
-        "monitors": (callbacks.EarlyStopping, callbacks.Checkpoint),
         "add_worker_init_fn": staticmethod(add_worker_init_fn(name)),
         "interactive": is_interactive(name),
     }

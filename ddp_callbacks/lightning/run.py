@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,10 +29,12 @@ from ddp_callbacks.lightning._lightning import (
 )
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight
 from ddp_callbacks.lightning.decisions import NONE, Decisions
+from ddp_callbacks.lightning.epoch_end import EpochEndHooks
 from ddp_callbacks.lightning.hooks import HookDrawing, readers_of
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
-from ddp_callbacks.lightning.metrics import SyncedMetrics, remember
+from ddp_callbacks.lightning.metrics import SyncedMetrics
+from ddp_callbacks.lightning.padding import Collections, remember
 from ddp_callbacks.lightning.predictions import Predictions
 from ddp_callbacks.lightning.replacement import Replaced, after
 from ddp_callbacks.lightning.verification import verify_first_batch
@@ -63,7 +64,9 @@ class Run:
         self._local = local
         self.batches = Batches(weight, self._exchange, local is None, reduction)
         self._metrics = SyncedMetrics([model, *trainer.callbacks], self._is_padding)
-        self.drawing = HookDrawing(trainer)
+        self._collections = Collections([model, *trainer.callbacks])
+        self._epoch_end = EpochEndHooks(trainer, lambda: results_of(trainer).join_epoch())
+        self.drawing = HookDrawing(trainer, self._epoch_end.before)
         self.drawing.random_state.synchronize()
         self._undo: Callable[[], None] | None = None  # what a padding batch has left behind
         self._decisions = Decisions(trainer)
@@ -80,10 +83,6 @@ class Run:
         self._before(connector, "on_batch_end", self._before_batch_end)
         self._before(connector, "epoch_end_reached", self._at_end_of_data)
         self._before(connector, "on_epoch_end", self._before_epoch_end)
-        # Lightning calls these after all others, so that they see what a hook at the end of the epoch has logged.
-        monitors = (callback for callback in trainer.callbacks if isinstance(callback, trainer.strategy.monitors))
-        for callback in itertools.islice(monitors, 1):
-            self._before(callback, "on_train_epoch_end", lambda: results_of(trainer).join_epoch())
         self._automatic = epoch_loop.automatic_optimization
         self._automatic.output_result_cls = _MayBeSkipped(self._automatic.output_result_cls)
         self._predictions = Predictions(trainer, self.batches)
@@ -192,6 +191,7 @@ class Run:
         if self._undo is not None:
             self._undo()
             self._undo = None
+            self._collections.end()
 
     def end_prediction(self, output: Any) -> None:
         """``predict_step`` has returned. A collective in the first batch of each run."""
@@ -204,6 +204,7 @@ class Run:
             results_of(self._trainer).begin_batch(joins_steps)
         if self.batches.is_padding:
             self._undo = remember(self._model, self._metrics)
+            self._collections.begin()
 
     def joint_loss(self, closure: Callable[[], Any]) -> Any:
         """The loss of the whole batch."""
@@ -277,6 +278,7 @@ class Run:
     def _at_end_of_data(self) -> None:
         results_of(self._trainer).join_rest()
         results_of(self._trainer).join_epoch()
+        self._epoch_end.begin()
         if self._trainer.training:
             self.merge_buffers()
             for loader in self._loaders():

@@ -72,7 +72,6 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     ddp_strategy: Any  # the base class
     model: Any
     results_class: Callable[..., JointResults]
-    monitors: tuple[type, ...]  # callbacks that decide by what was logged
     add_worker_init_fn: Callable[[object, int], None]
     interactive: bool
 

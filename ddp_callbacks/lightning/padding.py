@@ -1,0 +1,70 @@
+"""A padding batch, which a rank without a sample computes in the place of its part, leaves no trace.
+
+Metrics and running statistics are put back. What a module or a callback has collected in a list of its own may be
+meant otherwise (a count of batches, say), so it stays, and the user is told.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ddp_callbacks.lightning.metrics import SyncedMetrics
+from ddp_callbacks.process_group import get_rank
+from ddp_callbacks.replicas import running_statistics
+
+
+def remember(module: torch.nn.Module, metrics: SyncedMetrics) -> Callable[[], None]:
+    """What makes metrics and running statistics forget what happens from now on."""
+    buffers = [(buffer, buffer.clone()) for buffer in running_statistics(module)]
+    restore = metrics.copy_states()
+
+    def undo() -> None:
+        restore()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    return undo
+
+
+class Collections:
+    """The lists of some objects; warns, once for each, if it grows by a padding batch.
+
+    Args:
+        owners: Objects whose attributes may be lists.
+    """
+
+    def __init__(self, owners: Iterable[Any]) -> None:
+        self._owners = list(owners)
+        self._warned: set[str] = set()
+        self._lengths: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """A padding batch begins."""
+        self._lengths = self._measure()
+
+    def end(self) -> None:
+        """It has ended."""
+        before, self._lengths = self._lengths, {}
+        for name, length in self._measure().items():
+            if length > before.get(name, length) and name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(
+                    f"{name} has grown in a batch of which rank {get_rank()} has no sample: it computes another batch "
+                    "in its place, which counts in nothing that is logged. What you compute from that list counts it; "
+                    "use a torchmetrics metric.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def _measure(self) -> dict[str, int]:
+        return {
+            f"{type(owner).__name__}.{name}": len(value)
+            for owner in self._owners
+            for name, value in vars(owner).items()
+            if type(value) is list and not name.startswith("__")
+        }
