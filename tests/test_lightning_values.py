@@ -273,28 +273,44 @@ def test_a_list_that_a_padding_batch_lengthens_is_named_once() -> None:
     assert second[0].startswith("Collects.outputs has grown in a batch of which rank 1 has no sample")
 
 
-class ReadsInTheStep(Net):
+class ReadsLate(Net):
+    """Only now and then, between two steps, what a hook behind the step before has logged."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first, self.read = first, list[float]()
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if batch_idx:
-            self.trainer.callback_metrics["behind"]
+        if batch_idx >= self.first:
+            self.read.append(float(self.trainer.callback_metrics["behind"]))
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
         self.log("behind", outputs["loss"])
 
 
-@case
-def reading_in_the_step() -> Any:
+def read_late(strategy: str, first: int) -> Any:
+    module = ReadsLate(first)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(OURS, ReadsInTheStep(), loader(48, 8), loader(13, 5, 9), log_every_n_steps=4)
-    return [str(warning.message) for warning in caught if "training_step reads" in str(warning.message)]
+        fit(strategy, module, loader(48, 8), loader(13, 5, 9), logger=False)
+    return module.read, [str(warning.message) for warning in caught if "was logged by a hook" in str(warning.message)]
 
 
-def test_a_step_that_reads_what_hooks_behind_the_step_before_have_logged_is_told_that_it_is_not_joined() -> None:
-    first, second = by_rank(reading_in_the_step)
-    assert len(first) == 1 and not second
-    assert "'behind' behind the step before: in training_step that is the process's own value" in first[0]
+@case
+def reading_late() -> Any:
+    return [read_late(OURS, first) for first in (1, 3)]
+
+
+def test_who_reads_between_steps_what_hooks_have_logged_gets_whole_values_or_is_told() -> None:
+    (always, _), (now_and_then, _) = alone(lambda: [read_late("auto", first) for first in (1, 3)])
+    for (read, silent), (read_late_, told) in by_rank(reading_late):
+        assert_equal(read, always, 1e-10)
+        assert not silent
+        assert_equal(read_late_[1:], now_and_then[1:], 1e-10)
+        assert len(told) == 1 and told[0].startswith(
+            "'behind' was logged by a hook behind the step before, and is read"
+        )
 
 
 # --- before the strategy is set up ------------------------------------------------------------------------------------
@@ -530,9 +546,15 @@ class HooksBefore(HooksBehind):
         pass
 
 
-class HooksBetween(HooksBehind):
-    def on_train_batch_start(self, *_: Any) -> None:
-        pass
+class ReadsBetween(HooksBehind):
+    """What it has logged in the step before; it needs it at once."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx:
+            self.log("before", self.trainer.callback_metrics["behind"] ** 2, on_step=True)
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log("behind", outputs["loss"])
 
 
 class LogsNorms(Net):
@@ -555,7 +577,7 @@ MESSAGES: dict[str, tuple[type[Net], dict[str, Any], list[int]]] = {
     "and a logger": (LogsNorms, {"log_every_n_steps": 3}, [1, 2, 1, 1]),
     "hooks of one rank": (Net, {}, [1, 1, 1, 1]),
     "hooks before the gradients": (HooksBefore, {}, [2, 2, 2, 2]),  # and the values
-    "hooks between the steps": (HooksBetween, {}, [2, 2, 2, 2]),  # the values of hooks behind the step before
+    "what reads those between the steps": (ReadsBetween, {}, [2, 2, 2, 2]),
     "many values": (LogsMuch, {}, [3, 2, 2, 2]),  # in the first such step they are sent again
 }
 

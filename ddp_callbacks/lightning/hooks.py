@@ -14,6 +14,7 @@ are together again at the end of the training data and of the epoch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -63,13 +64,13 @@ class Readers(NamedTuple):
     Attributes:
         before_gradients: Hooks between the step and the end of its backward.
         behind_step: Hooks behind the step at all, which may log; Lightning's own callbacks don't.
-        between_steps: What runs between two steps, and may read what those hooks have logged.
+        schedulers: They follow a logged value from step to step.
         loggers: They write at their interval.
     """
 
     before_gradients: bool
     behind_step: bool
-    between_steps: bool
+    schedulers: bool
     loggers: bool
 
 
@@ -88,7 +89,7 @@ def readers_of(trainer: Any) -> Readers:
     monitors = any(config.reduce_on_plateau and config.interval == "step" for config in configs)
     before = any_of(_BEFORE_GRADIENTS)
     behind = before or own or any_of(_BEHIND_GRADIENTS)
-    return Readers(before, behind, monitors or any_of({"on_train_batch_start"}), bool(trainer.loggers))
+    return Readers(before, behind, monitors, bool(trainer.loggers))
 
 
 def hooks_at_epoch_end(trainer: Any) -> list[str]:
@@ -176,6 +177,15 @@ def _home(owner: Any, hook: str) -> str | None:
     if hook in getattr(owner, "__dict__", {}):
         return "an attribute of the object"
     return next((kind.__module__ for kind in type(owner).__mro__ if hook in vars(kind)), None)
+
+
+def is_read_by_user(trainer: Any) -> bool:
+    """Whether what asks the Trainer for logged values at the moment is not Lightning's own code."""
+    package, frame = _package_of(trainer), sys._getframe(1)
+    inside = __package__, f"{package}.trainer."
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(inside):
+        frame = frame.f_back
+    return not str(frame.f_globals.get("__name__")).startswith(f"{package}.")
 
 
 def _package_of(trainer: Any) -> str:

@@ -47,7 +47,6 @@ from ddp_callbacks.lightning.history import NO_ROWS, SUMS, History, Parts, Recor
 from ddp_callbacks.lightning.hooks import Readers
 from ddp_callbacks.lightning.metrics import SyncedMetrics
 from ddp_callbacks.lightning.rows import SKIPPED, Part, Row, are_alike, checksum_of, encode_row, lengths
-from ddp_callbacks.process_group import get_rank
 
 _OF_STEP = "the logged values of a step"
 _OF_HOOKS = "the logged values of the hooks behind a step"
@@ -90,6 +89,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         metrics: SyncedMetrics,
         exchange: ScalarExchange,
         readers: Callable[[], Readers],
+        is_read_by_user: Callable[[], bool],
     ) -> None:
         super().__init__(training)
         self._lightnings = tuple(vars(self))  # names of attributes
@@ -97,22 +97,22 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._metrics = metrics
         self._exchange = exchange
         self._devices = DeviceExchange()
-        self._readers_here = readers
+        self._readers_here, self._is_read_by_user = readers, is_read_by_user
         self._readers = Readers(True, True, True, True)  # on any rank
         self._given = False
         self._step: list[tuple[str, Record]] = []  # logged in this step, and not yet joined
         self._step_metrics: list[tuple[str, Metric, list[torch.Tensor]]] = []  # torchmetrics, and the batch's states
-        self._late: set[str] = set()  # keys that hooks have logged behind the step before, and that are not yet joined
+        self._late: set[str] = set()  # keys that hooks have logged behind the step before
         self._epoch: dict[str, History] = {}
         self._on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
         self._sent: Sent | None = None
         self._last: list[Row] = []  # what came in the step before
         self._differing = DifferingValues()
-        self._warned: set[str] = set()  # keys
+        self._reads_between: bool | None = None  # whether any rank reads between steps; None: nobody knows yet
+        self._is_reading, self._warned = False, False
         self._told: list[bool] = []  # flags that came with it
         self._joins_steps = True
         self._in_batch, self._position, self._samples = False, -1, 0
-        self.is_in_step = False  # training_step runs
 
     def __reduce__(self) -> Any:
         """A copy, or a pickle, is Lightning's own collection of what is joined already."""
@@ -157,7 +157,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """As Lightning's, of what is joined; it communicates nothing."""
         if on_step:
             self._take_arrived()
-            self._warn_of_reading(result_metric)
+            self._note_reading(result_metric)
         elif result_metric.meta.on_epoch and not is_computed(result_metric):
             return self._own_value(result_metric)
         value: torch.Tensor | None = super()._get_cache(result_metric, on_step)
@@ -177,7 +177,6 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         Args:
             joins_steps: Whether all ranks have as many batches, so that they can meet in each.
         """
-        self._late = {key for key, _ in self._step} | {key for key, *_ in self._step_metrics}
         self._position += 1
         self._samples += self._batches.share.local
         self._in_batch, self._joins_steps = True, joins_steps
@@ -190,6 +189,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         A collective if steps join.
         """
         told: Sequence[bool] = ()
+        self._late = {key for key, _ in self._step} | {key for key, *_ in self._step_metrics}
         if self._joins_steps:
             self.take_step()
             told, self._told = self._told, []
@@ -207,7 +207,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             are_read: Whether a logger writes now.
         """
         readers = self._readers
-        if self._joins_steps and readers.behind_step and (readers.between_steps or (readers.loggers and are_read)):
+        reads = self._reads_between is not False or readers.schedulers or (readers.loggers and are_read)
+        if self._joins_steps and readers.behind_step and reads:
             self.join_step()
 
     def join_rest(self) -> None:
@@ -247,8 +248,9 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             Whether it travels with the carrier.
         """
         self.take_step()
+        self._late = set()
         is_carried = self._may_be_carried(carrier)
-        self._send(flags, _OF_STEP, skipped, carrier if is_carried else None)
+        self._send([*flags, self._is_reading], _OF_STEP, skipped, carrier if is_carried else None)
         return is_carried
 
     def is_skipped(self) -> bool:
@@ -260,7 +262,9 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """Take what was sent, if that has not been done. A collective."""
         if self._sent is not None:
             self._last = self._take()
-            self._told = _raised(self._last)
+            *self._told, reads = _raised(self._last)
+            if self._position > 0:
+                self._reads_between = bool(self._reads_between) or reads
 
     def join_step(self) -> None:
         """Join what was logged in this step. A collective."""
@@ -301,15 +305,22 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         rows = self._exchange.exchange([*map(float, self._readers_here())], "who reads the logged values of a step")
         self._readers = Readers(*(any(column) for column in zip(*rows, strict=True)))
 
-    def _warn_of_reading(self, result_metric: Any) -> None:
-        """Where ``training_step`` reads what was logged behind the step before, which is on its way still."""
-        late = [key for key in self._late if self[key] is result_metric]
-        if self.is_in_step and get_rank() == 0 and not self._warned.issuperset(late):
-            self._warned.update(late)
+    def _note_reading(self, result_metric: Any) -> None:
+        """Note whether somebody reads what was logged behind the step before, between that and this step's sum.
+
+        From the end of this step on it is joined in time. In the first step of a run it always is, so only somebody who
+        begins to read later gets the process's own value, and is told.
+        """
+        late = [key for key in self._late if self._in_batch and self[key] is result_metric]
+        if not late or not self._is_read_by_user():
+            return
+        self._is_reading = True
+        if self._reads_between is False and not self._warned:
+            self._warned = True
             warnings.warn(
-                f"training_step reads the logged values, and a hook has logged {result_metric.meta.name!r} behind the "
-                "step before: in training_step that is the process's own value. Read it in a hook, as in "
-                "on_train_batch_start.",
+                f"{result_metric.meta.name!r} was logged by a hook behind the step before, and is read before the "
+                "gradients of this step are summed for the first time in this run: it is the process's own value. From "
+                "the next step on it is that of the whole batch.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -359,7 +370,6 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _send(self, flags: Sequence[bool], doing: str, skipped: bool = False, carrier: Carrier | None = None) -> None:
         (numbers, self._step), (metrics, self._step_metrics) = (self._step, []), (self._step_metrics, [])
-        self._late = set()
         takes = self._devices.takes
         numbers.sort(key=lambda each: takes(each[1].value))
         states = [(key, states) for key, _, states in metrics]

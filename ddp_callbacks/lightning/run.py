@@ -30,7 +30,7 @@ from ddp_callbacks.lightning._lightning import (
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight
 from ddp_callbacks.lightning.decisions import NONE, Decisions
 from ddp_callbacks.lightning.epoch_end import EpochEndHooks
-from ddp_callbacks.lightning.hooks import HookDrawing, readers_of
+from ddp_callbacks.lightning.hooks import HookDrawing, is_read_by_user, readers_of
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import SyncedMetrics
@@ -75,8 +75,8 @@ class Run:
         epoch_loop, connector = trainer.fit_loop.epoch_loop, logger_connector(trainer)
         evaluations = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
         self._loops = (trainer.fit_loop, *evaluations, trainer.predict_loop)
-        readers = functools.partial(readers_of, trainer)
-        shared = (self.batches, self._metrics, self._exchange, readers)
+        readers = functools.partial(readers_of, trainer), functools.partial(is_read_by_user, trainer)
+        shared = (self.batches, self._metrics, self._exchange, *readers)
         for loop in (epoch_loop, *evaluations):
             replace_results(loop, lambda training: results_class(training, *shared))
         self._replaced: list[Replaced] = []
@@ -128,9 +128,7 @@ class Run:
         if not results.is_in_batch:  # training_step(dataloader_iter)
             self.batches.let_draw(self._loaders())
             self._begin_batch(self._meets())
-        results.is_in_step = True
         output = step()
-        results.is_in_step = False
         self.batches.settle()
         if not results.joins_steps:
             return output

@@ -49,6 +49,14 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class GradientNorm(pl.Callback):
+    """A hook behind the step, as many people have one."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        norms = torch.stack([parameter.grad.norm() for parameter in pl_module.parameters()])
+        pl_module.log("norm", norms.norm())
+
+
 class Clock(pl.Callback):
     """Seconds per step, from the end of the warm-up to the last step."""
 
@@ -65,7 +73,7 @@ class Clock(pl.Callback):
         self.seconds = (time.perf_counter() - self._start) / (trainer.global_step - WARM_UP)
 
 
-def time_block(strategy: str, model: nn.Module, workload: Workload, steps: int) -> float:
+def time_block(strategy: str, model: nn.Module, workload: Workload, steps: int, hooks: list[pl.Callback]) -> float:
     """Seconds per step."""
     world_size, steps = dist.get_world_size(), steps + WARM_UP
     # ddp_callbacks divides a batch among the processes, ddp gives each its own.
@@ -80,7 +88,7 @@ def time_block(strategy: str, model: nn.Module, workload: Workload, steps: int) 
         max_steps=steps,
         max_epochs=-1,
         logger=False,
-        callbacks=[clock],
+        callbacks=[clock, *hooks],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -89,17 +97,19 @@ def time_block(strategy: str, model: nn.Module, workload: Workload, steps: int) 
     return clock.seconds
 
 
-def time_rounds(workload: Workload, rounds: int, block_seconds: float) -> dict[str, list[float]]:
+def time_rounds(
+    workload: Workload, rounds: int, block_seconds: float, hooks: list[pl.Callback]
+) -> dict[str, list[float]]:
     """Seconds per step under each strategy, one entry per round."""
     torch.manual_seed(0)
     model = workload.build()
-    count = torch.tensor(max(10, int(block_seconds / time_block(BASELINE, model, workload, 20))))
+    count = torch.tensor(max(10, int(block_seconds / time_block(BASELINE, model, workload, 20, hooks))))
     dist.broadcast(count, 0)
     times: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     for index in range(rounds):
         turn = index % len(STRATEGIES)
         for name in STRATEGIES[turn:] + STRATEGIES[:turn]:
-            times[name].append(time_block(name, model, workload, int(count)))
+            times[name].append(time_block(name, model, workload, int(count), hooks))
     return times
 
 
@@ -116,7 +126,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help="blocks per strategy (default 20)")
     parser.add_argument("--block-seconds", type=float, default=0.5, help="about how long a block takes (default 0.5)")
+    parser.add_argument("--hook", action="store_true", help="log the norm of the gradients in a hook behind the step")
     arguments = parser.parse_args()
+    hooks: list[pl.Callback] = [GradientNorm()] if arguments.hook else []
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -129,7 +141,7 @@ def main() -> None:
             flush=True,
         )
     for workload in WORKLOADS:
-        times = time_rounds(workload, arguments.rounds, arguments.block_seconds)
+        times = time_rounds(workload, arguments.rounds, arguments.block_seconds, hooks)
         if env.rank == 0:
             print(table(workload.name, times), flush=True)
     leave_process_group()
