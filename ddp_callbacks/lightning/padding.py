@@ -32,7 +32,7 @@ def remember(module: torch.nn.Module, metrics: SyncedMetrics) -> Callable[[], No
 
 
 class Collections:
-    """The lists of some objects; warns, once for each, if it grows by a padding batch.
+    """The lists of tensors of some objects; warns, once for each, if it grows by a padding batch.
 
     Args:
         owners: Objects whose attributes may be lists.
@@ -51,7 +51,7 @@ class Collections:
         """It has ended."""
         before, self._lengths = self._lengths, {}
         for name, length in self._measure().items():
-            if length > before.get(name, length) and name not in self._warned:
+            if length > before.get(name, 0) and name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(
                     f"{name} has grown in a batch of which rank {get_rank()} has no sample: it computes another batch "
@@ -66,5 +66,10 @@ class Collections:
             f"{type(owner).__name__}.{name}": len(value)
             for owner in self._owners
             for name, value in vars(owner).items()
-            if type(value) is list and not name.startswith("__")
+            if type(value) is list and value and _holds_tensors(value[-1])
         }
+
+
+def _holds_tensors(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(part, torch.Tensor) for part in parts)
