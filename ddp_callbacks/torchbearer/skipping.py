@@ -134,7 +134,7 @@ class _Skipped(Exception):
 
 def _all_skipped(state: State) -> str:
     return (
-        f"all {state[torchbearer.STEPS]} batches of epoch {state[torchbearer.EPOCH]} were skipped, because their losses "
+        f"all {state[torchbearer.STEPS]} batches of epoch {state[torchbearer.EPOCH]} were skipped: their losses "
         "were not finite. Perhaps the parameters are not finite: begin with a checkpoint from before, a smaller "
         "learning rate, or gradient clipping."
     )
