@@ -111,7 +111,7 @@ class BadBatches:
             where: The batch: "epoch 0, batch 17".
         """
         self._skipped += 1
-        self._by_rank.update(faults)
+        self._by_rank.update(faults.keys())
         if self._skipped > _TOLD and not _is_round(self._skipped):
             return
         self._told += 1

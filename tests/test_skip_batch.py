@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchbearer
 import torchmetrics
 from distributed import run_distributed
-from lightning_scenarios import CLASSES, FEATURES, Net, fit, loader, quiet
+from lightning_scenarios import CLASSES, FEATURES, Net, fit, loader, outcome, quiet, trainer
+from nursery import HOSTNAME
 from test_equivalence import assert_equal
 from torch import nn
 from torch.nn import functional as F
@@ -27,8 +31,12 @@ from torchbearer.callbacks import StepLR
 from two_hosts import live_on_hosts
 
 import ddp_callbacks.skipping
+from ddp_callbacks import DiLoCo, LocalSGD
+from ddp_callbacks.comm.shared_memory import SWITCH
+from ddp_callbacks.errors import ConfigurationError, DDPCallbacksError
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.process_group import resolve_group
+from ddp_callbacks.skipping import BadBatches, Fault
 from ddp_callbacks.torchbearer import DDPCallback
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results("world")]
@@ -382,3 +390,248 @@ def test_batches_that_are_bad_on_one_process_are_skipped_by_all_as_on_one(world:
 def test_a_world_of_one_skips_what_it_would_skip_by_returning_none(name: str) -> None:
     with quiet():
         assert_equal(plain(SCENARIOS[name]("ours")), one_process(name), relative=0.0)
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", TWO)
+def test_each_skipped_batch_is_reported_once_with_rank_host_and_batch(world: str) -> None:
+    (_, of_zero), (_, of_one) = on_ranks(world)
+    assert not any(of_one.values())
+    for name, said in of_zero.items():
+        assert said or name == "parts that count nothing", name
+        for text in said:
+            reason = rf"rank \d \(host {re.escape(HOSTNAME)}, pid \d+\): (training_step returned None|the loss is \w+)"
+            assert re.fullmatch(rf"epoch \d, batch \d+ is skipped( \(.*\))?\. {reason}(; {reason})*", text), text
+    kinds = [re.sub(r".*the loss is ", "", text) for text in of_zero["momentum"]]
+    assert set(kinds) == {"NaN", "infinite"}
+    assert all("training_step returned None" in text for text in of_zero["none early"])
+
+
+def test_many_skipped_batches_are_reported_now_and_then_and_counted_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(ddp_callbacks.skipping, "say", lambda text, level: said.append(text))
+    bad = BadBatches(None)
+    for batch in range(10_000):
+        bad.report(bad.agree(Fault.NAN, 1.0), f"epoch 0, batch {batch}")
+    bad.close()
+    assert len(said) == 10 + 9 + 1
+    assert f"epoch 0, batch 0 is skipped. rank 0 (host {HOSTNAME}, pid {os.getpid()}): the loss is NaN" == said[0]
+    assert said[-2].startswith(
+        "epoch 0, batch 9999 is skipped (10000 so far; not each is reported from now on). rank 0"
+    )
+    assert said[-1] == "10000 batches were skipped in this run, because of rank 0 for 10000"
+
+
+# --- without the option -----------------------------------------------------------------------------------------------
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    """That of a run, which is over for all ranks."""
+    try:
+        with quiet():
+            function()
+    except (DDPCallbacksError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def fail_without_the_option(over_gloo: bool, sync: Any) -> str:
+    if over_gloo:
+        os.environ[SWITCH] = "0"
+    rows = DataLoader(faulty_data(64, 8, 3, (NAN,)), 8)
+    return error_of(lambda: fit(CallbackStrategy(sync=sync), Faulty("early"), rows))
+
+
+@pytest.mark.parametrize("over_gloo", [False, True])
+def test_without_the_option_none_on_some_ranks_is_an_error_with_rank_host_and_remedy(over_gloo: bool) -> None:
+    errors = run_distributed(fail_without_the_option, 2, over_gloo, "every_step")
+    (raised,) = (text for text in errors if text.startswith("SkippedBatchError"))
+    (heard,) = (text for text in errors if text.startswith("PeerError"))
+    rank = errors.index(raised)
+    assert re.fullmatch(
+        rf"SkippedBatchError: rank {rank} \(host {re.escape(HOSTNAME)}, pid \d+\): training_step returned None in "
+        rf"epoch 0, batch \d, where rank {1 - rank} has a loss\. All processes must skip a batch, or none\. To skip "
+        r'the whole batch whenever one process returns None, use CallbackStrategy\(skip_batch="no_loss"\)\.',
+        raised,
+    )
+    assert f"rank {rank} (host {HOSTNAME}" in heard and "failed with SkippedBatchError" in heard
+
+
+def test_none_in_a_local_step_is_an_error_with_rank_host_and_remedy() -> None:
+    errors = run_distributed(fail_without_the_option, 2, False, LocalSGD(every=50))
+    (raised,) = (text for text in errors if text.startswith("SkippedBatchError"))
+    assert f"rank {errors.index(raised)} (host {HOSTNAME}, pid " in raised
+    assert "with local steps (sync=...) the processes do not meet in each step" in raised
+
+
+class CountsMessages(Net):
+    """How many collectives have been started when each step begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.at.append(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
+
+
+def count_messages() -> list[list[int]]:
+    os.environ[SWITCH] = "0"
+    counts = []
+    with quiet():
+        for skip_batch in (None, "non_finite", "any"):
+            module = CountsMessages()
+            fit(CallbackStrategy(skip_batch=skip_batch), module, loader(64, 8), max_epochs=1)
+            counts.append([after - before for before, after in zip(module.at[2:], module.at[3:], strict=False)])
+    return counts
+
+
+def test_the_option_costs_one_message_in_each_step_and_nothing_without_it() -> None:
+    for off, non_finite, either in run_distributed(count_messages, 2):
+        assert off == [1] * len(off)  # the gradients
+        assert non_finite == either == [2] * len(off)
+
+
+# --- together with other settings -------------------------------------------------------------------------------------
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def lbfgs(module: Any) -> Any:
+    return torch.optim.LBFGS(module.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (Manual, 'skip_batch="any" needs automatic optimization: Manual optimizes manually'),
+        (functools.partial(Net, optimizer=lbfgs), 'skip_batch="any" does not work with LBFGS'),
+    ],
+)
+def test_modules_that_take_steps_in_another_way_are_refused_by_name(module: Any, says: str) -> None:
+    with quiet(), pytest.raises(ConfigurationError, match=re.escape(says)):
+        fit(CallbackStrategy(skip_batch="any"), module())
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: CallbackStrategy(skip_batch="none"),
+            'skip_batch must be None, "no_loss" (training_step returned None)',
+        ),
+        (lambda: CallbackStrategy(skip_batch="any", sync=LocalSGD(every=8)), "they do not meet in each step"),
+        (lambda: DDPCallback(skip_batch="non_finite", sync=DiLoCo(every=8)), "they do not meet in each step"),
+        (lambda: DDPCallback(skip_batch="any"), 'skip_batch must be None or "non_finite" in a Trial'),
+        (lambda: DDPCallback(skip_batch="nan"), "skip_batch must be None"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused_with_a_remedy(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        make()
+
+
+def test_the_option_comes_from_a_command_line() -> None:
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    args = ["--trainer.strategy=ddp_callbacks.lightning.CallbackStrategy", "--trainer.strategy.skip_batch=any"]
+    with quiet():
+        made = LightningCLI(Net, args=[*args, "--trainer.accelerator=cpu"], run=False).trainer.strategy
+    assert made._skip_batch == "any"
+
+
+def other_settings() -> Any:
+    said = collecting()
+    late = DataLoader(faulty_data(80, 8, 3), 8)
+    with quiet():
+        verified = fit(CallbackStrategy(skip_batch="any", verify="first_batch"), Faulty("late"), late, loader(5, 2, 9))
+        half = fit(CallbackStrategy(skip_batch="any"), Faulty("never"), late, precision="bf16-mixed")
+        differing = error_of(lambda: fit(CallbackStrategy(skip_batch="any" if dist.get_rank() else None), Net()))
+        early = error_of(
+            lambda: fit(CallbackStrategy(skip_batch="any"), Normalized(returns_none="early"), late, sync_batchnorm=True)
+        )
+    return plain(verified), half["parameters"], differing, early, said
+
+
+@functools.cache
+def with_other_settings() -> list[Any]:
+    return run_distributed(other_settings, 2)
+
+
+def test_verifying_the_first_batch_and_skipping_others_go_together() -> None:
+    with quiet():
+        expected = plain(fit("auto", Faulty("late"), DataLoader(faulty_data(80, 8, 3), 8), loader(5, 2, 9)))
+    for verified, *_ in with_other_settings():
+        assert_equal(verified, expected, RELATIVE)
+
+
+def test_parameters_stay_finite_in_mixed_precision() -> None:
+    (_, first, *_), (_, second, *_) = with_other_settings()
+    assert all(value.isfinite().all() for value in first.values())
+    assert_equal(first, second, 0.0)
+
+
+def test_ranks_with_different_settings_do_not_train() -> None:
+    for _, _, text, *_ in with_other_settings():
+        assert text.startswith("MismatchError") and "skip_batch: None on rank 0; any on rank 1" in text
+
+
+def test_none_before_a_synchronized_batchnorm_is_an_error_and_no_hang() -> None:
+    texts = [early for *_, early, _ in with_other_settings()]
+    assert any("whether to skip the batch" in text and "the statistics of layers.0" in text for text in texts), texts
+
+
+# --- a Trial ----------------------------------------------------------------------------------------------------------
+
+
+def diverge() -> str:
+    model = nn.Linear(FEATURES, CLASSES).double()
+    rows = DataLoader(TensorDataset(torch.full((12, FEATURES), NAN).double(), torch.arange(12) % CLASSES), 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    callbacks = [DDPCallback(skip_batch="non_finite")]
+    made = Trial(model, optimizer, nn.CrossEntropyLoss(), metrics=["loss"], callbacks=callbacks, verbose=0)
+    made.to("cpu", torch.float64).with_train_generator(rows)
+    return error_of(lambda: made.run(2))
+
+
+def test_a_trial_all_of_whose_batches_are_bad_stops_everywhere() -> None:
+    expected = "SkippedBatchError: all 3 batches of epoch 0 were skipped: their losses were not finite."
+    assert diverge().startswith(expected)
+    for text in run_distributed(diverge, 2):
+        assert text.startswith((expected, "PeerError"))
+
+
+# --- a long run -------------------------------------------------------------------------------------------------------
+
+
+def train_long(steps: int, over_gloo: bool) -> Any:
+    if over_gloo:
+        os.environ[SWITCH] = "0"
+    said = collecting()
+    rows = faulty_data(4 * steps, 4, 11)
+    with quiet():
+        made = trainer(CallbackStrategy(skip_batch="any"), max_epochs=1, logger=False)
+        module = Faulty("late" if steps % 2 else "never", optimizer=adam)
+        made.fit(module, DataLoader(rows, 4))
+    return outcome(made, module)["parameters"], made.global_step, said
+
+
+@pytest.mark.parametrize("over_gloo", [False, True])
+@pytest.mark.parametrize("steps", [301, pytest.param(10_000, marks=pytest.mark.wide)])
+def test_a_run_with_a_bad_batch_in_twenty_ends_with_equal_replicas(steps: int, over_gloo: bool) -> None:
+    (first, count, said), (second, *_) = run_distributed(train_long, 2, steps, over_gloo)
+    assert count == steps
+    assert all(value.isfinite().all() for value in first.values())
+    assert_equal(first, second, 0.0)
+    skipped = round(FAULTY * steps)
+    assert said[-1].startswith(f"{skipped} batches were skipped in this run, because of rank 0 for ")
