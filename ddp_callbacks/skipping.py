@@ -62,7 +62,7 @@ def check_skip_batch(skip_batch: str | None, sync: object) -> None:
         )
     if sync != "every_step":
         raise ConfigurationError(
-            f"skip_batch={skip_batch!r} lets all processes decide in each step, but with sync={sync!r} they do not "
+            f'skip_batch="{skip_batch}" lets all processes decide in each step, but with sync={sync!r} they do not '
             'meet in each step. Leave out skip_batch, or use sync="every_step".'
         )
 

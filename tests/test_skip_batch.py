@@ -12,6 +12,7 @@ import os
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import torchbearer
 import torchmetrics
 from distributed import run_distributed
 from lightning_scenarios import CLASSES, FEATURES, Net, fit, loader, outcome, quiet, trainer
-from nursery import HOSTNAME
+from nursery import HOSTNAME, Nursery, noting_errors
 from test_equivalence import assert_equal
 from torch import nn
 from torch.nn import functional as F
@@ -33,7 +34,7 @@ from two_hosts import live_on_hosts
 import ddp_callbacks.skipping
 from ddp_callbacks import DiLoCo, LocalSGD
 from ddp_callbacks.comm.shared_memory import SWITCH
-from ddp_callbacks.errors import ConfigurationError, DDPCallbacksError
+from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.skipping import BadBatches, Fault
@@ -429,26 +430,26 @@ def test_many_skipped_batches_are_reported_now_and_then_and_counted_at_the_end(
 # --- without the option -----------------------------------------------------------------------------------------------
 
 
-def error_of(function: Callable[[], Any]) -> str:
-    """That of a run, which is over for all ranks."""
-    try:
-        with quiet():
-            function()
-    except (DDPCallbacksError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+def errors_of(nursery: Nursery, folder: Path, body: Callable[..., None], *args: Any) -> list[str]:
+    """What each of two ranks has raised."""
+    ranks = nursery.run(body, 2, folder, *args)
+    assert [rank.code for rank in ranks] == [1, 1], [rank.stderr for rank in ranks]
+    return [": ".join(rank.notes["error"]) for rank in ranks]
 
 
-def fail_without_the_option(over_gloo: bool, sync: Any) -> str:
+def fail_without_the_option(over_gloo: bool, every: int) -> None:
     if over_gloo:
         os.environ[SWITCH] = "0"
     rows = DataLoader(faulty_data(64, 8, 3, (NAN,)), 8)
-    return error_of(lambda: fit(CallbackStrategy(sync=sync), Faulty("early"), rows))
+    with quiet(), noting_errors():
+        fit(CallbackStrategy(sync=LocalSGD(every=every) if every else "every_step"), Faulty("early"), rows)
 
 
 @pytest.mark.parametrize("over_gloo", [False, True])
-def test_without_the_option_none_on_some_ranks_is_an_error_with_rank_host_and_remedy(over_gloo: bool) -> None:
-    errors = run_distributed(fail_without_the_option, 2, over_gloo, "every_step")
+def test_without_the_option_none_on_some_ranks_is_an_error_with_rank_host_and_remedy(
+    nursery: Nursery, tmp_path: Path, over_gloo: bool
+) -> None:
+    errors = errors_of(nursery, tmp_path, fail_without_the_option, over_gloo, 0)
     (raised,) = (text for text in errors if text.startswith("SkippedBatchError"))
     (heard,) = (text for text in errors if text.startswith("PeerError"))
     rank = errors.index(raised)
@@ -461,9 +462,9 @@ def test_without_the_option_none_on_some_ranks_is_an_error_with_rank_host_and_re
     assert f"rank {rank} (host {HOSTNAME}" in heard and "failed with SkippedBatchError" in heard
 
 
-def test_none_in_a_local_step_is_an_error_with_rank_host_and_remedy() -> None:
-    errors = run_distributed(fail_without_the_option, 2, False, LocalSGD(every=50))
-    (raised,) = (text for text in errors if text.startswith("SkippedBatchError"))
+def test_none_in_a_local_step_is_an_error_with_rank_host_and_remedy(nursery: Nursery, tmp_path: Path) -> None:
+    errors = errors_of(nursery, tmp_path, fail_without_the_option, False, 50)
+    raised = next(text for text in errors if text.startswith("SkippedBatchError"))
     assert f"rank {errors.index(raised)} (host {HOSTNAME}, pid " in raised
     assert "with local steps (sync=...) the processes do not meet in each step" in raised
 
@@ -551,16 +552,17 @@ def test_the_option_comes_from_a_command_line() -> None:
 
 
 def other_settings() -> Any:
-    said = collecting()
+    collecting()
+    differing = ""
     late = DataLoader(faulty_data(80, 8, 3), 8)
     with quiet():
         verified = fit(CallbackStrategy(skip_batch="any", verify="first_batch"), Faulty("late"), late, loader(5, 2, 9))
         half = fit(CallbackStrategy(skip_batch="any"), Faulty("never"), late, precision="bf16-mixed")
-        differing = error_of(lambda: fit(CallbackStrategy(skip_batch="any" if dist.get_rank() else None), Net()))
-        early = error_of(
-            lambda: fit(CallbackStrategy(skip_batch="any"), Normalized(returns_none="early"), late, sync_batchnorm=True)
-        )
-    return plain(verified), half["parameters"], differing, early, said
+        try:
+            fit(CallbackStrategy(skip_batch="any" if dist.get_rank() else None), Net())
+        except MismatchError as error:
+            differing = str(error)
+    return plain(verified), half["parameters"], differing
 
 
 @functools.cache
@@ -576,39 +578,46 @@ def test_verifying_the_first_batch_and_skipping_others_go_together() -> None:
 
 
 def test_parameters_stay_finite_in_mixed_precision() -> None:
-    (_, first, *_), (_, second, *_) = with_other_settings()
+    (_, first, _), (_, second, _) = with_other_settings()
     assert all(value.isfinite().all() for value in first.values())
     assert_equal(first, second, 0.0)
 
 
 def test_ranks_with_different_settings_do_not_train() -> None:
-    for _, _, text, *_ in with_other_settings():
-        assert text.startswith("MismatchError") and "skip_batch: None on rank 0; any on rank 1" in text
+    for _, _, text in with_other_settings():
+        assert "skip_batch: None on rank 0; any on rank 1" in text
 
 
-def test_none_before_a_synchronized_batchnorm_is_an_error_and_no_hang() -> None:
-    texts = [early for *_, early, _ in with_other_settings()]
+def return_none_before_a_synchronized_layer() -> None:
+    rows = DataLoader(faulty_data(80, 8, 3), 8)
+    with quiet(), noting_errors():
+        fit(CallbackStrategy(skip_batch="any"), Normalized(returns_none="early"), rows, sync_batchnorm=True)
+
+
+def test_none_before_a_synchronized_batchnorm_is_an_error_and_no_hang(nursery: Nursery, tmp_path: Path) -> None:
+    texts = errors_of(nursery, tmp_path, return_none_before_a_synchronized_layer)
     assert any("whether to skip the batch" in text and "the statistics of layers.0" in text for text in texts), texts
 
 
 # --- a Trial ----------------------------------------------------------------------------------------------------------
 
 
-def diverge() -> str:
+def diverge() -> None:
     model = nn.Linear(FEATURES, CLASSES).double()
     rows = DataLoader(TensorDataset(torch.full((12, FEATURES), NAN).double(), torch.arange(12) % CLASSES), 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     callbacks = [DDPCallback(skip_batch="non_finite")]
     made = Trial(model, optimizer, nn.CrossEntropyLoss(), metrics=["loss"], callbacks=callbacks, verbose=0)
     made.to("cpu", torch.float64).with_train_generator(rows)
-    return error_of(lambda: made.run(2))
+    with noting_errors():
+        made.run(2)
 
 
-def test_a_trial_all_of_whose_batches_are_bad_stops_everywhere() -> None:
-    expected = "SkippedBatchError: all 3 batches of epoch 0 were skipped: their losses were not finite."
-    assert diverge().startswith(expected)
-    for text in run_distributed(diverge, 2):
-        assert text.startswith((expected, "PeerError"))
+def test_a_trial_all_of_whose_batches_are_bad_stops_everywhere(nursery: Nursery, tmp_path: Path) -> None:
+    expected = "all 3 batches of epoch 0 were skipped: their losses were not finite."
+    texts = errors_of(nursery, tmp_path, diverge)
+    assert any(text.startswith(f"SkippedBatchError: {expected}") for text in texts)
+    assert all(expected in text for text in texts)
 
 
 # --- a long run -------------------------------------------------------------------------------------------------------

@@ -41,7 +41,8 @@ class Skipping:
         module = trainer.lightning_module
         if not module.automatic_optimization:
             raise ConfigurationError(
-                f"skip_batch={skip_batch!r} needs automatic optimization: {type(module).__name__} optimizes manually, "
+                f'skip_batch="{skip_batch}" needs automatic optimization: '
+                f"{type(module).__name__} optimizes manually, "
                 "where training_step may return None, and takes steps itself. Leave out skip_batch, and look at the "
                 "loss before manual_backward."
             )
@@ -55,7 +56,7 @@ class Skipping:
         for optimizer in map(torch_optimizer, optimizers):
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ConfigurationError(
-                    f"skip_batch={self._setting!r} does not work with LBFGS, which computes the loss several times per "
+                    f'skip_batch="{self._setting}" does not work with LBFGS, which computes the loss several times per '
                     "step and cannot go on without it. Leave out skip_batch, or use another optimizer."
                 )
 
