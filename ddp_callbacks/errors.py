@@ -6,7 +6,8 @@
     ├── ConfigurationError (ValueError)     a setting is invalid; the message has the rule, the value and the remedy
     │   └── RendezvousError                 the processes could not meet within the timeout
     ├── MismatchError (ValueError)          the ranks hold different models, settings, data or metrics
-    └── PeerError (RuntimeError)            another rank failed, died or went silent
+    ├── PeerError (RuntimeError)            another rank failed, died or went silent
+    └── SkippedBatchError (RuntimeError)    a batch has a loss on some ranks only, or no batch of an epoch has one
 
     NonFiniteLossWarning (RuntimeWarning)   the first loss that is NaN or infinite
 """
@@ -37,6 +38,10 @@ class MismatchError(DDPCallbacksError, ValueError):
 
 class PeerError(DDPCallbacksError, RuntimeError):
     """Another rank raised, died, left or went silent. The message names the rank and its host."""
+
+
+class SkippedBatchError(DDPCallbacksError, RuntimeError):
+    """Some ranks want to skip a batch and others not, or no batch of an epoch could be trained on."""
 
 
 class NonFiniteLossWarning(RuntimeWarning):

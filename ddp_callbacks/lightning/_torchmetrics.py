@@ -72,6 +72,25 @@ def copy_all(metric: Metric) -> Callable[[], None]:
     return restore
 
 
+def remember_updates(metric: Metric) -> tuple[Callable[[], bool], Callable[[], None]]:
+    """Two functions: whether the metric has been updated from now on, and one that makes it forget that.
+
+    Lists are copied without their entries, which metrics only append to.
+    """
+    states = {
+        name: state.detach().clone() if isinstance(state, torch.Tensor) else [*state]
+        for name, state in metric.metric_state.items()
+    }
+    count, computed, value = metric._update_count, metric._computed, metric._forward_cache
+
+    def forget() -> None:
+        for name, state in states.items():
+            setattr(metric, name, state)
+        metric._update_count, metric._computed, metric._forward_cache = count, computed, value
+
+    return lambda: bool(metric._update_count != count), forget
+
+
 def merge_states(metric: Metric, gather: Callable[..., list[torch.Tensor]]) -> None:
     """Replace each state by what the metric makes of those that ``gather`` returns for it."""
     metric._sync_dist(gather)

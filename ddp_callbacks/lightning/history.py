@@ -6,7 +6,7 @@ with the number of batches. Others keep a row for each record, by batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,18 @@ class History:
             values = stack(self._row_values).cpu()
             rows = torch.cat([torch.tensor(self._rows, dtype=torch.float64), values[:, None]], dim=1)
         return sums, rows
+
+    def remember(self) -> Callable[[], None]:
+        """What makes it forget the records that are added from now on."""
+        state = {"dtype": self.dtype, "_keeps_rows": self._keeps_rows, "_last": self._last}
+        records, sums, count = [*self._records], self._sums, len(self._rows)
+
+        def forget() -> None:
+            vars(self).update(state)
+            self._records, self._sums = records, sums
+            del self._rows[count:], self._row_values[count:]
+
+        return forget
 
     def _keeps_row(self, record: Record) -> bool:
         if record.position < 0:

@@ -105,6 +105,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._late: set[str] = set()  # keys that hooks have logged behind the step before
         self._epoch: dict[str, History] = {}
         self._on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
+        self._logged: set[str] = set()  # keys, since remember()
         self._sent: Sent | None = None
         self._last: list[Row] = []  # what came in the step before
         self._differing = DifferingValues()
@@ -134,6 +135,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Record a number; Lightning's own accumulation gets it when it has been joined."""
         metric = self[key]
+        self._logged.add(key)
         if not metric.is_tensor and metric.meta.on_step and self._joins_steps:
             self._on_step.add(id(value))
             states = [] if self._batches.is_padding else list(self._metrics.batch_states(value))
@@ -253,10 +255,25 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._send([*flags, self._is_reading], _OF_STEP, skipped, carrier if is_carried else None)
         return is_carried
 
-    def is_skipped(self) -> bool:
-        """Whether ``training_step`` has returned nothing on any rank, and then whether on all."""
+    def skipped_by(self) -> list[bool]:
+        """For each rank, whether ``training_step`` has returned nothing there. Blocks until all have sent theirs."""
         assert self._sent is not None
-        return all(row[SKIPPED] for row in self._sent.rows.arrive()[0])
+        return [bool(row[SKIPPED]) for row in self._sent.rows.arrive()[0]]
+
+    def remember(self) -> Callable[[], dict[str, Callable[[], None]]]:
+        """What tells, for each key that is logged in this step from now on, how to forget what was logged under it."""
+        before = {key: dict(vars(metric)) for key, metric in self.items()}
+        histories = {key: history.remember() for key, history in self._epoch.items()}
+        counts = len(self._step), len(self._step_metrics)
+        self._logged = set()
+
+        def logged() -> dict[str, Callable[[], None]]:
+            return {
+                key: functools.partial(self._forget, key, before.get(key), histories.get(key), counts)
+                for key in self._logged
+            }
+
+        return logged
 
     def take_step(self) -> None:
         """Take what was sent, if that has not been done. A collective."""
@@ -324,6 +341,22 @@ class JointResults(_Lightnings):  # type: ignore[misc]
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def _forget(
+        self, key: str, before: dict[str, Any] | None, forget: Callable[[], None] | None, counts: tuple[int, int]
+    ) -> None:
+        """What was logged under a key since :meth:`remember`."""
+        numbers, metrics = counts
+        self._step[numbers:] = [each for each in self._step[numbers:] if each[0] != key]
+        self._step_metrics[metrics:] = [each for each in self._step_metrics[metrics:] if each[0] != key]
+        if forget is None:
+            self._epoch.pop(key, None)
+        else:
+            forget()
+        if before is None:
+            del self[key]
+        else:
+            vars(self[key]).update(before)
 
     def _may_be_carried(self, carrier: Carrier | None) -> bool:
         """Whether what is sent may arrive with the gradients; in the step before there was room. Equal on all ranks."""

@@ -22,6 +22,7 @@ from ddp_callbacks.lightning._torchmetrics import (
     copy_states,
     is_in_forward,
     merge_states,
+    remember_updates,
     set_aside,
 )
 
@@ -87,6 +88,10 @@ class SyncedMetrics:
                 put_back()
 
         return restore
+
+    def remember(self) -> list[tuple[Callable[[], bool], Callable[[], None]]]:
+        """For each metric: whether it has been updated from now on, and what makes it forget that."""
+        return [*map(remember_updates, self._metrics)]
 
     def _gather(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         """Every rank's state, of those that count."""

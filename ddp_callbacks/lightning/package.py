@@ -41,6 +41,12 @@ STRATEGY_DOC = """Train on many processes without wrapping the module; the strat
         verify: ``"first_batch"``: compare the gradient of the first batch of a fit with that of a single process, and
             raise :class:`MismatchError` if they differ; see :func:`ddp_callbacks.verify_gradient`. It calls
             ``training_step`` two or three times, with logging off.
+        skip_batch: What lets all processes skip a training batch together, as one process does if ``training_step``
+            returns ``None``: ``"no_loss"``: it returns ``None`` on some process. ``"non_finite"``: the loss is NaN or
+            infinite on some process. ``"any"``: either. Rank 0 reports the batch, and the ranks and hosts that have
+            such a loss. It costs one small message in each step, and reading the loss from its GPU. ``None``: an error
+            if only some return ``None``, and a warning at the first loss that isn't finite. For automatic
+            optimization, with an optimizer that computes the loss once per step.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`; with another
             ``sync``, :class:`ddp_callbacks.ParameterAverager`.
         process_group_backend: As in :func:`torch.distributed.init_process_group`; ``None``: gloo, and NCCL for CUDA.

@@ -13,6 +13,7 @@ from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.sharding import ShardedLoader
+from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning._lightning import (
     active_loader,
@@ -37,8 +38,10 @@ from ddp_callbacks.lightning.metrics import SyncedMetrics
 from ddp_callbacks.lightning.padding import Collections, remember
 from ddp_callbacks.lightning.predictions import Predictions
 from ddp_callbacks.lightning.replacement import Replaced, after
+from ddp_callbacks.lightning.skipping import SkippingOnAll, without_loss
 from ddp_callbacks.lightning.verification import verify_first_batch
 from ddp_callbacks.replicas import merge_buffers, require_equal_replicas
+from ddp_callbacks.skipping import SkipBatch
 
 SKIPPED = object()
 """What ``training_step`` returns in Lightning's eyes where it has returned ``None`` on every rank."""
@@ -103,6 +106,10 @@ class Run:
             replaced.undo()
         del self._automatic.output_result_cls
 
+    def skipping(self, skip_batch: SkipBatch) -> SkippingOnAll:
+        """What lets all ranks skip a batch that is bad on one."""
+        return SkippingOnAll(self._trainer, skip_batch, self._exchange, self.batches, self._metrics)
+
     def synchronize_batch_norm(self) -> None:
         """The module's BatchNorm layers normalize by the whole batch from now on. A collective."""
         self._batch_norm = BatchNormSynchronizer(self._model, counts=lambda: self.batches.has_samples)
@@ -131,6 +138,8 @@ class Run:
         output = step()
         self.batches.settle()
         if not results.joins_steps:
+            if output is None and self._is_automatic:
+                raise SkippedBatchError(without_loss(self._trainer, None))
             return output
         goes_backward = self._goes_backward()
         synchronizer = self._synchronizer
@@ -147,8 +156,9 @@ class Run:
         results = results_of(self._trainer)
         if are_carried:
             self._synchronize()  # as the others do in their backward, if they skip nothing
-        if not results.is_skipped():
-            return None  # which Lightning refuses
+        skipped_by = results.skipped_by()
+        if not all(skipped_by):
+            raise SkippedBatchError(without_loss(self._trainer, skipped_by))
         if not are_carried:
             self._synchronize()  # gradients that were accumulated before
         results.take_step()

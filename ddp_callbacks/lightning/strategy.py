@@ -35,12 +35,14 @@ from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.run import Run
+from ddp_callbacks.lightning.skipping import Skipping
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.gpu import too_few_gpus
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas import broadcast_parameters, describe_checkpoint, require_same_checkpoint
+from ddp_callbacks.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.verification import LossWatch, Verify, check_verify
 from ddp_callbacks.versions import __version__
 
@@ -92,6 +94,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         reduction: Reduction = "mean",
         sync: Sync = "every_step",
         verify: Verify | None = None,
+        skip_batch: SkipBatch | None = None,
         bucket_cap_mb: float = 25.0,
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
@@ -109,6 +112,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         check_compress(compress, comm_hook)
         check_sync(sync, comm_hook=comm_hook, compress=compress)
         check_verify(verify, sync)
+        check_skip_batch(skip_batch, sync)
         self._cluster_environment: Any = None
         method = start_method or ("fork" if self.interactive else "popen")
         super().__init__(
@@ -126,6 +130,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self._reduction: Reduction = reduction
         self._sync: Sync = sync
         self._verify = verify
+        self._skip_batch: SkipBatch | None = skip_batch
         self._synchronizer_options = {
             "bucket_cap_mb": bucket_cap_mb,
             "comm_hook": comm_hook,
@@ -137,6 +142,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self._synchronizer: GradientSynchronizer | None = None
         self._local: LocalSteps | None = None  # in its place, if the gradients are not synchronized
         self._run: Run | None = None
+        self._skipping: Skipping | None = None
         self._is_to_verify = False  # the next batch
         self._losses = LossWatch()
         self._loaded: tuple[str | None, str] = (None, "")  # since the last run, and from where
@@ -224,7 +230,8 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         loaded, self._loaded = self._loaded, (None, "")
         if self.world_size > 1:
             require_same_checkpoint(*loaded)
-            _require_same_run(self._trainer, model, self._batch_size)
+            settings = {"batch_size": self._batch_size, "skip_batch": self._skip_batch}
+            _require_same_run(self._trainer, model, settings)
         if self._trainer.state.fn == "fit":
             if self._sync == "every_step":
                 self._synchronizer = GradientSynchronizer(model, room=_ROOM, **self._synchronizer_options)
@@ -241,11 +248,17 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             self._is_to_verify, self._losses = self._verify is not None, LossWatch()
             if self._syncs_batch_norm:
                 self._run.synchronize_batch_norm()
+        if self._skip_batch is not None and self._trainer.state.fn == "fit":
+            self._skipping = (
+                Skipping(self._trainer, self._skip_batch) if self._run is None else self._run.skipping(self._skip_batch)
+            )
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the module's optimizers, and compare those of the processes. A collective."""
         super().setup_optimizers(trainer)
+        if self._skipping is not None:
+            self._skipping.check(self.optimizers)
         settings = {
             f"{index}: {name}" if len(self.optimizers) > 1 else name: value
             for index, optimizer in enumerate(self.optimizers)
@@ -296,6 +309,8 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's; then the logged values are joined. A collective."""
         step = functools.partial(super().training_step, *args, **kwargs)
+        if self._skipping is not None:
+            step = functools.partial(self._skipping.training_step, step)
         if self._run is not None and self._is_to_verify:
             self._is_to_verify = False
             step = functools.partial(self._run.verified, step, args[1:])
@@ -404,7 +419,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a pickle, has the settings; what belongs to the processes of a run is left out."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_synchronizer": None, "_local": None, "_run": None}
+        return state | {"_synchronizer": None, "_local": None, "_run": None, "_skipping": None}
 
     # --- what Lightning and its users ask -----------------------------------------------------------------------------
 
@@ -520,6 +535,9 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         if self._synchronizer is not None:
             self._synchronizer.close()
             self._synchronizer = None
+        if self._skipping is not None:
+            self._skipping.close()
+            self._skipping = None
         if self._run is not None:
             self._run.close()
             self._run = None
@@ -536,11 +554,11 @@ def _check_settings(batch_size: str, weight: Any, reduction: str, bucket_cap_mb:
     check_weight(weight, reduction)
 
 
-def _require_same_run(trainer: Any, model: torch.nn.Module, batch_size: str) -> None:
+def _require_same_run(trainer: Any, model: torch.nn.Module, of_strategy: dict[str, Any]) -> None:
     settings = module_settings(model) | {
         "version of torch": torch.__version__,
         "version of ddp_callbacks": __version__,
-        "batch_size": batch_size,
+        **of_strategy,
         "Trainer": str(trainer.state.fn),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "max_epochs": trainer.max_epochs,

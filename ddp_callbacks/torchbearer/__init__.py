@@ -8,7 +8,7 @@ Torchbearer's events in order, and the callbacks that handle them::
         on_sample              ShardData sets this rank's share; VerifyGradient at the first batch; Flatten
         optimizer.step(closure)
           forward, on_forward, criterion
-          on_criterion         AllReduceGradients sets the weight of the next backward
+          on_criterion         SkipBatches may end the closure here; AllReduceGradients sets the weight of the backward
           backward             gradients are synchronized during backward
           on_backward          the gradients are those of the global batch: clip here
         on_step_training       AgreeToStop
@@ -40,6 +40,7 @@ from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.predictions import GatherPredictions
 from ddp_callbacks.torchbearer.reports import ReportFailures
+from ddp_callbacks.torchbearer.skipping import SkipBatches
 from ddp_callbacks.torchbearer.start import BroadcastParameters, CompareReplicas, MergeBuffers
 from ddp_callbacks.torchbearer.verification import VerifyGradient
 
@@ -59,6 +60,7 @@ __all__ = [
     "ReduceMetrics",
     "ReportFailures",
     "ShardData",
+    "SkipBatches",
     "SynchronizeBatchNorm",
     "VerifyGradient",
 ]

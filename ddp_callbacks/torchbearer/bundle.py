@@ -23,6 +23,7 @@ from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.predictions import GatherPredictions
 from ddp_callbacks.torchbearer.reports import ReportFailures
+from ddp_callbacks.torchbearer.skipping import SkipBatch, SkipBatches, check_skip
 from ddp_callbacks.torchbearer.start import BroadcastParameters, CompareReplicas, MergeBuffers
 from ddp_callbacks.torchbearer.verification import VerifyGradient
 from ddp_callbacks.torchbearer.weights import Weight
@@ -48,6 +49,8 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             ``sync``, :class:`ddp_callbacks.ParameterAverager`.
         verify: ``"first_batch"``: compare the gradient of the first batch with that of a single process; see
             :class:`VerifyGradient`.
+        skip_batch: ``"non_finite"``: skip a training batch on all processes if its loss is NaN or infinite on one; see
+            :class:`SkipBatches`. ``None``: the loss spoils the parameters, and the first one is a warning.
         sync_batchnorm: Whether BatchNorm layers use the statistics of the global batch; see
             :class:`SynchronizeBatchNorm`. Otherwise each process normalizes by its part.
         also_rank_zero: See ``also`` of :class:`RankZeroOutput`.
@@ -71,6 +74,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         comm_state: Any = None,
         compress: Compress = None,
         verify: Verify | None = None,
+        skip_batch: SkipBatch | None = None,
         sync_batchnorm: bool = False,
         also_rank_zero: tuple[type[Callback], ...] = (),
         process_group: dist.ProcessGroup | None = None,
@@ -78,6 +82,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
     ) -> None:
         check_sync(sync, comm_hook=comm_hook, compress=compress, sync_batchnorm=sync_batchnorm)
         check_verify(verify, sync)
+        check_skip(skip_batch, sync)
         if sync == "every_step":
             synchronize: Callback = AllReduceGradients(
                 weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, process_group
@@ -91,6 +96,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             ShardData(batch_size, process_group),
             MergeBuffers(process_group),
             *([VerifyGradient(weight, reduction, process_group)] if verify else []),
+            *([SkipBatches(weight, reduction, process_group)] if skip_batch else []),
             synchronize,
             ReduceMetrics(weight, reduction, process_group),
             GatherPredictions(process_group),

@@ -1,0 +1,194 @@
+"""``skip_batch``: a batch is skipped if ``training_step`` returns no loss on one rank, or one that is not finite.
+
+Lightning's loops then go on as on one process where ``training_step`` has returned ``None``: schedulers, counters and
+hooks run, and the optimizer finds no gradient of this batch.
+
+What the step has logged before it found the loss to be bad stays, as on one process. A rank that returns ``None`` early
+has done less than the others. One process would have returned there, too: so all ranks forget what it has not logged,
+updated or normalized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.lightning._lightning import results_of, torch_optimizer
+from ddp_callbacks.lightning.batches import Batches
+from ddp_callbacks.lightning.metrics import SyncedMetrics
+from ddp_callbacks.process_group.presence import describe
+from ddp_callbacks.skipping import FAULTS, BadBatches, Fault, SkipBatch, fault_of
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+Forget = Callable[[], None]
+
+
+class Skipping:
+    """Decides in each step of a fit on one process whether the batch is skipped.
+
+    Raises:
+        ConfigurationError: The module optimizes manually.
+    """
+
+    def __init__(self, trainer: Any, skip_batch: SkipBatch, exchange: ScalarExchange | None = None) -> None:
+        module = trainer.lightning_module
+        if not module.automatic_optimization:
+            raise ConfigurationError(
+                f'skip_batch="{skip_batch}" needs automatic optimization: '
+                f"{type(module).__name__} optimizes manually, "
+                "where training_step may return None, and takes steps itself. Leave out skip_batch, and look at the "
+                "loss before manual_backward."
+            )
+        self._trainer = trainer
+        self._faults = FAULTS[skip_batch]
+        self._setting = skip_batch
+        self._bad = BadBatches(exchange)
+
+    def check(self, optimizers: Sequence[Any]) -> None:
+        """Raise :class:`ConfigurationError` if an optimizer computes the loss several times per step."""
+        for optimizer in map(torch_optimizer, optimizers):
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ConfigurationError(
+                    f'skip_batch="{self._setting}" does not work with LBFGS, which computes the loss several times per '
+                    "step and cannot go on without it. Leave out skip_batch, or use another optimizer."
+                )
+
+    def close(self) -> None:
+        """Report how many batches were skipped, if not each was reported."""
+        self._bad.close()
+
+    def training_step(self, step: Callable[[], Any]) -> Any:
+        """What ``step`` returns; ``None`` if the batch is skipped."""
+        output = step()
+        fault = self._fault(output)
+        return self._skip({0: fault}) if fault else output
+
+    def _skip(self, faults: Mapping[int, Fault]) -> None:
+        self._bad.report(faults, where(self._trainer))
+
+    def _fault(self, output: Any) -> Fault:
+        """What is wrong with this rank's loss, of the faults that batches are skipped for."""
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        found = Fault.NOTHING
+        if output is None:
+            found = Fault.NO_LOSS
+        elif isinstance(loss, torch.Tensor):
+            found = fault_of(loss)
+        return found if found in self._faults else Fault.NOTHING
+
+
+class SkippingOnAll(Skipping):
+    """The same on several ranks, which decide alike.
+
+    Args:
+        exchange: To the other ranks.
+        batches: What this rank has of the batch.
+        metrics: Of the module and the callbacks.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        skip_batch: SkipBatch,
+        exchange: ScalarExchange,
+        batches: Batches,
+        metrics: SyncedMetrics,
+    ) -> None:
+        super().__init__(trainer, skip_batch, exchange)
+        self._batches = batches
+        self._metrics = metrics
+
+    def training_step(self, step: Callable[[], Any]) -> Any:
+        """As on one process. A collective."""
+        allows_none = Fault.NO_LOSS in self._faults
+        traces = _Traces(self._trainer, self._metrics) if allows_none else None
+        output = step()
+        self._batches.settle()
+        faults = self._bad.agree(self._fault(output), self._batches.weight)
+        if traces is not None and Fault.NO_LOSS in faults.values():
+            traces.keep_common(faults.get(dist.get_rank()) == Fault.NO_LOSS)
+        if faults:
+            return self._skip(faults)
+        # A part that counts nothing has no say: without a loss it contributes no gradient.
+        has_no_part = output is None and allows_none
+        return torch.zeros((), device=self._trainer.strategy.root_device, requires_grad=True) if has_no_part else output
+
+
+class _Traces:
+    """What a step leaves behind from now on: logged values, states of torchmetrics, statistics of normalizations."""
+
+    def __init__(self, trainer: Any, metrics: SyncedMetrics) -> None:
+        self._logged = results_of(trainer).remember()
+        self._metrics = metrics.remember()
+        self._statistics = [*map(_remember, _normalizations(trainer.lightning_module))]
+
+    def keep_common(self, returned_none: bool) -> None:
+        """Forget what a rank has not done that has returned ``None``. A collective."""
+        done = self._done()
+        names = all_gather_json(sorted(done) if returned_none else None, "what a skipped step has logged")
+        common: set[str] = set.intersection(*(set(own) for own in names if own is not None))
+        for name, forget in done.items():
+            if name not in common:
+                forget()
+
+    def _done(self) -> dict[str, Forget]:
+        done = {f"value {key}": forget for key, forget in self._logged().items()}
+        for kind, remembered in (("metric", self._metrics), ("layer", self._statistics)):
+            done |= {
+                f"{kind} {index}": forget for index, (has_changed, forget) in enumerate(remembered) if has_changed()
+            }
+        return done
+
+
+def _normalizations(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The running statistics of each layer that has some."""
+    for layer in module.modules():
+        own = dict(layer.named_buffers(recurse=False))
+        if _STATISTICS[0] in own:
+            yield [own[name] for name in _STATISTICS if name in own]
+
+
+def _remember(buffers: Collection[torch.Tensor]) -> tuple[Callable[[], bool], Forget]:
+    copies = [buffer.clone() for buffer in buffers]
+
+    def has_changed() -> bool:
+        return not all(map(torch.equal, buffers, copies))
+
+    def forget() -> None:
+        with torch.no_grad():
+            for buffer, copy in zip(buffers, copies, strict=True):
+                buffer.copy_(copy)
+
+    return has_changed, forget
+
+
+def where(trainer: Any) -> str:
+    """The batch that is being computed."""
+    return f"epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx}"
+
+
+def without_loss(trainer: Any, skipped_by: Sequence[bool] | None) -> str:
+    """The error of a rank that has no loss where others have one.
+
+    Args:
+        skipped_by: Whether each rank has none; ``None`` with local steps, where that is not known.
+    """
+    begin = f"{describe(dist.get_rank())}: training_step returned None in {where(trainer)}"
+    if skipped_by is None:
+        return (
+            f"{begin}, but with local steps (sync=...) the processes do not meet in each step to skip it together. "
+            "Return a loss of zero that depends on the parameters, or leave out sync."
+        )
+    others = [str(rank) for rank, has_none in enumerate(skipped_by) if not has_none]
+    have = f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} {'have' if len(others) > 1 else 'has'}"
+    return (
+        f"{begin}, where {have} a loss. All processes must skip a batch, or none. To skip the whole batch whenever one "
+        'process returns None, use CallbackStrategy(skip_batch="no_loss").'
+    )

@@ -1,0 +1,142 @@
+"""A bad batch costs a batch, not the run: the ranks agree to skip it if one of them has no loss that can be used.
+
+Each rank sends what is wrong with its loss, and its weight, in one small message before backward. A part that weighs
+nothing has no say, unless no part weighs anything: a rank without samples cannot spoil the batch of the others.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.errors import ConfigurationError, say
+from ddp_callbacks.process_group import resolve_group
+from ddp_callbacks.process_group.failures import describe_rank
+
+SkipBatch = Literal["no_loss", "non_finite", "any"]
+
+_DOING = "whether to skip the batch"
+_TOLD = 10  # batches that are reported one by one; then the 20th, 50th, 100th and so on
+
+
+class Fault(enum.IntEnum):
+    """What is wrong with the loss of a rank; as it travels."""
+
+    NOTHING = 0
+    NO_LOSS = 1
+    NAN = 2
+    INFINITE = 3
+
+
+_TEXTS = {
+    Fault.NO_LOSS: "training_step returned None",
+    Fault.NAN: "the loss is NaN",
+    Fault.INFINITE: "the loss is infinite",
+}
+_NON_FINITE = frozenset({Fault.NAN, Fault.INFINITE})
+FAULTS: Mapping[str, frozenset[Fault]] = {
+    "no_loss": frozenset({Fault.NO_LOSS}),
+    "non_finite": _NON_FINITE,
+    "any": _NON_FINITE | {Fault.NO_LOSS},
+}
+"""The faults that each setting skips a batch for."""
+
+
+def check_skip_batch(skip_batch: str | None, sync: object) -> None:
+    """Raise :class:`ConfigurationError` unless it is ``None`` or a key of ``FAULTS``, with exact gradients."""
+    if skip_batch is None:
+        return
+    if skip_batch not in FAULTS:
+        raise ConfigurationError(
+            'skip_batch must be None, "no_loss" (training_step returned None), "non_finite" (the loss is NaN or '
+            f'infinite) or "any" (either), got {skip_batch!r}.'
+        )
+    if sync != "every_step":
+        raise ConfigurationError(
+            f'skip_batch="{skip_batch}" lets all processes decide in each step, but with sync={sync!r} they do not '
+            'meet in each step. Leave out skip_batch, or use sync="every_step".'
+        )
+
+
+def fault_of(loss: torch.Tensor) -> Fault:
+    """Whether a loss is NaN or infinite. Waits for its GPU."""
+    if bool(torch.isfinite(loss).all()):
+        return Fault.NOTHING
+    return Fault.NAN if bool(torch.isnan(loss).any()) else Fault.INFINITE
+
+
+class BadBatches:
+    """Lets the ranks decide alike which batches to skip, and reports them on rank 0.
+
+    Args:
+        exchange: To the other ranks; ``None`` with a single process.
+        process_group: That of ``exchange``. ``None`` is the default group.
+    """
+
+    def __init__(self, exchange: ScalarExchange | None, process_group: dist.ProcessGroup | None = None) -> None:
+        self._exchange = exchange
+        self._group = process_group
+        self._skipped = 0
+        self._told = 0  # of them
+        self._by_rank: Counter[int] = Counter()
+
+    def agree(self, fault: Fault, weight: float) -> dict[int, Fault]:
+        """The faults of the batch by rank; empty if it is fine. A collective.
+
+        Args:
+            fault: This rank's.
+            weight: Of its part of the batch.
+        """
+        row = [float(fault), float(weight)]
+        rows = [row] if self._exchange is None else self._exchange.exchange(row, _DOING)
+        nothing_counts = not any(weight for _, weight in rows)
+        return {
+            rank: Fault(int(fault)) for rank, (fault, weight) in enumerate(rows) if fault and (weight or nothing_counts)
+        }
+
+    def report(self, faults: Mapping[int, Fault], where: str) -> None:
+        """Count a batch that is skipped; rank 0 reports the first ones, then some of them. Every rank calls it.
+
+        Args:
+            faults: By rank, not empty.
+            where: The batch: "epoch 0, batch 17".
+        """
+        self._skipped += 1
+        self._by_rank.update(faults.keys())
+        if self._skipped > _TOLD and not _is_round(self._skipped):
+            return
+        self._told += 1
+        many = f" ({self._skipped} so far; not each is reported from now on)" if self._skipped >= _TOLD else ""
+        reasons = "; ".join(f"{self._describe(rank)}: {_TEXTS[fault]}" for rank, fault in sorted(faults.items()))
+        self._say(f"{where} is skipped{many}. {reasons}")
+
+    def close(self) -> None:
+        """The run has ended: rank 0 reports the sum if it has not reported each batch. Local."""
+        if self._skipped > self._told:
+            ranks = ", ".join(f"rank {rank} for {count}" for rank, count in sorted(self._by_rank.items()))
+            self._say(f"{self._skipped} batches were skipped in this run, because of {ranks}")
+        self._skipped = self._told = 0
+
+    def _describe(self, rank: int) -> str:
+        if self._exchange is None:
+            return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
+        return describe_rank(resolve_group(self._group), rank)
+
+    def _say(self, text: str) -> None:
+        if self._exchange is None or resolve_group(self._group).rank() == 0:
+            say(text, logging.WARNING)
+
+
+def _is_round(number: int) -> bool:
+    """Whether it is 1, 2 or 5 times a power of ten."""
+    digits = str(number).rstrip("0")
+    return digits in ("1", "2", "5")
