@@ -1,13 +1,13 @@
 """A padding batch, which a rank without a sample computes in the place of its part, leaves no trace.
 
-Metrics and running statistics are put back. What a module or a callback has collected in a list of its own may be
-meant otherwise (a count of batches, say), so it stays, and the user is told.
+Metrics and running statistics are put back. What a module has collected in a list of its own stays, and the user is
+told.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,14 +32,10 @@ def remember(module: torch.nn.Module, metrics: SyncedMetrics) -> Callable[[], No
 
 
 class Collections:
-    """The lists of tensors of some objects; warns, once for each, if it grows by a padding batch.
+    """The lists of tensors of a module; warns, once for each, if it grows by a padding batch."""
 
-    Args:
-        owners: Objects whose attributes may be lists.
-    """
-
-    def __init__(self, owners: Iterable[Any]) -> None:
-        self._owners = list(owners)
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
         self._warned: set[str] = set()
         self._lengths: dict[str, int] = {}
 
@@ -63,9 +59,8 @@ class Collections:
 
     def _measure(self) -> dict[str, int]:
         return {
-            f"{type(owner).__name__}.{name}": len(value)
-            for owner in self._owners
-            for name, value in vars(owner).items()
+            f"{type(self._module).__name__}.{name}": len(value)
+            for name, value in vars(self._module).items()
             if type(value) is list and value and _holds_tensors(value[-1])
         }
 

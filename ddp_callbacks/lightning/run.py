@@ -67,7 +67,7 @@ class Run:
         self._local = local
         self.batches = Batches(weight, self._exchange, local is None, reduction)
         self._metrics = SyncedMetrics([model, *trainer.callbacks], self._is_padding)
-        self._collections = Collections([model, *trainer.callbacks])
+        self._collections = Collections(model)
         self._epoch_end = EpochEndHooks(trainer, lambda: results_of(trainer).join_epoch())
         self.drawing = HookDrawing(trainer, self._epoch_end.before)
         self.drawing.random_state.synchronize()
