@@ -160,9 +160,9 @@ def torch_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
-def is_learning_rate_finder(callback: Any) -> bool:
-    """Whether a callback is the one by which ``Tuner.lr_find`` looks at the losses."""
-    return type(callback).__name__ == "_LRCallback"
+def compares_losses(callback: Any) -> bool:
+    """Whether a callback decides by the losses that ``on_train_batch_end`` gets, as ``SpikeDetection`` does."""
+    return not {kind.__name__ for kind in type(callback).__mro__}.isdisjoint(("_LRCallback", "SpikeDetection"))
 
 
 # --- loops ---------------------------------------------------------------------------------------------------------

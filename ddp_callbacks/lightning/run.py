@@ -17,7 +17,7 @@ from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning._lightning import (
     active_loader,
-    is_learning_rate_finder,
+    compares_losses,
     loader_of,
     loaders_of_batch,
     logger_connector,
@@ -211,18 +211,16 @@ class Run:
         return torch.tensor(joined, dtype=loss.dtype, device=loss.device)
 
     def begin_training(self) -> None:
-        """Lightning's learning rate finder, which takes the callbacks' place meanwhile, looks at whole batches."""
-        for callback in self._trainer.callbacks:
-            if is_learning_rate_finder(callback):
-                callback.on_train_batch_end = self._with_joint_loss(callback.on_train_batch_end)
+        """Callbacks that compare losses, of which Lightning's learning rate finder is one, look at whole batches."""
+        for callback in filter(compares_losses, self._trainer.callbacks):
+            self._replaced.append(Replaced(callback, "on_train_batch_end", self._with_joint_loss))
 
-    def _with_joint_loss(self, hook: Callable[..., None]) -> Callable[..., None]:
-        def joint(trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-            if outputs:
-                outputs = outputs | {"loss": self.joint_loss(lambda: outputs["loss"])}
-            hook(trainer, module, outputs, *args)
-
-        return joint
+    def _with_joint_loss(
+        self, hook: Callable[..., None], trainer: Any, module: Any, outputs: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if outputs:
+            outputs = outputs | {"loss": self.joint_loss(lambda: outputs["loss"])}
+        hook(trainer, module, outputs, *args, **kwargs)
 
     def merge_buffers(self) -> None:
         """Running statistics averaged over the ranks, other buffers rank 0's."""
