@@ -12,14 +12,13 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from comparing import assert_equal
 from distributed import run_distributed
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -33,7 +32,11 @@ from ddp_callbacks.errors import PeerError
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results("world_size")]
 
-LIMIT = 20.0  # seconds for a cell, beside other work
+LIMIT = 30.0  # seconds for a cell, beside other work
+OURS = "ddp_callbacks"
+BY_HAND = "by_hand.ckpt"
+OF_ONE_RANK = {"prepare_data"}  # which Lightning calls on one process of a host
+REFUSED = {("prepare_data", "count_steps"), ("prepare_data", "save")}  # all processes are needed
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
@@ -89,7 +92,7 @@ def stop(made: pl.Trainer, module: Any, seen: list[Any]) -> None:
 
 
 def save(made: pl.Trainer, module: Any, seen: list[Any]) -> None:
-    made.save_checkpoint(Path(made.default_root_dir, "by_hand.ckpt"))
+    made.save_checkpoint(Path(made.default_root_dir, BY_HAND))
 
 
 def fail(made: pl.Trainer, module: Any, seen: list[Any]) -> None:
@@ -119,7 +122,12 @@ class Loaders:
         return DataLoader(data(12, 3), batch_size=6)
 
 
-class Data(Loaders, pl.LightningDataModule):
+class HasState:
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": 1}
+
+
+class Data(HasState, Loaders, pl.LightningDataModule):
     pass
 
 
@@ -163,7 +171,7 @@ class WithLoaders(Loaders, Module):
     pass
 
 
-class Calls(pl.Callback):
+class Calls(HasState, pl.Callback):
     pass
 
 
@@ -262,7 +270,14 @@ def counting(method: Callable[..., Any], counter: Counter[tuple[str, str]], key:
     return counted
 
 
-Cell = tuple[str, str, str, int, str]  # kind, hook, function, call in which it happens, action
+class Cell(NamedTuple):
+    """An action in a hook, in a function of the Trainer; one of ``ONCE`` in the call ``middle``."""
+
+    kind: str
+    hook: str
+    function: str
+    middle: int
+    action: str
 
 
 def cells() -> list[Cell]:
@@ -273,7 +288,7 @@ def cells() -> list[Cell]:
             function = next((each for each in FUNCTIONS if counts[each][kind, hook]), None)
             if function is not None:
                 middle = counts[function][kind, hook] // 2
-                found += [(kind, hook, function, middle, action) for action in ACTIONS]
+                found += [Cell(kind, hook, function, middle, action) for action in ACTIONS]
     return found
 
 
@@ -311,9 +326,90 @@ def run_cell(cell: Cell, strategy: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def run_all(found: list[Cell], root: str) -> list[dict[str, Any]]:
+# --- the test ---------------------------------------------------------------------------------------------------------
+
+PARTS = 3  # of the table, by diagonals: in each of them every hook, and with every action a third of the hooks
+
+
+def part_of(kind: str, hook: str, action: str) -> int:
+    return (HOOKS[kind].index(hook) + list(ACTIONS).index(action)) % PARTS
+
+
+@functools.cache
+def table(part: int) -> list[Cell]:
+    with quiet():
+        return [cell for cell in cells() if part_of(cell.kind, cell.hook, cell.action) == part]
+
+
+def run_part(found: list[Cell], strategy: str, root: Path) -> list[dict[str, Any]]:
     """Every cell on this rank, one after another in one process."""
     import ddp_callbacks.lightning  # noqa: F401
 
     with quiet():
-        return [run_cell(cell, "ddp_callbacks", Path(root, str(index))) for index, cell in enumerate(found)]
+        return [run_cell(cell, strategy, root / str(index)) for index, cell in enumerate(found)]
+
+
+class Results:
+    """Of a part of the table, on N processes and on one, with the folders that they wrote to."""
+
+    def __init__(self, world_size: int, part: int) -> None:
+        self.root = Path(tempfile.mkdtemp())
+        self.cells = table(part)
+        self.ranks = run_distributed(run_part, world_size, self.cells, OURS, self.root / "ranks")
+        self.one = run_part(self.cells, "auto", self.root / "one")
+
+    def files(self, which: str, index: int) -> list[str]:
+        folder = self.root / which / str(index)
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+    def saved(self, which: str, index: int) -> dict[str, Any]:
+        """What the checkpoint that a hook has saved says of the training."""
+        path = self.root / which / str(index) / BY_HAND
+        found = torch.load(path, weights_only=False) if path.exists() else {}
+        return {name: found.get(name) for name in ("epoch", "global_step", "state_dict", "optimizer_states", "loops")}
+
+
+results = functools.cache(Results)
+
+
+def check(found: Results, index: int) -> None:
+    """Compare a cell on all ranks with that on one process."""
+    cell, one = found.cells[index], found.one[index]
+    ranks = [outcomes[index] for outcomes in found.ranks]
+    assert max(outcome["seconds"] for outcome in ranks) < LIMIT
+    if (cell.hook, cell.action) in REFUSED:
+        says = "ConfigurationError: prepare_data runs on one process while the others wait for it"
+        assert all(outcome["errors"][0].startswith(says) for outcome in ranks)
+        return
+    for rank, outcome in enumerate(ranks):
+        is_called = cell.hook not in OF_ONE_RANK or rank == 0
+        expected = one | ({} if is_called else {"seen": []})
+        assert_equal({**outcome, "seconds": 0.0}, {**expected, "seconds": 0.0}, 1e-10, f"rank {rank}")
+    assert found.files("ranks", index) == found.files("one", index)
+    assert_equal(found.saved("ranks", index), found.saved("one", index), 1e-10, "the checkpoint")
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize(
+    ("world_size", "part"),
+    [(2, 0), *(pytest.param(*each, marks=pytest.mark.wide) for each in ((2, 1), (2, 2), (3, 0)))],
+)
+def test_a_hook_does_on_n_processes_what_it_does_on_one(world_size: int, part: int, kind: str, action: str) -> None:
+    found = results(world_size, part)
+    differ = []
+    for index, cell in enumerate(found.cells):
+        if (cell.kind, cell.action) == (kind, action):
+            try:
+                check(found, index)
+            except AssertionError as error:
+                differ.append(f"{cell.hook} of {cell.function}: {error}")
+    assert not differ, "\n".join(differ)
+
+
+def test_each_hook_of_lightning_is_called_by_a_script_of_the_table() -> None:
+    """A new one appears here: it needs a script that makes Lightning call it, or it is no hook."""
+    with quiet():
+        counts = call_counts()
+    hooks = {(kind, hook) for kind, names in HOOKS.items() for hook in names}
+    assert hooks == set().union(*counts.values())
