@@ -39,6 +39,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins import DoublePrecision, TorchCheckpointIO
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning_scenarios import (
     ACCELERATOR,
@@ -601,3 +602,21 @@ def reproducible_settings(strategy: str) -> Any:
         return fit(strategy, deterministic=True, benchmark=False, precision="64-true", enable_autolog_hparams=False)
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+class CountsSaves(TorchCheckpointIO):
+    saved = 0
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.saved += 1
+        super().save_checkpoint(*args, **kwargs)
+
+
+@feature
+def plugins(strategy: str) -> Any:
+    with folder() as name:
+        files = CountsSaves()
+        made = trainer(strategy, plugins=[files, DoublePrecision()], default_root_dir=name, enable_checkpointing=True)
+        module = Net()
+        made.fit(module, loader(), loader(13, 5, 9))
+        return outcome(made, module), of_rank_zero(made, files.saved)
