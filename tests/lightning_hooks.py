@@ -303,7 +303,7 @@ def run_cell(cell: Cell, strategy: str, folder: Path) -> dict[str, Any]:
     began = time.monotonic()
     errors: list[str] = []
     script = Script(strategy, str(folder), {kind: acting(kind, hook, act)})
-    for again in range(1 + (action == "fail")):
+    for again in range(1 + action.startswith("fail")):
         try:
             script.run("fit" if again and function == "failing fit" else function)
         except Exception as error:

@@ -77,6 +77,8 @@ class Run:
         self._before(connector, "on_batch_end", self._before_batch_end)
         self._before(connector, "epoch_end_reached", self._at_end_of_data)
         self._before(connector, "on_epoch_end", self._before_epoch_end)
+        for loop in (trainer.fit_loop, epoch_loop):  # a hook before the first batch may have decided to stop
+            self._before(loop, "run", self.decide)
         # Lightning calls these after all others, so that they see what a hook at the end of the epoch has logged.
         monitors = (callback for callback in trainer.callbacks if isinstance(callback, trainer.strategy.monitors))
         for callback in itertools.islice(monitors, 1):

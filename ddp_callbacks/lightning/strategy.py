@@ -357,9 +357,10 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         return output
 
     def on_train_start(self) -> None:
-        """Parameters are those to train from."""
+        """Parameters are those to train from, and no rank trains if one wants to stop before the first epoch."""
         super().on_train_start()
         if self._run is not None:
+            self._run.decide()
             self._run.drawing.random_state.synchronize()  # rank 0 has drawn for the sanity check
             self._run.begin_training()
         if self._local is not None:
