@@ -17,8 +17,8 @@ def assert_equal(actual: Any, expected: Any, relative: float, where: str = "") -
         assert len(actual) == len(expected), where
         for index, pair in enumerate(zip(actual, expected, strict=True)):
             assert_equal(*pair, relative, f"{where} [{index}]")
-    elif expected is None:
-        assert actual is None, where
+    elif expected is None or isinstance(expected, str):
+        assert actual == expected, where
     else:
         torch.testing.assert_close(
             torch.as_tensor(actual, dtype=torch.float64),

@@ -21,6 +21,7 @@ _LOGGER = "trainer.connectors.logger_connector.logger_connector"
 BROADCAST_SIGTERM = "_broadcast_sigterm_tensor"  # of the training epoch loop, before each batch
 HANDLE_SIGTERM = "_sigterm_notifier_fn"  # of the signal connector
 HANDLE_REQUEUE = "_slurm_sigusr_handler_fn"  # likewise
+PREPARE_DATA = "prepare_data"  # of the data connector
 PREDICT_STEP = "_predict_step"  # of the prediction loop
 BATCH_INDICES = "_get_batch_indices"  # likewise
 
@@ -29,13 +30,14 @@ PRIVATE = (
     "core.module:LightningModule._on_before_batch_transfer(self, batch)",
     "core.optimizer:LightningOptimizer.__init__ uses _optimizer",
     # the Trainer
-    "trainer:Trainer.__init__ uses _accelerator_connector, _logger_connector, _signal_connector",
+    "trainer:Trainer.__init__ uses _accelerator_connector, _data_connector, _logger_connector, _signal_connector",
     "trainer:Trainer.__init__ uses fit_loop, validate_loop, test_loop, predict_loop",
     "trainer:Trainer._active_loop",
     "trainer:Trainer._results",
     "trainer.connectors.accelerator_connector:_AcceleratorConnector.__init__ uses use_distributed_sampler",
     "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy uses _layer_sync",
     "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy uses _configure_launcher",
+    f"trainer.connectors.data_connector:_DataConnector.{PREPARE_DATA}(self)",
     "trainer.connectors.signal_connector:_SignalConnector.__init__ uses received_sigterm",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_SIGTERM}(self, signum)",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_REQUEUE}(self, signum)",
@@ -131,6 +133,11 @@ def logger_connector(trainer: Any) -> Any:
     return trainer._logger_connector
 
 
+def data_connector(trainer: Any) -> Any:
+    """The part of the Trainer that calls ``prepare_data`` on one process of each host."""
+    return trainer._data_connector
+
+
 def signal_connector(trainer: Any) -> Any:
     """The part of the Trainer that handles SIGTERM and Slurm's warning."""
     return trainer._signal_connector
@@ -162,9 +169,9 @@ def torch_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
-def is_learning_rate_finder(callback: Any) -> bool:
-    """Whether a callback is the one by which ``Tuner.lr_find`` looks at the losses."""
-    return type(callback).__name__ == "_LRCallback"
+def compares_losses(callback: Any) -> bool:
+    """Whether a callback decides by the losses that ``on_train_batch_end`` gets, as ``SpikeDetection`` does."""
+    return not {kind.__name__ for kind in type(callback).__mro__}.isdisjoint(("_LRCallback", "SpikeDetection"))
 
 
 # --- loops ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning._lightning import (
     active_loader,
-    is_learning_rate_finder,
+    compares_losses,
     loader_of,
     loaders_of_batch,
     logger_connector,
@@ -86,6 +86,8 @@ class Run:
         self._before(connector, "on_batch_end", self._before_batch_end)
         self._before(connector, "epoch_end_reached", self._at_end_of_data)
         self._before(connector, "on_epoch_end", self._before_epoch_end)
+        for loop in (trainer.fit_loop, epoch_loop):  # a hook before the first batch may have decided to stop
+            self._before(loop, "run", self.decide)
         self._automatic = epoch_loop.automatic_optimization
         self._automatic.output_result_cls = _MayBeSkipped(self._automatic.output_result_cls)
         self._predictions = Predictions(trainer, self.batches)
@@ -225,18 +227,16 @@ class Run:
         return torch.tensor(joined, dtype=loss.dtype, device=loss.device)
 
     def begin_training(self) -> None:
-        """Lightning's learning rate finder, which takes the callbacks' place meanwhile, looks at whole batches."""
-        for callback in self._trainer.callbacks:
-            if is_learning_rate_finder(callback):
-                callback.on_train_batch_end = self._with_joint_loss(callback.on_train_batch_end)
+        """Callbacks that compare losses, of which Lightning's learning rate finder is one, look at whole batches."""
+        for callback in filter(compares_losses, self._trainer.callbacks):
+            self._replaced.append(Replaced(callback, "on_train_batch_end", self._with_joint_loss))
 
-    def _with_joint_loss(self, hook: Callable[..., None]) -> Callable[..., None]:
-        def joint(trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-            if outputs:
-                outputs = outputs | {"loss": self.joint_loss(lambda: outputs["loss"])}
-            hook(trainer, module, outputs, *args)
-
-        return joint
+    def _with_joint_loss(
+        self, hook: Callable[..., None], trainer: Any, module: Any, outputs: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if outputs:
+            outputs = outputs | {"loss": self.joint_loss(lambda: outputs["loss"])}
+        hook(trainer, module, outputs, *args, **kwargs)
 
     def merge_buffers(self) -> None:
         """Running statistics averaged over the ranks, other buffers rank 0's."""

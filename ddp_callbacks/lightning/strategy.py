@@ -28,18 +28,26 @@ from ddp_callbacks.data.shares import BatchSize, check_batch_size
 from ddp_callbacks.environment import processes_on_host
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning._lightning import accelerator_connector, torch_optimizer, trainer_of
+from ddp_callbacks.lightning._lightning import (
+    PREPARE_DATA,
+    accelerator_connector,
+    data_connector,
+    torch_optimizer,
+    trainer_of,
+)
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight, shard, weight_function
 from ddp_callbacks.lightning.environment import environment_of_job, join
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.reductions import reduce
+from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.gpu import too_few_gpus
+from ddp_callbacks.process_group.presence import alone_in
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas import broadcast_parameters, describe_checkpoint, require_same_checkpoint
 from ddp_callbacks.skipping import SkipBatch, check_skip_batch
@@ -211,6 +219,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self.set_world_ranks()
         join(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
         begin_run()
+        self._let_prepare_data_alone()
         if self._batch_size == "global":
             broadcast_rng_state()  # where nobody has seeded, the ranks would split their data differently in setup()
 
@@ -362,9 +371,10 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         return output
 
     def on_train_start(self) -> None:
-        """Parameters are those to train from."""
+        """Parameters are those to train from, and no rank trains if one wants to stop before the first epoch."""
         super().on_train_start()
         if self._run is not None:
+            self._run.decide()
             self._run.drawing.random_state.synchronize()  # rank 0 has drawn for the sanity check
             self._run.begin_training()
         if self._local is not None:
@@ -522,6 +532,18 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             connector = accelerator_connector(trainer)
             self._trainer, self._divides = trainer, connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # the loaders are divided in process_dataloader
+
+    def _let_prepare_data_alone(self) -> None:
+        """What needs all processes is refused in ``prepare_data``: the others wait in Lightning's barrier for ever."""
+        if self._trainer is None or self.world_size == 1:
+            return
+
+        def prepare_data(prepare: Callable[[], None]) -> None:
+            replaced.undo()
+            with alone_in("prepare_data"):
+                prepare()
+
+        replaced = Replaced(data_connector(self._trainer), PREPARE_DATA, prepare_data)
 
     def _refuse_plugins(self) -> None:
         plugin = type(self.precision_plugin).__name__

@@ -46,13 +46,14 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from ddp_callbacks._torch import abort_accelerators, known_groups, sequence_number, store_of
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.forking import make_forks_wait
 
 OWN_THREADS = "ddp_callbacks"
@@ -83,6 +84,7 @@ class Presence:
         failed: Whether this run has failed here.
         aborted: Whether what was pending on accelerators was aborted, so that results may be meaningless.
         waits: Whether the training thread waits, and checks the store itself.
+        alone_in: The part of the program that this rank runs without the others; ``None`` in all others.
         is_closing: Whether the store is about to close: torch prints a warning if one reads a closed store.
         answered: The last question answered here.
         moments: How many moments of :mod:`.votes` this rank has behind it in this run.
@@ -95,6 +97,7 @@ class Presence:
         self.failed = False
         self.aborted = False
         self.waits = False
+        self.alone_in: str | None = None
         self._counts: dict[str, int] = {}
         self._entered = 0
         self.is_closing = False
@@ -109,7 +112,16 @@ class Presence:
         weakref.finalize(self, self._stop.set)
 
     def enter(self, doing: str) -> None:
-        """Note that this rank takes part in an exchange. Costs a microsecond; sends nothing."""
+        """Note that this rank takes part in an exchange. Costs a microsecond; sends nothing.
+
+        Raises:
+            ConfigurationError: The others do not take part.
+        """
+        if self.alone_in is not None:
+            raise ConfigurationError(
+                f"{self.alone_in} runs on one process while the others wait for it, so it cannot take part in "
+                f"{doing}, for which all are needed. Do it in a hook that all processes call, such as setup."
+            )
         counts = self._counts
         counts[doing] = counts.pop(doing, 0) + 1  # the latest is the last
         if len(counts) > _KINDS:
@@ -244,6 +256,17 @@ def presence() -> Presence:
 def enter(doing: str) -> None:
     """Note that this rank takes part in an exchange for ``doing``. Sends nothing."""
     presence().enter(doing)
+
+
+@contextlib.contextmanager
+def alone_in(name: str) -> Iterator[None]:
+    """Inside, this rank runs what the others wait for: an exchange raises instead of waiting for them."""
+    here = presence()
+    here.alone_in = name
+    try:
+        yield
+    finally:
+        here.alone_in = None
 
 
 def is_aborted() -> bool:
