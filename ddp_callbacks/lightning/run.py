@@ -25,7 +25,7 @@ from ddp_callbacks.lightning._lightning import (
     results_of,
     skips_backward,
 )
-from ddp_callbacks.lightning.batches import Batches, Reduction, Weight
+from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, joint_loss
 from ddp_callbacks.lightning.decisions import Decisions
 from ddp_callbacks.lightning.hooks import HookDrawing, hooks_behind_the_step
 from ddp_callbacks.lightning.local_steps import LocalSteps
@@ -205,10 +205,7 @@ class Run:
         loss = closure()
         if loss is None:
             return None
-        weight, total = self.batches.weight_and_total
-        part = float(loss) * weight / total if weight else 0.0  # the mean over nothing is not a number
-        joined = sum(row[0] for row in self._exchange.exchange([part], "the loss"))
-        return torch.tensor(joined, dtype=loss.dtype, device=loss.device)
+        return joint_loss(self._exchange, loss, *self.batches.weight_and_total)
 
     def begin_training(self) -> None:
         """Lightning's learning rate finder, which takes the callbacks' place meanwhile, looks at whole batches."""
