@@ -90,7 +90,7 @@ def weighed_backward(
 
 def joint_loss(exchange: ScalarExchange, loss: torch.Tensor, weight: float, total: float) -> torch.Tensor:
     """The loss of the whole batch, from that of each part. A collective."""
-    part = float(loss) * weight / total if weight else 0.0  # the mean over nothing is not a number
+    part = float(loss.detach()) * weight / total if weight else 0.0  # the mean over nothing is not a number
     joined = sum(row[0] for row in exchange.exchange([part], "the loss"))
     return torch.tensor(joined, dtype=loss.dtype, device=loss.device)
 
