@@ -34,7 +34,7 @@ class WatchedLoader:
     Args:
         loader: The user's.
         divide: Makes this rank's part of it, for a least number of samples. A collective.
-        needed: That number; it depends on the models, which may be set up later.
+        needed: That number, when a pass begins: it depends on the models, and whether they train.
         listener: Hears of each batch.
     """
 
@@ -43,8 +43,8 @@ class WatchedLoader:
     ) -> None:
         self.__dict__.update(vars(loader))
         self._of_user, self._divide, self._needed, self._listener = loader, divide, needed, listener
-        self._at_least = needed(loader)
-        self._part = divide(loader, self._at_least)
+        self._at_least = 1
+        self._part = divide(loader, 1)
 
     def __len__(self) -> int:
         return len(self._part)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from ddp_callbacks.batch_norm import samples_needed
+from ddp_callbacks.batch_norm import BatchNorm, samples_needed
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.after_loading import name_of
@@ -260,9 +260,11 @@ class CallbackFabricMixin(ProcessesMixin):
         return shard(loader, self._batch_size, name_of(loader), at_least)
 
     def _needed(self, loader: Any) -> int:
-        if self._batch_size != "global" or self.world_size == 1:
+        models = self._models.whole()
+        trains = any(layer.training for layer in models.modules() if isinstance(layer, BatchNorm))
+        if self._batch_size != "global" or not trains:
             return 1
-        return samples_needed(self._models.whole(), getattr(loader, "batch_size", None), self.world_size)
+        return samples_needed(models, getattr(loader, "batch_size", None), self.world_size)
 
     def _seed_workers_alike(self, loader: Any) -> None:
         """Where all ranks load the same batches and divide them afterwards, their workers must draw alike."""
