@@ -22,6 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from ddp_callbacks import BatchNormSynchronizer
+
 Scenario = Callable[[Any], Any]
 SCENARIOS: dict[str, Scenario] = {}
 FEATURES, CLASSES = 6, 3
@@ -347,6 +349,18 @@ def folds(strategy: Any) -> Any:
             found.append(F.mse_loss(model(x[:1]) * 0, torch.zeros(1, CLASSES, dtype=torch.float64)))
             break
     return found
+
+
+@scenario
+def batch_norm_of_whole_batches(strategy: Any) -> Any:
+    made = fabric(strategy)
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Linear(5, CLASSES)).double()
+    model, optimizer = made.setup(module, sgd(module))
+    layers = BatchNormSynchronizer(module, counts=lambda: made.strategy.share.local > 0)
+    trained = train(made, made.setup_dataloaders(loader(30)), model, optimizer, epochs=1)
+    layers.close()
+    return [trained, list(module.buffers())]
 
 
 @scenario

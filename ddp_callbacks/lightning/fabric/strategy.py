@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from ddp_callbacks.batch_norm import BatchNorm, samples_needed
+from ddp_callbacks._torch import BatchNorm
+from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.after_loading import name_of
