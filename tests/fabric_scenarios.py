@@ -43,6 +43,9 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", "Metric `.*` will save all targets and predictions")
         warnings.filterwarnings("ignore", "No (positive|negative) samples in targets|.*these classes")
         warnings.filterwarnings("ignore", "torch.distributed.nn.functional.* is deprecated")
+        warnings.filterwarnings(
+            "ignore", "The ``compute`` method of metric .* was called before"
+        )  # a rank had no sample
         yield
 
 

@@ -570,6 +570,8 @@ def sum_of_one_process() -> float:
     ids=["python", "python, forked", "ddprun", "ddprun, lightning_fabric", "torchrun, imported later", "fabric run"],
 )
 def test_a_loop_runs_as_a_script(command: list[Any], imports: str, options: dict[str, Any], tmp_path: Path) -> None:
+    if command[0] == "fabric":
+        pytest.importorskip("click")
     script = write(tmp_path, imports, **options)
     command = [free_port() if part == "0" else part for part in command]
     output = run([*command, script], tmp_path, cold=True)
@@ -593,6 +595,7 @@ def test_a_failure_in_a_process_that_fabric_has_started_ends_all(launch: str, tm
 
 @pytest.mark.cold
 def test_the_cli_of_fabric_knows_the_strategy_only_from_the_script(tmp_path: Path) -> None:
+    pytest.importorskip("click")
     script = write(tmp_path, LIGHTNING)
     command = ["fabric", "run", "--strategy", OURS, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment())
