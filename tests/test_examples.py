@@ -61,3 +61,35 @@ def test_digits_by_torchrun_equal_python_and_go_on_at_another_size(tmp_path: Pat
         finish(running_alone)
     assert last_line(output)[0] == "2 processes hold equal parameters"
     assert_equal_checkpoints(tmp_path / "alone.pt", tmp_path / "two.pt", epochs=3)
+
+
+FABRIC = ROOT / "examples" / "digits_fabric" / "train.py"
+FABRIC_LINE = re.compile(r"(\d) process(?:es)?: accuracy (\d\.\d{3}), loss (\d+\.\d{4}) on 360 digits")
+
+
+def fabric_line(output: str) -> tuple[int, float, float]:
+    """The number of processes, the accuracy and the loss."""
+    match = FABRIC_LINE.search(output)
+    assert match, output
+    return int(match[1]), float(match[2]), float(match[3])
+
+
+@pytest.mark.cold
+def test_digits_with_fabric_equal_one_process_and_go_on_at_another_size(tmp_path: Path) -> None:
+    alone = ["python", "-W", "ignore", FABRIC, "--checkpoint", "alone.pt", "--epochs"]
+    two = ["ddprun", "--nproc-per-node", 2, FABRIC, "--checkpoint", "two.pt", "--epochs"]
+    with start([*alone, 2, "--strategy", "auto"], tmp_path, cold=True) as running_alone:
+        output = run([*two, 2], tmp_path)
+        expected = fabric_line(finish(running_alone))
+    processes, *found = fabric_line(output)
+    assert (expected[0], processes) == (1, 2)
+    assert found == pytest.approx(expected[1:], abs=2e-4)
+
+    (tmp_path / "two.pt").rename(tmp_path / "of two")
+    (tmp_path / "alone.pt").rename(tmp_path / "two.pt")
+    (tmp_path / "of two").rename(tmp_path / "alone.pt")
+    with start([*alone, 3], tmp_path) as running_alone:
+        output = run([*two, 3], tmp_path)
+        expected = fabric_line(finish(running_alone))
+    assert "epoch 2" in output and "epoch 1" not in output
+    assert fabric_line(output)[1:] == pytest.approx(expected[1:], abs=1e-3)

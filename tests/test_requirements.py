@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import lightning.fabric.strategies
 import lightning.pytorch
 import pytest
 import pytorch_lightning
@@ -21,7 +22,9 @@ from lightning.pytorch.trainer.connectors.logger_connector import result
 
 from ddp_callbacks import _torch, join_process_group
 from ddp_callbacks.lightning import _lightning, _torchmetrics, package
+from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin
 from ddp_callbacks.lightning.logs import JointResults
+from ddp_callbacks.lightning.processes import ProcessesMixin
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
 from ddp_callbacks.torchbearer import _torchbearer
 from ddp_callbacks.versions import how_to_install, how_to_install_this, require_names
@@ -75,11 +78,15 @@ def test_a_contract_names_each_private_name_that_its_file_uses(home: ModuleType)
 
 
 def test_a_contract_names_what_is_overridden_in_classes_of_lightning() -> None:
-    named = set(re.findall(r"\w+", " ".join(_lightning.PRIVATE)))
-    for ours, base in (
-        (CallbackStrategyMixin, lightning.pytorch.strategies.DDPStrategy),
-        (JointResults, result._ResultCollection),
+    of_trainer, of_fabric = _lightning.PRIVATE, _lightning.PRIVATE_OF_FABRIC
+    for ours, base, contract in (
+        (CallbackStrategyMixin, lightning.pytorch.strategies.DDPStrategy, of_trainer),
+        (ProcessesMixin, lightning.pytorch.strategies.DDPStrategy, of_trainer),
+        (ProcessesMixin, lightning.fabric.strategies.DDPStrategy, of_fabric),
+        (CallbackFabricMixin, lightning.fabric.strategies.DDPStrategy, of_fabric),
+        (JointResults, result._ResultCollection, of_trainer),
     ):
+        named = set(re.findall(r"\w+", " ".join(contract)))
         overridden = {name for name in vars(ours) if _is_private(name) and hasattr(base, name)}
         assert overridden and overridden <= named, overridden - named
 

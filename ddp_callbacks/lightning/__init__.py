@@ -1,7 +1,8 @@
-"""Train a Lightning ``Trainer`` on many processes by a strategy's name.
+"""Train a Lightning ``Trainer``, or a loop of Lightning Fabric, on many processes by a strategy's name.
 
-Importing this registers the strategy ``"ddp_callbacks"`` in ``lightning.pytorch`` and in ``pytorch_lightning``,
-whichever the program imports, before or after. What happens in a training step, in Lightning's order::
+Importing this registers the strategy ``"ddp_callbacks"`` in ``lightning`` and in ``pytorch_lightning`` and
+``lightning_fabric``, whichever the program imports, before or after. Fabric's is in ``fabric``; ``processes`` is what
+both have in common. Of a Trainer, what happens in a training step, in Lightning's order::
 
     Trainer(strategy="ddp_callbacks")    the strategy finds its rank: world
     setup                                processes compared, parameters broadcast: strategy; a run begins: run
@@ -19,7 +20,7 @@ many steps and at the moments in ``local_steps``, and the ranks meet in those st
 What is logged travels as ``rows`` say, and ``combine`` and ``history`` are the arithmetic of a step and of an epoch.
 
 ``package`` makes the classes for both packages, and ``choice`` says which the program uses; ``callback`` is for a
-Trainer whose strategy is another; ``reductions`` are what users ask the strategy for.
+Trainer whose strategy is another; ``reductions`` are what users ask the strategies for.
 """
 
 import functools
@@ -31,27 +32,33 @@ from typing import Any
 from ddp_callbacks.lightning import which_package as _which_package
 
 
-def _home(name: str) -> Any:
-    return importlib.import_module(f"{__name__}.{_which_package.HOMES[name]}")
+def _home(home: str) -> Any:
+    return importlib.import_module(f"{__name__}.{home}")
 
 
-def _home_of_other(name: str) -> None:
+def _home_of_other(package: str, home: str) -> None:
     try:
-        _home(name)
+        _home(home)
     except Exception as error:
-        warnings.warn(f'{name} has no strategy "ddp_callbacks": {error}', stacklevel=2)
+        warnings.warn(f'{package} has no strategy "ddp_callbacks": {error}', stacklevel=2)
 
 
 _first, *_others = _which_package.installed()
 
 #: Makes a strategy for the package that the caller uses, where both are in use.
-CallbackStrategy: Any = _home(_first).CallbackStrategy
-DDPCallback: Any = _home(_first).DDPCallback
+CallbackStrategy: Any = _home(_which_package.HOMES[_first]).CallbackStrategy
+DDPCallback: Any = _home(_which_package.HOMES[_first]).DDPCallback
+#: Likewise.
+CallbackFabricStrategy: Any = _home(_which_package.HOMES_OF_FABRIC[_first]).CallbackFabricStrategy
 
 for _name in _others:
-    if _which_package.ROOTS[_name] in sys.modules:
-        _home_of_other(_name)
-    else:
-        _which_package.AtImport(_which_package.ROOTS[_name], functools.partial(_home_of_other, _name))
+    for _roots, _homes in (
+        (_which_package.ROOTS, _which_package.HOMES),
+        (_which_package.FABRIC, _which_package.HOMES_OF_FABRIC),
+    ):
+        if _roots[_name] in sys.modules:
+            _home_of_other(_roots[_name], _homes[_name])
+        else:
+            _which_package.AtImport(_roots[_name], functools.partial(_home_of_other, _roots[_name], _homes[_name]))
 
-__all__ = ["CallbackStrategy", "DDPCallback"]
+__all__ = ["CallbackFabricStrategy", "CallbackStrategy", "DDPCallback"]

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from ddp_callbacks._torch import TreeSpec, leaf_spec
-from ddp_callbacks.lightning.which_package import ROOTS
+from ddp_callbacks.lightning.which_package import FABRIC, ROOTS
 from ddp_callbacks.versions import require_names
 
-_FABRIC = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 _RESULT = "trainer.connectors.logger_connector.result"
 _LOGGER = "trainer.connectors.logger_connector.logger_connector"
 
@@ -87,6 +87,11 @@ PRIVATE = (
 PRIVATE_OF_FABRIC = (
     "utilities.data:_auto_add_worker_init_fn(dataloader, rank)",
     "utilities.imports:_IS_INTERACTIVE",
+    "fabric:Fabric._setup_dataloader(self, dataloader, use_distributed_sampler)",
+    "strategies:DDPStrategy.__init__ uses _backward_sync_control, _process_group_backend, _timeout",
+    "strategies:DDPStrategy._configure_launcher(self)",
+    "strategies:DDPStrategy._set_world_ranks(self)",
+    "strategies:DDPStrategy._setup_distributed(self)",
 )
 """The same below ``lightning.fabric``."""
 
@@ -96,11 +101,19 @@ def require_lightning(package: str) -> None:
     require_names(package.replace("_", "-"), names_in(package))
 
 
+def require_fabric(package: str) -> None:
+    """As :func:`require_lightning`, for what is used of Fabric."""
+    require_names(package.replace("_", "-"), names_in_fabric(package))
+
+
 def names_in(package: str) -> list[str]:
     """The contract for ``"lightning"`` or ``"pytorch_lightning"``."""
-    return [f"{ROOTS[package]}.{name}" for name in PRIVATE] + [
-        f"{_FABRIC[package]}.{name}" for name in PRIVATE_OF_FABRIC
-    ]
+    return [f"{ROOTS[package]}.{name}" for name in PRIVATE] + names_in_fabric(package)
+
+
+def names_in_fabric(package: str) -> list[str]:
+    """The part of the contract that is Fabric's."""
+    return [f"{FABRIC[package]}.{name}" for name in PRIVATE_OF_FABRIC]
 
 
 # --- the package ---------------------------------------------------------------------------------------------------
@@ -115,14 +128,14 @@ def results_class(package: str) -> type:
 def add_worker_init_fn(package: str) -> Callable[[object, int], None]:
     """The function that seeds the workers of a loader by the rank, after ``seed_everything(workers=True)``."""
     found: Callable[[object, int], None] = importlib.import_module(
-        f"{_FABRIC[package]}.utilities.data"
+        f"{FABRIC[package]}.utilities.data"
     )._auto_add_worker_init_fn
     return found
 
 
 def is_interactive(package: str) -> bool:
     """Whether the program runs in a notebook or a shell of Python."""
-    return bool(importlib.import_module(f"{_FABRIC[package]}.utilities.imports")._IS_INTERACTIVE)
+    return bool(importlib.import_module(f"{FABRIC[package]}.utilities.imports")._IS_INTERACTIVE)
 
 
 # --- the Trainer's parts -------------------------------------------------------------------------------------------
@@ -172,6 +185,21 @@ def torch_optimizer(optimizer: Any) -> Any:
 def compares_losses(callback: Any) -> bool:
     """Whether a callback decides by the losses that ``on_train_batch_end`` gets, as ``SpikeDetection`` does."""
     return not {kind.__name__ for kind in type(callback).__mro__}.isdisjoint(("_LRCallback", "SpikeDetection"))
+
+
+# --- Fabric --------------------------------------------------------------------------------------------------------
+
+
+def is_to_divide(frame: FrameType | None) -> bool:
+    """What ``use_distributed_sampler`` is in the call of ``Fabric.setup_dataloaders`` that this code runs in.
+
+    Fabric does not tell the strategy.
+    """
+    while frame is not None:
+        if frame.f_code.co_name == "_setup_dataloader" and "use_distributed_sampler" in frame.f_locals:
+            return bool(frame.f_locals["use_distributed_sampler"])
+        frame = frame.f_back
+    return True
 
 
 # --- loops ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ come from several loaders at once (``CombinedLoader``); then it has a share of e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.sharding import ShardedLoader, length_of, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, common_size
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.weighing import CrossEntropyWeight
 
@@ -59,6 +61,40 @@ def shard(loader: Any, batch_size: BatchSize, name: str, at_least: int = 1) -> A
     return sharded
 
 
+def weigh(batch: Any, share: Share, weight_of: Weight | None, reduction: Reduction) -> tuple[float, float | None]:
+    """What the loss of a part counts, and that of the whole batch; ``None`` where that is not known here. Local."""
+    if reduction == "sum":
+        return float(share.local > 0), 1.0
+    if weight_of is None:
+        return float(share.local), None if share.total is None else float(share.total)
+    return float(weight_of(batch)) if share.local else 0.0, None
+
+
+@contextmanager
+def weighed_backward(
+    synchronizer: GradientSynchronizer, loss: torch.Tensor, weight: float, total: float
+) -> Iterator[None]:
+    """Inside, the backward of ``loss`` counts ``weight`` of ``total``, and joins the others' in any case.
+
+    A collective, except in ``no_sync``: also where the loss reaches none of the parameters.
+    """
+    rounds = synchronizer.rounds
+    undo = synchronizer.weigh_loss(loss, weight, total)
+    try:
+        yield
+        if synchronizer.rounds == rounds:
+            synchronizer.synchronize()
+    finally:
+        undo()
+
+
+def joint_loss(exchange: ScalarExchange, loss: torch.Tensor, weight: float, total: float) -> torch.Tensor:
+    """The loss of the whole batch, from that of each part. A collective."""
+    part = float(loss.detach()) * weight / total if weight else 0.0  # the mean over nothing is not a number
+    joined = sum(row[0] for row in exchange.exchange([part], "the loss"))
+    return torch.tensor(joined, dtype=loss.dtype, device=loss.device)
+
+
 class Batches:
     """The batches of one Trainer on this rank.
 
@@ -79,7 +115,7 @@ class Batches:
         self, weight: Weight | None, exchange: ScalarExchange, sums_weights: bool = True, reduction: Reduction = "mean"
     ) -> None:
         self._weight_of = weight
-        self._sums = reduction == "sum"
+        self._reduction: Reduction = reduction
         self._exchange = exchange
         self._sums_weights = sums_weights
         self._drawn_by_step: list[ShardedLoader] = []
@@ -104,7 +140,7 @@ class Batches:
     @property
     def weight_and_total(self) -> tuple[float, float]:
         """What this rank's loss counts, of how much; all ranks alike where the total is not known."""
-        if self._sums:
+        if self._reduction == "sum":
             return float(self.has_samples), 1.0
         return (1.0, float(get_world_size())) if self.total is None else (self.weight, self.total)
 
@@ -132,10 +168,7 @@ class Batches:
 
     def weigh(self, batch: Any, share: Share) -> tuple[float, float | None]:
         """What the loss of a part counts, and that of the whole, ``None`` where it is not known here. Local."""
-        if self._sums:
-            return float(share.local > 0), 1.0
-        total = None if self._weight_of is not None or share.total is None else float(share.total)
-        return self._own_weight(batch, share), total
+        return weigh(batch, share, self._weight_of, self._reduction)
 
     def let_draw(self, loaders: list[Any]) -> None:
         """The step draws from ``loaders`` itself (``training_step(dataloader_iter)``); :meth:`settle` notes what."""
@@ -165,7 +198,7 @@ class Batches:
         return any(row[0] for row in self._exchange.exchange([float(mine)], "the shares of several loaders"))
 
     def _own_weight(self, batch: Any, share: Share) -> float:
-        return float(share.local if self._weight_of is None or not share.local else self._weight_of(batch))
+        return weigh(batch, share, self._weight_of, "mean")[0]
 
     def _total(self, weight: float, share: Share, training: bool) -> float | None:
         """The sum of the ranks' weights, if it is wanted. A collective in training, if the loaders do not tell it."""

@@ -12,11 +12,9 @@ from ddp_callbacks.lightning._lightning import add_worker_init_fn, is_interactiv
 from ddp_callbacks.lightning._torchmetrics import require_torchmetrics
 from ddp_callbacks.lightning.callback import DDPCallbackMixin
 from ddp_callbacks.lightning.logs import JointResults
+from ddp_callbacks.lightning.processes import NAMES
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
-from ddp_callbacks.lightning.which_package import ROOTS, ByCaller
-
-# Of the strategy; Lightning looks for it in lower case. Libraries that find "ddp" in it divide their data themselves.
-NAMES = ("ddp_callbacks", "callbacks")
+from ddp_callbacks.lightning.which_package import HOMES, ROOTS, ByCaller
 
 STRATEGY_DOC = """Train on many processes without wrapping the module; the strategy's name is ``"ddp_callbacks"``.
 
@@ -82,6 +80,7 @@ def make(name: str, home: str) -> tuple[type, type]:
     members: dict[str, Any] = {
         "__module__": home,
         "__doc__": STRATEGY_DOC,
+        "homes": HOMES,
         "strategy_name": NAMES[0],
         "ddp_strategy": strategies.DDPStrategy,
         "results_class": type("JointResults", (JointResults, results_class(name)), {"__module__": home}),

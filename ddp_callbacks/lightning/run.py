@@ -28,7 +28,7 @@ from ddp_callbacks.lightning._lightning import (
     results_of_training,
     skips_backward,
 )
-from ddp_callbacks.lightning.batches import Batches, Reduction, Weight
+from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, joint_loss
 from ddp_callbacks.lightning.decisions import NONE, Decisions
 from ddp_callbacks.lightning.epoch_end import EpochEndHooks
 from ddp_callbacks.lightning.hooks import HookDrawing, is_read_by_user, readers_of
@@ -221,10 +221,7 @@ class Run:
         loss = closure()
         if loss is None:
             return None
-        weight, total = self.batches.weight_and_total
-        part = float(loss) * weight / total if weight else 0.0  # the mean over nothing is not a number
-        joined = sum(row[0] for row in self._exchange.exchange([part], "the loss"))
-        return torch.tensor(joined, dtype=loss.dtype, device=loss.device)
+        return joint_loss(self._exchange, loss, *self.batches.weight_and_total)
 
     def begin_training(self) -> None:
         """Callbacks that compare losses, of which Lightning's learning rate finder is one, look at whole batches."""

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from ddp_callbacks.batch_norm import samples_needed
-from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
-from ddp_callbacks.comm.buckets import check_bucket_cap_mb
-from ddp_callbacks.comm.codec import pack, unpack
-from ddp_callbacks.comm.collectives import all_gather_tensors, any_rank, broadcast_tensors
+from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.compression import Compress, check_compress
-from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
-from ddp_callbacks.data.random_state import broadcast_rng_state
+from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.sharding import ShardedLoader
-from ddp_callbacks.data.shares import BatchSize, check_batch_size
-from ddp_callbacks.environment import processes_on_host
-from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning._lightning import (
     PREPARE_DATA,
@@ -35,10 +27,22 @@ from ddp_callbacks.lightning._lightning import (
     torch_optimizer,
     trainer_of,
 )
-from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight, shard, weight_function
-from ddp_callbacks.lightning.environment import environment_of_job, join
+from ddp_callbacks.lightning.batches import (
+    Reduction,
+    Weight,
+    shard,
+    weighed_backward,
+    weight_function,
+)
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
+from ddp_callbacks.lightning.processes import (
+    SAME_EVERYWHERE,
+    ProcessesMixin,
+    check_settings,
+    refuse_plugin,
+    require_same_optimizers,
+)
 from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.lightning.run import Run
@@ -46,53 +50,25 @@ from ddp_callbacks.lightning.skipping import Skipping
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
-from ddp_callbacks.process_group.gpu import too_few_gpus
 from ddp_callbacks.process_group.presence import alone_in
-from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas import broadcast_parameters, describe_checkpoint, require_same_checkpoint
 from ddp_callbacks.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.verification import LossWatch, Verify, check_verify
 from ddp_callbacks.versions import __version__
 
-_ACCELERATORS = ("CPUAccelerator", "CUDAAccelerator")
-_FOREIGN_PLUGINS = {
-    "FSDPPrecision": "FSDP divides the parameters among the processes; here each process holds all of them",
-    "DeepSpeedPrecision": "DeepSpeed has an engine of its own for gradients and optimizer",
-    "XLAPrecision": "TPUs need XLA's collectives",
-}
-_OF_DDP = {
-    "find_unused_parameters": "unused parameters are found in each backward by themselves",
-    "static_graph": "the graph may change from step to step",
-    "gradient_as_bucket_view": "gradients are views of the buckets already",
-    "broadcast_buffers": "buffers are merged over the processes before each evaluation",
-    "ddp_comm_hook": "it is called comm_hook here",
-    "ddp_comm_state": "it is called comm_state here",
-}
 _ROOM = 32  # numbers of each process that travel with the gradients: of about seven logged values
 _RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # of a checkpoint
-_SAME_EVERYWHERE = "Run the same script with the same arguments and libraries everywhere."
 
 
-_Lightnings: Any = object  # of either package: the class comes after this one
-
-
-class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
+class CallbackStrategyMixin(ProcessesMixin):
     """What makes a ``DDPStrategy`` of either package synchronize by callbacks; see ``CallbackStrategy``."""
 
+    user = "Trainer"
     ddp_strategy: Any  # the base class
     model: Any
     results_class: Callable[..., JointResults]
     add_worker_init_fn: Callable[[object, int], None]
     interactive: bool
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Refuse, with the reason, what only ``DDPStrategy`` takes."""
-        names = inspect.signature(cls.__init__).parameters
-        for name in kwargs:
-            if name not in names and "kwargs" not in names:
-                why = f": {_OF_DDP[name]}" if name in _OF_DDP else ""
-                raise ConfigurationError(f"CallbackStrategy has no {name}{why}.")
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -116,7 +92,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        _check_settings(batch_size, weight, reduction, bucket_cap_mb, comm_hook)
+        check_settings(batch_size, weight, reduction, bucket_cap_mb, comm_hook)
         check_compress(compress, comm_hook)
         check_sync(sync, comm_hook=comm_hook, compress=compress)
         check_verify(verify, sync)
@@ -158,15 +134,6 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     # --- the world ----------------------------------------------------------------------------------------------------
 
     @property
-    def cluster_environment(self) -> Any:
-        """Lightning's object for the place of this process."""
-        return self._cluster_environment
-
-    @cluster_environment.setter
-    def cluster_environment(self, chosen: Any) -> None:
-        self._cluster_environment = None if chosen is None else environment_of_job(chosen)
-
-    @property
     def _layer_sync(self) -> Any:
         """A ``LayerSync`` of the user's own, which Lightning calls; ``sync_batchnorm=True`` is done here."""
         return self._foreign_layer_sync
@@ -177,30 +144,9 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self._foreign_layer_sync = None if self._syncs_batch_norm else chosen
 
     @property
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        devices: list[torch.device] = self.parallel_devices
-        if devices[0].type == "cpu" or torch.cuda.device_count() == 1:
-            return devices[0]  # a launcher may show each process a GPU of its own
-        if max(self.local_rank + 1, processes_on_host(os.environ) or 0) > len(devices):
-            raise ConfigurationError(
-                f'{too_few_gpus(self.local_rank, len(devices))} Let the Trainer see all GPUs (devices="auto").'
-            )
-        return devices[self.local_rank]
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """For a sampler that the user makes."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    def _configure_launcher(self) -> None:
-        """Processes are started only where the Trainer is to start some.
-
-        Lightning's own launcher would also compare ``devices`` and ``num_nodes`` with what another has started.
-        """
-        alone = self.num_processes * self.num_nodes == 1
-        if not alone and not self.cluster_environment.creates_processes_externally:
-            super()._configure_launcher()
 
     def connect(self, model: Any) -> None:
         """A run begins: from now on loaders are divided, also those that a hook asks for before :meth:`setup`."""
@@ -210,24 +156,15 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
 
     def setup_distributed(self) -> None:
         """Meet the other processes, and begin a run with them. Blocks until all are there."""
-        accelerator = type(self.accelerator).__name__
-        if accelerator not in _ACCELERATORS:
-            raise ConfigurationError(
-                f'strategy="ddp_callbacks" runs on CPUs and CUDA GPUs, not with {accelerator}: its processes exchange '
-                'gradients through gloo or NCCL. Use accelerator="cpu" or "cuda".'
-            )
         self.set_world_ranks()
-        join(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
-        begin_run()
+        self._meet()
         self._let_prepare_data_alone()
-        if self._batch_size == "global":
-            broadcast_rng_state()  # where nobody has seeded, the ranks would split their data differently in setup()
 
     # --- a run of the Trainer -----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
         """Begin a run: compare the processes, give all rank 0's parameters, listen to the gradients. A collective."""
-        self._refuse_plugins()
+        refuse_plugin(self.precision_plugin)
         check_sync(self._sync, sync_batchnorm=self._syncs_batch_norm)
         self._take_trainer(trainer)
         if trainer.state.fn == "fit" and self._layer_sync:
@@ -268,12 +205,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         super().setup_optimizers(trainer)
         if self._skipping is not None:
             self._skipping.check(self.optimizers)
-        settings = {
-            f"{index}: {name}" if len(self.optimizers) > 1 else name: value
-            for index, optimizer in enumerate(self.optimizers)
-            for name, value in optimizer_settings(optimizer).items()
-        }
-        require_agreement(settings, "the optimizers", _SAME_EVERYWHERE)
+        require_same_optimizers(self.optimizers)
 
     def teardown(self) -> None:
         """End a run: hooks are removed, metrics and BatchNorm layers are as they were."""
@@ -442,49 +374,6 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             return tensor
         return reduce(tensor, reduce_op, group)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether it is true on all ranks, or with ``all=False`` on any."""
-        if self._is_alone():
-            return bool(decision)
-        doing = "a decision"
-        return not any_rank(not decision, doing) if all else any_rank(bool(decision), doing)
-
-    def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
-        """Block until every rank is here."""
-        if not self._is_alone():
-            any_rank(False, f"the barrier {name}" if name else "a barrier")
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of rank ``src``. Plain data and tensors travel as such; anything else is pickled, as in Lightning."""
-        if self._is_alone():
-            return obj
-        if src != 0:
-            return super().broadcast(obj, src)
-        tensors: list[torch.Tensor] = []
-        header = {"plain": pack(obj, tensors)} if _is_plain(obj) else {"pickled": True}
-        header, tensors = broadcast_tensors(header, tensors, "an object")
-        if "pickled" in header:
-            return super().broadcast(obj, src)
-        return obj if self.global_rank == 0 else unpack(header["plain"], tensors)
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """The ranks' tensors, stacked: shape ``[world_size, ...]``.
-
-        Raises:
-            MismatchError: Shapes differ, with all of them.
-        """
-        if self._is_alone():
-            return tensor
-        shapes = [shape for shape, _ in all_gather_tensors(list(tensor.shape), [], "the shapes of a tensor", group)]
-        if any(shape != shapes[0] for shape in shapes):
-            raise MismatchError(
-                f"all_gather needs tensors of the same shape, got {shapes} by rank. Perhaps a batch cannot be divided "
-                "evenly. Sum or pad the tensors first, or log a torchmetrics metric."
-            )
-        if sync_grads or group is not None:
-            return cast(torch.Tensor, super().all_gather(tensor, group, sync_grads))
-        return torch.stack([part for _, (part,) in all_gather_tensors(None, [tensor], "a tensor")]).to(tensor.device)
-
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _end_drawing(self) -> None:
@@ -497,7 +386,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
 
         Callbacks that save a checkpoint when an exception comes ask before :meth:`on_exception` is called.
         """
-        if not dist.is_initialized():
+        if super()._is_alone():
             return True
         failure = sys.exc_info()[1]
         if failure is None or self._trainer is None or self._trainer.state.status != "interrupted":
@@ -518,14 +407,8 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         if run is None or synchronizer is None:
             yield
             return
-        rounds = synchronizer.rounds
-        undo = synchronizer.weigh_loss(loss, *run.batches.weight_and_total)
-        try:
+        with weighed_backward(synchronizer, loss, *run.batches.weight_and_total):
             yield
-            if synchronizer.rounds == rounds:
-                synchronizer.synchronize()  # this rank's loss reached none of the parameters
-        finally:
-            undo()
 
     def _take_trainer(self, trainer: Any) -> None:
         if self._trainer is not trainer:
@@ -545,14 +428,6 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
 
         replaced = Replaced(data_connector(self._trainer), PREPARE_DATA, prepare_data)
 
-    def _refuse_plugins(self) -> None:
-        plugin = type(self.precision_plugin).__name__
-        if plugin in _FOREIGN_PLUGINS:
-            raise ConfigurationError(
-                f'strategy="ddp_callbacks" does not work with {plugin}: {_FOREIGN_PLUGINS[plugin]}. Leave the plugin '
-                "out, or use its own strategy."
-            )
-
     def _close(self) -> None:
         if self._synchronizer is not None:
             self._synchronizer.close()
@@ -568,14 +443,6 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             self._local = None
 
 
-def _check_settings(batch_size: str, weight: Any, reduction: str, bucket_cap_mb: float, comm_hook: Any) -> None:
-    check_batch_size(batch_size)
-    check_bucket_cap_mb(bucket_cap_mb)
-    if comm_hook is not None:
-        check_comm_hook(comm_hook)
-    check_weight(weight, reduction)
-
-
 def _require_same_run(trainer: Any, model: torch.nn.Module, of_strategy: dict[str, Any]) -> None:
     settings = module_settings(model) | {
         "version of torch": torch.__version__,
@@ -587,12 +454,4 @@ def _require_same_run(trainer: Any, model: torch.nn.Module, of_strategy: dict[st
         "max_steps": trainer.max_steps,
         "log_every_n_steps": trainer.log_every_n_steps,
     }
-    require_agreement(settings, "the run", _SAME_EVERYWHERE)
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
-    return type(value) in (type(None), bool, int, float, str, torch.Tensor)
+    require_agreement(settings, "the run", SAME_EVERYWHERE)

@@ -7,15 +7,18 @@ import importlib.util
 import inspect
 import sys
 from abc import ABCMeta
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 from ddp_callbacks.versions import how_to_install
 
-HOMES = {"lightning": "for_lightning", "pytorch_lightning": "for_pytorch_lightning"}  # of their classes
 ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+FABRIC = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+# The modules of the classes made for each.
+HOMES = {"lightning": "for_lightning", "pytorch_lightning": "for_pytorch_lightning"}
+HOMES_OF_FABRIC = {"lightning": "fabric.for_lightning", "pytorch_lightning": "fabric.for_lightning_fabric"}
 _OWN = {"lightning": ("lightning",), "pytorch_lightning": ("pytorch_lightning", "lightning_fabric")}
 
 
@@ -30,7 +33,7 @@ def installed() -> list[str]:
         raise ImportError(
             f"Lightning is not installed: {how_to_install('lightning')} (or pytorch-lightning, which works as well)"
         )
-    return sorted(names, key=lambda name: ROOTS[name] not in sys.modules)
+    return sorted(names, key=lambda name: ROOTS[name] not in sys.modules and FABRIC[name] not in sys.modules)
 
 
 class AtImport(importlib.abc.MetaPathFinder):
@@ -58,7 +61,13 @@ class AtImport(importlib.abc.MetaPathFinder):
 
 
 class ByCaller(ABCMeta):
-    """Of a class that there is once for each package: a call makes an object for the one that the caller uses."""
+    """Of a class that there is once for each package: a call makes an object for the one that the caller uses.
+
+    Attributes:
+        homes: The module that has the class for each package.
+    """
+
+    homes: Mapping[str, str]
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -74,7 +83,7 @@ class ByCaller(ABCMeta):
 
 
 def _for_caller(cls: ByCaller, frame: FrameType | None) -> ByCaller:
-    homes = {name: sys.modules.get(f"ddp_callbacks.lightning.{home}") for name, home in HOMES.items()}
+    homes = {name: sys.modules.get(f"ddp_callbacks.lightning.{home}") for name, home in cls.homes.items()}
     classes = {name: getattr(home, cls.__name__, None) for name, home in homes.items()}
     if None in classes.values() or cls not in classes.values():  # there is but one, or it is a class of the user's
         return cls

@@ -1,0 +1,132 @@
+"""Which batches a loop computes, and what a loss of them counts.
+
+A loop of the user's own says nothing about that. So each draw from a loader is noted, the output of a model remembers
+the batches that were in hand when it was computed, and a loss counts by those of the outputs that it is made of: a
+validation between forward and backward, or between drawing and forward, changes nothing.
+
+In hand are the batches drawn last, of passes over a loader that still run: from several loaders at once if nothing was
+computed between the draws. Batches that are drawn where gradients are off are never in hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.data.nested import arrays_in
+from ddp_callbacks.data.shares import Share
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group import get_world_size
+
+_KEY = "ddp_callbacks: batches"  # in the metadata of autograd's nodes
+_ROUNDING = 1e-12  # relative, of a quotient of two weights
+
+
+@dataclass(eq=False)
+class Draw:
+    """A batch that was drawn from a loader.
+
+    Attributes:
+        share: This rank's part.
+        weight: What the loss of that part counts.
+        total: The sum of the ranks' weights; ``None`` until they have exchanged it.
+    """
+
+    share: Share
+    weight: float
+    total: float | None
+
+
+class BatchesInHand:
+    """The batches of the running passes over the loaders; a pass is any object. Local."""
+
+    def __init__(self) -> None:
+        self._passes: dict[object, list[Draw]] = {}  # the one drawn from last at the end
+        self._fresh: set[object] = set()  # drawn from since something was computed
+        self._computed: set[object] = set()  # whose batches were computed last
+        self._has_marked = False
+
+    def take(self, running: object, draw: Draw) -> None:
+        """A batch was drawn in a pass."""
+        before = self._passes.pop(running, [])
+        self._passes[running] = [*before, draw] if running in self._fresh else [draw]
+        self._fresh.add(running)
+
+    def leave(self, running: object) -> None:
+        """A pass has ended."""
+        self._passes.pop(running, None)
+        self._fresh.discard(running)
+
+    def compute(self) -> tuple[Draw, ...]:
+        """The batches in hand; something is computed from them."""
+        if self._fresh:
+            self._computed, self._fresh = self._fresh, set()
+        in_hand = [running for running in self._passes if running in self._computed] or list(self._passes)[-1:]
+        return tuple(draw for running in in_hand for draw in self._passes[running])
+
+    def mark(self, output: Any) -> None:
+        """Note in what a model has returned which batches it is of."""
+        draws = self.compute()
+        for tensor in arrays_in(output):
+            node = getattr(tensor, "grad_fn", None)
+            if node is not None:
+                node.metadata[_KEY] = draws
+                self._has_marked = True
+
+    def of(self, loss: torch.Tensor) -> list[Draw]:
+        """The batches of the outputs that ``loss`` is made of; those in hand, if it is made of none."""
+        marked = _marked(loss) if self._has_marked else []
+        return marked or list(self.compute())
+
+
+def _marked(loss: torch.Tensor) -> list[Draw]:
+    waiting: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen, found = set(waiting), dict[Draw, None]()
+    while waiting:
+        node = waiting.pop()
+        draws = node.metadata.get(_KEY)
+        if draws is not None:
+            found.update(dict.fromkeys(draws))
+            continue
+        ahead = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= ahead
+        waiting += ahead
+    return list(found)
+
+
+def weight_and_total(draws: Iterable[Draw], exchange: ScalarExchange) -> tuple[float, float]:
+    """What this rank's loss of these batches counts, of how much; all ranks alike if there is no batch.
+
+    A collective, if a total is not known or there are several batches: all ranks must have as many.
+
+    Raises:
+        ConfigurationError: On all ranks: several batches are divided in different proportions.
+    """
+    batches = list(draws)
+    for draw in batches:
+        if draw.total is None:
+            draw.total = sum(row[0] for row in exchange.exchange([draw.weight], "the weight of the batch"))
+    if not batches:
+        return 1.0, float(get_world_size())
+    if len(batches) > 1:
+        _require_equal_proportions(batches, exchange)
+    return batches[0].weight, batches[0].total or 0.0
+
+
+def _require_equal_proportions(batches: list[Draw], exchange: ScalarExchange) -> None:
+    parts = [draw.weight / draw.total if draw.total else 0.0 for draw in batches]
+    differ = max(parts) - min(parts) > _ROUNDING
+    rows = exchange.exchange([float(differ)], "the shares of several batches")
+    if not any(row[0] for row in rows):
+        return
+    mine = ", ".join(f"{draw.weight:g} of {draw.total:g}" for draw in batches)
+    raise ConfigurationError(
+        f"the loss of this backward is of {len(batches)} batches, which the processes have divided in different "
+        f"proportions (here {mine}), so that no one number weighs it. Draw a batch, compute it and call "
+        "fabric.backward, and only then draw the next; or choose batch sizes that are multiples of the number of "
+        "processes, with drop_last=True."
+    )

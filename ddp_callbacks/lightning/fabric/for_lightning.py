@@ -1,0 +1,11 @@
+"""The class for ``lightning.fabric``, whatever else is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddp_callbacks.lightning.fabric.package import make
+
+CallbackFabricStrategy: Any = make("lightning", __name__)
+
+__all__ = ["CallbackFabricStrategy"]

@@ -1,0 +1,101 @@
+"""The models that Fabric has set up: equal at the start, and their gradients synchronized by one engine.
+
+One, because the ranks must sum the buckets of all models in the same order, though a loss may reach some models on some
+ranks only. As in a Trainer's module with several parts, frozen parameters are not sent.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from ddp_callbacks.comm.agreement import module_settings, require_agreement
+from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.lightning.processes import SAME_EVERYWHERE
+from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.replicas import broadcast_parameters, merge_buffers
+from ddp_callbacks.versions import __version__
+
+
+class Models:
+    """The models of one Fabric on several processes.
+
+    Args:
+        make: Makes the engine for a module.
+
+    Attributes:
+        synchronizer: Of all models; ``None`` before the first.
+        exchange: To the other ranks, since the first model was added.
+    """
+
+    def __init__(self, make: Callable[[torch.nn.Module], GradientSynchronizer]) -> None:
+        self._make = make
+        self._models: list[_Model] = []
+        self.synchronizer: GradientSynchronizer | None = None
+        self.exchange: ScalarExchange
+        self._has_trained, self._samples = False, 0  # since the buffers were merged
+
+    def add(self, module: torch.nn.Module, settings: dict[str, object]) -> None:
+        """Compare ``module`` and ``settings`` over the ranks, give all rank 0's, and synchronize it. A collective."""
+        begin_run()
+        versions = {"version of torch": torch.__version__, "version of ddp_callbacks": __version__}
+        require_agreement(module_settings(module) | versions | settings, "the model", SAME_EVERYWHERE)
+        self.exchange = ScalarExchange()
+        self._forget_lost()
+        if all(known.user_s() is not module for known in self._models):
+            self._models.append(_Model(module))
+        self._synchronize()
+        broadcast_parameters(module)
+
+    def whole(self) -> torch.nn.Module:
+        """All models as one; a model alone is itself."""
+        parts = [model.parts for model in self._models]
+        return parts[0] if len(parts) == 1 else torch.nn.ModuleList(parts)
+
+    def are_all(self, blocked: set[int]) -> bool:
+        """Whether all models that have parameters are among these, by id."""
+        ids = [id(model.user_s()) for model in self._models if next(model.parts.parameters(), None) is not None]
+        return bool(ids) and blocked.issuperset(ids)
+
+    def note_backward(self, samples: int) -> None:
+        """A backward of a batch, of which this rank has ``samples``."""
+        self._has_trained, self._samples = True, self._samples + samples
+
+    def merge_buffers(self) -> None:
+        """Running statistics averaged over the ranks, other buffers rank 0's, if they may differ. A collective."""
+        if not self._has_trained:
+            return
+        for model in self._models:
+            if next(model.parts.buffers(), None) is not None:
+                merge_buffers(model.parts, self._samples)
+        self._has_trained, self._samples = False, 0
+
+    def close(self) -> None:
+        """Remove every hook from the models."""
+        if self.synchronizer is not None:
+            self.synchronizer.close()
+            self.synchronizer = None
+        self._models = []
+
+    def _forget_lost(self) -> None:
+        """Drop the models that no rank has any more, as those of earlier folds. A collective."""
+        kept = [float(model.user_s() is not None) for model in self._models]
+        rows = self.exchange.exchange(kept, "which models are in use")
+        self._models = [model for model, flags in zip(self._models, zip(*rows, strict=True), strict=True) if any(flags)]
+
+    def _synchronize(self) -> None:
+        if self.synchronizer is not None:
+            self.synchronizer.close()
+        self.synchronizer = self._make(self.whole())
+
+
+class _Model:
+    """A model, and its parts, which outlive it on a rank that drops it earlier than the others."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.user_s = weakref.ref(module)
+        self.parts = copy.copy(module)  # has the same layers, parameters and buffers

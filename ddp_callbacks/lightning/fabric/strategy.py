@@ -1,0 +1,324 @@
+"""Fabric's strategy: its DDP without DDP. It starts the processes and asks the questions; the answers are ours."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from ddp_callbacks._torch import BatchNorm
+from ddp_callbacks.batch_norm import samples_needed
+from ddp_callbacks.comm.compression import Compress, check_compress
+from ddp_callbacks.comm.hooks import CommHook
+from ddp_callbacks.data.after_loading import name_of
+from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
+from ddp_callbacks.data.shares import BatchSize, Share
+from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.lightning._lightning import is_to_divide
+from ddp_callbacks.lightning.batches import (
+    Reduction,
+    Weight,
+    joint_loss,
+    shard,
+    weigh,
+    weighed_backward,
+    weight_function,
+)
+from ddp_callbacks.lightning.fabric.batches import BatchesInHand, Draw, weight_and_total
+from ddp_callbacks.lightning.fabric.loader import WatchedLoader
+from ddp_callbacks.lightning.fabric.models import Models
+from ddp_callbacks.lightning.fabric.traces import Traces, merge_metrics_by_messages
+from ddp_callbacks.lightning.processes import ProcessesMixin, check_settings, refuse_plugin, require_same_optimizers
+from ddp_callbacks.lightning.reductions import reduce
+from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.process_group import DEFAULT_TIMEOUT
+from ddp_callbacks.process_group.failures import report_failure
+from ddp_callbacks.replicas import describe_checkpoint, require_same_checkpoint
+from ddp_callbacks.verification import LossWatch
+
+
+class CallbackFabricMixin(ProcessesMixin):
+    """What makes Fabric's ``DDPStrategy`` synchronize by callbacks; see ``CallbackFabricStrategy``."""
+
+    user = "Fabric"
+    distributed_sampler_kwargs = None  # Fabric puts no DistributedSampler into loaders; they are divided here
+    add_worker_init_fn: Callable[[object, int], None]
+    interactive: bool
+
+    def __init__(
+        self,
+        batch_size: BatchSize = "global",
+        *,
+        weight: Weight | str | None = None,
+        reduction: Reduction = "mean",
+        bucket_cap_mb: float = 25.0,
+        comm_hook: CommHook | None = None,
+        comm_state: Any = None,
+        compress: Compress = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        start_method: str | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+    ) -> None:
+        check_settings(batch_size, weight, reduction, bucket_cap_mb, comm_hook)
+        check_compress(compress, comm_hook)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method or ("fork" if self.interactive else "popen"),
+        )
+        self._batch_size: BatchSize = batch_size
+        self._weight = weight
+        self._weight_of: Weight | None = None  # made of it when the first batch is drawn
+        self._reduction: Reduction = reduction
+        options = {"bucket_cap_mb": bucket_cap_mb, "comm_hook": comm_hook, "comm_state": comm_state}
+        self._models = Models(functools.partial(GradientSynchronizer, compress=compress, **options))
+        self._backward_sync_control = _SyncControl()
+        self._batches = BatchesInHand()
+        self._traces = Traces()
+        self._open: set[object] = set()  # passes over loaders that run
+        self._last = Share(1, None)
+        self._weights = (1.0, 1.0)  # of the last backward
+        self._backwards, self._losses = 0, LossWatch()
+
+    @property
+    def share(self) -> Share:
+        """This rank's part of the batch that was drawn last, to weigh what is reduced by hand. Local.
+
+        Number of samples here (0: a padding batch, which must not count) and on all ranks; the latter is ``None`` if
+        the loader is not divided.
+        """
+        return self._last
+
+    # --- the world ----------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self.launcher is not None:
+            Replaced(self.launcher, "launch", _launch)
+
+    def setup_environment(self) -> None:
+        """Meet the other processes, and begin a run with them. Blocks until all are there."""
+        refuse_plugin(self.precision)
+        super().setup_environment()
+        if self.world_size > 1:
+            Replaced(self.precision, "convert_output", self._mark)
+
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        self._meet()
+
+    def teardown(self) -> None:
+        """Remove every hook from models."""
+        self._models.close()
+        super().teardown()
+
+    # --- models and optimizers ----------------------------------------------------------------------------------------
+
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Compare the processes, give all rank 0's parameters, listen to the gradients. A collective.
+
+        Returns:
+            ``module`` itself.
+        """
+        if self.world_size > 1:
+            self._models.add(module, {"batch_size": self._batch_size})
+        return module
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Compare the optimizers of the processes. A collective."""
+        require_same_optimizers([optimizer])
+        return optimizer
+
+    def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
+        """As Fabric's, with the loss weighed by this rank's share of the batch; its value stays what it is.
+
+        A collective, except in ``no_backward_sync`` for all models.
+        """
+        synchronizer = self._models.synchronizer
+        if synchronizer is None:
+            super().backward(tensor, module, *args, **kwargs)
+            return
+        draws = self._batches.of(tensor)
+        self._weights = weight_and_total(draws, self._models.exchange)
+        self._backwards += 1
+        self._losses.look(tensor, self._weights[0], f"backward {self._backwards}")
+        with self._sync(synchronizer), weighed_backward(synchronizer, tensor, *self._weights):
+            super().backward(tensor, module, *args, **kwargs)
+        self._models.note_backward(sum(draw.share.local for draw in draws))
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """As Fabric's; LBFGS, which decides by the loss, gets that of the whole batch."""
+        closure = kwargs.get("closure")
+        if self._models.synchronizer is not None and closure is not None and isinstance(optimizer, torch.optim.LBFGS):
+            kwargs["closure"] = functools.partial(self._joint_loss, closure)
+        return super().optimizer_step(optimizer, **kwargs)
+
+    # --- loaders ------------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """This rank's part of a loader. A collective."""
+        divides = is_to_divide(sys._getframe(1)) and self.world_size > 1
+        if divides and isinstance(getattr(dataloader, "dataset", None), IterableDataset):
+            self._seed_workers_alike(dataloader)
+        return WatchedLoader(dataloader, self._divide if divides else _leave, self._needed, self)
+
+    def begin_pass(self) -> None:
+        """A pass over a divided loader begins. A collective."""
+        self._models.merge_buffers()
+        merge_metrics_by_messages()
+        seed_by_rank()
+
+    def draw(self, running: object, batch: Any, share: Share) -> None:
+        """A batch was drawn from a loader. Local."""
+        self._open.add(running)
+        self._traces.end_batch(running)
+        self._last = share
+        if self.world_size == 1:
+            return
+        if not share.local:
+            self._traces.begin_padding(running, self._models.whole())
+        if torch.is_grad_enabled():
+            if self._weight_of is None and self._weight is not None:
+                self._weight_of = weight_function(self._weight, self._models.whole())
+            self._batches.take(running, Draw(share, *weigh(batch, share, self._weight_of, self._reduction)))
+
+    def leave(self, running: object) -> None:
+        """A pass has ended, or the loop has left it. Local."""
+        self._open.discard(running)
+        self._traces.end_batch(running)
+        self._batches.leave(running)
+
+    def complete_pass(self) -> None:
+        """A pass over a divided loader has come to its end: outside of passes all draw alike. A collective."""
+        self._models.merge_buffers()
+        if not self._open:
+            broadcast_rng_state()
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As Fabric's, with the running statistics of all ranks; rank 0 writes. A collective."""
+        self._models.merge_buffers()
+        super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As Fabric's; all processes must have loaded the same. A collective, unless ``state`` is a single object."""
+        remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
+        if self.world_size > 1 and (state is None or isinstance(state, dict)):
+            loaded = {name: _plain(value) for name, value in (state or {}).items()}
+            require_same_checkpoint(describe_checkpoint([loaded, remainder]), str(path))
+        return remainder
+
+    # --- what users ask -----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The sum or the mean over the ranks (true also of integers: that of 3 and 4 is 3.5), or another ``ReduceOp``.
+
+        Shapes must be equal. The ranks count alike, however many samples they have. The result is also placed into
+        ``tensor`` if that has its dtype and needs no gradient. What is not a tensor is returned as it is.
+        """
+        if not isinstance(tensor, torch.Tensor) or self._is_alone():
+            return tensor
+        reduced = reduce(tensor, reduce_op, group)
+        if reduced.dtype == tensor.dtype and not tensor.requires_grad:
+            tensor.copy_(reduced)
+        return reduced
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _sync(self, synchronizer: GradientSynchronizer) -> AbstractContextManager[None]:
+        return (
+            synchronizer.no_sync() if self._models.are_all(set(self._backward_sync_control.blocked)) else nullcontext()
+        )
+
+    def _mark(self, convert: Callable[[Any], Any], output: Any) -> Any:
+        converted = convert(output)
+        if torch.is_grad_enabled():
+            self._batches.mark(converted)
+        return converted
+
+    def _joint_loss(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        return None if loss is None else joint_loss(self._models.exchange, loss, *self._weights)
+
+    def _divide(self, loader: Any, at_least: int) -> Any:
+        return shard(loader, self._batch_size, name_of(loader), at_least)
+
+    def _needed(self, loader: Any) -> int:
+        models = self._models.whole()
+        trains = any(layer.training for layer in models.modules() if isinstance(layer, BatchNorm))
+        if self._batch_size != "global" or not trains:
+            return 1
+        return samples_needed(models, getattr(loader, "batch_size", None), self.world_size)
+
+    def _seed_workers_alike(self, loader: Any) -> None:
+        """Where all ranks load the same batches and divide them afterwards, their workers must draw alike."""
+        chosen = loader.worker_init_fn
+        if isinstance(chosen, functools.partial) and chosen.keywords.get("rank") == self.global_rank:  # Fabric's
+            loader.worker_init_fn = None
+            type(self).add_worker_init_fn(loader, 0)
+
+
+class _SyncControl:
+    """Fabric asks it for ``no_backward_sync``.
+
+    Attributes:
+        blocked: The models that such contexts name at the moment, by id.
+    """
+
+    def __init__(self) -> None:
+        self.blocked: list[int] = []
+
+    @contextmanager
+    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> Iterator[None]:
+        """Inside, gradients are accumulated on this rank, unless other models take part in the backward.
+
+        The next backward outside synchronizes them. Where only some models are named, gradients are synchronized
+        nevertheless, to the same result.
+        """
+        if not enabled:
+            yield
+            return
+        self.blocked.append(id(module))
+        try:
+            yield
+        finally:
+            self.blocked.remove(id(module))
+
+
+def _leave(loader: Any, at_least: int) -> Any:
+    return loader
+
+
+def _plain(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _launch(launch: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return launch(functools.partial(_reporting, function), *args, **kwargs)
+
+
+def _reporting(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Tell the other processes why this one fails; a process that was forked has no other way."""
+    try:
+        return function(*args, **kwargs)
+    except BaseException as error:
+        if torch.distributed.is_initialized():
+            report_failure(error)
+        raise

@@ -1,0 +1,197 @@
+"""The processes of a strategy, of the Trainer's as of Fabric's: where they meet, and what they ask each other."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.comm.agreement import optimizer_settings, require_agreement
+from ddp_callbacks.comm.buckets import check_bucket_cap_mb
+from ddp_callbacks.comm.codec import pack, unpack
+from ddp_callbacks.comm.collectives import all_gather_tensors, any_rank, broadcast_tensors
+from ddp_callbacks.comm.hooks import check_comm_hook
+from ddp_callbacks.data.random_state import broadcast_rng_state
+from ddp_callbacks.data.shares import BatchSize, check_batch_size
+from ddp_callbacks.environment import processes_on_host
+from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.lightning.batches import check_weight
+from ddp_callbacks.lightning.environment import environment_of_job, join
+from ddp_callbacks.process_group.gpu import too_few_gpus
+from ddp_callbacks.process_group.runs import begin_run
+
+# Of the strategies; Lightning looks for them in lower case. Libraries that find "ddp" divide their data themselves.
+NAMES = ("ddp_callbacks", "callbacks")
+
+SAME_EVERYWHERE = "Run the same script with the same arguments and libraries everywhere."
+
+_ACCELERATORS = ("CPUAccelerator", "CUDAAccelerator")
+_FOREIGN_PLUGINS = {
+    "FSDPPrecision": "FSDP divides the parameters among the processes; here each process holds all of them",
+    "DeepSpeedPrecision": "DeepSpeed has an engine of its own for gradients and optimizer",
+    "XLAPrecision": "TPUs need XLA's collectives",
+}
+_OF_DDP = {
+    "find_unused_parameters": "unused parameters are found in each backward by themselves",
+    "static_graph": "the graph may change from step to step",
+    "gradient_as_bucket_view": "gradients are views of the buckets already",
+    "broadcast_buffers": "buffers are merged over the processes before each evaluation",
+    "ddp_comm_hook": "it is called comm_hook here",
+    "ddp_comm_state": "it is called comm_state here",
+}
+
+_Lightnings: Any = object  # of either package: the class comes after this one
+
+
+class ProcessesMixin(_Lightnings):  # type: ignore[misc]
+    """What makes the processes of a ``DDPStrategy``, of Trainer or Fabric, those of the launcher.
+
+    Attributes:
+        user: Whose strategy it is, in messages: ``"Trainer"`` or ``"Fabric"``.
+    """
+
+    user: str
+    _batch_size: BatchSize
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse, with the reason, what only ``DDPStrategy`` takes."""
+        names = inspect.signature(cls.__init__).parameters
+        for name in kwargs:
+            if name not in names and "kwargs" not in names:
+                why = f": {_OF_DDP[name]}" if name in _OF_DDP else ""
+                raise ConfigurationError(f"{cls.__name__} has no {name}{why}.")
+        return super().__new__(cls)
+
+    @property
+    def cluster_environment(self) -> Any:
+        """Lightning's object for the place of this process."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, chosen: Any) -> None:
+        self._cluster_environment = None if chosen is None else environment_of_job(chosen)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        devices: list[torch.device] = self.parallel_devices
+        if devices[0].type == "cpu" or torch.cuda.device_count() == 1:
+            return devices[0]  # a launcher may show each process a GPU of its own
+        if max(self.local_rank + 1, processes_on_host(os.environ) or 0) > len(devices):
+            raise ConfigurationError(
+                f'{too_few_gpus(self.local_rank, len(devices))} Let the {self.user} see all GPUs (devices="auto").'
+            )
+        return devices[self.local_rank]
+
+    def _configure_launcher(self) -> None:
+        """Processes are started only where the user's program is to start some.
+
+        Lightning's own launcher would also compare ``devices`` and ``num_nodes`` with what another has started.
+        """
+        alone = self.num_processes * self.num_nodes == 1
+        if not alone and not self.cluster_environment.creates_processes_externally:
+            super()._configure_launcher()
+
+    def _meet(self) -> None:
+        """Meet the other processes, and begin a run with them. Blocks until all are there."""
+        accelerator = type(self.accelerator).__name__
+        if accelerator not in _ACCELERATORS:
+            raise ConfigurationError(
+                f'strategy="ddp_callbacks" runs on CPUs and CUDA GPUs, not with {accelerator}: its processes exchange '
+                'gradients through gloo or NCCL. Use accelerator="cpu" or "cuda".'
+            )
+        join(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
+        begin_run()
+        if self._batch_size == "global":
+            broadcast_rng_state()  # where nobody has seeded, the ranks would split their data differently
+
+    # --- what Lightning and its users ask -----------------------------------------------------------------------------
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether it is true on all ranks, or with ``all=False`` on any."""
+        if self._is_alone():
+            return bool(decision)
+        doing = "a decision"
+        return not any_rank(not decision, doing) if all else any_rank(bool(decision), doing)
+
+    def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
+        """Block until every rank is here."""
+        if not self._is_alone():
+            any_rank(False, f"the barrier {name}" if name else "a barrier")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """``obj`` of rank ``src``. Plain data and tensors travel as such; anything else is pickled, as in Lightning."""
+        if self._is_alone():
+            return obj
+        if src != 0:
+            return super().broadcast(obj, src)
+        tensors: list[torch.Tensor] = []
+        header = {"plain": pack(obj, tensors)} if _is_plain(obj) else {"pickled": True}
+        header, tensors = broadcast_tensors(header, tensors, "an object")
+        if "pickled" in header:
+            return super().broadcast(obj, src)
+        return obj if self.global_rank == 0 else unpack(header["plain"], tensors)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """The ranks' tensors, stacked: shape ``[world_size, ...]``.
+
+        Raises:
+            MismatchError: Shapes differ, with all of them.
+        """
+        if self._is_alone():
+            return tensor
+        shapes = [shape for shape, _ in all_gather_tensors(list(tensor.shape), [], "the shapes of a tensor", group)]
+        if any(shape != shapes[0] for shape in shapes):
+            raise MismatchError(
+                f"all_gather needs tensors of the same shape, got {shapes} by rank. Perhaps a batch cannot be divided "
+                "evenly. Sum or pad the tensors first, or use a torchmetrics metric."
+            )
+        if sync_grads or group not in (None, dist.group.WORLD):
+            return cast(torch.Tensor, super().all_gather(tensor, group, sync_grads))
+        return torch.stack([part for _, (part,) in all_gather_tensors(None, [tensor], "a tensor")]).to(tensor.device)
+
+    def _is_alone(self) -> bool:
+        """Whether a question is answered by this rank alone, as in a world of one."""
+        return not dist.is_initialized()
+
+
+def check_settings(batch_size: str, weight: Any, reduction: str, bucket_cap_mb: float, comm_hook: Any) -> None:
+    """Raise :class:`ConfigurationError` unless these options of a strategy are possible."""
+    check_batch_size(batch_size)
+    check_bucket_cap_mb(bucket_cap_mb)
+    if comm_hook is not None:
+        check_comm_hook(comm_hook)
+    check_weight(weight, reduction)
+
+
+def refuse_plugin(plugin: object) -> None:
+    """Raise :class:`ConfigurationError` if a precision plugin belongs to another strategy."""
+    name = type(plugin).__name__
+    if name in _FOREIGN_PLUGINS:
+        raise ConfigurationError(
+            f'strategy="ddp_callbacks" does not work with {name}: {_FOREIGN_PLUGINS[name]}. Leave the plugin '
+            "out, or use its own strategy."
+        )
+
+
+def require_same_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raise :class:`MismatchError` unless the ranks have equal optimizers. A collective."""
+    made = list(optimizers)
+    settings = {
+        f"{index}: {name}" if len(made) > 1 else name: value
+        for index, optimizer in enumerate(made)
+        for name, value in optimizer_settings(optimizer).items()
+    }
+    require_agreement(settings, "the optimizers", SAME_EVERYWHERE)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return type(value) in (type(None), bool, int, float, str, torch.Tensor)

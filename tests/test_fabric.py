@@ -1,0 +1,602 @@
+"""Loops of Lightning Fabric: N processes give the numbers of one, and what else the strategy promises."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import TWO_PROCESSES, environment, run
+from distributed import run_distributed
+from fabric_scenarios import (
+    CLASSES,
+    FEATURES,
+    SCENARIOS,
+    data,
+    fabric,
+    loader,
+    network,
+    quiet,
+    resume,
+    save,
+    sgd,
+    train,
+    values,
+)
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import FSDPPrecision
+from nursery import HOSTNAME, Nursery, Rank, free_port, noting_errors
+from test_equivalence import assert_equal
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from two_hosts import live_on_hosts
+
+from ddp_callbacks.data.shares import Share
+from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.lightning import CallbackFabricStrategy
+from ddp_callbacks.process_group import resolve_group
+
+pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results("world_size")]
+
+RELATIVE = 1e-10
+OURS = "ddp_callbacks"
+
+
+def run_all() -> dict[str, Any]:
+    """Every loop on this rank, one after another in one process; three of them take themselves for two hosts."""
+    if dist.get_world_size() == 3:
+        live_on_hosts((2, 1), resolve_group())
+    with quiet():
+        return {name: SCENARIOS[name](OURS) for name in SCENARIOS}
+
+
+@functools.cache
+def on_ranks(world_size: int) -> list[dict[str, Any]]:
+    return run_distributed(run_all, world_size)
+
+
+@functools.cache
+def one_process(name: str) -> Any:
+    with quiet():
+        return SCENARIOS[name]("auto")
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.wide) for size in (3, 4))])
+def test_n_processes_of_a_loop_equal_one(world_size: int, name: str) -> None:
+    for rank, results in enumerate(on_ranks(world_size)):
+        assert_equal(results[name], one_process(name), RELATIVE, f"rank {rank}")
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_world_of_one_is_bit_for_bit_fabric_without_us(name: str) -> None:
+    with quiet():
+        assert_equal(SCENARIOS[name](OURS), one_process(name), relative=0.0)
+
+
+# --- what two processes see, each case on both ------------------------------------------------------------------------
+
+Case = Callable[[], Any]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def run_cases() -> dict[str, Any]:
+    with quiet():
+        return {name: function() for name, function in CASES.items()}
+
+
+@functools.cache
+def seen() -> list[dict[str, Any]]:
+    return run_distributed(run_cases, 2)
+
+
+def by_rank(function: Case) -> list[Any]:
+    return [results[function.__name__] for results in seen()]
+
+
+def message_of(function: Callable[[], Any], kind: type[Exception] = ConfigurationError) -> str:
+    with pytest.raises(kind) as caught:
+        function()
+    return str(caught.value)
+
+
+@case
+def answers() -> Any:
+    made = fabric(OURS)
+    rank = made.global_rank
+    own = torch.tensor([rank + 3, 1])
+    floats = torch.tensor([rank + 1.0])
+    reduced = {
+        "mean of integers": made.all_reduce(own.clone()),
+        "sum": made.all_reduce(own.clone(), reduce_op="sum"),
+        "largest": made.all_reduce(own.clone(), reduce_op="max"),
+        "in place": made.all_reduce(floats) is not None and floats,
+        "gathered": made.all_gather({"rank": rank, "own": own}),
+        "from rank 1": made.broadcast([rank, "text"], src=1),
+        "all": made.strategy.reduce_boolean_decision(rank == 0),
+        "any": made.strategy.reduce_boolean_decision(rank == 0, all=False),
+        "unlike": message_of(lambda: made.all_gather(torch.ones(rank + 2)), MismatchError),
+    }
+    first = torch.ones(1, requires_grad=True)
+    made.all_gather(first * (rank + 1), sync_grads=True).sum().backward()
+    order: list[float] = []
+    with made.rank_zero_first():
+        order.append(time.monotonic())
+    order = made.all_gather(torch.tensor(order, dtype=torch.float64)).flatten().tolist()
+    return reduced, first.grad, order
+
+
+def test_what_a_loop_asks_the_processes_is_exact() -> None:
+    for rank, (reduced, gradient, order) in enumerate(by_rank(answers)):
+        assert reduced["mean of integers"].tolist() == [3.5, 1.0]
+        assert reduced["sum"].tolist() == [7, 2] and reduced["largest"].tolist() == [4, 1]
+        assert reduced["in place"].tolist() == [1.5]
+        assert reduced["gathered"]["rank"].tolist() == [0, 1]
+        assert reduced["gathered"]["own"].tolist() == [[3, 1], [4, 1]]
+        assert reduced["from rank 1"] == [1, "text"]
+        assert (reduced["all"], reduced["any"]) == (False, True)
+        assert "all_gather needs tensors of the same shape, got [[2], [3]] by rank" in reduced["unlike"]
+        assert gradient.item() == 2 * (rank + 1)
+        assert order[0] < order[1]
+
+
+class Twice(nn.Module):
+    """Has a method of its own, and a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        return found
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self(x), y)
+
+
+def train_by_a_method(strategy: str) -> Any:
+    made = fabric(strategy)
+    torch.manual_seed(1)
+    module = Twice()
+    model, optimizer = made.setup(module, sgd(module))
+    for x, y in made.setup_dataloaders(loader()):
+        made.backward(model.loss(x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+    bypassed = ""
+    try:
+        model(x).sum().backward()
+    except RuntimeError as error:
+        bypassed = str(error)
+    same = model.module is module and type(module) is Twice and list(model.state_dict()) == list(module.state_dict())
+    return same, bypassed, values(module)
+
+
+@case
+def a_method_of_the_model() -> Any:
+    return train_by_a_method(OURS)
+
+
+def test_the_model_is_not_wrapped_and_its_methods_train_it() -> None:
+    with quiet():
+        _, _, expected = train_by_a_method("auto")
+    for same, bypassed, found in by_rank(a_method_of_the_model):
+        assert same
+        assert "requires you to call `fabric.backward(loss)` instead of `loss.backward()`" in bypassed
+        assert_equal(found, expected, RELATIVE)
+
+
+@case
+def loaders_left_alone() -> Any:
+    made = fabric(OURS)
+    batches = loader(10, 4)
+    alone = made.setup_dataloaders(batches, use_distributed_sampler=False)
+    divided = made.setup_dataloaders(batches)
+    sampled = DataLoader(data(10), 4, sampler=DistributedSampler(data(10), shuffle=False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        own = made.setup_dataloaders(sampled)
+    sizes = [[len(x) for x, _ in each] for each in (alone, divided, own)]
+    shares = []
+    for _ in divided:
+        shares.append(made.strategy.share)
+    return sizes, shares, len(divided), divided.dataset is batches.dataset, [str(each.message) for each in caught]
+
+
+def test_a_loader_is_divided_unless_the_user_says_otherwise() -> None:
+    for rank, (sizes, shares, length, same, warned) in enumerate(by_rank(loaders_left_alone)):
+        assert sizes == [[4, 4, 2], [2, 2, 1], [4, 1]]
+        assert shares == [Share(2, 4), Share(2, 4), Share(1, 2)]
+        assert length == 3 and same
+        assert [text.startswith("The loader of TensorDataset has a DistributedSampler") for text in warned] == (
+            [True] if rank == 0 else []
+        )
+
+
+def weighed_by(strategy: Any, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], **options: Any) -> Any:
+    made = fabric(strategy)
+    module = network()
+    model, optimizer = made.setup(module, sgd(module))
+    for x, y in made.setup_dataloaders(loader(shuffle=True), **options):
+        made.backward(loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(module)
+
+
+def counted(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A mean over the targets that count, which may be none."""
+    return nn.functional.cross_entropy(logits, y.where(y > 0, -100))
+
+
+def summed(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits, y, reduction="sum") / 7
+
+
+@case
+def losses_weighed() -> Any:
+    return [
+        weighed_by(CallbackFabricStrategy(weight=lambda batch: (batch[1] > 0).sum()), counted),
+        weighed_by(CallbackFabricStrategy(reduction="sum"), summed),
+        weighed_by(OURS, nn.functional.cross_entropy, use_distributed_sampler=False),
+    ]
+
+
+def test_a_loop_s_loss_is_weighed_by_what_it_is_the_mean_over() -> None:
+    with quiet():
+        expected = [weighed_by("auto", loss) for loss in (counted, summed, nn.functional.cross_entropy)]
+    for found in by_rank(losses_weighed):
+        assert_equal(found, expected, RELATIVE)
+
+
+@case
+def whole_batches_in_turn() -> Any:
+    made = fabric(CallbackFabricStrategy("per_process"))
+    module = network()
+    model, optimizer = made.setup(module, sgd(module))
+    return train(made, made.setup_dataloaders(loader(29, 4)), model, optimizer)
+
+
+def test_per_process_batches_of_a_loop_are_those_of_larger_ones() -> None:
+    with quiet():
+        made = fabric("auto")
+        model = network()
+        expected = train(made, made.setup_dataloaders(loader(29, 8)), *made.setup(model, sgd(model)))
+    for found in by_rank(whole_batches_in_turn):
+        assert_equal(found, expected, RELATIVE)
+
+
+@case
+def batches_divided_unlike() -> Any:
+    made = fabric(OURS)
+    model: Any = network()
+    model = made.setup_module(model)
+    first, second = made.setup_dataloaders(loader(6, 3), loader(8, 4, 9))
+
+    def joint() -> None:
+        for (x, y), (other, labels) in zip(first, second, strict=True):
+            loss = nn.functional.cross_entropy
+            made.backward(loss(model(x), y) + loss(model(other), labels))
+
+    return message_of(joint)
+
+
+def test_a_loss_of_batches_that_are_divided_unlike_is_refused_with_the_remedy() -> None:
+    for rank, said in enumerate(by_rank(batches_divided_unlike)):
+        assert "the loss of this backward is of 2 batches, which the processes have divided in different" in said
+        assert f"(here {2 - rank} of 3, 2 of 4)" in said
+        assert "call fabric.backward, and only then draw the next; or choose batch sizes that are multiples" in said
+
+
+@case
+def random_states() -> Any:
+    made = Fabric(accelerator="cpu", devices=1, strategy=OURS)
+    torch.manual_seed(made.global_rank)  # before the processes meet, as without a seed
+    made.launch()
+    found = {"after launch": torch.rand(1).item(), "inside": [], "order": []}
+    for x, _ in made.setup_dataloaders(loader(4, 4, shuffle=True)):
+        found["inside"].append(torch.rand(1).item())
+        found["order"].append(made.all_gather(x).flatten(0, 1)[:, 0])
+    return found | {"afterwards": torch.rand(1).item()}
+
+
+def test_a_loop_draws_its_data_alike_and_its_dropout_apart() -> None:
+    first, second = by_rank(random_states)
+    assert first["after launch"] == second["after launch"] and first["afterwards"] == second["afterwards"]
+    assert first["inside"] != second["inside"]
+    torch.manual_seed(0)
+    drawn = [torch.rand(1).item()]
+    order = [x[:, 0] for x, _ in DataLoader(data(4), 4, shuffle=True)]
+    drawn += [torch.rand(1).item(), torch.rand(1).item()]
+    assert [first["after launch"], *first["inside"], first["afterwards"]] == drawn
+    assert_equal(first["order"], order, 0.0)
+
+
+@case
+def layers_of_batch_norm() -> Any:
+    made = fabric(OURS)
+    torch.manual_seed(1)
+    model: Any = nn.Sequential(nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Linear(5, CLASSES)).double()
+    batches, few = made.setup_dataloaders(loader(11, 8), loader(3, 3))  # set up before the model
+    model, optimizer = made.setup(model, sgd(model))
+    shares = []
+    for x, y in batches:
+        shares.append(made.strategy.share.local)
+        made.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+    own = model.module[1].running_mean.clone()
+    before = own.clone()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a batch of 3 samples has fewer than two for each of 2 processes")
+        for x, _ in few:
+            is_padding = made.strategy.share.local == 0
+            model(x)
+    after = model.module[1].running_mean.clone()
+    model.eval()
+    sizes = [len(x) for x, _ in few]  # an evaluation needs no two
+    return shares, made.all_gather(own), is_padding, torch.equal(before, after), sizes
+
+
+def test_batch_norm_gets_two_samples_and_merged_statistics_without_padding() -> None:
+    for rank, (shares, means, is_padding, unchanged, sizes) in enumerate(by_rank(layers_of_batch_norm)):
+        assert shares == [[4, 3], [4, 0]][rank]
+        torch.testing.assert_close(means[0], means[1], rtol=0, atol=0)
+        assert (is_padding, unchanged) == [(False, False), (True, True)][rank]
+        assert sizes == [[2], [1]][rank]
+
+
+def train_with_precision(strategy: str, precision: Any) -> Any:
+    made = fabric(strategy, precision=precision)
+    module = network().float()
+    model, optimizer = made.setup(module, sgd(module))
+    x, y = data(29).tensors
+    batches = made.setup_dataloaders(DataLoader(TensorDataset(x.float(), y), 7))
+    with made.autocast():
+        kind = str(model.module(made.to_device(x.to(values(module)[0].dtype))).dtype)
+    return kind, str(values(module)[0].dtype), train(made, batches, model, optimizer)
+
+
+@case
+def precisions() -> Any:
+    return {each: train_with_precision(OURS, each) for each in PRECISIONS}
+
+
+PRECISIONS: dict[Any, tuple[str, str, float]] = {  # of what a layer returns, of parameters, and relative
+    "32-true": ("torch.float32", "torch.float32", 1e-4),
+    "64-true": ("torch.float64", "torch.float64", 1e-4),  # Fabric converts what a model returns to float32
+    "bf16-mixed": ("torch.bfloat16", "torch.float32", 0.3),
+    "bf16-true": ("torch.bfloat16", "torch.bfloat16", 1.0),
+}
+
+
+def test_precisions_of_a_loop_are_fabric_s() -> None:
+    for precision, (inside, kept, relative) in PRECISIONS.items():
+        with quiet():
+            expected = train_with_precision("auto", precision)
+        first, second = (found[precision] for found in by_rank(precisions))
+        assert first[:2] == second[:2] == expected[:2] == (inside, kept)
+        assert_equal(first[2], second[2], 0.0)
+        for one, other in zip(first[2][1], expected[2][1], strict=True):
+            distance = (one.double() - other.double()).norm() / other.double().norm()
+            assert distance < relative, (precision, distance)
+
+
+@case
+def with_a_comm_hook() -> Any:
+    return weighed_by(CallbackFabricStrategy(comm_hook=bf16_compress_hook), nn.functional.cross_entropy)
+
+
+def test_a_comm_hook_is_used_in_a_loop() -> None:
+    with quiet():
+        expected = weighed_by("auto", nn.functional.cross_entropy)
+    for found in by_rank(with_a_comm_hook):
+        error = max((one - other).abs().max().item() for one, other in zip(found, expected, strict=True))
+        assert 1e-8 < error < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": "local"}, 'batch_size must be "global"'),
+        ({"reduction": "sum", "weight": len}, "Use one of the two"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb"),
+        ({"find_unused_parameters": True}, "CallbackFabricStrategy has no find_unused_parameters: unused parameters"),
+        ({"sync": "every_step"}, "CallbackFabricStrategy has no sync."),
+    ],
+)
+def test_settings_of_a_loop_that_cannot_be_are_refused(options: dict[str, Any], says: str) -> None:
+    assert says in message_of(lambda: CallbackFabricStrategy(**options))
+
+
+def test_plugins_of_fabric_s_other_strategies_are_refused_by_name() -> None:
+    def launch() -> None:
+        with quiet():
+            made = Fabric(accelerator="cpu", devices=1, strategy=OURS, plugins=FSDPPrecision("32-true"))
+            made.launch()
+
+    assert message_of(launch).startswith('strategy="ddp_callbacks" does not work with FSDPPrecision: FSDP divides the')
+
+
+def save_and_resume(folder: str, of_one: str) -> Any:
+    with quiet():
+        made = fabric(OURS)
+        save(made, str(Path(folder) / "of two.pt"))
+        return resume(made, of_one)
+
+
+def test_checkpoints_of_a_loop_move_between_one_process_and_two(tmp_path: Path) -> None:
+    of_one, of_two = tmp_path / "of one.pt", tmp_path / "of two.pt"
+    with quiet():
+        made = fabric("auto")
+        save(made, str(of_one))
+        expected = resume(made, str(of_one))
+    for found in run_distributed(save_and_resume, 2, str(tmp_path), str(of_one)):
+        assert_equal(found, expected, RELATIVE)
+    with quiet():
+        assert_equal(resume(made, str(of_two)), expected, RELATIVE)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def fail(how: str) -> None:
+    rank = int(os.environ["RANK"])
+    with quiet(), noting_errors():
+        made = fabric(OURS)
+        model: Any = nn.Linear(FEATURES, CLASSES + (rank if how == "model" else 0)).double()
+        model, optimizer = made.setup(model, sgd(model, 0.1 * (1 + rank) if how == "optimizer" else 0.1))
+        batches = made.setup_dataloaders(loader(29 + (8 * rank if how == "data" else 0)))
+        for index, (x, y) in enumerate(batches):
+            if how == "raises" and index == 2 and rank == 1:
+                raise ZeroDivisionError("a bad sample")
+            made.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+
+
+def test_a_failure_of_a_loop_reaches_the_other_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    ranks: list[Rank] = nursery.run_watched(fail, 2, tmp_path, "raises")
+    assert [rank.code for rank in ranks] == [1, 1]
+    name, message = ranks[0].notes["error"]
+    assert name == "PeerError"
+    assert f"rank 1 (host {HOSTNAME}, pid {ranks[1].pid}) failed with ZeroDivisionError: a bad sample" in message
+    assert ranks[0].noted_at["error"] - ranks[1].noted_at["error"] < 4 * ranks[0].slowness
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("model", "the ranks disagree about the model:\n  parameter weight: [3, 6] float64 on rank 0; [4, 6] float64"),
+        (
+            "optimizer",
+            "the ranks disagree about the optimizers:\n  optimizer group 0: lr: 0.1 on rank 0; 0.2 on rank 1",
+        ),
+        ("data", "the ranks disagree about the TensorDataset dataloader:\n  batches: 5 on rank 0; 6 on rank 1"),
+    ],
+)
+def test_ranks_of_a_loop_that_differ_are_told_apart(nursery: Nursery, tmp_path: Path, how: str, says: str) -> None:
+    for rank in nursery.run(fail, 2, tmp_path, how):
+        name, message = rank.notes["error"]
+        assert name == "MismatchError" and says in message, message
+
+
+# --- as scripts -------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+{imports}
+from fabric_scenarios import loader, network, quiet, sgd, train, values
+
+def work(fabric):
+    model = network()
+    model, optimizer = fabric.setup(model, sgd(model))
+    train(fabric, fabric.setup_dataloaders(loader()), model, optimizer)
+    if {fails} and fabric.global_rank == 1:
+        raise ZeroDivisionError("a bad sample")
+    fabric.barrier()
+    total = sum(value.sum() for value in values(model)).item()
+    # In one write: two processes share the pipe.
+    print(f"rank {{fabric.global_rank}} of {{fabric.world_size}} sum {{total!r}}" + chr(10), end="", flush=True)
+
+if __name__ == "__main__":
+    with quiet():
+        fabric = Fabric(accelerator="cpu", devices={devices}, strategy={strategy})
+        {launch}
+"""
+LIGHTNING = "import ddp_callbacks.lightning\nfrom lightning.fabric import Fabric"
+OTHER = """
+import lightning_fabric
+import ddp_callbacks.lightning
+from ddp_callbacks.lightning import CallbackFabricStrategy
+from lightning_fabric import Fabric
+assert "lightning.fabric" not in sys.modules
+assert issubclass(CallbackFabricStrategy, lightning_fabric.strategies.DDPStrategy)
+assert isinstance(CallbackFabricStrategy(), lightning_fabric.strategies.DDPStrategy)
+"""
+LATER = "import ddp_callbacks.lightning\nimport lightning_fabric\nfrom lightning_fabric import Fabric"
+OWN = "from ddp_callbacks.lightning import CallbackFabricStrategy\nfrom lightning.fabric import Fabric"
+
+
+def write(folder: Path, imports: str, **options: Any) -> Path:
+    script = folder / "script.py"
+    defaults = {"devices": 1, "strategy": repr(OURS), "launch": "fabric.launch(); work(fabric)", "fails": False}
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), imports=imports, **(defaults | options)))
+    return script
+
+
+def sum_of_one_process() -> float:
+    with quiet():
+        made, model = fabric("auto"), network()
+        train(made, made.setup_dataloaders(loader()), *made.setup(model, sgd(model)))
+    return sum(value.sum() for value in values(model)).item()
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize(
+    ("command", "imports", "options"),
+    [
+        ([sys.executable], LIGHTNING, {"devices": 2}),
+        (
+            [sys.executable],
+            OWN,
+            {"devices": 2, "strategy": 'CallbackFabricStrategy(start_method="fork")', "launch": "fabric.launch(work)"},
+        ),
+        (["ddprun", "--nproc-per-node", "2"], LIGHTNING, {}),
+        (["ddprun", "--nproc-per-node", "2"], OTHER, {"strategy": "'callbacks'"}),
+        ([*TWO_PROCESSES], LATER, {"devices": 2, "launch": "fabric.launch(work)"}),
+        (
+            ["fabric", "run", "--accelerator", "cpu", "--devices", "2", "--main-port", "0"],
+            LIGHTNING,
+            {"devices": 2, "launch": "work(fabric)"},
+        ),
+    ],
+    ids=["python", "python, forked", "ddprun", "ddprun, lightning_fabric", "torchrun, imported later", "fabric run"],
+)
+def test_a_loop_runs_as_a_script(command: list[Any], imports: str, options: dict[str, Any], tmp_path: Path) -> None:
+    if command[0] == "fabric":
+        pytest.importorskip("click")
+    script = write(tmp_path, imports, **options)
+    command = [free_port() if part == "0" else part for part in command]
+    output = run([*command, script], tmp_path, cold=True)
+    lines = sorted(re.findall(r"rank (\d) of (\d) sum (\S+)", output))
+    expected = pytest.approx(sum_of_one_process(), rel=RELATIVE)
+    assert [(rank, size) for rank, size, _ in lines] in ([("0", "2"), ("1", "2")], [("0", "2")]), output
+    assert [float(total) for _, _, total in lines] == [expected] * len(lines)
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("launch", ["fabric.launch(); work(fabric)", "fabric.launch(work)"])
+def test_a_failure_in_a_process_that_fabric_has_started_ends_all(launch: str, tmp_path: Path) -> None:
+    options = {"strategy": 'CallbackFabricStrategy(start_method="fork")'} if "(work)" in launch else {}
+    script = write(tmp_path, OWN if options else LIGHTNING, devices=2, fails=True, launch=launch, **options)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "ZeroDivisionError: a bad sample" in done.stderr
+    if not options:  # one of two that were forked ends both, before rank 0 can say anything
+        assert re.search(r"PeerError: .*rank 1 \(host \S+, pid \d+\) failed with ZeroDivisionError", done.stderr)
+
+
+@pytest.mark.cold
+def test_the_cli_of_fabric_knows_the_strategy_only_from_the_script(tmp_path: Path) -> None:
+    pytest.importorskip("click")
+    script = write(tmp_path, LIGHTNING)
+    command = ["fabric", "run", "--strategy", OURS, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment())
+    assert done.returncode == 2 and "'ddp_callbacks' is not one of 'ddp'" in done.stderr
