@@ -317,7 +317,7 @@ def fail(how: str) -> None:
     ("how", "kind", "says"),
     [
         ("raises", "ZeroDivisionError", "a bad sample"),
-        ("returns None", "SkippedBatchError", "training_step returned None in epoch 0, batch 2, where rank 0 has a loss"),
+        ("returns None", "SkippedBatchError", "returned None in epoch 0, batch 2, where rank 0 has a loss"),
     ],
 )
 def test_a_failure_reaches_the_other_ranks(nursery: Nursery, tmp_path: Path, how: str, kind: str, says: str) -> None:
