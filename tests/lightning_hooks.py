@@ -81,6 +81,10 @@ def stop(made: pl.Trainer, module: Any, seen: list[Any]) -> None:
     made.should_stop = True
 
 
+def stop_on_one(made: pl.Trainer, module: Any, seen: list[Any]) -> None:
+    made.should_stop = made.global_rank == made.world_size - 1
+
+
 def save(made: pl.Trainer, module: Any, seen: list[Any]) -> None:
     made.save_checkpoint(Path(made.default_root_dir, BY_HAND))
 
@@ -93,6 +97,7 @@ Action = Callable[[pl.Trainer, Any, list[Any]], None]
 ALWAYS: list[Action] = [log, log_synchronized, read, count_steps]
 ONCE: list[Action] = [stop, save, fail]  # in the middle of the calls
 ACTIONS = {action.__name__: action for action in [*ALWAYS, *ONCE]}
+BESIDE = {"stop_on_one": stop_on_one}  # the table
 
 
 # --- the scripts ------------------------------------------------------------------------------------------------------
@@ -284,17 +289,16 @@ def cells() -> list[Cell]:
 
 def name_of(error: BaseException) -> str:
     """Its class and first line, on the others also of what they hear of it."""
-    if isinstance(error, PeerError):
-        heard = re.search(r"failed with (\w+): (.*)", str(error))
-        return f"{heard[1]}: {heard[2]}" if heard else str(error)
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    heard = re.search(r"failed with (\w+): (.*)", str(error)) if isinstance(error, PeerError) else None
+    kind, text = heard.groups() if heard else (type(error).__name__, str(error).partition("\n")[0])
+    return kind if kind == "RecursionError" else f"{kind}: {text}"  # whose text depends on where the depth was reached
 
 
 def run_cell(cell: Cell, strategy: str, folder: Path) -> dict[str, Any]:
     kind, hook, function, middle, action = cell
     seen: list[Any] = []
     calls = iter(range(10**6))
-    function_of_action = ACTIONS[action]
+    function_of_action = (ACTIONS | BESIDE)[action]
 
     def act(made: pl.Trainer, module: Any) -> None:
         if next(calls) == middle or function_of_action in ALWAYS:
@@ -303,7 +307,7 @@ def run_cell(cell: Cell, strategy: str, folder: Path) -> dict[str, Any]:
     began = time.monotonic()
     errors: list[str] = []
     script = Script(strategy, str(folder), {kind: acting(kind, hook, act)})
-    for again in range(1 + action.startswith("fail")):
+    for again in range(1 + (action == "fail")):
         try:
             script.run("fit" if again and function == "failing fit" else function)
         except Exception as error:

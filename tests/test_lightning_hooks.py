@@ -91,6 +91,22 @@ def test_a_hook_does_on_n_processes_what_it_does_on_one(world_size: int, part: i
     assert not differ, "\n".join(differ)
 
 
+BEFORE_THE_FIRST_BATCH = [
+    Cell("callback", hook, "fit", call, "stop_on_one")
+    for hook, call in (("on_sanity_check_end", 0), ("on_train_start", 0), ("on_train_epoch_start", 1))
+]
+
+
+def test_a_stop_that_one_process_decides_on_before_the_first_batch_of_an_epoch_stops_all(tmp_path: Path) -> None:
+    ranks = run_distributed(run_cells, 2, BEFORE_THE_FIRST_BATCH, OURS, tmp_path / "ranks")
+    one = run_cells(BEFORE_THE_FIRST_BATCH, "auto", tmp_path / "one")
+    assert [outcome["global_step"] for outcome in one] == [0, 0, 3]
+    for outcomes in [*ranks, one]:
+        for outcome in outcomes:
+            del outcome["seconds"]
+    assert_equal(ranks, [one, one], 1e-10)
+
+
 def test_each_hook_of_lightning_is_called_by_a_script_of_the_table() -> None:
     """A new one appears here: it needs a script that makes Lightning call it, or it is no hook."""
     with quiet():
