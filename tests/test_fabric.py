@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -303,6 +304,43 @@ def test_a_loss_of_batches_that_are_divided_unlike_is_refused_with_the_remedy() 
         assert "the loss of this backward is of 2 batches, which the processes have divided in different" in said
         assert f"(here {2 - rank} of 3, 2 of 4)" in said
         assert "call fabric.backward, and only then draw the next; or choose batch sizes that are multiples" in said
+
+
+@case
+def accumulation() -> Any:
+    """Whether the ranks have equal gradients, where one model or both are blocked, and behind it."""
+    made = fabric(OURS)
+    first, second = (made.setup_module(network(seed)) for seed in (1, 2))
+    found = []
+    for names in ([first], [first, second], []):
+        for x, y in made.setup_dataloaders(loader(8, 8)):
+            with contextlib.ExitStack() as stack:
+                for model in names:
+                    stack.enter_context(made.no_backward_sync(model))
+                made.backward(nn.functional.cross_entropy(first(x) + second(x), y))
+        gradients = [made.all_gather(next(model.parameters()).grad) for model in (first, second)]
+        found.append([torch.equal(*each) for each in gradients])
+    return found
+
+
+def test_gradients_stay_on_the_process_where_all_models_are_named() -> None:
+    assert by_rank(accumulation) == [[[True, True], [False, False], [True, True]]] * 2
+
+
+@case
+def two_fabrics() -> Any:
+    first, second, module = fabric(OURS), fabric(OURS), network()
+    first.setup(module, sgd(module))
+    said = message_of(lambda: second.setup_module(module))
+    first.strategy.teardown()
+    model: Any = second.setup_module(module)
+    second.backward(model(data(4).tensors[0]).sum())
+    return said
+
+
+def test_a_model_in_two_fabrics_is_refused_until_the_first_lets_it_go() -> None:
+    for said in by_rank(two_fabrics):
+        assert "has a hook of register_post_accumulate_grad_hook" in said and "close" in said
 
 
 @case
