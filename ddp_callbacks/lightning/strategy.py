@@ -19,6 +19,7 @@ from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import BatchSize
+from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning._lightning import (
     PREPARE_DATA,
@@ -52,7 +53,6 @@ from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.presence import alone_in
 from ddp_callbacks.replicas import broadcast_parameters, describe_checkpoint, require_same_checkpoint
-from ddp_callbacks.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.verification import LossWatch, Verify, check_verify
 from ddp_callbacks.versions import __version__
 
