@@ -1,4 +1,4 @@
-"""Applications that others have written: where one is not installed, its file is skipped by name, before it is imported."""
+"""Applications of others: where one is not installed, its file is skipped by name, before it is imported."""
 
 from __future__ import annotations
 

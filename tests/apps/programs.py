@@ -40,8 +40,8 @@ def failing(program: str, kind: str, folder: Path) -> str:
 def assert_close(actual: Any, expected: Any, tolerance: float = 1e-10, where: str = "") -> None:
     """Compare nested results number by number, to ``tolerance`` of each or of 1.
 
-    Of 1: some gradients are zero but for rounding (a key's bias does not change a softmax), and Adam divides the rounding
-    by itself.
+    Of 1: some gradients are zero but for rounding (a key's bias does not change a softmax), and Adam divides the
+    rounding by itself.
     """
     if isinstance(expected, dict):
         assert sorted(actual) == sorted(expected), where

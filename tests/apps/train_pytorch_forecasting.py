@@ -87,7 +87,7 @@ for_predict = {"accelerator": "cpu", "strategy": name, "precision": "64-true", "
 own = model.predict(loaders[1], return_index=True, trainer_kwargs=for_predict)
 whole = model.predict(loaders[1], trainer_kwargs={**for_predict, "use_distributed_sampler": False})
 result = {
-    "predictions": whole.output if hasattr(whole, "output") else whole,
+    "predictions": whole,
     "by series": dict(zip(own.index["series"].tolist(), own.output, strict=True)),
     "history": history.values,
     "parameters": model.state_dict(),
