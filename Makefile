@@ -4,7 +4,7 @@
 # make check-cuda  the tests for a GPU, on a machine that has one: 10 minutes; with CUDA_PYTHON=python3, by a Python
 #              that has everything, without setting up .venv
 # make check-apps  three applications from PyPI that train through a Trainer, unchanged, on two processes as on one;
-#              downloads 500 MB
+#              downloads 600 MB
 # make lint    formatting, lint and types only
 # make docs    this documentation as a site, in docs/_build/html
 # make versions  the tests of make test with the oldest and the newest supported torch, Lightning and Python;
