@@ -3,13 +3,15 @@
 # make check   the same with all tests; with SETUP_HOSTS=1, also those between real hosts (Debian, root)
 # make check-cuda  the tests for a GPU, on a machine that has one: 10 minutes; with CUDA_PYTHON=python3, by a Python
 #              that has everything, without setting up .venv
+# make check-apps  three applications from PyPI that train through a Trainer, unchanged, on two processes as on one;
+#              downloads 600 MB
 # make lint    formatting, lint and types only
 # make docs    this documentation as a site, in docs/_build/html
 # make versions  the tests of make test with the oldest and the newest supported torch, Lightning and Python;
 #                downloads several gigabytes. One of the two: make versions-oldest, make versions-newest
 # make clean   remove what make has made
 #
-# Each sets up what it needs in .venv, versions in .venv-oldest and .venv-newest. With another Python:
+# Each sets up what it needs in .venv, versions in .venv-oldest and .venv-newest, check-apps in .venv-apps. With another Python:
 # make PYTHON=python3.12 test, make OLDEST_PYTHON=... NEWEST_PYTHON=... versions
 
 PYTHON ?= python3
@@ -20,7 +22,7 @@ TORCHVISION = $(VENV)/torchvision
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input
 
 # What make test leaves out, by what a test does: pyproject.toml says what these words mean.
-QUICK = smoke or not (cold or cuda or hosts or mpi or pages or wide)
+QUICK = smoke or not (apps or cold or cuda or hosts or mpi or pages or wide)
 PYTEST = TORCHVISION_PATH=$(abspath $(TORCHVISION)) $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The ends of the ranges in pyproject.toml.
@@ -29,10 +31,13 @@ OLDEST = torch==2.8.0 lightning==2.6.0 pytorch-lightning==2.6.0
 NEWEST_PYTHON ?= python3.13
 NEWEST = torch==2.13.0 lightning==2.6.6 pytorch-lightning==2.6.6
 
+# Applications of others, which train through a Trainer; tests/apps has one file for each.
+APPS = chemprop==2.3.1 neuralforecast==3.3.0 pytorch-forecasting==1.8.0
+
 # The Python that runs the tests for a GPU. One of its own needs no network.
 CUDA_PYTHON ?= $(BIN)/python
 
-.PHONY: demo test check check-cuda lint docs hosts clean versions versions-oldest versions-newest
+.PHONY: demo test check check-cuda check-apps lint docs hosts clean versions versions-oldest versions-newest
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -49,6 +54,9 @@ check-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(INSTALLED))
 	@$(CUDA_PYTHON) -c 'import torch; print("torch", torch.__version__, "sees", torch.cuda.device_count(), "GPUs")'
 	@echo "Skipped by name: all tests without a CUDA GPU; NCCL's, if NCCL refuses two ranks on one GPU; Torchbearer's without it"
 	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(CUDA_PYTHON) -m pytest -n 4 --dist loadfile $(CUDA_OPTIONS) tests/cuda
+
+check-apps: .venv-apps/installed
+	.venv-apps/bin/python -m pytest -n 0 tests/apps
 
 versions: versions-oldest versions-newest
 
@@ -86,6 +94,15 @@ $(INSTALLED): pyproject.toml
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input $(WANTED) --editable '.[dev]'
 	@touch $@
 
+# torch first, and once more by its exact version beside the applications: they keep the build that is there.
+.venv-apps/installed: pyproject.toml Makefile
+	@echo "Installing $(APPS) in $(@D) ..."
+	@$(PYTHON) -m venv --clear $(@D)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0 \
+		lightning==2.6.6 pytorch-lightning==2.6.6 $(APPS) pytest pytest-timeout pytest-xdist --editable .
+	@touch $@
+
 # Apart from the rest: beside a CPU build of torch, an installed torchvision breaks other packages.
 $(TORCHVISION)/installed: $(INSTALLED)
 	@mkdir -p $(TORCHVISION)
@@ -99,4 +116,4 @@ hosts:
 		|| echo "the programs for the tests between real hosts could not be installed"
 
 clean:
-	rm -rf ddprun-logs docs/_build $(VENV) .venv-oldest .venv-newest .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf ddprun-logs docs/_build $(VENV) .venv-oldest .venv-newest .venv-apps .pytest_cache .mypy_cache .ruff_cache *.egg-info

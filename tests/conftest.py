@@ -39,7 +39,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert not lost, f"this pytest-xdist does not group tests with this pytest: {lost[0]}"
 
 
-TIERS = ("hosts", "mpi", "pages", "cold", "wide", "cuda")
+TIERS = ("hosts", "mpi", "pages", "cold", "wide", "cuda", "apps")
 _left_out: Counter[str] = Counter()  # tests that -m has left out, by what they do
 
 

@@ -1076,6 +1076,43 @@ def test_a_trainer_runs_again() -> None:
         assert_equal(found, expected, 1e-10)
 
 
+class FailsEverywhere(Net):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.where == "training" and batch_idx == 1:
+            raise KeyError(self.where)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.where == "validation":
+            raise KeyError(self.where)
+        return super().validation_step(batch, batch_idx)
+
+
+@case
+def fits_after_an_exception(strategy: str = OURS) -> Any:
+    results = []
+    for where in ("training", "validation"):
+        made, module = trainer(strategy), FailsEverywhere(where)
+        with contextlib.suppress(KeyError):
+            made.fit(module, loader(), loader(13, 5, 9))
+            raise AssertionError("it did not fail")
+        results.append(fit(strategy))
+        module.where = ""
+        made.fit(module, loader(), loader(13, 5, 9))
+        results.append(outcome(made, module))
+    return results
+
+
+def test_an_exception_that_all_processes_catch_leaves_the_next_fit_as_it_is_on_one() -> None:
+    expected = alone(lambda: fits_after_an_exception("auto"))
+    for results in by_rank(fits_after_an_exception):
+        assert_equal(results, expected, 1e-10)
+
+
 # --- as scripts -------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
