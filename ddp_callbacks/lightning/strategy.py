@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -89,7 +89,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self,
         batch_size: BatchSize = "global",
         *,
-        weight: Weight | str | None = None,
+        weight: Literal["cross_entropy"] | Weight | None = None,  # in this order: a word is no import path
         reduction: Reduction = "mean",
         sync: Sync = "every_step",
         verify: Verify | None = None,
@@ -99,7 +99,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         compress: Compress = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
-        start_method: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
