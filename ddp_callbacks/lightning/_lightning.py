@@ -29,13 +29,14 @@ PRIVATE = (
     "core.module:LightningModule._on_before_batch_transfer(self, batch)",
     "core.optimizer:LightningOptimizer.__init__ uses _optimizer",
     # the Trainer
-    "trainer:Trainer.__init__ uses _accelerator_connector, _logger_connector, _signal_connector",
+    "trainer:Trainer.__init__ uses _accelerator_connector, _checkpoint_connector, _logger_connector, _signal_connector",
     "trainer:Trainer.__init__ uses fit_loop, validate_loop, test_loop, predict_loop",
     "trainer:Trainer._active_loop",
     "trainer:Trainer._results",
     "trainer.connectors.accelerator_connector:_AcceleratorConnector.__init__ uses use_distributed_sampler",
     "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy uses _layer_sync",
     "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy uses _configure_launcher",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start(self, checkpoint_path, weights_only)",
     "trainer.connectors.signal_connector:_SignalConnector.__init__ uses received_sigterm",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_SIGTERM}(self, signum)",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_REQUEUE}(self, signum)",
@@ -138,6 +139,11 @@ def requeue(trainer: Any, number: int) -> None:
     """Do what Lightning does at Slurm's warning, signal ``number``: save a checkpoint and requeue the job."""
     connector = signal_connector(trainer)
     type(connector)._slurm_sigusr_handler_fn(connector, number, None)
+
+
+def checkpoint_connector(trainer: Any) -> Any:
+    """The part of the Trainer that restores its state from a checkpoint."""
+    return trainer._checkpoint_connector
 
 
 def accelerator_connector(trainer: Any) -> Any:

@@ -30,10 +30,12 @@ from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning._lightning import accelerator_connector, torch_optimizer, trainer_of
 from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight, shard, weight_function
+from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
 from ddp_callbacks.lightning.environment import environment_of_job, join
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.reductions import reduce
+from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
@@ -137,6 +139,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self._divides = True  # use_distributed_sampler, as the user has it
         self._synchronizer: GradientSynchronizer | None = None
         self._local: LocalSteps | None = None  # in its place, if the gradients are not synchronized
+        self._met: list[Replaced] = []  # methods that are ours since the processes have met
         self._run: Run | None = None
         self._is_to_verify = False  # the next batch
         self._losses = LossWatch()
@@ -206,6 +209,9 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self.set_world_ranks()
         join(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
         begin_run()
+        self._end_meeting()
+        if self.world_size > 1:
+            self._met = [follow_rank_zero(self._trainer)]
         if self._batch_size == "global":
             broadcast_rng_state()  # where nobody has seeded, the ranks would split their data differently in setup()
 
@@ -257,6 +263,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     def teardown(self) -> None:
         """End a run: hooks are removed, metrics and BatchNorm layers are as they were."""
         self._close()
+        self._end_meeting()
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -264,9 +271,13 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         if dist.is_initialized():
             report_failure(exception)
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As Lightning's; when the run begins, the processes must all have loaded the same."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """As Lightning's; if some process has not the file, rank 0 reads it and sends it to all. A collective.
+
+        When the run begins, the processes must all have loaded the same.
+        """
+        load = functools.partial(super().load_checkpoint, checkpoint_path, weights_only)
+        checkpoint = load() if self._is_alone() else load_on_all(load, checkpoint_path, weights_only)
         if self.world_size > 1 and isinstance(checkpoint, dict):
             counters = {name: checkpoint[name] for name in ("epoch", "global_step") if name in checkpoint}
             state = [checkpoint.get(name) for name in _RESUMED]
@@ -404,7 +415,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a pickle, has the settings; what belongs to the processes of a run is left out."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_synchronizer": None, "_local": None, "_run": None}
+        return state | {"_synchronizer": None, "_local": None, "_run": None, "_met": []}
 
     # --- what Lightning and its users ask -----------------------------------------------------------------------------
 
@@ -515,6 +526,11 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
                 f'strategy="ddp_callbacks" does not work with {plugin}: {_FOREIGN_PLUGINS[plugin]}. Leave the plugin '
                 "out, or use its own strategy."
             )
+
+    def _end_meeting(self) -> None:
+        for replaced in self._met:
+            replaced.undo()
+        self._met = []
 
     def _close(self) -> None:
         if self._synchronizer is not None:
