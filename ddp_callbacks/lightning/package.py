@@ -8,13 +8,23 @@ from __future__ import annotations
 import importlib
 import typing
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any, Literal
 
-from ddp_callbacks.lightning._lightning import add_worker_init_fn, is_interactive, require_lightning, results_class
+from ddp_callbacks.lightning._lightning import (
+    CHECK_SEARCH,
+    add_worker_init_fn,
+    is_interactive,
+    require_lightning,
+    results_class,
+    tuner_module,
+    undivided,
+)
 from ddp_callbacks.lightning._torchmetrics import require_torchmetrics
 from ddp_callbacks.lightning.classes import CallbackStrategy, DDPCallback
 from ddp_callbacks.lightning.logs import JointResults
+from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.lightning.which_package import ROOTS, ByCaller
 
 # Of the strategy; Lightning looks for it in lower case. Libraries that find "ddp" in it divide their data themselves.
@@ -48,6 +58,7 @@ def make(name: str, home: str) -> tuple[type, type]:
         "monitors": (callbacks.EarlyStopping, callbacks.Checkpoint),
         "add_worker_init_fn": staticmethod(add_worker_init_fn(name)),
         "interactive": is_interactive(name),
+        "is_oom_error": staticmethod(importlib.import_module(f"{root}.utilities.memory").is_oom_error),
     }
     strategy = ByCaller("CallbackStrategy", (CallbackStrategy, strategies.DDPStrategy), members)
     described = {"__module__": home, "__doc__": DDPCallback.__doc__}
@@ -55,7 +66,14 @@ def make(name: str, home: str) -> tuple[type, type]:
     what = "gradients synchronized by callbacks, the module is not wrapped"
     for each in NAMES:
         strategies.StrategyRegistry.register(each, strategy.exactly, description=what, override=True)
+    Replaced(tuner_module(name), CHECK_SEARCH, _check_search)
     return strategy, callback
+
+
+def _check_search(check: Callable[[Any], None], trainer: Any) -> None:
+    """What the Tuner asks before it searches for a batch size; for other strategies the answer is Lightning's."""
+    with undivided(trainer) if isinstance(trainer.strategy, CallbackStrategy) else nullcontext():
+        check(trainer)
 
 
 def _for_configs(init: Any, of_ddp: Any) -> FunctionType:

@@ -37,12 +37,18 @@ from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.lightning.run import Run
+from ddp_callbacks.lightning.tuning import BatchSizeSearch
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.gpu import too_few_gpus
 from ddp_callbacks.process_group.runs import begin_run
-from ddp_callbacks.replicas import broadcast_parameters, describe_checkpoint, require_same_checkpoint
+from ddp_callbacks.replicas import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    describe_checkpoint,
+    require_same_checkpoint,
+)
 from ddp_callbacks.verification import LossWatch, Verify, check_verify
 from ddp_callbacks.versions import __version__
 
@@ -77,6 +83,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     monitors: tuple[type, ...]  # callbacks that decide by what was logged
     add_worker_init_fn: Callable[[object, int], None]
     interactive: bool
+    is_oom_error: Callable[[BaseException], bool]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse, with the reason, what only ``DDPStrategy`` takes."""
@@ -140,6 +147,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         self._synchronizer: GradientSynchronizer | None = None
         self._local: LocalSteps | None = None  # in its place, if the gradients are not synchronized
         self._met: list[Replaced] = []  # methods that are ours since the processes have met
+        self._search: BatchSizeSearch | None = None
         self._run: Run | None = None
         self._is_to_verify = False  # the next batch
         self._losses = LossWatch()
@@ -210,6 +218,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         join(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
         begin_run()
         self._end_meeting()
+        self._search = BatchSizeSearch(self._trainer, self)
         if self.world_size > 1:
             self._met = [follow_rank_zero(self._trainer)]
         if self._batch_size == "global":
@@ -249,6 +258,22 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
             if self._syncs_batch_norm:
                 self._run.synchronize_batch_norm()
         return model
+
+    def start_anew(self) -> None:
+        """Go on after a failure that every rank has caught, with the state of rank 0. A collective.
+
+        The loaders are the user's own, and must be processed again.
+        """
+        begin_run()
+        before = self._run
+        self._setup_model(self.model)
+        if before is not None and self._run is not None:
+            self._run.continue_for(before)
+        for optimizer in self.optimizers:
+            broadcast_optimizer_state(torch_optimizer(optimizer))
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        for scheduler, state in zip(schedulers, self.broadcast([one.state_dict() for one in schedulers]), strict=True):
+            scheduler.load_state_dict(state)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the module's optimizers, and compare those of the processes. A collective."""
@@ -415,7 +440,7 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a pickle, has the settings; what belongs to the processes of a run is left out."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_synchronizer": None, "_local": None, "_run": None, "_met": []}
+        return state | {"_synchronizer": None, "_local": None, "_run": None, "_met": [], "_search": None}
 
     # --- what Lightning and its users ask -----------------------------------------------------------------------------
 
@@ -531,6 +556,9 @@ class CallbackStrategyMixin(_Lightnings):  # type: ignore[misc]
         for replaced in self._met:
             replaced.undo()
         self._met = []
+        if self._search is not None:
+            self._search.close()
+            self._search = None
 
     def _close(self) -> None:
         if self._synchronizer is not None:
