@@ -27,7 +27,6 @@ Script = Callable[[Any], Any]
 SCRIPTS: dict[str, Script] = {}
 OURS = "ddp_callbacks"
 MEMORY = 16  # samples of a batch
-STAGES = ("fit", "validate", "test", "predict")
 
 
 def script(function: Script) -> Script:
@@ -78,7 +77,7 @@ class Sized(Net):
         self.batch_size, self.where, self.error = 2, where, error
 
     def _loader(self) -> Any:
-        return DataLoader(data(64), self.batch_size)
+        return DataLoader(data(64), batch_size=self.batch_size)
 
     train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
 
@@ -146,25 +145,20 @@ def sizes_with_memory_for_all(strategy: Any) -> Any:
 
 @script
 def sizes_where_memory_runs_out(strategy: Any) -> Any:
-    return {
-        (mode, place): search(strategy, Sized(place), mode=mode) for mode in ("power", "binsearch") for place in PLACES
-    }
+    cases = [("power", place) for place in PLACES] + [("binsearch", "training_step")]
+    return {case: search(strategy, Sized(case[1]), mode=case[0]) for case in cases}
 
 
 @script
 def sizes_for_evaluations(strategy: Any) -> Any:
     steps = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-    return {
-        (method, where): search(strategy, Sized(where), method, mode="binsearch")
-        for method, step in steps.items()
-        for where in (None, step)
-    }
+    return {method: search(strategy, Sized(step), method) for method, step in steps.items()}
 
 
 @script
 def a_fit_with_the_size_that_the_callback_finds(strategy: Any) -> Any:
     results = []
-    for place in (None, *PLACES):
+    for place in (None, "on_train_batch_end"):
         module = Sized(place)
         made = made_for(strategy, callbacks=[BatchSizeFinder(steps_per_trial=3, max_trials=6)], max_epochs=2)
         made.fit(module)
