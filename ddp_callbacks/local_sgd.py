@@ -52,8 +52,16 @@ contains the momentum, and also loads without this library.
 _DOING = "the averaging of the parameters"
 
 
+class _Method:
+    """Of synchronizing every few steps.
+
+    It is no dataclass: of two that have no other base, jsonargparse takes the first whose fields fit, whatever class a
+    YAML names.
+    """
+
+
 @dataclass(frozen=True)
-class LocalSGD:
+class LocalSGD(_Method):
     """Average the parameters over the ranks every few steps, instead of the gradients in each step.
 
     Args:
@@ -78,7 +86,7 @@ class LocalSGD:
 
 
 @dataclass(frozen=True)
-class DiLoCo:
+class DiLoCo(_Method):
     """Update the parameters every few steps: SGD with Nesterov momentum on the averaged pseudo-gradient.
 
     The defaults are the paper's (https://arxiv.org/abs/2311.08105, section 3). It reports good results with AdamW as

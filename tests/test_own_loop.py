@@ -99,24 +99,6 @@ def shares_of_a_distributed_sampler() -> list[Share]:
     return [share for _, share in with_shares(shard_loader(own, "per_process"))]
 
 
-class StatefulDataLoader(DataLoader[Any]):
-    """torchdata's is one, too."""
-
-
-def divide_a_stateful_loader() -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        shard_loader(StatefulDataLoader(TensorDataset(torch.ones(4, 1)), 2))
-    return str(caught.value)
-
-
-def test_a_loader_whose_state_would_be_wrong_is_refused_by_name() -> None:
-    for said in run_distributed(divide_a_stateful_loader, 2):
-        assert "a StatefulDataLoader of torchdata cannot be divided among 2 processes" in said
-        assert "Use a torch.utils.data.DataLoader" in said
-    alone = StatefulDataLoader(TensorDataset(torch.ones(4, 1)), 2)
-    assert shard_loader(alone) is alone
-
-
 def test_the_total_of_a_distributed_sampler_s_batches_is_not_known() -> None:
     assert run_distributed(shares_of_a_distributed_sampler, 2) == [[Share(8, None), Share(5, None)]] * 2
 

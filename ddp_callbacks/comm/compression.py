@@ -54,7 +54,7 @@ class PowerSGD:
             raise ConfigurationError(f"start of PowerSGD must be at least 2, got {self.start}.")
 
 
-Compress: TypeAlias = "Literal['bf16', 'fp16'] | PowerSGD | None"
+Compress: TypeAlias = Literal["bf16", "fp16"] | PowerSGD | None
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}

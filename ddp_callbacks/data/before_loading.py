@@ -207,7 +207,8 @@ def divide_before_loading(
 ) -> Part | None:
     if not isinstance(loader, DataLoader):
         return None
-    if loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset):
+    is_map_style = loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
+    if is_map_style and not has_state(loader):
         return Part(loader, batch_size, group, at_least)
     if loader.num_workers and not loader.in_order:
         raise ConfigurationError(
@@ -215,6 +216,11 @@ def divide_before_loading(
             "of each, so all must load them in the same order."
         )
     return None
+
+
+def has_state(loader: Any) -> bool:
+    """Whether a loader's progress can be saved: a part of it would have the progress of one rank only."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def _slices(batches: Iterator[Sequence[Any]], rank: int, world_size: int, at_least: int) -> Iterator[_Division]:

@@ -8,8 +8,8 @@ The kind of loader decides how a batch is divided:
 
 ==============================  =======================================================================================
 map-style ``DataLoader``        before loading: a rank loads only its samples (:mod:`.before_loading`)
-any other iterable of batches   after loading: every rank produces the whole batch under rank 0's random state and
-                                keeps its slice of every tensor (:mod:`.after_loading`)
+any other iterable of batches,  after loading: every rank produces the whole batch under rank 0's random state and
+any loader with a state_dict    keeps its slice of every tensor (:mod:`.after_loading`)
 batch that can't be sliced      one rank computes it, each in turn
 ``DistributedSampler`` inside   not divided: it is this rank's part already
 ==============================  =======================================================================================
@@ -33,10 +33,9 @@ from torch.utils.data import (
 
 from ddp_callbacks._torch import forget_workers
 from ddp_callbacks.data.after_loading import SlicingIterator, TakingIterator, name_of
-from ddp_callbacks.data.before_loading import Part, PartIterator, divide_before_loading
+from ddp_callbacks.data.before_loading import Part, PartIterator, divide_before_loading, has_state
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size
-from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
 _LEFT_ALONE = (
@@ -134,6 +133,31 @@ class ShardedDataLoader(ShardedLoader, DataLoader[Any]):  # type: ignore[misc]
         self.end()
 
 
+class _Stateful:
+    """Of a sharded loader whose loader has a ``state_dict``: that of a single process, and the same on all ranks.
+
+    Every rank draws all batches of such a loader, so a state can be loaded with any number of ranks.
+    """
+
+    loader: Any
+
+    def state_dict(self) -> Any:
+        """The loader's: of all batches that have been drawn."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """As the loader's; the next pass goes on from there. Give all ranks the same state."""
+        self.loader.load_state_dict(state)
+
+
+class StatefulShardedLoader(_Stateful, ShardedLoader):
+    """A sharded loader that can be resumed."""
+
+
+class StatefulShardedDataLoader(_Stateful, ShardedDataLoader):  # type: ignore[misc]
+    """A sharded ``DataLoader`` that can be resumed, such as torchdata's ``StatefulDataLoader``."""
+
+
 def shard_loader(
     loader: Any, batch_size: BatchSize = "global", group: dist.ProcessGroup | None = None, at_least: int = 1
 ) -> Any:
@@ -152,22 +176,23 @@ def shard_loader(
             :func:`ddp_callbacks.samples_needed`.
 
     Raises:
-        ConfigurationError: ``batch_size`` is invalid; the loader is torchdata's ``StatefulDataLoader``; or the loader
-            must be divided after loading, but has workers and ``in_order=False``.
+        ConfigurationError: ``batch_size`` is invalid, or the loader must be divided after loading, but has workers and
+            ``in_order=False``.
     """
     check_batch_size(batch_size)
     if get_world_size(group) == 1 or loader is None or isinstance(loader, ShardedLoader):
         return loader
-    if any(kind.__name__ == "StatefulDataLoader" for kind in type(loader).__mro__):
-        raise ConfigurationError(
-            f"a StatefulDataLoader of torchdata cannot be divided among {get_world_size(group)} processes: its state "
-            "would hold the progress of one of them only. Use a torch.utils.data.DataLoader with the same arguments."
-        )
     if is_distributed(loader):
         if batch_size == "global" and get_rank(group) == 0:
             warnings.warn(_LEFT_ALONE.format(name=name_of(loader)), stacklevel=2)
         return loader
-    return (ShardedDataLoader if isinstance(loader, DataLoader) else ShardedLoader)(loader, batch_size, group, at_least)
+    kinds = {
+        (False, False): ShardedLoader,
+        (False, True): ShardedDataLoader,
+        (True, False): StatefulShardedLoader,
+        (True, True): StatefulShardedDataLoader,
+    }
+    return kinds[has_state(loader), isinstance(loader, DataLoader)](loader, batch_size, group, at_least)
 
 
 def length_of(loader: Any) -> int | None:

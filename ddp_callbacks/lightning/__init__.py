@@ -19,17 +19,21 @@ many steps and at the moments in ``local_steps``, and the ranks meet in those st
 
 What is logged travels as ``rows`` say, and ``combine`` and ``history`` are the arithmetic of a step and of an epoch.
 
-``package`` makes the classes for both packages, and ``choice`` says which the program uses; ``callback`` is for a
-Trainer whose strategy is another; ``reductions`` are what users ask the strategies for.
+``package`` makes ``classes`` for both packages, and ``which_package`` says which the program uses; ``callback`` is for
+a Trainer whose strategy is another; ``reductions`` are what users ask the strategies for.
 """
 
 import functools
 import importlib
 import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_callbacks.lightning import which_package as _which_package
+
+if TYPE_CHECKING:
+    from ddp_callbacks.lightning.classes import CallbackStrategy, DDPCallback
+    from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin as CallbackFabricStrategy
 
 
 def _home(home: str) -> Any:
@@ -45,11 +49,12 @@ def _home_of_other(package: str, home: str) -> None:
 
 _first, *_others = _which_package.installed()
 
-#: Makes a strategy for the package that the caller uses, where both are in use.
-CallbackStrategy: Any = _home(_which_package.HOMES[_first]).CallbackStrategy
-DDPCallback: Any = _home(_which_package.HOMES[_first]).DDPCallback
-#: Likewise.
-CallbackFabricStrategy: Any = _home(_which_package.HOMES_OF_FABRIC[_first]).CallbackFabricStrategy
+if not TYPE_CHECKING:
+    #: Makes a strategy for the package that the caller uses, where both are in use.
+    CallbackStrategy = _home(_which_package.HOMES[_first]).CallbackStrategy
+    DDPCallback = _home(_which_package.HOMES[_first]).DDPCallback
+    #: Likewise.
+    CallbackFabricStrategy = _home(_which_package.HOMES_OF_FABRIC[_first]).CallbackFabricStrategy
 
 for _name in _others:
     for _roots, _homes in (

@@ -6,7 +6,8 @@ Lightning comes as two packages. The functions work with the objects of either, 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -25,12 +26,16 @@ PREPARE_DATA = "prepare_data"  # of the data connector
 PREDICT_STEP = "_predict_step"  # of the prediction loop
 BATCH_INDICES = "_get_batch_indices"  # likewise
 
+# A function that is replaced as long as the program runs: the Tuner asks it before the strategy hears of anything.
+CHECK_SEARCH = "_check_scale_batch_size_configuration"  # of the module of the Tuner
+
 PRIVATE = (
     "core.module:LightningModule.__init__ uses _trainer",
     "core.module:LightningModule._on_before_batch_transfer(self, batch)",
     "core.optimizer:LightningOptimizer.__init__ uses _optimizer",
     # the Trainer
-    "trainer:Trainer.__init__ uses _accelerator_connector, _data_connector, _logger_connector, _signal_connector",
+    "trainer:Trainer.__init__ uses _accelerator_connector, _checkpoint_connector, _data_connector",
+    "trainer:Trainer.__init__ uses _logger_connector, _signal_connector",
     "trainer:Trainer.__init__ uses fit_loop, validate_loop, test_loop, predict_loop",
     "trainer:Trainer._active_loop",
     "trainer:Trainer._results",
@@ -38,10 +43,13 @@ PRIVATE = (
     "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy uses _layer_sync",
     "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy uses _configure_launcher",
     f"trainer.connectors.data_connector:_DataConnector.{PREPARE_DATA}(self)",
+    "trainer.connectors.accelerator_connector:_AcceleratorConnector.is_distributed",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start(self, checkpoint_path, weights_only)",
     "trainer.connectors.signal_connector:_SignalConnector.__init__ uses received_sigterm",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_SIGTERM}(self, signum)",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_REQUEUE}(self, signum)",
     "trainer.setup:_init_debugging_flags uses _val_check_time_interval",
+    f"tuner.tuning:{CHECK_SEARCH}(trainer)",
     "tuner.lr_finder:_LRCallback.on_train_batch_end(self, trainer, pl_module, outputs)",
     # its loops
     "loops.fit_loop:_FitLoop.__init__ uses _combined_loader",
@@ -162,9 +170,31 @@ def requeue(trainer: Any, number: int) -> None:
     type(connector)._slurm_sigusr_handler_fn(connector, number, None)
 
 
+def checkpoint_connector(trainer: Any) -> Any:
+    """The part of the Trainer that restores its state from a checkpoint."""
+    return trainer._checkpoint_connector
+
+
 def accelerator_connector(trainer: Any) -> Any:
     """The part of the Trainer that has chosen the devices, and knows ``use_distributed_sampler``."""
     return trainer._accelerator_connector
+
+
+@contextmanager
+def undivided(trainer: Any) -> Iterator[None]:
+    """Inside, the Trainer says that it is not distributed, for which the search for a batch size asks."""
+    connector = accelerator_connector(trainer)
+    kind = type(connector)
+    connector.__class__ = type(kind.__name__, (kind,), {"is_distributed": False})
+    try:
+        yield
+    finally:
+        connector.__class__ = kind
+
+
+def tuner_module(package: str) -> Any:
+    """The module of the Tuner."""
+    return importlib.import_module(f"{ROOTS[package]}.tuner.tuning")
 
 
 def trainer_of(module: Any) -> Any:
@@ -236,6 +266,11 @@ def replace_results(loop: Any, make: Callable[[bool], Any]) -> None:
 def loader_of(loop: Any) -> Any:
     """The ``CombinedLoader`` of a loop; ``None`` before it has set up its data."""
     return loop._combined_loader
+
+
+def active_loop(trainer: Any) -> Any:
+    """The loop that runs."""
+    return trainer._active_loop
 
 
 def active_loader(trainer: Any) -> Any:

@@ -27,7 +27,7 @@ Weight = Callable[[Any], float | torch.Tensor]
 
 Reduction = Literal["mean", "sum"]
 
-CROSS_ENTROPY = "cross_entropy"
+CROSS_ENTROPY: Literal["cross_entropy"] = "cross_entropy"
 
 
 def check_weight(weight: Any, reduction: str) -> None:
@@ -42,7 +42,7 @@ def check_weight(weight: Any, reduction: str) -> None:
         raise ConfigurationError(f'weight must be a function of a batch, or "{CROSS_ENTROPY}", got {weight!r}.')
 
 
-def weight_function(weight: Weight | str | None, module: torch.nn.Module) -> Weight | None:
+def weight_function(weight: Literal["cross_entropy"] | Weight | None, module: torch.nn.Module) -> Weight | None:
     """The function that ``weight`` stands for, in a run of ``module``."""
     return CrossEntropyWeight.of(module) if isinstance(weight, str) else weight
 

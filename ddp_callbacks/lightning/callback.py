@@ -17,7 +17,10 @@ _FOREIGN = {
 }
 
 
-class DDPCallbackMixin:
+_Callbacks: Any = object  # of either package: the class comes after this one
+
+
+class DDPCallbackMixin(_Callbacks):  # type: ignore[misc]
     """Makes a ``Callback`` of either package refuse processes that would not train together; see ``DDPCallback``."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

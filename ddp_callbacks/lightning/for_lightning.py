@@ -1,13 +1,12 @@
 """The classes for ``lightning``, whatever else is installed."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from typing import Any
+if TYPE_CHECKING:
+    from ddp_callbacks.lightning.classes import CallbackStrategy, DDPCallback
+else:
+    from ddp_callbacks.lightning.package import make
 
-from ddp_callbacks.lightning.package import make
-
-CallbackStrategy: Any
-DDPCallback: Any
-CallbackStrategy, DDPCallback = make("lightning", __name__)
+    CallbackStrategy, DDPCallback = make("lightning", __name__)
 
 __all__ = ["CallbackStrategy", "DDPCallback"]

@@ -6,64 +6,33 @@ The classes here are made once for each that is installed, from the same mixins.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import typing
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import FunctionType
+from typing import Any, Literal
 
-from ddp_callbacks.lightning._lightning import add_worker_init_fn, is_interactive, require_lightning, results_class
+from ddp_callbacks.lightning._lightning import (
+    CHECK_SEARCH,
+    add_worker_init_fn,
+    is_interactive,
+    require_lightning,
+    results_class,
+    tuner_module,
+    undivided,
+)
 from ddp_callbacks.lightning._torchmetrics import require_torchmetrics
-from ddp_callbacks.lightning.callback import DDPCallbackMixin
+from ddp_callbacks.lightning.classes import CallbackStrategy, DDPCallback
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.processes import NAMES
-from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
+from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.lightning.which_package import HOMES, ROOTS, ByCaller
 
-STRATEGY_DOC = """Train on many processes without wrapping the module; the strategy's name is ``"ddp_callbacks"``.
-
-    The second name, ``"callbacks"``, is for programs that divide their data themselves if they find "ddp" in it.
-
-    Under ddprun, torchrun, srun or mpirun, the launcher's processes are used, whatever the Trainer's ``devices`` and
-    ``num_nodes`` are. Without a launcher the Trainer starts ``devices`` processes, also in a notebook. With a single
-    process nothing changes. Every process must make the same calls (``fit``, ``validate``, ``test``, ``predict``).
-
-    Args:
-        batch_size: ``"global"``: a loader's batch is the global batch, divided among the processes, so that N processes
-            give the same results as one. ``"per_process"``: each process takes whole batches in turn.
-        weight: A function of a batch (this process's part; in training, validation and test) that returns the number
-            that the loss is the mean over, for example tokens that count. ``"cross_entropy"``: the divisor of the
-            module's ``nn.CrossEntropyLoss`` (or ``nn.NLLLoss``), with class weights and ignored targets; see
-            :class:`ddp_callbacks.CrossEntropyWeight`. ``None``: the number of samples.
-        reduction: ``"mean"``, or ``"sum"`` if the loss is a sum over the samples. Log such a loss with
-            ``self.log(..., reduce_fx="sum")``, or as a mean.
-        sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
-            :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes
-            local steps, and parameters are averaged every few steps; see :class:`ddp_callbacks.ParameterAverager`.
-        verify: ``"first_batch"``: compare the gradient of the first batch of a fit with that of a single process, and
-            raise :class:`MismatchError` if they differ; see :func:`ddp_callbacks.verify_gradient`. It calls
-            ``training_step`` two or three times, with logging off.
-        skip_batch: What lets all processes skip a training batch together, as one process does if ``training_step``
-            returns ``None``: ``"no_loss"``: it returns ``None`` on some process. ``"non_finite"``: the loss is NaN or
-            infinite on some process. ``"any"``: either. Rank 0 reports the batch, and the ranks and hosts that have
-            such a loss. It costs one small message in each step, and reading the loss from its GPU. ``None``: an error
-            if only some return ``None``, and a warning at the first loss that isn't finite. For automatic
-            optimization, with an optimizer that computes the loss once per step.
-        bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`; with another
-            ``sync``, :class:`ddp_callbacks.ParameterAverager`.
-        process_group_backend: As in :func:`torch.distributed.init_process_group`; ``None``: gloo, and NCCL for CUDA.
-        timeout: How long to wait for the other processes to join, and for a silent process.
-        start_method: How the Trainer starts processes without a launcher: ``"popen"``, ``"fork"``, ``"spawn"`` or
-            ``"forkserver"``; ``None``: ``"popen"``, in a notebook ``"fork"``.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in ``DDPStrategy``.
-
-    Raises:
-        ConfigurationError: A setting is invalid; a ``ValueError``.
-    """
-CALLBACK_DOC = """Refuse to train if the processes would not train together.
-
-    ``Trainer(callbacks=[DDPCallback()])`` changes nothing with a single process or with ``strategy="ddp_callbacks"``.
-    With several processes and another strategy it raises :class:`ddp_callbacks.errors.ConfigurationError`, which names
-    that strategy as the remedy. A callback cannot do more: the Trainer chooses the strategy, and with it rank, device,
-    and who writes checkpoints and logs, before it calls any callback. Two processes with a default Trainer are two
-    separate Trainers, each with rank 0.
-    """
+# What a hook returns is left out: jsonargparse takes a function that returns a class for one that makes such objects.
+_FUNCTIONS: dict[str, Any] = {
+    "weight": Literal["cross_entropy"] | Callable[[Any], Any] | None,
+    "comm_hook": Callable[[Any, Any], Any] | None,
+}
 
 
 def make(name: str, home: str) -> tuple[type, type]:
@@ -79,18 +48,42 @@ def make(name: str, home: str) -> tuple[type, type]:
     callbacks = importlib.import_module(f"{root}.callbacks")
     members: dict[str, Any] = {
         "__module__": home,
-        "__doc__": STRATEGY_DOC,
+        "__doc__": CallbackStrategy.__doc__,
+        "__init__": _for_configs(CallbackStrategy.__init__, strategies.DDPStrategy.__init__),
         "homes": HOMES,
         "strategy_name": NAMES[0],
         "ddp_strategy": strategies.DDPStrategy,
         "results_class": type("JointResults", (JointResults, results_class(name)), {"__module__": home}),
         "add_worker_init_fn": staticmethod(add_worker_init_fn(name)),
         "interactive": is_interactive(name),
+        "is_oom_error": staticmethod(importlib.import_module(f"{root}.utilities.memory").is_oom_error),
     }
-    strategy = ByCaller("CallbackStrategy", (CallbackStrategyMixin, strategies.DDPStrategy), members)
-    described = {"__module__": home, "__doc__": CALLBACK_DOC}
-    callback = type("DDPCallback", (DDPCallbackMixin, callbacks.Callback), described)
+    strategy = ByCaller("CallbackStrategy", (CallbackStrategy, strategies.DDPStrategy), members)
+    described = {"__module__": home, "__doc__": DDPCallback.__doc__}
+    callback = type("DDPCallback", (DDPCallback, callbacks.Callback), described)
     what = "gradients synchronized by callbacks, the module is not wrapped"
     for each in NAMES:
         strategies.StrategyRegistry.register(each, strategy.exactly, description=what, override=True)
+    Replaced(tuner_module(name), CHECK_SEARCH, _check_search)
     return strategy, callback
+
+
+def _check_search(check: Callable[[Any], None], trainer: Any) -> None:
+    """What the Tuner asks before it searches for a batch size; for other strategies the answer is Lightning's."""
+    with undivided(trainer) if isinstance(trainer.strategy, CallbackStrategy) else nullcontext():
+        check(trainer)
+
+
+def _for_configs(init: Any, of_ddp: Any) -> FunctionType:
+    """A copy of ``init`` with the types by which LightningCLI reads a YAML and makes objects of it.
+
+    Args:
+        of_ddp: ``DDPStrategy.__init__``, which has the package's own classes where ``init`` has ``Any``.
+    """
+    copy = FunctionType(init.__code__, init.__globals__, init.__name__, init.__defaults__, init.__closure__)
+    copy.__kwdefaults__, copy.__qualname__ = init.__kwdefaults__, init.__qualname__
+    of_ddp = typing.get_type_hints(of_ddp)
+    hints = init.__annotations__
+    own = {name: of_ddp[name] for name in hints if hints[name] == "Any" and name in of_ddp}
+    copy.__annotations__ = hints | own | _FUNCTIONS
+    return copy

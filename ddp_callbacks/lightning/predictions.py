@@ -38,6 +38,7 @@ class Predictions:
         self._examples: dict[int, Any] = {}  # the first output, by loader
         methods: dict[str, Callable[..., Any]] = {
             "run": self._run,
+            "reset": self._reset,
             PREDICT_STEP: self._step,
             BATCH_INDICES: self._indices,
         }
@@ -47,6 +48,10 @@ class Predictions:
         """Give the loop its methods back."""
         for replaced in self._replaced:
             replaced.undo()
+
+    def follow(self, other: Predictions) -> None:
+        """What ``other`` notes of the batches is what joins the predictions of this one."""
+        self._sizes, self._examples = other._sizes, other._examples
 
     def end_step(self, output: Any) -> None:
         """``predict_step`` has returned. A collective in the first batch of a loader, whose output shows what joins."""
@@ -60,13 +65,19 @@ class Predictions:
             gather_outputs([output], [self._batches.share.local])
 
     def _run(self, run: Callable[[], Any]) -> Any:
-        self._sizes, self._examples, self._output = {}, {}, None
         predictions = run()
         if predictions is None:
             return None
         if self._loop.num_dataloaders == 1:
             return self._whole(0, predictions)
         return [self._whole(index, own) for index, own in enumerate(predictions)]
+
+    def _reset(self, reset: Callable[[], None]) -> None:
+        """Before the first batch; also behind runs that a search for a batch size has made inside of this one."""
+        self._sizes.clear()
+        self._examples.clear()
+        self._output = None
+        reset()
 
     def _step(self, step: Callable[..., None], batch: Any, batch_idx: int, dataloader_idx: int, source: Any) -> None:
         loop, callbacks = self._loop, self._trainer.callbacks

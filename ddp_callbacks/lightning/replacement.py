@@ -22,7 +22,7 @@ class Replaced:
         self._before = vars(owner).get(name)
         self._method = getattr(owner, name)
         self._function = function
-        functools.update_wrapper(self, self._method)
+        functools.update_wrapper(self, self._method, updated=())  # which may be replaced itself
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from ddp_callbacks.lightning.batches import (
     weighed_backward,
     weight_function,
 )
+from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.processes import (
@@ -48,11 +49,18 @@ from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
+from ddp_callbacks.lightning.tuning import BatchSizeSearch
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.presence import alone_in
-from ddp_callbacks.replicas import broadcast_parameters, describe_checkpoint, require_same_checkpoint
+from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.replicas import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    describe_checkpoint,
+    require_same_checkpoint,
+)
 from ddp_callbacks.verification import LossWatch, Verify, check_verify
 from ddp_callbacks.versions import __version__
 
@@ -69,12 +77,13 @@ class CallbackStrategyMixin(ProcessesMixin):
     results_class: Callable[..., JointResults]
     add_worker_init_fn: Callable[[object, int], None]
     interactive: bool
+    is_oom_error: Callable[[BaseException], bool]
 
     def __init__(
         self,
         batch_size: BatchSize = "global",
         *,
-        weight: Weight | str | None = None,
+        weight: Literal["cross_entropy"] | Weight | None = None,  # in this order: a word is no import path
         reduction: Reduction = "mean",
         sync: Sync = "every_step",
         verify: Verify | None = None,
@@ -85,7 +94,7 @@ class CallbackStrategyMixin(ProcessesMixin):
         compress: Compress = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
-        start_method: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -125,6 +134,8 @@ class CallbackStrategyMixin(ProcessesMixin):
         self._divides = True  # use_distributed_sampler, as the user has it
         self._synchronizer: GradientSynchronizer | None = None
         self._local: LocalSteps | None = None  # in its place, if the gradients are not synchronized
+        self._met: list[Replaced] = []  # methods that are ours since the processes have met
+        self._search: BatchSizeSearch | None = None
         self._run: Run | None = None
         self._skipping: Skipping | None = None
         self._is_to_verify = False  # the next batch
@@ -159,6 +170,10 @@ class CallbackStrategyMixin(ProcessesMixin):
         self.set_world_ranks()
         self._meet()
         self._let_prepare_data_alone()
+        self._end_meeting()
+        self._search = BatchSizeSearch(self._trainer, self)
+        if self.world_size > 1:
+            self._met = [follow_rank_zero(self._trainer)]
 
     # --- a run of the Trainer -----------------------------------------------------------------------------------------
 
@@ -200,6 +215,22 @@ class CallbackStrategyMixin(ProcessesMixin):
             )
         return model
 
+    def start_anew(self) -> None:
+        """Go on after a failure that every rank has caught, with the state of rank 0. A collective.
+
+        The loaders are the user's own, and must be processed again.
+        """
+        begin_run()
+        before = self._run
+        self._setup_model(self.model)
+        if before is not None and self._run is not None:
+            self._run.continue_for(before)
+        for optimizer in self.optimizers:
+            broadcast_optimizer_state(torch_optimizer(optimizer))
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        for scheduler, state in zip(schedulers, self.broadcast([one.state_dict() for one in schedulers]), strict=True):
+            scheduler.load_state_dict(state)
+
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the module's optimizers, and compare those of the processes. A collective."""
         super().setup_optimizers(trainer)
@@ -210,6 +241,7 @@ class CallbackStrategyMixin(ProcessesMixin):
     def teardown(self) -> None:
         """End a run: hooks are removed, metrics and BatchNorm layers are as they were."""
         self._close()
+        self._end_meeting()
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -217,9 +249,13 @@ class CallbackStrategyMixin(ProcessesMixin):
         if dist.is_initialized():
             report_failure(exception)
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As Lightning's; when the run begins, the processes must all have loaded the same."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """As Lightning's; if some process has not the file, rank 0 reads it and sends it to all. A collective.
+
+        When the run begins, the processes must all have loaded the same.
+        """
+        load = functools.partial(super().load_checkpoint, checkpoint_path, weights_only)
+        checkpoint = load() if self._is_alone() else load_on_all(load, checkpoint_path, weights_only)
         if self.world_size > 1 and isinstance(checkpoint, dict):
             counters = {name: checkpoint[name] for name in ("epoch", "global_step") if name in checkpoint}
             state = [checkpoint.get(name) for name in _RESUMED]
@@ -361,7 +397,15 @@ class CallbackStrategyMixin(ProcessesMixin):
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a pickle, has the settings; what belongs to the processes of a run is left out."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_synchronizer": None, "_local": None, "_run": None, "_skipping": None}
+        ended: dict[str, Any] = {
+            "_synchronizer": None,
+            "_local": None,
+            "_run": None,
+            "_skipping": None,
+            "_met": [],
+            "_search": None,
+        }
+        return state | ended
 
     # --- what Lightning and its users ask -----------------------------------------------------------------------------
 
@@ -427,6 +471,14 @@ class CallbackStrategyMixin(ProcessesMixin):
                 prepare()
 
         replaced = Replaced(data_connector(self._trainer), PREPARE_DATA, prepare_data)
+
+    def _end_meeting(self) -> None:
+        for replaced in self._met:
+            replaced.undo()
+        self._met = []
+        if self._search is not None:
+            self._search.close()
+            self._search = None
 
     def _close(self) -> None:
         if self._synchronizer is not None:

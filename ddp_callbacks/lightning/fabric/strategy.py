@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset
@@ -55,7 +55,7 @@ class CallbackFabricMixin(ProcessesMixin):
         self,
         batch_size: BatchSize = "global",
         *,
-        weight: Weight | str | None = None,
+        weight: Literal["cross_entropy"] | Weight | None = None,
         reduction: Reduction = "mean",
         bucket_cap_mb: float = 25.0,
         comm_hook: CommHook | None = None,

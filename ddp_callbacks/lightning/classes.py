@@ -1,0 +1,72 @@
+"""The classes as users, editors and type checkers see them; :mod:`.package` makes them for both packages of Lightning.
+
+To a type checker they are subclasses of anything, and so of the strategy and the callback of either package.
+"""
+
+from __future__ import annotations
+
+from ddp_callbacks.lightning.callback import DDPCallbackMixin
+from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
+
+
+class CallbackStrategy(CallbackStrategyMixin):
+    """Train on many processes without wrapping the module; the strategy's name is ``"ddp_callbacks"``.
+
+    The second name, ``"callbacks"``, is for programs that divide their data themselves if they find "ddp" in it.
+
+    Under ddprun, torchrun, srun or mpirun, the launcher's processes are used, whatever the Trainer's ``devices`` and
+    ``num_nodes`` are. Without a launcher the Trainer starts ``devices`` processes, also in a notebook. With a single
+    process nothing changes. Every process must make the same calls (``fit``, ``validate``, ``test``, ``predict``).
+
+    Args:
+        batch_size: ``"global"``: a loader's batch is the global batch, divided among the processes, so that N processes
+            give the same results as one. ``"per_process"``: each process takes whole batches in turn.
+        weight: A function of a batch (this process's part; in training, validation and test) that returns the number
+            that the loss is the mean over, for example tokens that count. ``"cross_entropy"``: the divisor of the
+            module's ``nn.CrossEntropyLoss`` (or ``nn.NLLLoss``), with class weights and ignored targets; see
+            :class:`ddp_callbacks.CrossEntropyWeight`. ``None``: the number of samples.
+        reduction: ``"mean"``, or ``"sum"`` if the loss is a sum over the samples. Log such a loss with
+            ``self.log(..., reduce_fx="sum")``, or as a mean.
+        sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
+            :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes
+            local steps, and parameters are averaged every few steps; see :class:`ddp_callbacks.ParameterAverager`.
+        verify: ``"first_batch"``: compare the gradient of the first batch of a fit with that of a single process, and
+            raise :class:`MismatchError` if they differ; see :func:`ddp_callbacks.verify_gradient`. It calls
+            ``training_step`` two or three times, with logging off.
+        skip_batch: What lets all processes skip a training batch together, as one process does if ``training_step``
+            returns ``None``: ``"no_loss"``: it returns ``None`` on some process. ``"non_finite"``: the loss is NaN or
+            infinite on some process. ``"any"``: either. Rank 0 reports the batch, and the ranks and hosts that have
+            such a loss. It costs one small message in each step, and reading the loss from its GPU. ``None``: an error
+            if only some return ``None``, and a warning at the first loss that isn't finite. For automatic
+            optimization, with an optimizer that computes the loss once per step.
+        bucket_cap_mb: The size in MiB at which a bucket of gradients is sent, as in ``DistributedDataParallel``; with
+            another ``sync``, that of the fragments of parameters.
+        comm_hook: A communication hook, as for ``DistributedDataParallel.register_comm_hook``; see
+            :class:`ddp_callbacks.GradientSynchronizer`.
+        comm_state: What the hook gets as its first argument.
+        compress: How to send less over the network between nodes: ``"bf16"``, ``"fp16"``, or
+            :class:`ddp_callbacks.PowerSGD` for low-rank matrices; ``None``: nothing is changed.
+        process_group_backend: As in :func:`torch.distributed.init_process_group`; ``None``: gloo, and NCCL for CUDA.
+        timeout: How long to wait for the other processes to join, and for a silent process.
+        start_method: How the Trainer starts processes without a launcher: ``"popen"``, ``"fork"``, ``"spawn"`` or
+            ``"forkserver"``; ``None``: ``"popen"``, in a notebook ``"fork"``.
+        accelerator: As in ``DDPStrategy``; the Trainer's, if ``None``.
+        parallel_devices: The same.
+        cluster_environment: The same.
+        checkpoint_io: The same.
+        precision_plugin: The same.
+
+    Raises:
+        ConfigurationError: A setting is invalid; a ``ValueError``.
+    """
+
+
+class DDPCallback(DDPCallbackMixin):
+    """Refuse to train if the processes would not train together.
+
+    ``Trainer(callbacks=[DDPCallback()])`` changes nothing with a single process or with ``strategy="ddp_callbacks"``.
+    With several processes and another strategy it raises :class:`ddp_callbacks.errors.ConfigurationError`, which names
+    that strategy as the remedy. A callback cannot do more: the Trainer chooses the strategy, and with it rank, device,
+    and who writes checkpoints and logs, before it calls any callback. Two processes with a default Trainer are two
+    separate Trainers, each with rank 0.
+    """
