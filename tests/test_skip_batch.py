@@ -31,13 +31,13 @@ from torchbearer import Callback, Trial
 from torchbearer.callbacks import StepLR
 from two_hosts import live_on_hosts
 
-import ddp_callbacks.skipping
+import ddp_callbacks.data.skipping
 from ddp_callbacks import DiLoCo, LocalSGD
 from ddp_callbacks.comm.shared_memory import SWITCH
+from ddp_callbacks.data.skipping import BadBatches, Fault
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.process_group import resolve_group
-from ddp_callbacks.skipping import BadBatches, Fault
 from ddp_callbacks.torchbearer import DDPCallback
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results("world")]
@@ -343,7 +343,7 @@ def plain(value: Any) -> Any:
 def collecting() -> list[str]:
     """What the library says about batches from now on."""
     said: list[str] = []
-    ddp_callbacks.skipping.say = lambda text, level: said.append(text)
+    ddp_callbacks.data.skipping.say = lambda text, level: said.append(text)
     return said
 
 
@@ -414,7 +414,7 @@ def test_many_skipped_batches_are_reported_now_and_then_and_counted_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(ddp_callbacks.skipping, "say", lambda text, level: said.append(text))
+    monkeypatch.setattr(ddp_callbacks.data.skipping, "say", lambda text, level: said.append(text))
     bad = BadBatches(None)
     for batch in range(10_000):
         bad.report(bad.agree(Fault.NAN, 1.0), f"epoch 0, batch {batch}")

@@ -14,6 +14,7 @@ from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.sharding import ShardedLoader
+from ddp_callbacks.data.skipping import SkipBatch
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning._lightning import (
@@ -37,7 +38,6 @@ from ddp_callbacks.lightning.replacement import Replaced, after
 from ddp_callbacks.lightning.skipping import SkippingOnAll, without_loss
 from ddp_callbacks.lightning.verification import verify_first_batch
 from ddp_callbacks.replicas import merge_buffers, require_equal_replicas
-from ddp_callbacks.skipping import SkipBatch
 
 SKIPPED = object()
 """What ``training_step`` returns in Lightning's eyes where it has returned ``None`` on every rank."""

@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.data.skipping import FAULTS, BadBatches, Fault, SkipBatch, fault_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning._lightning import results_of, torch_optimizer
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.metrics import SyncedMetrics
 from ddp_callbacks.process_group.presence import describe
-from ddp_callbacks.skipping import FAULTS, BadBatches, Fault, SkipBatch, fault_of
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 

@@ -25,6 +25,7 @@ from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.data.random_state import broadcast_rng_state
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
+from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.environment import processes_on_host
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.gradients import GradientSynchronizer
@@ -42,7 +43,6 @@ from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.gpu import too_few_gpus
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas import broadcast_parameters, describe_checkpoint, require_same_checkpoint
-from ddp_callbacks.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.verification import LossWatch, Verify, check_verify
 from ddp_callbacks.versions import __version__
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torchbearer
 
 from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.data.skipping import FAULTS, BadBatches, check_skip_batch, fault_of
 from ddp_callbacks.errors import ConfigurationError, SkippedBatchError
-from ddp_callbacks.skipping import FAULTS, BadBatches, check_skip_batch, fault_of
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, wrap_methods
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 
