@@ -109,9 +109,11 @@ class Sized(Net):
         self._need("validation_step")
         return super().validation_step(*args)
 
-    def test_step(self, *args: Any) -> Any:
+    def _test(self, *args: Any) -> Any:
         self._need("test_step")
-        return super().test_step(*args)
+        return Net.test_step(self, *args)
+
+    test_step = _test
 
     def predict_step(self, *args: Any) -> Any:
         self._need("predict_step")

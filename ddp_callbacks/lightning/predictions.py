@@ -27,15 +27,19 @@ class Predictions:
     Args:
         trainer: Lightning's.
         batches: Those of the run.
+
+    Attributes:
+        sizes: Of this rank's parts, by loader.
+        examples: The first output, by loader.
     """
 
     def __init__(self, trainer: Any, batches: Batches) -> None:
         self._trainer = trainer
         self._loop = trainer.predict_loop
         self._batches = batches
-        self._sizes: dict[int, list[int]] = {}  # of this rank's parts, by loader
+        self.sizes: dict[int, list[int]] = {}  # of this rank's parts, by loader
         self._output: Any = None  # the last, which may be that of a padding batch
-        self._examples: dict[int, Any] = {}  # the first output, by loader
+        self.examples: dict[int, Any] = {}  # the first output, by loader
         methods: dict[str, Callable[..., Any]] = {
             "run": self._run,
             "reset": self._reset,
@@ -51,7 +55,7 @@ class Predictions:
 
     def follow(self, other: Predictions) -> None:
         """What ``other`` notes of the batches is what joins the predictions of this one."""
-        self._sizes, self._examples = other._sizes, other._examples
+        self.sizes, self.examples = other.sizes, other.examples
 
     def end_step(self, output: Any) -> None:
         """``predict_step`` has returned. A collective in the first batch of a loader, whose output shows what joins."""
@@ -74,8 +78,8 @@ class Predictions:
 
     def _reset(self, reset: Callable[[], None]) -> None:
         """Before the first batch; also behind runs that a search for a batch size has made inside of this one."""
-        self._sizes.clear()
-        self._examples.clear()
+        self.sizes.clear()
+        self.examples.clear()
         self._output = None
         reset()
 
@@ -88,10 +92,10 @@ class Predictions:
         finally:
             self._trainer.callbacks = callbacks
         index = dataloader_idx if source is None else drawn_from(loop)
-        self._sizes.setdefault(index, []).append(self._batches.share.local)
-        self._examples.setdefault(index, self._output)
+        self.sizes.setdefault(index, []).append(self._batches.share.local)
+        self.examples.setdefault(index, self._output)
         if self._batches.is_padding:
-            batches = len(self._sizes[index]) - self._sizes[index].count(0)
+            batches = len(self.sizes[index]) - self.sizes[index].count(0)
             del predictions_of(loop)[index][batches:], loop.epoch_batch_indices[index][batches:]
 
     def _indices(self, indices: Callable[[Any], Any], loader: Any) -> Any:
@@ -102,8 +106,8 @@ class Predictions:
     def _whole(self, index: int, predictions: list[Any]) -> list[Any]:
         if not self._is_divided(index):
             return predictions
-        own, sizes = iter(predictions), self._sizes.get(index, [])
-        return gather_outputs([next(own) if size else self._examples[index] for size in sizes], sizes)
+        own, sizes = iter(predictions), self.sizes.get(index, [])
+        return gather_outputs([next(own) if size else self.examples[index] for size in sizes], sizes)
 
     def _is_divided(self, index: int) -> bool:
         return isinstance(self._loaders()[index], ShardedLoader)

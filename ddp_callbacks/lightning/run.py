@@ -90,7 +90,7 @@ class Run:
             self._before(loop, "run", self.decide)
         self._automatic = epoch_loop.automatic_optimization
         self._automatic.output_result_cls = _MayBeSkipped(self._automatic.output_result_cls)
-        self._predictions = Predictions(trainer, self.batches)
+        self.predictions = Predictions(trainer, self.batches)
 
     def close(self) -> None:
         """Give Lightning's objects, the user's loaders and the module's layers back; loaders' workers have ended."""
@@ -99,7 +99,7 @@ class Run:
         self.drawing.close()
         self._metrics.close()
         self._decisions.close()
-        self._predictions.close()
+        self.predictions.close()
         for loop in self._loops:
             combined = loader_of(loop)
             if combined is not None:
@@ -114,7 +114,7 @@ class Run:
 
     def continue_for(self, before: Run) -> None:
         """A run that has failed goes on as this one: a prediction that has begun in it ends with what comes now."""
-        before._predictions.follow(self._predictions)
+        before.predictions.follow(self.predictions)
 
     def synchronize_batch_norm(self) -> None:
         """The module's BatchNorm layers normalize by the whole batch from now on. A collective."""
@@ -209,7 +209,7 @@ class Run:
 
     def end_prediction(self, output: Any) -> None:
         """``predict_step`` has returned. A collective in the first batch of each run."""
-        self._predictions.end_step(output)
+        self.predictions.end_step(output)
         self.end_batch()
 
     def _begin_batch(self, joins_steps: bool) -> None:

@@ -78,10 +78,16 @@ class BatchSizeSearch:
             report_failure(error)
         self._start_anew()
         from_peer = isinstance(failure, PeerError)
-        if any_rank(not from_peer and not self._strategy.is_oom_error(failure), _CAUSE) or not from_peer:
+        is_other = any_rank(not from_peer and not self._strategy.is_oom_error(failure), _CAUSE)
+        if not from_peer:
             raise failure
-        # Lightning knows what has happened by these words.
-        raise PeerError(f"another rank is out of memory (DefaultCPUAllocator: can't allocate memory): {failure}")
+        # Lightning knows a lack of memory by these words, which the text of another failure may hold, too.
+        why = (
+            "lack of memory (DefaultCPUAllocator: can't allocate memory)"
+            if not is_other
+            else "another reason than lack of memory"
+        )
+        raise PeerError(f"the trial of a batch size has failed on another rank for {why}") from failure
 
     def _start_anew(self) -> None:
         """With the user's callbacks, which are back in training."""
