@@ -95,7 +95,7 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 # torch first, and once more by its exact version beside the applications: they keep the build that is there.
-.venv-apps/installed: pyproject.toml Makefile
+.venv-apps/installed: pyproject.toml
 	@echo "Installing $(APPS) in $(@D) ..."
 	@$(PYTHON) -m venv --clear $(@D)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0
