@@ -194,30 +194,41 @@ SHOWN_BY = {
         HOOKS,
         f"{VALUES}the_number_of_steps_is_known_in_setup_and_the_loader_divided_all_the_same",
     ],
-    "should_stop": [HOOKS, f"{LIGHTNING}a_stop_on_one_rank_stops_all_after_the_same_step"],
+    "should_stop": [HOOKS, f"{LIGHTNING}a_stop_on_one_rank_stops_all_after_the_next_step"],
     "save_checkpoint": [HOOKS],
     "CombinedLoader": ["several_loaders"],
     "dataloader_iter": ["dataloader_iter"],
 }
 
-SHOWN_ELSEWHERE = {
-    "ckpt_path": [f"{LIGHTNING}checkpoints_move_between_one_process_ddp_and_ours", "weight_averaging"],
-    "OnExceptionCheckpoint": [f"{LIGHTNING}a_checkpoint_that_is_saved_on_an_exception_does_not_wait_for_the_others"],
-    "LightningCLI": [f"{LIGHTNING}options_of_the_strategy_come_from_a_yaml"],
-    "LearningRateFinder": [f"{VALUES}the_learning_rate_finder_suggests_what_it_suggests_on_one_process"],
-    "Tuner.lr_find": [f"{VALUES}the_learning_rate_finder_suggests_what_it_suggests_on_one_process"],
-    "StatefulDataLoader": ["test_own_loop.py::test_a_loader_whose_state_would_be_wrong_is_refused_by_name"],
-    "return None": [f"{VALUES}a_step_that_all_ranks_skip_is_skipped_as_on_one_process"],
-    "BatchSizeFinder": [],
-    "Tuner.scale_batch_size": [],
-    "AsyncCheckpointIO": [],
-    "WandbLogger": [],
-    "MLFlowLogger": [],
-    "Fabric": [],
-}
-"""Rows about which other tests say more; an empty list is for a row whose tests are to come, or that has none."""
+TUNER = "test_lightning_tuner.py::test_the_tuner_finds_what_it_finds_on_one_process"
+CHECKPOINTS = "test_lightning_checkpoints.py::test_"
+CLI = "test_lightning_cli.py::test_"
 
-SHOWN_NOWHERE = {"CometLogger", "LitLogger", "XLAProfiler", "model_registry"}
+SHOWN_ELSEWHERE = {
+    "ckpt_path": [
+        f"{CHECKPOINTS}what_rank_zero_alone_has_saved_resumes_all_as_on_one_process",
+        f"{LIGHTNING}checkpoints_move_between_one_process_ddp_and_ours",
+        "weight_averaging",
+    ],
+    "OnExceptionCheckpoint": [f"{LIGHTNING}a_checkpoint_that_is_saved_on_an_exception_does_not_wait_for_the_others"],
+    "LightningCLI": [
+        "test_lightning_cli.py::test_a_script_trains_by_its_yaml_and_by_the_one_that_is_saved_as_on_one_process"
+    ],
+    "LearningRateFinder": [TUNER],
+    "Tuner.lr_find": [TUNER, f"{VALUES}the_learning_rate_finder_suggests_what_it_suggests_on_one_process"],
+    "BatchSizeFinder": [TUNER],
+    "Tuner.scale_batch_size": [TUNER],
+    "StatefulDataLoader": ["test_lightning_loaders.py::test_a_loader_with_a_state_goes_on_in_the_middle_of_an_epoch"],
+    "return None": [
+        f"{VALUES}a_step_that_all_ranks_skip_is_skipped_as_on_one_process",
+        "test_skip_batch.py::test_batches_that_are_bad_on_one_process_are_skipped_by_all_as_on_one",
+    ],
+    "AsyncCheckpointIO": [f"{CHECKPOINTS}a_strategy_takes_an_io_that_saves_in_a_thread"],
+    "Fabric": ["test_fabric.py::test_n_processes_of_a_loop_equal_one"],
+}
+"""Rows about which other tests say more."""
+
+SHOWN_NOWHERE = {"WandbLogger", "MLFlowLogger", "CometLogger", "LitLogger", "XLAProfiler", "model_registry"}
 """They need accounts, services or devices that no machine of the tests has; the page says "not tested"."""
 
 
