@@ -32,7 +32,7 @@ NEWEST_PYTHON ?= python3.13
 NEWEST = torch==2.13.0 lightning==2.6.6 pytorch-lightning==2.6.6
 
 # Applications of others, which train through a Trainer; tests/apps has one file for each.
-APPS = chemprop==2.3.1 neuralforecast==3.3.0 pytorch-forecasting==1.8.0
+APPS = chemprop==2.3.1 neuralforecast==3.3.0 pytorch-forecasting==1.8.0 wandb==0.31.0 mlflow-skinny==3.17.2
 
 # The Python that runs the tests for a GPU. One of its own needs no network.
 CUDA_PYTHON ?= $(BIN)/python
@@ -57,6 +57,7 @@ check-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(INSTALLED))
 
 check-apps: .venv-apps/installed
 	.venv-apps/bin/python -m pytest -n 0 tests/apps
+	.venv-apps/bin/python -m pytest -n 0 tests/test_lightning_features.py -m 'not wide' -k 'rich or device_stats'  # rich and psutil are there
 
 versions: versions-oldest versions-newest
 
@@ -100,7 +101,7 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -m venv --clear $(@D)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0 \
-		lightning==2.6.6 pytorch-lightning==2.6.6 $(APPS) pytest pytest-timeout pytest-xdist --editable .
+		lightning==2.6.6 pytorch-lightning==2.6.6 $(APPS) pytest pytest-timeout pytest-xdist --editable '.[torchbearer]'
 	@touch $@
 
 # Apart from the rest: beside a CPU build of torch, an installed torchvision breaks other packages.

@@ -223,12 +223,14 @@ SHOWN_ELSEWHERE = {
         f"{VALUES}a_step_that_all_ranks_skip_is_skipped_as_on_one_process",
         "test_skip_batch.py::test_batches_that_are_bad_on_one_process_are_skipped_by_all_as_on_one",
     ],
+    "WandbLogger": ["apps/test_wandb.py::test_wandb_gets_the_values_of_one_process_in_one_run"],
+    "MLFlowLogger": ["apps/test_mlflow.py::test_mlflow_gets_the_values_of_one_process_in_one_run"],
     "AsyncCheckpointIO": [f"{CHECKPOINTS}a_strategy_takes_an_io_that_saves_in_a_thread"],
     "Fabric": ["test_fabric.py::test_n_processes_of_a_loop_equal_one"],
 }
 """Rows about which other tests say more."""
 
-SHOWN_NOWHERE = {"WandbLogger", "MLFlowLogger", "CometLogger", "LitLogger", "XLAProfiler", "model_registry"}
+SHOWN_NOWHERE = {"CometLogger", "LitLogger", "XLAProfiler", "model_registry"}
 """They need accounts, services or devices that no machine of the tests has; the page says "not tested"."""
 
 

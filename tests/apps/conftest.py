@@ -10,8 +10,10 @@ import pytest
 
 _NEEDS = {
     "test_chemprop.py": "chemprop",
+    "test_mlflow.py": "mlflow",
     "test_neuralforecast.py": "neuralforecast",
     "test_pytorch_forecasting.py": "pytorch_forecasting",
+    "test_wandb.py": "wandb",
 }
 
 

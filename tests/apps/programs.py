@@ -12,16 +12,16 @@ from commands import DEADLINE, run, start
 HERE = Path(__file__).parent
 
 
-def on_one(program: str, folder: Path) -> dict[str, Any]:
-    """What the program computes on one process, without the library."""
-    run(["python", HERE / program, "alone", folder / "one"], folder, cold=True)
+def on_one(program: str | list[str], folder: Path) -> dict[str, Any]:
+    """What the program, perhaps with arguments, computes on one process, without the library."""
+    run(["python", *_command(program), "alone", folder / "one"], folder, cold=True)
     result: dict[str, Any] = torch.load(folder / "one.0", weights_only=True)
     return result
 
 
-def on_two(program: str, kind: str, folder: Path) -> list[dict[str, Any]]:
+def on_two(program: str | list[str], kind: str, folder: Path) -> list[dict[str, Any]]:
     """What it computes on each of two processes."""
-    run(["ddprun", "--nproc-per-node", 2, HERE / program, kind, folder / kind], folder, cold=True)
+    run(["ddprun", "--nproc-per-node", 2, *_command(program), kind, folder / kind], folder, cold=True)
     return [torch.load(folder / f"{kind}.{rank}", weights_only=True) for rank in range(2)]
 
 
@@ -35,6 +35,11 @@ def failing(program: str, kind: str, folder: Path) -> str:
         output, _ = process.communicate(timeout=60)
     assert process.returncode != 0, output
     return output
+
+
+def _command(program: str | list[str]) -> list[Any]:
+    name, *arguments = [program] if isinstance(program, str) else program
+    return [HERE / name, *arguments]
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float = 1e-10, where: str = "") -> None:
