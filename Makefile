@@ -101,7 +101,7 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -m venv --clear $(@D)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0 \
-		lightning==2.6.6 pytorch-lightning==2.6.6 $(APPS) pytest pytest-timeout pytest-xdist --editable '.[torchbearer]'
+		lightning==2.6.6 pytorch-lightning==2.6.6 $(APPS) pytest pytest-timeout pytest-xdist --editable '.[torchbearer,examples]'
 	@touch $@
 
 # Apart from the rest: beside a CPU build of torch, an installed torchvision breaks other packages.
