@@ -43,7 +43,7 @@ nitpick_ignore_regex = [  # what is not described here: other libraries, and nam
     ("py:.*", r"(torch|c10d|torchbearer|lightning|mpi4py|collections|datetime|typing|dist)\b.*"),
     (
         "py:.*",
-        "ddp_callbacks.comm.mpi.progress.Progress|Callback|Trial|Work|timedelta|Process(Raised|Exited)Exception|BatchSize|CommHook|Compress|Reduction|Sync|Verify|Weight",
+        "ddp_callbacks.comm.mpi.progress.Progress|Callback|Trial|Work|timedelta|Process(Raised|Exited)Exception|BatchSize|CommHook|Compress|Reduction|SkipBatch|Sync|Verify|Weight",
     ),
 ]
 

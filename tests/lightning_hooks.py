@@ -6,13 +6,14 @@ small run of a Trainer in which one hook of the module, of a callback or of the 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +22,15 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning_scenarios import ACCELERATOR, CLASSES, FEATURES, Record, data, loader, quiet
+from lightning_utilities.core.inheritance import get_all_subclasses
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from ddp_callbacks.errors import PeerError
 
 BY_HAND = "by_hand.ckpt"
+_WRAPPED = [f"{old}{name}" for name in ("__init__", "__setattr__", "__delattr__") for old in ("", "__old")]
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
@@ -295,6 +298,22 @@ def name_of(error: BaseException) -> str:
     return kind if kind == "RecursionError" else f"{kind}: {text}"  # whose text depends on where the depth was reached
 
 
+@contextlib.contextmanager
+def loaders_as_they_were() -> Iterator[None]:
+    """Lightning wraps methods of the loaders' classes while it asks for loaders; an exception there leaves them so."""
+    classes = {DataLoader, BatchSampler, *get_all_subclasses(DataLoader), *get_all_subclasses(BatchSampler)}
+    before = {kind: {name: vars(kind).get(name) for name in _WRAPPED} for kind in classes}
+    try:
+        yield
+    finally:
+        for kind, methods_ in before.items():
+            for name, method in methods_.items():
+                if method is not None:
+                    setattr(kind, name, method)
+                elif name in vars(kind):
+                    delattr(kind, name)
+
+
 def run_cell(cell: Cell, strategy: str, folder: Path) -> dict[str, Any]:
     kind, hook, function, middle, action = cell
     seen: list[Any] = []
@@ -310,7 +329,8 @@ def run_cell(cell: Cell, strategy: str, folder: Path) -> dict[str, Any]:
     script = Script(strategy, str(folder), {kind: acting(kind, hook, act)})
     for again in range(1 + (action == "fail")):
         try:
-            script.run("fit" if again and function == "failing fit" else function)
+            with loaders_as_they_were():
+                script.run("fit" if again and function == "failing fit" else function)
         except Exception as error:
             errors.append(name_of(error))
     return {
