@@ -1,5 +1,5 @@
 # make demo    train on two processes, on this machine
-# make test    formatting, lint, types, and the tests that prove the promises on this machine: 5 minutes on two cores
+# make test    formatting, lint, types, and the tests that prove the promises on this machine: 9 minutes on two cores
 # make check   the same with all tests; with SETUP_HOSTS=1, also those between real hosts (Debian, root)
 # make check-cuda  the tests for a GPU, on a machine that has one: 10 minutes; with CUDA_PYTHON=python3, by a Python
 #              that has everything, without setting up .venv
