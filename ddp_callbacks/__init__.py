@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         join_process_group,
         leave_process_group,
     )
+    from ddp_callbacks.process_group.preemption import Preemption
     from ddp_callbacks.process_group.spawn import spawn
     from ddp_callbacks.replicas import (
         broadcast_optimizer_state,
@@ -56,6 +57,7 @@ __all__ = [
     "LocalSGD",
     "ParameterAverager",
     "PowerSGD",
+    "Preemption",
     "RunRandomState",
     "ShardedIterator",
     "ShardedLoader",
@@ -101,6 +103,7 @@ _HOMES = {
     "gradients": ("GradientSynchronizer",),
     "local_sgd": ("DiLoCo", "LocalSGD", "ParameterAverager"),
     "process_group.membership": ("get_rank", "get_world_size", "join_process_group", "leave_process_group"),
+    "process_group.preemption": ("Preemption",),
     "process_group.spawn": ("spawn",),
     "replicas": (
         "broadcast_optimizer_state",

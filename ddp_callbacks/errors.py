@@ -10,12 +10,17 @@
     └── SkippedBatchError (RuntimeError)    a batch has a loss on some ranks only, or no batch of an epoch has one
 
     NonFiniteLossWarning (RuntimeWarning)   the first loss that is NaN or infinite
+
+    Preempted (SystemExit)                  every rank: asked to stop, and the checkpoint is written
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+
+EXIT_PREEMPTED = 75
+"""Exit code of a process that was asked to stop and has written a checkpoint; EX_TEMPFAIL of sysexits.h: try again."""
 
 _log = logging.getLogger("ddp_callbacks")
 
@@ -42,6 +47,24 @@ class PeerError(DDPCallbacksError, RuntimeError):
 
 class SkippedBatchError(DDPCallbacksError, RuntimeError):
     """Some ranks want to skip a batch and others not, or no batch of an epoch could be trained on."""
+
+
+class Preempted(SystemExit):
+    """All ranks were asked to stop and have written a checkpoint. Ends the process with :data:`EXIT_PREEMPTED`.
+
+    Not an ``Exception``: programs that go on after errors still stop. Every rank raises it.
+
+    Args:
+        reason: Who asked to stop, and how.
+        path: The checkpoint.
+    """
+
+    def __init__(self, reason: str, path: str) -> None:
+        super().__init__(EXIT_PREEMPTED)
+        self.reason, self.path = reason, path
+
+    def __str__(self) -> str:
+        return f"stopped by {self.reason}; the checkpoint {self.path} is written"
 
 
 class NonFiniteLossWarning(RuntimeWarning):

@@ -8,6 +8,7 @@
 - :mod:`.peers`, :mod:`.deadlocks`, :mod:`.diagnosis`: find failed ranks, ranks that wait for each other, and the reason
   for a broken wait
 - :mod:`.votes`: what all ranks may want at the same moment, without a message where nobody wants it
+- :mod:`.preemption`: all ranks stop at the same moment, once one of them has been asked to
 - :mod:`.runs`: a failure ends one run; the next run starts afresh
 - :mod:`.forking`: forks loader workers only while gloo's threads are idle
 """

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_callbacks import environment
-from ddp_callbacks.errors import MismatchError, PeerError
+from ddp_callbacks.errors import MismatchError, PeerError, Preempted
 from ddp_callbacks.process_group.deadlocks import Stand
 from ddp_callbacks.process_group.presence import (
     await_key,
@@ -45,6 +45,8 @@ def report_failure(exception: BaseException) -> None:
 
     Never raises, never blocks for long.
     """
+    if isinstance(exception, Preempted):
+        return  # every rank raises it
     here = presence()
     here.failed = True
     _report(f"{here.run}/failure", exception)

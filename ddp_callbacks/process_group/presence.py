@@ -30,6 +30,8 @@ Keys in that store, below ``ddp_callbacks/``; ``{run}`` is the number of the run
 ``gone``                      the names of the ranks that died, from the first rank that found out
 ``{run}/votes/{moment}``      counts the ranks that want something at this moment (:mod:`.votes`)
 ``{run}/votes/{moment}/...``  ``result``: JSON, whether all do
+``preemption/{n}/requested``  who was first asked to stop, and how (:mod:`.preemption`)
+``preemption/{n}/passed/...`` ``{rank}``: how many moments it has let pass before it heard of that
 ============================  ========================================================================================
 """
 
@@ -88,6 +90,7 @@ class Presence:
         is_closing: Whether the store is about to close: torch prints a warning if one reads a closed store.
         answered: The last question answered here.
         moments: How many moments of :mod:`.votes` this rank has behind it in this run.
+        preemptions: How many :class:`.preemption.Preemption` contexts this rank has entered.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -103,6 +106,7 @@ class Presence:
         self.is_closing = False
         self.answered = 0
         self.moments = 0
+        self.preemptions = 0
         self._heard: dict[str, str] = {}
         self._lock = threading.Lock()
         self._aborting = threading.Lock()

@@ -1,0 +1,269 @@
+"""All ranks stop at the same moment once one of them has been asked to: by a signal, a time limit or the program.
+
+A scheduler's signal may reach one process or all, at any time. The ranks agree through the store, and only then: a step
+without a request sends nothing. Each rank counts the moments that it has let pass, such as batches. A rank that hears
+of a request publishes its count and lets no further moment pass before it knows the counts of all; they stop at the
+first moment that no rank has let pass. A thread hears and publishes, so a rank that waits for the others inside of a
+step answers, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_callbacks.errors import ConfigurationError, say
+from ddp_callbacks.process_group.failures import wait
+from ddp_callbacks.process_group.membership import get_world_size, resolve_group
+from ddp_callbacks.process_group.presence import OWN_THREADS, describe, presence, store
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What Slurm, PBS and torchrun send before they end a job; SIGUSR1 is the usual choice for Slurm's ``--signal``."""
+
+SAME = 3.0
+"""Seconds within which further signals mean the same request: a scheduler and a launcher may both send one."""
+
+_DOING = "the moment at which all ranks stop"
+_INTERVAL = 0.1  # seconds between two looks at the store
+_LOOKS = 5000  # at the store in a second, by all ranks together
+_ENDS = 2.0  # seconds that we wait for the thread to end
+
+
+class Preemption:
+    """Lets all ranks stop at the same moment once one of them has been asked to. A context manager.
+
+    Inside, the signals only note a request, which :meth:`is_requested` reports on every rank at the same moment. A
+    second signal, :data:`SAME` seconds or more after the first, ends the process at once.
+
+    Args:
+        signals: The signals that ask to stop. They can only be handled if the main thread enters the context.
+        time_limit: Time from entering the context after which to stop; ``None`` for no limit.
+        process_group: ``None`` is the default group. With a single process, none is needed.
+
+    Raises:
+        ConfigurationError: ``time_limit`` is not positive.
+
+    Attributes:
+        reason: Who asked to stop, and how: ``"SIGTERM on rank 1 (host node2, pid 4711)"``. The same on every rank once
+            :meth:`is_requested` has returned ``True``; empty before.
+    """
+
+    def __init__(
+        self,
+        signals: Sequence[signal.Signals] = SIGNALS,
+        time_limit: timedelta | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if time_limit is not None and time_limit <= timedelta(0):
+            raise ConfigurationError(f"time_limit must be longer than zero, got {time_limit}.")
+        self.reason = ""
+        self._signals = tuple(signals)
+        self._limit = time_limit
+        self._group = process_group
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._pid = os.getpid()
+        self._own = ""  # why this rank was asked to stop
+        self._signalled = 0.0  # when
+        self._deadline = float("inf")
+        self._agreement: _Agreement | None = None
+
+    def __enter__(self) -> Preemption:
+        self.reason = self._own = ""
+        if self._limit is not None:
+            self._deadline = time.monotonic() + self._limit.total_seconds()
+        if get_world_size(self._group) > 1:
+            self._agreement = _Agreement(resolve_group(self._group), self._deadline)
+        self._handle_signals()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            agreement.close()
+
+    def request(self, reason: str) -> None:
+        """Ask all ranks to stop, as a signal does. Local; returns at once.
+
+        Args:
+            reason: For messages: "the budget is spent".
+        """
+        if not self._own:
+            self._own = reason
+            if self._agreement is not None:
+                self._agreement.request(f"{reason} on {_here()}")
+
+    def is_requested(self) -> bool:
+        """Whether to stop now. Every rank calls it at the same moments, such as after each batch.
+
+        All ranks get the same answer. Without a request, it costs a microsecond and sends nothing. With one, it blocks
+        until every rank has heard of it, about a tenth of a second. Once ``True``, it stays so.
+
+        Raises:
+            PeerError: Another rank failed, died or went silent.
+        """
+        if self.reason:
+            return True
+        if self._agreement is not None:
+            self.reason = self._agreement.pass_moment()
+        elif not self._own and time.monotonic() >= self._deadline:
+            self._own = _TIME_IS_UP
+        if self._agreement is None and self._own:
+            self.reason = f"{self._own} on {_here()}"
+        return bool(self.reason)
+
+    def _handle_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            say("signals cannot ask to stop here: only the main thread of a process can handle them")
+            return
+        for number in self._signals:
+            self._handlers[number] = signal.signal(number, self._note_signal)
+
+    def _note_signal(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        is_second = bool(self._signalled) and now - self._signalled >= SAME
+        if is_second or os.getpid() != self._pid:  # a forked child has inherited this handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._signalled = self._signalled or now
+        self.request(signal.Signals(number).name)
+
+
+_TIME_IS_UP = "the time limit"
+
+
+class _Agreement:
+    """Finds the moment to stop at, among several ranks. Its thread lives until :meth:`close`."""
+
+    def __init__(self, group: dist.ProcessGroup, deadline: float) -> None:
+        here = presence()
+        here.preemptions += 1
+        self._prefix = f"preemption/{here.preemptions}"
+        self._group, self._deadline = group, deadline
+        self._members = dist.get_process_group_ranks(group)
+        self._interval = max(_INTERVAL, group.size() / _LOOKS)
+        self._lock = threading.Lock()
+        self._passed = 0  # moments, by this rank
+        self._is_held = False  # no further moment may pass
+        self._news: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # a signal's handler may interrupt anything
+        self._thread = threading.Thread(
+            target=_listen, args=(weakref.ref(self), self._news), name=f"{OWN_THREADS} preemption", daemon=True
+        )
+        self._thread.start()
+
+    def request(self, reason: str) -> None:
+        """Ask all ranks to stop; the thread tells them."""
+        self._news.put(reason)
+
+    def pass_moment(self) -> str:
+        """Let a moment pass, and return nothing; or the reason to stop at it."""
+        with self._lock:
+            if not self._is_held:
+                self._passed += 1
+                return ""
+        counts = _Counts([self._count_of(rank) for rank in self._members])
+        wait(counts, _DOING, self._group)
+        if self._passed < max(counts.values()):
+            self._passed += 1
+            return ""
+        return store().get(self._requested).decode()
+
+    def close(self) -> None:
+        """This rank lets no further moment pass, and others need not wait for it."""
+        self._news.put(None)
+        self._thread.join(_ENDS)
+        with contextlib.suppress(RuntimeError):  # the store's host has died
+            self.hold()
+
+    def hold(self) -> None:
+        """Let no further moment pass before all ranks have published their counts, and publish this rank's."""
+        with self._lock:
+            is_first, self._is_held = not self._is_held, True
+        if is_first:
+            store().set(self._count_of(dist.get_rank()), str(self._passed))
+
+    def listen(self, reason: str | None) -> bool:
+        """Handle this rank's own request, if any, or look for one of another rank; whether there is one."""
+        if reason is None and time.monotonic() >= self._deadline:
+            reason = f"{_TIME_IS_UP} on {_here()}"
+        if reason is not None:
+            store().compare_set(self._requested, "", reason)  # the first one counts
+        elif not store().check([self._requested]):
+            return False
+        self.hold()
+        return True
+
+    @property
+    def interval(self) -> float:
+        """Between two looks at the store, in seconds."""
+        return self._interval
+
+    @property
+    def _requested(self) -> str:
+        return f"{self._prefix}/requested"
+
+    def _count_of(self, rank: int) -> str:
+        return f"{self._prefix}/passed/{rank}"
+
+
+def _listen(reference: weakref.ref[_Agreement], news: queue.SimpleQueue[str | None]) -> None:
+    """Wait for a request of this rank or of another; publish this rank's count, and end."""
+    interval = _INTERVAL
+    while True:
+        try:
+            reason = news.get(timeout=interval)
+            if reason is None:
+                return
+        except queue.Empty:
+            reason = None
+        agreement = reference()
+        if agreement is None:
+            return
+        try:
+            if agreement.listen(reason):
+                return
+        except RuntimeError:  # the store's host has died: whatever waits for it says so
+            return
+        interval = agreement.interval
+        del agreement
+
+
+class _Counts:
+    """The counts of all ranks, as something to wait for."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self._keys = keys
+
+    def values(self) -> list[int]:
+        """Once the wait is over."""
+        return [int(count) for count in store().multi_get(self._keys)]
+
+    def wait_slice(self, seconds: float) -> bool:
+        """See :class:`.failures.Waitable`."""
+        end, pause = time.monotonic() + seconds, 1e-3
+        while not store().check(self._keys):
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return True
+
+
+def _here() -> str:
+    if dist.is_initialized():
+        return describe(dist.get_rank())
+    return f"rank 0 (host {socket.gethostname()}, pid {os.getpid()})"
