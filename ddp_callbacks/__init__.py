@@ -17,6 +17,7 @@ from ddp_callbacks.versions import __version__
 
 if TYPE_CHECKING:
     from ddp_callbacks.batch_norm import BatchNormSynchronizer, samples_needed
+    from ddp_callbacks.checkpoints.file import CheckpointFile
     from ddp_callbacks.comm.agreement import require_agreement
     from ddp_callbacks.comm.compression import PowerSGD
     from ddp_callbacks.comm.ddp_hook import hierarchical_allreduce_hook
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchNormSynchronizer",
+    "CheckpointFile",
     "CrossEntropyWeight",
     "DiLoCo",
     "GradBucket",
@@ -90,6 +92,7 @@ __all__ = [
 
 _HOMES = {
     "batch_norm": ("BatchNormSynchronizer", "samples_needed"),
+    "checkpoints.file": ("CheckpointFile",),
     "comm.agreement": ("require_agreement",),
     "comm.compression": ("PowerSGD",),
     "comm.ddp_hook": ("hierarchical_allreduce_hook",),
