@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -11,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.checkpoints import disk
+from ddp_callbacks.checkpoints.background import BackgroundWriter, copy_to_memory
 from ddp_callbacks.checkpoints.claim import Claim
 from ddp_callbacks.checkpoints.format import KEY, Saved, make_content, pack_own
 from ddp_callbacks.checkpoints.transfer import broadcast_file, on_rank_zero
 from ddp_callbacks.comm.collectives import all_gather_json, broadcast_tensors, gather_bytes
-from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted
+from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted, say
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
 
@@ -38,6 +42,8 @@ class CheckpointFile:
     Args:
         path: Of the file: ``"run.pt"``. The one before it is ``run.previous.pt``; ``run.pt.lock`` keeps other jobs
             away.
+        async_save: Let :meth:`write` return once the state is copied to rank 0's memory; a thread writes it. If the
+            process is killed during that, the file is the one before. :meth:`close` waits for the thread.
         weights_only: As in :func:`torch.load`: whether only tensors and plain data are read. Files that hold other
             objects run code when they are read, so read them with ``False`` only if you trust them.
         process_group: ``None`` is the default group.
@@ -47,6 +53,7 @@ class CheckpointFile:
         self,
         path: str | os.PathLike[str],
         *,
+        async_save: bool = False,
         weights_only: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -55,6 +62,7 @@ class CheckpointFile:
         self._group = process_group
         self._is_open = False
         self._claim: Claim | None = None  # on rank 0
+        self._background = BackgroundWriter() if async_save else None
 
     def __enter__(self) -> CheckpointFile:
         self.open()
@@ -63,8 +71,9 @@ class CheckpointFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None or isinstance(error, Preempted):
             self.close()
-        else:  # the other ranks may not come here
-            self._let_go()
+        else:  # the other ranks may not come here; the thread has said what it failed by
+            with contextlib.suppress(Exception):
+                self._let_go()
 
     def open(self) -> None:
         """Claim the path, make its folder, and remove what killed processes have left. A collective.
@@ -102,6 +111,9 @@ class CheckpointFile:
     def write(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> None:
         """Write a new file; the last one becomes the previous one. A collective.
 
+        Returns when the file is there. With ``async_save``, when it is in memory; if the last write is still under way,
+        this one waits for it, and says how long.
+
         Args:
             shared: What all ranks have alike; only rank 0's counts. A function is called on rank 0 alone while the
                 others wait, so it must take part in no exchange: what needs all ranks is done before.
@@ -110,6 +122,7 @@ class CheckpointFile:
 
         Raises:
             CheckpointError: The file cannot be written, because the disk is full for example. What was there still is.
+                With ``async_save``, the last one could not be; this one isn't written either.
             ConfigurationError: It is not open.
             PeerError: Another rank failed or died. The file is the old or the new one.
         """
@@ -118,8 +131,20 @@ class CheckpointFile:
         ranks = gather_bytes(self._pack(own), _OWN, self._group)
         on_rank_zero(lambda: self._write(shared, ranks, about), _WRITE, self._group)
 
+    def wait(self) -> None:
+        """Block until the last write is complete, and the file is there. A collective.
+
+        Raises:
+            CheckpointError: With ``async_save``: it could not be written.
+        """
+        on_rank_zero(self._wait, _CLOSE, self._group)
+
     def close(self) -> None:
-        """Let other jobs write the path. A collective; safe to call twice."""
+        """As :meth:`wait`; then other jobs may write the path. A collective; safe to call twice.
+
+        Raises:
+            CheckpointError: As for :meth:`wait`. It is closed all the same.
+        """
         if self._is_open:
             self._is_open = False
             on_rank_zero(self._let_go, _CLOSE, self._group)
@@ -133,10 +158,17 @@ class CheckpointFile:
             raise CheckpointError(f"the folder of {self.path} cannot be written: {error}") from error
         return claim
 
+    def _wait(self) -> None:
+        if self._background is not None:
+            self._background.wait()
+
     def _let_go(self) -> None:
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
+        claim, self._claim = self._claim, None
+        try:
+            self._wait()
+        finally:
+            if claim is not None:
+                claim.release()
 
     # --- reads --------------------------------------------------------------------------------------------------------
 
@@ -175,4 +207,17 @@ class CheckpointFile:
         return packed
 
     def _write(self, shared: Shared, ranks: list[torch.Tensor], about: Mapping[str, str]) -> None:
-        disk.write(make_content(shared() if callable(shared) else shared, ranks, about), self.path)
+        if self._background is not None:
+            self._wait_for_last(self._background)
+        content = make_content(shared() if callable(shared) else shared, ranks, about)
+        if self._background is None:
+            disk.write(content, self.path)
+        else:
+            self._background.start(partial(disk.write, copy_to_memory(content), self.path))
+
+    def _wait_for_last(self, background: BackgroundWriter) -> None:
+        if background.is_writing:
+            start = time.monotonic()
+            background.join()
+            say(f"waited {time.monotonic() - start:.1f} s for the last write of {self.path} before the next one")
+        background.wait()

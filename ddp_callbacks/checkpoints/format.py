@@ -25,7 +25,11 @@ KEY = "ddp_callbacks"
 
 
 class Saved:
-    """What a file holds, on every rank alike.
+    """What a file holds, on every rank alike. :meth:`CheckpointFile.read <ddp_callbacks.CheckpointFile.read>` makes it.
+
+    Args:
+        content: Of the file.
+        weights_only: As for :func:`torch.load`, when a rank's state is taken out of it.
 
     Attributes:
         shared: What was given to ``write`` as ``shared``: the same for all ranks, tensors on the CPU.
