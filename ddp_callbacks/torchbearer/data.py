@@ -11,7 +11,8 @@ import torchbearer
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.random_state import RunRandomState, broadcast_rng_state
-from ddp_callbacks.data.sharding import ShardedLoader, length_of, resumable_loader, shard_loader
+from ddp_callbacks.data.resuming import resumable_loader
+from ddp_callbacks.data.sharding import ShardedLoader, length_of, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
 from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, State, wrap_methods
 from ddp_callbacks.torchbearer.events import draw_alike
@@ -57,20 +58,6 @@ class ShardData(DistributedCallback):
     def make_resumable(self) -> None:
         """From the next run on, use loaders that can go on in the middle of a pass, also with a single process."""
         self._is_resumable = True
-
-    def generator_states(self) -> list[list[Any]]:
-        """The states of the generators that the loaders and their samplers have for themselves. Local."""
-        return [[plain_state_of(generator) for generator in found] for found in self._generators()]
-
-    def load_generator_states(self, states: list[list[Any]]) -> None:
-        """Inverse of :meth:`generator_states`."""
-        for generators, saved in zip(self._generators(), states, strict=True):
-            for generator, state in zip(generators, saved, strict=True):
-                set_state_of(generator, state)
-
-    def _generators(self) -> list[list[Any]]:
-        loaders = [loader for loader, _ in self._sharded.values()]
-        return [[found for source in _sources(loader) for found in own_generators(source)] for loader in loaders]
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -173,9 +160,3 @@ class ShardData(DistributedCallback):
 
     def _samples_needed(self, state: State, generator: Any) -> int:
         return samples_needed(state[torchbearer.MODEL], getattr(generator, "batch_size", None), self.world_size)
-
-
-def _sources(loader: Any) -> list[Any]:
-    """What may have a generator of its own."""
-    sampler = getattr(loader, "batch_sampler", None)
-    return [loader, sampler, getattr(loader, "sampler", None), getattr(loader, "dataset", None)]

@@ -35,6 +35,11 @@ class Position:
         """Whether metrics, loader and random states are those of a pass under way."""
         return self.batches > 0
 
+    @property
+    def ends_training(self) -> bool:
+        """Whether the last batch of a training pass has just ended."""
+        return self.phase == VALIDATION and not self.batches
+
 
 def enter_pass(state: State, batches: int, put_back: Event) -> None:
     """Let the pass that is about to begin take only the batches that are left. Call it after the event of its start.

@@ -13,7 +13,7 @@ import torchbearer
 from torchbearer.callbacks import CallbackList
 
 from ddp_callbacks.checkpoints import CheckpointFile, Saved, require_same
-from ddp_callbacks.errors import ConfigurationError, Preempted, say
+from ddp_callbacks.errors import ConfigurationError, Preempted
 from ddp_callbacks.process_group.preemption import SIGNALS, Preemption
 from ddp_callbacks.torchbearer._torchbearer import advance_bar
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of, wrap_methods
@@ -105,14 +105,16 @@ class Resume(DistributedCallback):
             self._saved, self._has_read = file.read(), True
         if self._saved is not None:
             require_same(self._saved.about, about, file.path)
-        current = _Run(self, RunState(trial, callbacks, data), file, about)
+        interval = make_interval(self._every, self.process_group)
+        current = _Run(trial, RunState(trial, callbacks, data), _Writer(file, about, self.preemption, interval))
         try:
-            with current.listening(trial, callbacks, self._saved):
+            if self._saved is not None:
+                current.begin(self._saved)
+            with current.listening(callbacks):
                 return run()
         finally:
             trial.state[torchbearer.CALLBACK_LIST] = callbacks  # Torchbearer leaves its printer there if run raises
-            if current.has_put_back:
-                self._saved = None
+            self._saved = current.saved
 
     def _find_data(self, callbacks: CallbackList) -> ShardData:
         for callback in flat_callbacks(callbacks):
@@ -126,6 +128,154 @@ class Resume(DistributedCallback):
         callbacks.callback_list = [data, *callbacks.callback_list]
         return data
 
-    def interval(self) -> Interval:
-        """When the next run writes without being asked."""
-        return make_interval(self._every, self.process_group)
+
+class _Writer:
+    """Writes the file when it is due or the ranks are asked to stop. Its method is a collective.
+
+    Args:
+        file: The open file.
+        about: What a run that goes on from it must have in common with this one.
+    """
+
+    def __init__(self, file: CheckpointFile, about: dict[str, str], preemption: Preemption, interval: Interval) -> None:
+        self._file, self._about = file, about
+        self._preemption, self._interval = preemption, interval
+
+    def pass_moment(self, run_state: RunState, state: State, position: Position) -> None:
+        """Write if it is due; write and raise :class:`Preempted` if the ranks are asked to stop."""
+        is_end = position.phase == BETWEEN
+        is_requested = self._preemption.is_requested()
+        is_due = self._interval.is_due(position.phase == TRAINING or position.ends_training, is_end)
+        is_over = is_end and (position.is_last or state[torchbearer.EPOCH] + 1 >= state[torchbearer.MAX_EPOCHS])
+        if is_requested or is_due or is_over:
+            self._file.write(run_state.shared, run_state.own(state, position), self._about)
+            self._interval.note_written()
+        if is_requested:
+            raise Preempted(self._preemption.reason, self._file.path)
+
+
+class _Run:
+    """One call of ``run``: begins where the last one was cut, and looks after each batch whether to stop.
+
+    It acts after all callbacks, and outside of the events, in which all ranks draw alike.
+    """
+
+    def __init__(self, trial: Any, run_state: RunState, writer: _Writer) -> None:
+        self.saved: Saved | None = None  # what is still to be put back
+        self._trial, self._run_state, self._writer = trial, run_state, writer
+        self._position: Position | None = None  # of it
+        self._state: State | None = None  # not that of an evaluate() in the middle
+
+    def begin(self, saved: Saved) -> None:
+        """Go on from ``saved``."""
+        self.saved, self._position = saved, Position(**saved.own(0)["position"])
+        self._run_state.begin(saved)
+
+    @contextlib.contextmanager
+    def listening(self, callbacks: CallbackList) -> Iterator[None]:
+        """Handle the events of this list, too."""
+        after = {
+            "on_start": self._start,
+            "on_start_training": self._start_training,
+            "on_step_training": self._step_training,
+            "on_end_training": self._end_training,
+            "on_start_validation": self._start_validation,
+            "on_step_validation": self._step_validation,
+            "on_checkpoint": self._end_epoch,
+        }
+        before = {name: vars(callbacks).get(name) for name in (*after, "on_end")}
+        for name, handle in after.items():
+            setattr(callbacks, name, self._both(getattr(callbacks, name), handle))
+        callbacks.on_end = self._both(self._end, callbacks.on_end)
+        try:
+            yield
+        finally:
+            for name, event in before.items():
+                delattr(callbacks, name) if event is None else setattr(callbacks, name, event)
+
+    def _both(self, first: Event, second: Event) -> Event:
+        def both(state: State) -> None:
+            first(state)
+            second(state)
+
+        return both
+
+    # --- going on -------------------------------------------------------------------------------------------------
+
+    def _start(self, state: State) -> None:
+        if self._state is not None:
+            return
+        self._state = state
+        if self.saved is None or self._position is None:
+            return
+        self._run_state.load_loaders(self.saved, self._position)
+        if self._position.phase == BETWEEN:
+            if self._position.is_last:
+                state[torchbearer.MAX_EPOCHS] = len(state[torchbearer.HISTORY])
+            self._put_back(state)
+        elif self._position.phase == VALIDATION:
+            metrics, batch = self._run_state.end_of_training(self.saved)
+            put_back = _nothing if self._position.is_within_pass else self._put_back
+            skip_training(self._trial, metrics, batch, put_back)
+
+    def _start_training(self, state: State) -> None:
+        if self._is_own(state):
+            self._run_state.samples = 0
+            self._enter(state, TRAINING)
+
+    def _start_validation(self, state: State) -> None:
+        if self._is_own(state):
+            self._run_state.samples = 0
+            self._enter(state, VALIDATION)
+
+    def _enter(self, state: State, phase: str) -> None:
+        position = self._position
+        if self.saved is not None and position is not None and position.phase == phase:
+            enter_pass(state, position.batches, self._put_back)
+
+    def _put_back(self, state: State) -> None:
+        assert self.saved is not None and self._position is not None
+        self._run_state.put_back(self.saved, self._position, state)
+        for callback in self._run_state.callbacks_and_printer(state):
+            advance_bar(callback, self._position.batches)
+        self.saved = None
+
+    # --- stopping -------------------------------------------------------------------------------------------------
+
+    def _is_own(self, state: State) -> bool:
+        return state is self._state
+
+    def _step_training(self, state: State) -> None:
+        self._step(state, TRAINING)
+
+    def _step_validation(self, state: State) -> None:
+        self._step(state, VALIDATION)
+
+    def _step(self, state: State, phase: str) -> None:
+        """The last batch of a pass is no moment: the end of the pass, which follows, is one."""
+        if not self._is_own(state):
+            return
+        self._run_state.samples += share_of(state).local
+        batches = state[torchbearer.BATCH] + 1
+        if batches != state[torchbearer.STEPS] and not state[torchbearer.STOP_TRAINING]:
+            self._writer.pass_moment(self._run_state, state, Position(phase, batches))
+
+    def _end_training(self, state: State) -> None:
+        if self._is_own(state):
+            self._run_state.training_metrics = dict(state[torchbearer.METRICS])
+            if not state[torchbearer.STOP_TRAINING]:
+                self._writer.pass_moment(self._run_state, state, Position(VALIDATION))
+
+    def _end_epoch(self, state: State) -> None:
+        if self._is_own(state):
+            position = Position(BETWEEN, is_last=bool(state[torchbearer.STOP_TRAINING]))
+            self._writer.pass_moment(self._run_state, state, position)
+
+    def _end(self, state: State) -> None:
+        """A run that a callback has stopped within a pass ends here, without the end of an epoch."""
+        if self._is_own(state) and state[torchbearer.STOP_TRAINING]:
+            self._writer.pass_moment(self._run_state, state, Position(BETWEEN, is_last=True))
+
+
+def _nothing(state: State) -> None:
+    pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.decisions import flat_callbacks
 from ddp_callbacks.torchbearer.metric_state import load_metric_state, metric_state, noting_device, on_device
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
-from ddp_callbacks.torchbearer.position import BETWEEN, TRAINING, Position
+from ddp_callbacks.torchbearer.position import BETWEEN, TRAINING, VALIDATION, Position
 
-_DATA = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA)
+_KEYS = {TRAINING: torchbearer.TRAIN_DATA, VALIDATION: torchbearer.VALIDATION_DATA}
+_DATA = tuple(_KEYS.values())
 
 
 class RunState:
@@ -55,7 +56,7 @@ class RunState:
         """What this rank has for itself."""
         return {
             "position": dataclasses.asdict(position),
-            "batch": state.get(torchbearer.BATCH),
+            "last_batch": state.get(torchbearer.BATCH),
             "metrics": noting_device(dict(state[torchbearer.METRICS])),
             "training_metrics": noting_device(self.training_metrics),
             "accumulators": self._accumulators(state) if position.is_within_pass else None,
@@ -66,8 +67,7 @@ class RunState:
             "csv": [_size(callback) for callback in self._of(CSVLogger)],
             "gradients": self._gradients() if self._accumulates() else None,
             "trainable": [parameter.requires_grad for parameter in self._parameters()],
-            "loader": self._position_in_loader(state) if position.is_within_pass else None,
-            "generators": self._data.generator_states(),
+            "loaders": {name: loader.state_dict() for name, loader in self._loaders().items()},
             "random": self._random_state.state_dict(),
         }
 
@@ -76,9 +76,10 @@ class RunState:
         found: dict[str, Any] = noting_device(metric_state(state[torchbearer.METRIC_LIST], current, self.samples))
         return found
 
-    def _position_in_loader(self, state: State) -> Any:
-        save = getattr(state[torchbearer.GENERATOR], "state_dict", None)
-        return None if save is None else save()
+    def _loaders(self) -> dict[str, Any]:
+        """The loaders of the two passes, as they are divided."""
+        found = {str(key): (self._trial.state[key] or (None,))[0] for key in _DATA}
+        return {name: loader for name, loader in found.items() if hasattr(loader, "state_dict")}
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self._parameters()]
@@ -103,11 +104,32 @@ class RunState:
     def load_loaders(self, saved: Saved, position: Position) -> None:
         """Let the next passes go on in the data. Call it when the loaders are divided."""
         own = saved.own(self._rank_in(saved))
-        self._data.load_generator_states(own["generators"])
-        key = torchbearer.TRAIN_DATA if position.phase == TRAINING else torchbearer.VALIDATION_DATA
-        generator = (self._trial.state[key] or (None,))[0]
-        if position.is_within_pass and own["loader"] is not None:
-            generator.load_state_dict(own["loader"])
+        loaders = self._loaders()
+        going_on = [loaders.get(name) for name in self._under_way(position)]
+        for name, loader in loaders.items():
+            if name in own["loaders"]:
+                loader.load_state_dict(own["loaders"][name])
+                if not any(loader is other for other in going_on):
+                    loader.start_afresh()
+
+    def _under_way(self, position: Position) -> list[str]:
+        """Whose passes go on."""
+        names = [str(_KEYS[position.phase])] if position.is_within_pass else []
+        generator = (self._trial.state[torchbearer.TRAIN_DATA] or (None,))[0]
+        if self._trial.state[torchbearer.INF_TRAIN_LOADING] and getattr(generator, "inf", False):
+            names.append(str(torchbearer.TRAIN_DATA))  # its pass ends where the loader ends, in whatever epoch
+        return names
+
+    def end_of_training(self, saved: Saved) -> tuple[dict[str, Any], int]:
+        """The metrics and the last batch of a training pass that has ended."""
+        own = saved.own(self._rank_in(saved))
+        device = self._trial.state[torchbearer.DEVICE]
+        return on_device(own["training_metrics"], device), own["last_batch"]
+
+    def callbacks_and_printer(self, state: State) -> list[Callback]:
+        """All callbacks, and the progress bar that Torchbearer adds."""
+        printer = getattr(state[torchbearer.CALLBACK_LIST], "callback", None)
+        return [*self._callbacks, *([] if printer is None else [printer])]
 
     def put_back(self, saved: Saved, position: Position, state: State) -> None:
         """Make everything as it was at the cut. The random state is last: what comes before may draw."""
@@ -225,5 +247,3 @@ def _continue(callback: CSVLogger, size: int | None) -> None:
         os.truncate(callback.filename, size)
     callback.filemode = "a"
     callback.write_header = callback.write_header and size == 0
-
-
