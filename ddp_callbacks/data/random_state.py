@@ -32,6 +32,7 @@ from ddp_callbacks.data.global_state import (
 from ddp_callbacks.process_group import get_rank, get_world_size
 
 __all__ = [
+    "OwnRandomState",
     "RunRandomState",
     "SharedRandomState",
     "broadcast_rng_state",
@@ -109,6 +110,14 @@ class SharedRandomState:
             self._state = get_global_state(self._torch_only)
             if not (self._rank == 0 and untouched):
                 set_global_state(before)
+
+
+class OwnRandomState(SharedRandomState):
+    """As :class:`SharedRandomState`, but of this rank alone. Local."""
+
+    def __init__(self, *, torch_only: bool = False) -> None:
+        self._torch_only, self._is_kept, self._rank = torch_only, True, 0
+        self._state = get_global_state(torch_only)
 
 
 def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:
