@@ -18,8 +18,22 @@ from ddp_callbacks.torchbearer.base import LocalStates
 from ddp_callbacks.torchbearer.metrics import LossMetric, MetricsPass, aggregators
 
 
+def kept_state(metric_list: MetricList) -> list[dict[str, Any]]:
+    """What this rank's metrics keep from pass to pass, such as the last values of a running mean. Local."""
+    return [
+        {} if isinstance(metric, Mean | Var | EpochLambda) else attributes_of(metric)
+        for metric in metrics_within(metric_list)
+    ]
+
+
+def load_kept_state(metric_list: MetricList, kept: list[dict[str, Any]]) -> None:
+    """Inverse of :func:`kept_state`."""
+    for metric, attributes in zip(metrics_within(metric_list), kept, strict=True):
+        vars(metric).update(attributes)
+
+
 def metric_state(metric_list: MetricList, current: MetricsPass | None, samples: int) -> dict[str, Any]:
-    """What this rank's metrics hold. Local.
+    """What this rank's metrics hold in the middle of a pass. Local.
 
     Args:
         current: What :class:`ReduceMetrics` records of the pass; ``None`` with a single process.
@@ -39,8 +53,7 @@ def load_metric_state(metric_list: MetricList, current: MetricsPass | None, stat
         states: What it has returned on each rank, tensors on the device of this rank.
         batches: The number of batches of the pass so far.
     """
-    for metric, attributes in zip(metrics_within(metric_list), states.mine["metrics"], strict=True):
-        vars(metric).update(attributes)
+    load_kept_state(metric_list, states.mine["metrics"])
     if not states.is_same_world:
         _Merging(metric_list, states, batches).load(metric_list, current)
     elif current is not None and states.mine["pass"] is not None:

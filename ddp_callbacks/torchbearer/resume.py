@@ -106,12 +106,16 @@ class Resume(DistributedCallback):
         if self._saved is not None:
             require_same(self._saved.about, about, file.path)
         interval = make_interval(self._every, self.process_group)
-        current = _Run(trial, RunState(trial, callbacks, data), _Writer(file, about, self.preemption, interval))
+        run_state = RunState(trial, callbacks, data)
+        current = _Run(trial, run_state, _Writer(file, about, self.preemption, interval))
         try:
             if self._saved is not None:
                 current.begin(self._saved)
             with current.listening(callbacks):
                 return run()
+        except Preempted:
+            run_state.end_loaders()
+            raise
         finally:
             trial.state[torchbearer.CALLBACK_LIST] = callbacks  # Torchbearer leaves its printer there if run raises
             self._saved = current.saved
@@ -148,7 +152,9 @@ class _Writer:
         is_due = self._interval.is_due(position.phase == TRAINING or position.ends_training, is_end)
         is_over = is_end and (position.is_last or state[torchbearer.EPOCH] + 1 >= state[torchbearer.MAX_EPOCHS])
         if is_requested or is_due or is_over:
-            self._file.write(run_state.shared, run_state.own(state, position), self._about)
+            own = run_state.own(state, position)
+            with run_state.closed_windows(state):
+                self._file.write(run_state.shared, own, self._about)
             self._interval.note_written()
         if is_requested:
             raise Preempted(self._preemption.reason, self._file.path)

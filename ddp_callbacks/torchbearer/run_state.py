@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import zlib
@@ -17,12 +18,20 @@ from torchbearer.callbacks.torch_scheduler import TorchScheduler
 from ddp_callbacks.checkpoints import Saved
 from ddp_callbacks.comm.agreement import module_settings
 from ddp_callbacks.data.random_state import RunRandomState
-from ddp_callbacks.data.sharding import length_of
+from ddp_callbacks.data.sharding import ShardedLoader, length_of
 from ddp_callbacks.torchbearer._torchbearer import attributes_of, scheduler_of
 from ddp_callbacks.torchbearer.base import DistributedCallback, LocalStates, State
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.decisions import flat_callbacks
-from ddp_callbacks.torchbearer.metric_state import load_metric_state, metric_state, noting_device, on_device
+from ddp_callbacks.torchbearer.local_sgd import AverageParameters
+from ddp_callbacks.torchbearer.metric_state import (
+    kept_state,
+    load_kept_state,
+    load_metric_state,
+    metric_state,
+    noting_device,
+    on_device,
+)
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.position import BETWEEN, TRAINING, VALIDATION, Position
 
@@ -60,6 +69,7 @@ class RunState:
             "metrics": noting_device(dict(state[torchbearer.METRICS])),
             "training_metrics": noting_device(self.training_metrics),
             "accumulators": self._accumulators(state) if position.is_within_pass else None,
+            "kept": None if position.is_within_pass else noting_device(kept_state(state[torchbearer.METRIC_LIST])),
             "distributed": [callback.local_state(state) for callback in self._of(DistributedCallback)],
             "callbacks": [callback.state_dict() for callback in self._users()],
             "attributes": [attributes_of(callback) for callback in self._stateless()],
@@ -70,6 +80,20 @@ class RunState:
             "loaders": {name: loader.state_dict() for name, loader in self._loaders().items()},
             "random": self._random_state.state_dict(),
         }
+
+    @contextlib.contextmanager
+    def closed_windows(self, state: State) -> Iterator[None]:
+        """Have a model that any number of ranks can go on from, inside. A collective."""
+        with contextlib.ExitStack() as stack:
+            for callback in self._of(AverageParameters):
+                stack.enter_context(callback.closed_window(state))
+            yield
+
+    def end_loaders(self) -> None:
+        """End the workers of the passes under way."""
+        for loader in self._loaders().values():
+            if isinstance(loader, ShardedLoader):
+                loader.end()
 
     def _accumulators(self, state: State) -> dict[str, Any]:
         current = next((callback.current for callback in self._of(ReduceMetrics)), None)
@@ -148,6 +172,8 @@ class RunState:
             state[torchbearer.METRICS] = on_device(own["metrics"], device)
         if position.is_within_pass:
             self._put_back_accumulators(states.of("accumulators"), position, state)
+        else:
+            load_kept_state(state[torchbearer.METRIC_LIST], on_device(own["kept"], device))
         self._random_state.load_state_dict(own["random"])
 
     def _put_back_callbacks(self, own: dict[str, Any]) -> None:
