@@ -240,8 +240,8 @@ def workers(cut: int | None, path: str, noise: float = 0.0) -> dict[str, Any]:
     return outcome(made, watch, history, lr=[group["lr"] for group in optimizer.param_groups])
 
 
-add("workers", 6 * (4 + 2 + 1), workers)
-add("augmentation", 6 * (4 + 2 + 1), functools.partial(workers, noise=0.2), is_local=True)
+add("workers", 3 * (4 + 2 + 1), workers)  # then it stops
+add("augmentation", 3 * (4 + 2 + 1), functools.partial(workers, noise=0.2), is_local=True)
 
 
 # --- an own closure that accumulates, a weighted sampler --------------------------------------------------------------

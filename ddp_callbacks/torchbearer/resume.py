@@ -113,9 +113,6 @@ class Resume(DistributedCallback):
                 current.begin(self._saved)
             with current.listening(callbacks):
                 return run()
-        except Preempted:
-            run_state.end_loaders()
-            raise
         finally:
             trial.state[torchbearer.CALLBACK_LIST] = callbacks  # Torchbearer leaves its printer there if run raises
             self._saved = current.saved
@@ -157,6 +154,7 @@ class _Writer:
                 self._file.write(run_state.shared, own, self._about)
             self._interval.note_written()
         if is_requested:
+            run_state.let_go(state)
             raise Preempted(self._preemption.reason, self._file.path)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torchbearer
 from torchbearer import Callback
 from torchbearer.callbacks import CSVLogger
+from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
 from ddp_callbacks.checkpoints import Saved
@@ -89,8 +91,12 @@ class RunState:
                 stack.enter_context(callback.closed_window(state))
             yield
 
-    def end_loaders(self) -> None:
-        """End the workers of the passes under way."""
+    def let_go(self, state: State) -> None:
+        """End the workers of the passes under way, and close the callbacks' files, which go on with the next run."""
+        for callback in self._of(CSVLogger | AbstractTensorBoard):
+            callback.on_end(state)
+            if batches := getattr(callback, "batch_log_dir", None):
+                callback.close_writer(batches)
         for loader in self._loaders().values():
             if isinstance(loader, ShardedLoader):
                 loader.end()
@@ -181,6 +187,9 @@ class RunState:
             callback.load_state_dict(saved)
         for callback, saved in zip(self._stateless(), own["attributes"], strict=True):
             vars(callback).update(saved)
+            for value in vars(callback).values():
+                if isinstance(value, Iterator):  # of parameters to clip or to decay: ended in the first batch
+                    deque(value, maxlen=0)
         for callback, saved in zip(self._of(TorchScheduler), own["schedulers"], strict=True):
             scheduler_of(callback).load_state_dict(saved)
 
@@ -211,7 +220,7 @@ class RunState:
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         return self._trial.state[torchbearer.MODEL].parameters()  # type: ignore[no-any-return]
 
-    def _of(self, kind: type[Any]) -> list[Any]:
+    def _of(self, kind: Any) -> list[Any]:
         return [callback for callback in self._callbacks if isinstance(callback, kind)]
 
     def _users(self) -> list[Callback]:
