@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ddp_callbacks.comm.hooks import GradBucket
     from ddp_callbacks.data.iterator import ShardedIterator
     from ddp_callbacks.data.random_state import RunRandomState, broadcast_rng_state, seed_by_rank
+    from ddp_callbacks.data.resuming import resumable_loader
+    from ddp_callbacks.data.samplers import LazyRandomSampler
     from ddp_callbacks.data.sharding import ShardedLoader, shard_loader, with_shares
     from ddp_callbacks.data.shares import Share, WholeBatch, slice_bounds
     from ddp_callbacks.environment import WorkerEnv
@@ -56,6 +58,7 @@ __all__ = [
     "DiLoCo",
     "GradBucket",
     "GradientSynchronizer",
+    "LazyRandomSampler",
     "LocalSGD",
     "ParameterAverager",
     "PowerSGD",
@@ -80,6 +83,7 @@ __all__ = [
     "require_agreement",
     "require_equal_replicas",
     "require_same_checkpoint",
+    "resumable_loader",
     "samples_needed",
     "seed_by_rank",
     "shard_loader",
@@ -99,6 +103,8 @@ _HOMES = {
     "comm.hooks": ("GradBucket",),
     "data.random_state": ("RunRandomState", "broadcast_rng_state", "seed_by_rank"),
     "data.iterator": ("ShardedIterator",),
+    "data.resuming": ("resumable_loader",),
+    "data.samplers": ("LazyRandomSampler",),
     "data.sharding": ("ShardedLoader", "shard_loader", "with_shares"),
     "data.shares": ("Share", "WholeBatch", "slice_bounds"),
     "environment": ("WorkerEnv",),
