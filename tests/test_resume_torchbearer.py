@@ -68,11 +68,45 @@ def uncut(folder: str, size: int) -> list[dict[str, Any]]:
 
 @functools.cache
 def gone_on(folder: str, size: int, sizes: tuple[int, ...]) -> list[dict[Any, Any]]:
+    """What ``size`` processes make of copies of the files of ``sizes``."""
+    own = Path(folder) / str(size)
+    own.mkdir(exist_ok=True)
     for before in sizes:
         uncut(folder, before)
-    own = Path(folder) / str(size)
-    own.mkdir()
-    for file in Path(folder).glob("*.pt*"):
-        if file.is_file() and file.suffix != ".lock":
-            shutil.copy(file, own)
+        for name in ALL:
+            for file in Path(folder).glob(f"{name}-{before}-*"):
+                shutil.copy(file, own)
     return on_ranks(go_on_all, size, folder, size, sizes)
+
+
+def results(folder: str, before: int, size: int) -> list[dict[Any, Any]]:
+    """Few process starts: those of one number of processes serve several tests."""
+    groups = ((1, 2), (3, 4)) if size <= 2 else ((1, 2, 3, 4),)
+    return gone_on(folder, size, next(group for group in groups if before in group))
+
+
+PAIRS = [
+    pytest.param(before, size, marks=pytest.mark.wide if max(before, size) > 2 else ())
+    for before in (1, 2, 3, 4)
+    for size in (1, 2, 3, 4)
+]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(("before", "size"), PAIRS)
+def test_a_run_goes_on_at_the_next_batch_on_another_number_of_processes(
+    folder: str, before: int, size: int, name: str
+) -> None:
+    expected = without_running(uncut(folder, 1)[0][name])
+    for rank, found in enumerate(results(folder, before, size)):
+        for cut in cuts(name, before):
+            where = f"cut at {cut}, rank {rank}"
+            assert_equal(without_running(found[name, before, cut]), expected, RELATIVE, where)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("size", SIZES)
+def test_on_as_many_processes_a_run_goes_on_bit_for_bit(folder: str, size: int, name: str) -> None:
+    for rank, found in enumerate(results(folder, size, size)):
+        for cut in cuts(name, size):
+            assert_equal(found[name, size, cut], uncut(folder, size)[rank][name], 0.0, f"cut at {cut}, rank {rank}")

@@ -210,6 +210,7 @@ class _Run:
         if self._state is not None:
             return
         self._state = state
+        self._run_state.note_start()
         if self.saved is None or self._position is None:
             return
         self._run_state.load_loaders(self.saved, self._position)

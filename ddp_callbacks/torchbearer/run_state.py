@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
 import zlib
@@ -54,8 +55,13 @@ class RunState:
         self._trial, self._data = trial, data
         self._callbacks = flat_callbacks(callbacks)
         self._random_state = data.random_state or RunRandomState(data.process_group)
+        self._at_start: list[dict[str, Any]] = []
         self.training_metrics: dict[str, Any] = {}
         self.samples = 0  # of this rank, in the pass under way
+
+    def note_start(self) -> None:
+        """Know what the callbacks are set to from what changes in the run. Call it after ``on_start``."""
+        self._at_start = [copy.deepcopy(attributes_of(callback)) for callback in self._stateless()]
 
     # --- saved ----------------------------------------------------------------------------------------------------
 
@@ -69,12 +75,13 @@ class RunState:
             "position": dataclasses.asdict(position),
             "last_batch": state.get(torchbearer.BATCH),
             "metrics": noting_device(dict(state[torchbearer.METRICS])),
+            "history": self._trial.state[torchbearer.HISTORY],  # its running values are of this rank's samples
             "training_metrics": noting_device(self.training_metrics),
             "accumulators": self._accumulators(state) if position.is_within_pass else None,
             "kept": None if position.is_within_pass else noting_device(kept_state(state[torchbearer.METRIC_LIST])),
             "distributed": [callback.local_state(state) for callback in self._of(DistributedCallback)],
             "callbacks": [callback.state_dict() for callback in self._users()],
-            "attributes": [attributes_of(callback) for callback in self._stateless()],
+            "attributes": self._changed_attributes(),
             "schedulers": [scheduler_of(callback).state_dict() for callback in self._of(TorchScheduler)],
             "csv": [_size(callback) for callback in self._of(CSVLogger)],
             "gradients": self._gradients() if self._accumulates() else None,
@@ -101,6 +108,14 @@ class RunState:
             if isinstance(loader, ShardedLoader):
                 loader.end()
 
+    def _changed_attributes(self) -> list[dict[str, Any]]:
+        """Of Torchbearer's callbacks without a state_dict; not what the user has set, such as the path of a file."""
+        pairs = zip(self._stateless(), self._at_start, strict=True)
+        return [
+            {name: value for name, value in attributes_of(callback).items() if not _is_same(value, before.get(name))}
+            for callback, before in pairs
+        ]
+
     def _accumulators(self, state: State) -> dict[str, Any]:
         current = next((callback.current for callback in self._of(ReduceMetrics)), None)
         found: dict[str, Any] = noting_device(metric_state(state[torchbearer.METRIC_LIST], current, self.samples))
@@ -126,7 +141,7 @@ class RunState:
         """Give the Trial what it needs at the start of the run: its epochs, and the sizes of the files that go on."""
         own = saved.own(self._rank_in(saved))
         self._set_trainable(own)
-        self._trial.load_state_dict(saved.shared)
+        self._load_trial(saved, own)
         if self._data.rank == 0 or saved.world_size == self._data.world_size:
             for callback, size in zip(self._of(CSVLogger), own["csv"], strict=True):
                 _continue(callback, size)
@@ -163,11 +178,11 @@ class RunState:
 
     def put_back(self, saved: Saved, position: Position, state: State) -> None:
         """Make everything as it was at the cut. The random state is last: what comes before may draw."""
-        self._trial.load_state_dict(saved.shared)
         owns = [saved.own(rank) for rank in range(saved.world_size)]
         states = LocalStates(owns, self._data.rank, self._data.world_size)
         own, device = states.mine, state[torchbearer.DEVICE]
         self._set_trainable(own)
+        self._load_trial(saved, own)
         self._put_back_callbacks(own)
         for place, callback in enumerate(self._of(DistributedCallback)):
             parts = LocalStates([one["distributed"][place] for one in owns], states.rank, states.world_size)
@@ -181,6 +196,10 @@ class RunState:
         else:
             load_kept_state(state[torchbearer.METRIC_LIST], on_device(own["kept"], device))
         self._random_state.load_state_dict(own["random"])
+
+    def _load_trial(self, saved: Saved, own: dict[str, Any]) -> None:
+        self._trial.load_state_dict(saved.shared)
+        self._trial.state[torchbearer.HISTORY][:] = own["history"]
 
     def _put_back_callbacks(self, own: dict[str, Any]) -> None:
         for callback, saved in zip(self._users(), own["callbacks"], strict=True):
@@ -257,6 +276,12 @@ def describe_run(trial: Any, data: ShardData) -> dict[str, str]:
         about[f"{key}: steps"] = str(steps)
         about |= {f"{key}: {name}": text for name, text in _describe_loader(generator).items()}
     return about
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return isinstance(other, torch.Tensor) and value.shape == other.shape and torch.equal(value, other)
+    return type(value) is type(other) and bool(value == other)
 
 
 def _describe_loader(loader: Any) -> dict[str, str]:
