@@ -23,9 +23,13 @@ from torch.utils.data import (
 from ddp_callbacks._torch import replace_batch_sampler
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
+from ddp_callbacks.data.drawing import Draw, Indices, name_of_sampler
 from ddp_callbacks.data.iterator import ShardedIterator
+from ddp_callbacks.data.passes import Pass
 from ddp_callbacks.data.random_state import SharedRandomState
+from ddp_callbacks.data.samplers import is_torchs
 from ddp_callbacks.data.shares import BatchSize, Share, WholeBatch, slice_bounds, uneven_bounds
+from ddp_callbacks.data.workers import StartingWorkers
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -48,13 +52,19 @@ class _Division:
     share: Share
 
 
-class _Draw:
-    """One pass over a batch sampler: the shares of the batches drawn, a checksum of all indices, the first division."""
+class _Draw(Draw):
+    """One pass over a batch sampler.
+
+    Attributes:
+        shares: Of the batches that have been drawn and not handed out.
+        indices: Of this rank's parts, if requested.
+        first: The first batch.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.shares: deque[Share] = deque()
-        self.indices: list[list[Any]] = []  # of this rank's parts, if requested
-        self.checksum = 0
+        self.indices: list[list[Any]] = []
         self.first: _Division | None = None
 
 
@@ -71,31 +81,44 @@ class _SlicedBatchSampler:
         self.group = group
         self.keeps_indices = False
         self.draw = _Draw()
+        self.record: Pass | None = None  # of a resumable loader
+        self.sources = (loader, self.batch_sampler, self.sampler)
+        self.drawing = Indices(lambda: iter(()))
+        self.starting = StartingWorkers(None)
         self._compared = type(loader.dataset).__module__ != "torch.utils.data.dataset"
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
-    def __iter__(self) -> Iterator[Sequence[Any]]:
-        self.draw = _Draw()
-        return self._iterate(self.draw)
+    def __iter__(self) -> Iterator[Any]:
+        self.draw = draw = _Draw()
+        self.drawing = Indices(lambda: self._begin(draw, self.record))
+        return self.drawing
 
-    def _iterate(self, draw: _Draw) -> Iterator[Sequence[Any]]:
+    def _begin(self, draw: _Draw, record: Pass | None) -> Iterator[Any]:
         # Runs at the first next(): rank 0's DataLoader has drawn its workers' seed by then, as without this library.
-        sources = (self._loader, self.batch_sampler, self.sampler)
-        torch_only = _is_torchs(self.batch_sampler) and _is_torchs(self.sampler)
-        shared = SharedRandomState(sources, torch_only=torch_only, group=self.group)
-        batches = self._drawn(shared, draw)
+        torch_only = is_torchs(self.batch_sampler) and is_torchs(self.sampler)
+        self.starting.end()
+        if record is not None:
+            record.before_drawing()
+        shared = SharedRandomState(self.sources, torch_only=torch_only, group=self.group, always=record is not None)
+        if record is not None:
+            record.draws_from(shared)
+        batches = draw.batches(self.batch_sampler, shared, record)
         divided = self._divide(batches, get_rank(self.group), get_world_size(self.group))
-        for division in divided:
+        return self._parts(divided, draw, record)
+
+    def _parts(self, divided: Iterator[_Division], draw: _Draw, record: Pass | None) -> Iterator[Any]:
+        for number, division in enumerate(divided, record.skipped if record else 0):
             if draw.first is None:
                 draw.first = division
                 self._require_same_data()
                 self.check_agreement(draw)
             draw.shares.append(division.share)
+            draw.ends.append(draw.end)
             if self.keeps_indices:
                 draw.indices.append(list(division.part) if division.share.local else [])
-            yield division.part
+            yield record.for_worker(division.part, number) if record and self._loader.num_workers else division.part
 
     def _require_same_data(self) -> None:
         """Raise unless the cheap-to-compare properties of the data set are equal on all ranks. Once per loader."""
@@ -112,26 +135,15 @@ class _SlicedBatchSampler:
 
     def check_agreement(self, draw: _Draw) -> None:
         """Raise unless all ranks have drawn the same indices so far."""
-        name = type(self.sampler if _is_torchs(self.batch_sampler) else self.batch_sampler).__name__
+        name = name_of_sampler(self.batch_sampler)
         require_agreement(
             {f"{name}: checksum of the indices drawn so far": draw.checksum},
             f"the batches that {name} draws",
-            f"Every process runs {name} under rank 0's random state (torch's, Python's and NumPy's global ones and "
-            "generators that are its attributes). Take its randomness from one of these, not from the clock, the "
+            f"Every process runs {name} under rank 0's random state (torch's, Python's and NumPy's global ones "
+            "and generators that are its attributes). Take its randomness from one of these, not from the clock, the "
             "process id or os.urandom.",
             self.group,
         )
-
-    def _drawn(self, shared: SharedRandomState, draw: _Draw) -> Iterator[Sequence[Any]]:
-        batches = iter(self.batch_sampler)
-        while True:
-            with shared.drawing():
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-            draw.checksum = checksum_of(batch, draw.checksum)
-            yield batch
 
 
 def _cheaply_described(dataset: Any) -> Any:
@@ -162,18 +174,40 @@ class Part:
         replace_batch_sampler(self.loader, self.sampler)
         if get_rank(group) != 0:
             self.loader.generator = None  # the workers' seeds come from this rank's random state
+        self.sources = self.sampler.sources
+
+    @property
+    def record(self) -> Pass | None:
+        """Of the pass under way, if the loader is resumable."""
+        return self.sampler.record
+
+    @record.setter
+    def record(self, record: Pass) -> None:
+        self.sampler.record = record
 
 
 class PartIterator(ShardedIterator):
     def __init__(self, part: Part, shares: deque[Share]) -> None:
-        super().__init__(iter(part.loader), shares)
+        self._record = part.sampler.record
+        with StartingWorkers(part.loader if self._record else None) as part.sampler.starting:
+            super().__init__(iter(part.loader), shares)
         self._loader = part.loader
         self._sampler = part.sampler
         self._draw = part.sampler.draw
+        if self._record is not None and self._record.can_skip:
+            part.sampler.drawing.begin()
 
     def __next__(self) -> Any:
-        batch = next(self.batches)
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            if self._record is not None:
+                self._record.is_over = True
+            raise
         self._shares.append(self._draw.shares.popleft())
+        end = self._draw.ends.popleft()
+        if self._record is not None:
+            self._record.hand_out(end)
         return batch
 
     def first_batch(self) -> WholeBatch:
@@ -238,7 +272,3 @@ def _turns(batches: Iterator[Sequence[Any]], rank: int, world_size: int) -> Iter
         share = Share(len(mine or ()), sum(map(len, turn)))
         start = sum(map(len, turn[:rank])) if mine is not None else 0
         yield _Division(list(itertools.chain(*turn)), turn[0] if mine is None else mine, start, share)
-
-
-def _is_torchs(sampler: object) -> bool:
-    return sampler is None or type(sampler).__module__.startswith("torch.utils.data")
