@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.launch import CannotStart, Interrupted, Launch
+from ddp_callbacks.launcher.launch import CannotStart, Interrupted, Launch, Limits
 from ddp_callbacks.launcher.options import (
     Options,
     parse_bench_options,
@@ -96,7 +96,7 @@ def _here() -> Here:
 
 
 def _launch(plan: Plan, options: Options, make_output: Callable[[Path, Terminal], Output]) -> int:
-    launch = Launch(plan, options.heartbeat_timeout)
+    launch = Launch(plan, options.heartbeat_timeout, _limits(options))
     with launch.ends_with_signals(), launch:
         try:
             launch.connect(_say)
@@ -111,6 +111,12 @@ def _launch(plan: Plan, options: Options, make_output: Callable[[Path, Terminal]
             _say(str(interrupted))
             return interrupted.code
         return _watch(plan, launch, output)
+
+
+def _limits(options: Options) -> Limits:
+    if options.time_limit is not None:
+        return Limits(options.grace, options.time_limit, f"the time limit of {options.time_limit:g} s")
+    return Limits(options.grace)
 
 
 def _watch(plan: Plan, launch: Launch, output: Output) -> int:

@@ -165,10 +165,18 @@ class Connection:
         """Send a message that has no answer."""
         self._write(message(do, **values))
 
+    def stop(self, number: int) -> None:
+        """Ask the ranks there to stop, with a signal, and end the job after its grace."""
+        self._tell_or_give_up("stop", number=number)
+
     def end(self, at_once: bool = False) -> None:
-        """End the job there; if it is not connected yet, give up connecting."""
+        """End the job there."""
+        self._tell_or_give_up("end", at_once=at_once)
+
+    def _tell_or_give_up(self, do: str, **values: Any) -> None:
+        """Send a message; if the node is not connected yet, give up connecting."""
         if self.greeted:
-            self.tell("end", at_once=at_once)
+            self.tell(do, **values)
             return
         self._given_up = True
         if self._process is not None:
