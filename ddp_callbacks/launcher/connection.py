@@ -24,6 +24,8 @@ _ANSWER_TIMEOUT = 30.0  # seconds to wait for an answer
 _BEAT = 0.5  # seconds between two heartbeats
 _LOGINS = 8  # simultaneous ssh logins; sshd refuses some if ten are in progress
 _PAUSES = (0.5, 1.0)  # minimum seconds before a login is repeated; up to twice as long
+# A scheduler signals each process of its job, and without ssh there would be no orderly end elsewhere.
+_DEAF = ("/bin/sh", "-c", "trap '' TERM USR1 USR2; exec \"$@\"", "sh")
 _NOISE = 1 << 16  # bytes that a login shell may print before the greeting
 
 
@@ -87,7 +89,7 @@ class Connection:
         self._answers = queue.Queue()
         # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
         self._process = process = subprocess.Popen(
-            command_to(self.plan, self._patience),
+            [*_DEAF, *command_to(self.plan, self._patience)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -102,7 +104,7 @@ class Connection:
         threading.Thread(target=self._read, args=(process, self._answers), daemon=True).start()
         self._write(opening(self.plan.python))
         if self._given_up:
-            process.terminate()
+            process.kill()
 
     def ask(self, do: str, **values: Any) -> dict[str, Any]:
         """Send a message; return the node's answer.
@@ -180,7 +182,7 @@ class Connection:
             return
         self._given_up = True
         if self._process is not None:
-            self._process.terminate()
+            self._process.kill()
 
     def close(self, timeout: float) -> None:
         """Disconnect, so that the node ends the job. Wait for the local process; kill it after ``timeout``."""

@@ -78,7 +78,7 @@ class Launch:
     """
 
     def __init__(self, plan: Plan, heartbeat_timeout: float, limits: Limits = _NO_LIMITS) -> None:
-        self._plan = plan
+        self.plan = plan
         self._patience = heartbeat_timeout
         self.limits = limits
         self._stop_at = time.monotonic() + limits.seconds - limits.force
@@ -102,10 +102,10 @@ class Launch:
         Raises:
             CannotStart: It cannot start on a node; nothing was started anywhere.
         """
-        self._nodes = connections(self._plan.nodes, self._events, self._patience)
+        self._nodes = connections(self.plan.nodes, self._events, self._patience)
         problems = self._ask_all(self._check)
         reached = [node for node in self._nodes if node not in problems]
-        if problems and (len(reached) < self._plan.min_nodes or self._nodes[0] in problems):
+        if problems and (len(reached) < self.plan.min_nodes or self._nodes[0] in problems):
             raise CannotStart([f"{node.plan.name}: {problem}." for node, problem in problems.items()])
         for node, problem in problems.items():
             say(f"continuing without {node.plan.name}: {problem}.")
@@ -119,11 +119,11 @@ class Launch:
         Raises:
             CannotStart: There is no address, or a node cannot reach it.
         """
-        if self._plan.rendezvous is None:
+        if self.plan.rendezvous is None:
             return None, 0
         first, *others = self._nodes
         try:
-            given = self._plan.address
+            given = self.plan.address
             addresses = [given] if given else addresses_of(first, others) if others else ["127.0.0.1"]
         except NodeProblem as problem:
             raise CannotStart([f"{first.plan.name}: {problem}."]) from None
@@ -138,7 +138,7 @@ class Launch:
     def _listen(self, first: Connection, others: list[Connection], address: str) -> int:
         """Listen at ``address``; return the port once all others have reached it."""
         try:
-            port = int(first.ask("listen", address=address, port=self._plan.port)["port"])
+            port = int(first.ask("listen", address=address, port=self.plan.port)["port"])
         except NodeProblem as problem:
             remedy = "Choose another with --master-port or --master-addr"
             raise CannotStart([f"{first.plan.name}: {problem}. {remedy}."]) from None
@@ -283,8 +283,8 @@ class Launch:
     def _check(self, node: Connection) -> None:
         node.greet()
         node.ask("enter", cwd=as_hex(node.plan.cwd))
-        if self._plan.script is not None:
-            node.ask("find", path=as_hex(self._plan.script))
+        if self.plan.script is not None:
+            node.ask("find", path=as_hex(self.plan.script))
         argv = [as_hex(word) for word in (node.plan.python, "-P", "-c", _IS_INSTALLED)]
         if node.ask("output", argv=argv, seconds=_LOOK_TIMEOUT)["code"]:
             command = how_to_install_this(f"{node.plan.shell}{node.plan.python}")
@@ -292,16 +292,16 @@ class Launch:
 
     def _numbers(self, node: Connection) -> dict[str, Any]:
         """Number and ranks of the nodes that were reached; with one node, the user's flags (ddprun by hand on each)."""
-        if len(self._plan.nodes) == 1:
+        if len(self.plan.nodes) == 1:
             return {}
-        return {"nnodes": f"{self._plan.min_nodes}:{len(self._nodes)}", "node_rank": self._nodes.index(node)}
+        return {"nnodes": f"{self.plan.min_nodes}:{len(self._nodes)}", "node_rank": self._nodes.index(node)}
 
     def _start_agent(self, node: Connection, address: str | None, port: int) -> None:
         plan = node.plan
         job = {
-            "torchrun": {**self._plan.torchrun, "nproc_per_node": plan.processes, **self._numbers(node)},
-            "command": [as_hex(word) for word in self._plan.command],
-            "rendezvous": self._plan.rendezvous,
+            "torchrun": {**self.plan.torchrun, "nproc_per_node": plan.processes, **self._numbers(node)},
+            "command": [as_hex(word) for word in self.plan.command],
+            "rendezvous": self.plan.rendezvous,
             "node_rank": plan.rank,
             "grace": self.limits.grace,
             "members": [member.plan.rank for member in self._nodes],
@@ -309,6 +309,6 @@ class Launch:
             "port": port,
         }
         argv = [plan.python, *AGENT]
-        variables = {**self._plan.forwarded, **self._plan.environ}
+        variables = {**self.plan.forwarded, **self.plan.environ}
         environ = {as_hex(name): as_hex(value) for name, value in variables.items()}
         node.ask("run", argv=[as_hex(word) for word in argv], environ=environ, job=job)
