@@ -18,7 +18,7 @@ from test_ddprun_here import DDPRUN, LIMIT, PLAIN
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.batch_job import requeue, seconds_to_end
 
-# Waits for a signal, and writes for half a second. A process of its own, as a worker of a DataLoader, notes signals, too.
+# Waits for a signal, and writes for half a second. A process of its own, as a DataLoader's worker, notes signals, too.
 STOPS = """
 import os, signal, sys, time
 rank, words = int(os.environ["RANK"]), sys.argv[1:]
@@ -46,6 +46,8 @@ if not child:
 open(f"up-{rank}-{start}", "w").write(str(os.getpid()))
 wait_for(f"got-{rank}-{start}")
 time.sleep(0.5)
+if "slow" in words and rank == 0:
+    wait_for("written")
 if "deaf" in words and rank == 1:
     wait_for("never")
 os.kill(child, signal.SIGKILL)
@@ -61,14 +63,15 @@ class Run:
     def __init__(self, folder: Path, *argv: str, command: list[str] = PLAIN, **variables: str) -> None:
         (folder / "script.py").write_text(STOPS)
         self.folder = folder
-        self.process = subprocess.Popen(
-            ["env", "--default-signal=INT,HUP", *command, "-H", "localhost:2", *argv],
-            cwd=folder,
-            env={**os.environ, "PWD": str(folder), **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=(folder / "err").open("wb"),
-        )
+        with (folder / "err").open("wb") as err:
+            self.process = subprocess.Popen(
+                ["env", "--default-signal=INT,HUP", *command, "-H", "localhost:2", *argv],
+                cwd=folder,
+                env={**os.environ, "PWD": str(folder), **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=err,
+            )
 
     def await_files(self, *names: str) -> None:
         self.wait_until(lambda: all((self.folder / name).exists() for name in names))

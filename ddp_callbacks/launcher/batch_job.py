@@ -63,7 +63,7 @@ def _seconds_of_slurm(job: str, environ: Mapping[str, str]) -> float | None:
 
 def _seconds_of_pbs(job: str) -> float | None:
     said, _ = _run("qstat", "-f", job)
-    attributes = dict(re.findall(r"^\s+(\S+) = (.*)$", said, re.M))
+    attributes = dict(re.findall(r"^\s*(\S+) = (.*)$", said, re.M))
     match = _SLURM_TIME.fullmatch(attributes.get("Resource_List.walltime", ""))
     start = next((attributes[name] for name in _PBS_START if name in attributes), "")
     if match is None:
