@@ -100,6 +100,7 @@ class Pass:
         self._shared: RandomStates | None = None
         self._drawn_to: list[State] = []
         self._generators: list[Any] | None = resumed["generators"] if resumed else None
+        self._is_shared = self._generators is not None  # others draw from the generators, too
         if resumed and resumed["draws_from"]:
             of_process, of_generators = resumed["draws_from"]
             self._begin_from = RandomStates(tuple(of_process), of_generators)
@@ -135,8 +136,13 @@ class Pass:
             self._seed = digest_of(self._number, *shared.state[:1])
         self._rank = 0
 
+    def will_draw(self) -> None:
+        """A batch will be drawn: notice whether others have drawn from the generators since the last one."""
+        states = states_of_generators(self.sources)
+        self._is_shared = self._is_shared or not all(map(same_state, states, self._drawn_to))
+
     def has_drawn(self) -> None:
-        """A batch has been drawn: keep the generators' states, to notice whether others draw from them."""
+        """A batch has been drawn."""
         self._drawn_to = states_of_generators(self.sources)
 
     def has_begun(self) -> None:
@@ -189,10 +195,10 @@ class Pass:
 
     def _drawn_by_others(self) -> list[Any] | None:
         """The generators' states, unless they follow from the batches drawn."""
-        states = states_of_generators(self.sources)
-        if self._shared is not None and all(map(same_state, states, self._drawn_to)):
+        self.will_draw()
+        if self._shared is not None and not self._is_shared:
             return None
-        return list(map(plain_state, states))
+        return list(map(plain_state, states_of_generators(self.sources)))
 
 
 class SeededIndices:
