@@ -35,7 +35,11 @@ _NAMES = {"samples": "samples in the data set", "samples_per_batch": "samples in
 
 
 class Resumable:
-    """A loader with a state: the one of :func:`ddp_callbacks.resumable_loader`."""
+    """A loader with a state: what :func:`ddp_callbacks.resumable_loader` returns.
+
+    Args:
+        args: Those of the class of loader that it is mixed with.
+    """
 
     loader: Any
     iterator: Any
