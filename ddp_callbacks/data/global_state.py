@@ -112,6 +112,10 @@ def _same_part(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     if isinstance(one, tuple) and isinstance(other, tuple):
         return one == other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(_same_part(value, other[key]) for key, value in one.items())
+    if type(one) is type(other) and hasattr(one, "dtype"):
+        return bool((one == other).all())
     return bool(as_tuples(plain(one)) == as_tuples(plain(other)))
 
 

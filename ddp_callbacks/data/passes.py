@@ -88,6 +88,7 @@ class Pass:
 
     def __init__(self, sources: Sequence[object], number: int, rank: int, resumed: Mapping[str, Any] | None) -> None:
         self.sources = sources
+        self._found = [generator for source in sources for generator in own_generators(source)]
         self.is_resumed = resumed is not None
         self.is_over = False
         self.skipped = self.handed_out = resumed["batches"] if resumed else 0
@@ -138,12 +139,12 @@ class Pass:
 
     def will_draw(self) -> None:
         """A batch will be drawn: notice whether others have drawn from the generators since the last one."""
-        states = states_of_generators(self.sources)
+        states = map(get_state_of, self._found)
         self._is_shared = self._is_shared or not all(map(same_state, states, self._drawn_to))
 
     def has_drawn(self) -> None:
         """A batch has been drawn."""
-        self._drawn_to = states_of_generators(self.sources)
+        self._drawn_to = list(map(get_state_of, self._found))
 
     def has_begun(self) -> None:
         """What the earlier run has done is skipped: others' draws from the generators are made up for."""
