@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ from distributed import run_distributed
 
 from ddp_callbacks import Preemption
 from ddp_callbacks.comm.collectives import all_gather_json, all_reduce
-from ddp_callbacks.errors import ConfigurationError, PeerError
+from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError, PeerError, Preempted
 from ddp_callbacks.process_group.failures import report_failure
 
 
@@ -144,6 +146,17 @@ def test_one_process_stops_by_a_signal_a_request_and_time_without_a_group() -> N
     with Preemption(time_limit=timedelta(microseconds=1)) as preemption:
         assert preemption.is_requested()
         assert preemption.reason.startswith("the time limit")
+
+
+def test_the_end_of_a_run_that_was_stopped_has_an_exit_code_and_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    with Preemption() as preemption, caplog.at_level("INFO"), pytest.raises(Preempted) as caught:
+        preemption.request("the budget is spent")
+        assert preemption.is_requested()
+        preemption.exit("run.pt")
+    assert caught.value.code == EXIT_PREEMPTED == 75
+    place = rf"rank 0 \(host {socket.gethostname()}, pid {os.getpid()}\)"
+    said = rf"stopped by the budget is spent on {place}; run\.pt is written, from which .* goes on"
+    assert re.fullmatch(said, caplog.messages[0])
 
 
 def test_a_time_limit_must_be_longer_than_zero() -> None:
