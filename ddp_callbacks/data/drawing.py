@@ -9,7 +9,7 @@ from typing import Any
 
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.passes import BatchEnd, Pass
-from ddp_callbacks.data.random_state import SharedRandomState
+from ddp_callbacks.data.random_state import OwnRandomState, SharedRandomState
 from ddp_callbacks.data.samplers import batches_from, is_torchs
 
 
@@ -76,20 +76,18 @@ class CountedSampler:
     """Stands for the sampler or batch sampler of a ``DataLoader`` that is not divided before loading.
 
     Args:
-        sampler: What yields the indices of each batch.
-        share: Makes the random state to draw from, given ``torch_only``.
-        is_alike: All ranks load the same batches, so their workers draw alike.
+        sampler: What yields the indices of each batch. If all ranks load the same batches, they have the same global
+            random state when they draw.
+        is_alike: They do, so their workers draw alike.
         has_workers: The loader has workers.
     """
 
-    def __init__(
-        self, sampler: Any, share: Callable[..., SharedRandomState], *, is_alike: bool, has_workers: bool
-    ) -> None:
+    def __init__(self, sampler: Any, *, is_alike: bool, has_workers: bool) -> None:
         self.sampler = sampler
         self.record: Pass | None = None
         self.draw = Draw()
         self.drawing = Indices(lambda: iter(()))
-        self._share, self._is_alike, self._has_workers = share, is_alike, has_workers
+        self._is_alike, self._has_workers = is_alike, has_workers
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -103,7 +101,7 @@ class CountedSampler:
     def _begin(self, draw: Draw, record: Pass) -> Iterator[Any]:
         record.before_drawing()
         inner = getattr(self.sampler, "sampler", None)
-        shared = self._share(torch_only=is_torchs(self.sampler) and is_torchs(inner))
+        shared = OwnRandomState(torch_only=is_torchs(self.sampler) and is_torchs(inner))
         record.draws_from(shared)
         if self._is_alike:
             record.draw_alike(shared)

@@ -127,7 +127,7 @@ class Pass:
 
     def draws_from(self, shared: SharedRandomState) -> None:
         """Keep what the batches will be drawn from."""
-        self._shared = RandomStates.of(shared.state, self.sources)
+        self._shared = RandomStates.of(shared.state or get_global_state(True), self.sources)
 
     def draw_alike(self, shared: SharedRandomState) -> None:
         """Let the workers of all ranks draw the same."""
@@ -168,7 +168,7 @@ class Pass:
         """The indices of a batch as a worker gets them."""
         return SeededIndices(part, digest_of(self._seed, self._rank, number))
 
-    def state_dict(self, batches: int | None) -> dict[str, Any]:
+    def position(self, batches: int | None) -> dict[str, Any]:
         """See :meth:`ddp_callbacks.data.resuming.Resumable.state_dict`."""
         used = self.handed_out if batches is None else batches
         if not 0 <= self.handed_out - used < len(self._ends):

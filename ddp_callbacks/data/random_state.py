@@ -77,8 +77,7 @@ class SharedRandomState:
         self._rank = get_rank(group)
         self._is_kept = always or self._world_size > 1
         generators = [found for source in sources for found in own_generators(source)]
-        if self._is_kept:
-            self._state = get_global_state(torch_only)
+        self._state = get_global_state(torch_only) if self._is_kept else ()
         if self._world_size > 1:
             states = [get_global_state(torch_only), *(get_state_of(generator) for generator in generators)]
             self._state, *own = _broadcast_states(states, group)

@@ -19,6 +19,8 @@ from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.passes import Pass, set_generators, states_of_generators
 from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
+from ddp_callbacks.data.whole import Whole, whole_of
+from ddp_callbacks.data.workers import keep_workers
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -30,6 +32,10 @@ class Resumable(ShardedLoader):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        if self._sliced is None:
+            self._whole = whole_of(self.loader, self._group)
+        if isinstance(self._part.loader, DataLoader):
+            keep_workers(self._part.loader)
         self._record: Pass | None = None
         self._resumed: Mapping[str, Any] | None = None  # where the next pass begins
         self._had_workers = False
@@ -50,7 +56,7 @@ class Resumable(ShardedLoader):
         under_way = self._record is not None and self.iterator is not None and not self._record.is_over
         position = self._resumed
         if position is None and under_way and self._record is not None:
-            position = self._record.state_dict(batches)
+            position = (self._whole or self._record).position(batches)
         return self._about() | {
             "rank": get_rank(self._group),
             "world_size": get_world_size(self._group),
@@ -98,18 +104,21 @@ class Resumable(ShardedLoader):
         return iterator
 
     def _begin(self, record: Pass) -> ShardedIterator:
-        if isinstance(self._sliced, Part):
-            self._sliced.sampler.record = record
+        self._part.record = record
         return super().__iter__()
 
     @property
     def _sources(self) -> tuple[Any, ...]:
-        assert isinstance(self._sliced, Part)
-        return self._sliced.sampler.sources
+        return self._part.sources
+
+    @property
+    def _part(self) -> Part | Whole:
+        part = self._sliced or self._whole
+        assert part is not None
+        return part
 
     def _keeps_workers(self) -> bool:
-        loader = self._sliced.loader if isinstance(self._sliced, Part) else self.loader
-        return isinstance(loader, DataLoader) and has_persistent_workers(loader)
+        return isinstance(self._part.loader, DataLoader) and has_persistent_workers(self._part.loader)
 
     def _about(self) -> dict[str, Any]:
         try:
