@@ -193,10 +193,8 @@ def _describe(objects: Objects) -> dict[str, str]:
     described: dict[str, str] = {}
     for name, value in objects.items():
         if isinstance(value, torch.nn.Module):
-            shapes = [list(parameter.shape) for parameter in value.parameters()]
-            described[name] = (
-                f"{type(value).__name__} with {len(shapes)} parameters, checksum {checksum_of(shapes):08x}"
-            )
+            shapes = ", ".join("x".join(map(str, parameter.shape)) for parameter in value.parameters())
+            described[name] = f"{type(value).__name__} with parameters {_shorten(shapes)}"
         elif isinstance(value, Resumable):
             state = value.state_dict()
             described |= {f"{what} of {name}": str(state[key]) for key, what in _OF_LOADERS.items()}
