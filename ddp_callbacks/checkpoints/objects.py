@@ -25,7 +25,13 @@ class LocalSums(dict[str, Any]):
 
     Each rank has different values. On as many ranks each goes on from its own; on another number, rank 0 goes on from
     the sums over the ranks and the others from zero, so that the sum over the ranks stays the same.
+
+    Args:
+        sums: Their first values, by name: ``LocalSums(loss=0.0, samples=0)``.
     """
+
+    def __init__(self, **sums: Any) -> None:
+        super().__init__(sums)
 
 
 def is_own(value: Any) -> bool:
