@@ -28,7 +28,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,15 @@ class BatchNormSynchronizer:
             self._layers[layer] = _Layer(counts or _always, summed, gathered)
         for layer in self._layers:
             layer.__class__ = self._synchronized(type(layer))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What rounding depends on beside the layers' own state: tensors, the same on every rank. Local."""
+        return {"shifts": [layer.summed.shift for layer in self._layers.values()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the same bits on as many ranks; on another number this changes nothing but rounding. Local."""
+        for (layer, kept), shift in zip(self._layers.items(), state["shifts"], strict=False):
+            kept.summed.shift = shift if shift is None else shift.to(next(layer.parameters(), shift).device)
 
     def close(self) -> None:
         """Restore the layers' original class. Local; safe to call twice."""

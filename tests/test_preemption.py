@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -193,3 +194,40 @@ def test_a_forked_child_still_ends_when_it_is_terminated() -> None:
         child.join(20)
         assert child.exitcode == -signal.SIGTERM
         assert not preemption.is_requested()
+
+
+SPAWNING = """
+import sys, time, torch
+from ddp_callbacks import Preemption, spawn
+from ddp_callbacks.comm.collectives import all_reduce
+
+
+def train(stops):
+    if not stops:
+        print("ready", flush=True)
+        time.sleep(60)
+    with Preemption() as preemption:
+        print("ready", flush=True)
+        while not preemption.is_requested():
+            all_reduce(torch.ones(1), "a step")
+        preemption.exit("run.pt")
+
+
+if __name__ == "__main__":
+    spawn(train, 2, (sys.argv[1] == "stops",))
+"""
+
+
+@pytest.mark.parametrize(("does", "code"), [("stops", 75), ("ends", -signal.SIGTERM)])
+def test_a_signal_to_a_script_that_spawns_reaches_its_processes_whose_end_is_its_own(
+    tmp_path: Path, does: str, code: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNING)
+    job = subprocess.Popen([sys.executable, str(script), does], stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    for _ in range(2):
+        assert job.stdout.readline() == "ready\n"
+    job.terminate()
+    assert job.wait(60) == code
+    job.stdout.close()
