@@ -26,6 +26,7 @@ from ddp_callbacks import (
     join_process_group,
     load_checkpoint,
     resumable_loader,
+    samples_needed,
     save_checkpoint,
     seed_by_rank,
     with_shares,
@@ -46,7 +47,8 @@ class Loop:
     """Adam, a schedule, accumulation over two batches, and the mean loss of each epoch.
 
     Args:
-        kind: "no_sync" accumulates with it, "synchronized" without; "dropout" draws; "local steps" averages parameters.
+        kind: "no_sync" accumulates with it, "synchronized" without. "dropout" draws, and has running statistics, which
+            differ between the ranks. "local steps" averages parameters.
     """
 
     def __init__(self, kind: str) -> None:
@@ -56,11 +58,15 @@ class Loop:
         inputs = torch.randn(SAMPLES, 5, dtype=torch.float64, generator=generator)
         data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
         self.model = nn.Sequential(
-            nn.Linear(5, 7), nn.Tanh(), nn.Dropout(0.5 if kind == "dropout" else 0.0), nn.Linear(7, 1)
+            nn.Linear(5, 7),
+            nn.BatchNorm1d(7) if kind == "dropout" else nn.Tanh(),
+            nn.Dropout(0.5 if kind == "dropout" else 0.0),
+            nn.Linear(7, 1),
         ).double()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.7)
-        self.loader = resumable_loader(DataLoader(data, BATCH_SIZE, shuffle=True))
+        at_least = samples_needed(self.model, BATCH_SIZE, get_world_size())
+        self.loader = resumable_loader(DataLoader(data, BATCH_SIZE, shuffle=True), at_least=at_least)
         self.progress: dict[str, Any] = {"epoch": 0, "batch": 0, "losses": []}
         self.sums = LocalSums(loss=0.0, samples=0)
         self.averager = ParameterAverager(self.model, LocalSGD(every=3)) if kind == "local steps" else None
@@ -121,7 +127,7 @@ class Loop:
 
 
 def parameters_of(loop: Loop) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in loop.model.parameters()]
+    return [value.detach().clone() for value in loop.model.state_dict().values()]
 
 
 def cuts_of(kind: str, world_size: int) -> list[float]:
