@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_callbacks import (
     CheckpointFile,
+    DiLoCo,
     GradientSynchronizer,
     LocalSGD,
     LocalSums,
@@ -39,7 +40,8 @@ SAMPLES, BATCH_SIZE, EPOCHS = 34, 8, 3  # four batches, and one of two samples, 
 BATCHES = 5
 WORLD_SIZES = (1, 2, 3, 4)
 EXACT = ("no_sync", "synchronized", "clipped")  # equal on all numbers of processes
-KINDS = (*EXACT, "dropout", "local steps")
+WINDOWS = {"LocalSGD": LocalSGD(every=3), "DiLoCo": DiLoCo(every=3)}  # average parameters every three batches
+KINDS = (*EXACT, "dropout", *WINDOWS)
 RELATIVE = 1e-10
 
 
@@ -48,7 +50,7 @@ class Loop:
 
     Args:
         kind: "no_sync" accumulates with it, "synchronized" without. "dropout" draws, and has running statistics, which
-            differ between the ranks. "local steps" averages parameters.
+            differ between the ranks.
     """
 
     def __init__(self, kind: str) -> None:
@@ -69,7 +71,9 @@ class Loop:
         self.loader = resumable_loader(DataLoader(data, BATCH_SIZE, shuffle=True), at_least=at_least)
         self.progress: dict[str, Any] = {"epoch": 0, "batch": 0, "losses": []}
         self.sums = LocalSums(loss=0.0, samples=0)
-        self.averager = ParameterAverager(self.model, LocalSGD(every=3)) if kind == "local steps" else None
+        self.averager = None
+        if kind in WINDOWS:
+            self.averager = ParameterAverager(self.model, WINDOWS[kind], self.optimizer if kind == "DiLoCo" else None)
         self.synchronizer = None if self.averager else GradientSynchronizer(self.model)
         engine = self.averager or self.synchronizer
         names = ("model", "optimizer", "schedule", "loader", "progress", "sums")
@@ -187,7 +191,7 @@ def test_a_loop_that_is_cut_ends_as_one_that_is_not_on_any_number_of_processes(
             kind, before, rest = name.split("-")
             if rest.endswith("as loaded"):
                 closed = uncut[int(before)][0][name.removesuffix(" as loaded")]
-                if kind == "local steps" and int(before) != world_size:
+                if kind in WINDOWS and int(before) != world_size:
                     assert losses == closed[0], name
                     torch.testing.assert_close(parameters, closed[1], rtol=RELATIVE, atol=0, msg=name)
             elif int(before) == world_size:
