@@ -103,15 +103,21 @@ def _launch_again(plan: Plan, options: Options) -> int:
     while True:
         launch = Launch(plan, options.heartbeat_timeout, _limits(options))
         code = _run(launch, options, lambda folder, terminal: Output(folder, options.shown, options.prefix, terminal))
-        if code != EXIT_PREEMPTED or not options.requeue:
+        if code == 0 or not options.requeue or not (launch.stopped_by or code == EXIT_PREEMPTED):
             return code
-        if line := requeue(os.environ):
-            _say(line)
+        elsewhere = _requeue(launch, code)
+        _say(elsewhere or "starting again")
+        if elsewhere:
             return code
-        if launch.signal in _FINAL:
-            _say(f"not started again, because {launch.stopped_by} stopped ddprun")
-            return code
-        _say("starting again")
+
+
+def _requeue(launch: Launch, code: int) -> str | None:
+    """Requeue the job; return what was done, or why not. ``None`` if it is to be started again here."""
+    if code != EXIT_PREEMPTED:
+        return f"not started again: not every process exited with {EXIT_PREEMPTED}"
+    if line := requeue(os.environ):
+        return line
+    return f"not started again, because {launch.stopped_by} stopped ddprun" if launch.signal in _FINAL else None
 
 
 def _launch(plan: Plan, options: Options, make_output: Callable[[Path, Terminal], Output]) -> int:
