@@ -66,7 +66,7 @@ class Run:
         self.folder = folder
         with (folder / "err").open("wb") as err:
             self.process = subprocess.Popen(
-                ["env", "--default-signal=INT,HUP", *command, "-H", "localhost:2", *argv],
+                ["env", "--default-signal=INT,HUP", *command, *([] if "-H" in argv else ["-H", "localhost:2"]), *argv],
                 cwd=folder,
                 env={**os.environ, "PWD": str(folder), **variables},
                 stdin=subprocess.DEVNULL,
@@ -339,6 +339,17 @@ def test_outside_a_job_requeue_starts_again_but_not_after_ctrl_c(tmp_path: Path)
     assert run.text.count("ddprun: starting again\n") == 1
     assert run.text.splitlines()[-1] == "ddprun: not started again, because SIGINT stopped ddprun"
     assert run.written() == {"0-0", "1-0", "0-1", "1-1"}
+
+
+def test_a_request_before_anything_has_started_requeues_the_job(tmp_path: Path, programs: Callable[..., None]) -> None:
+    path = os.environ["PATH"] + ":" + str(Path(sys.executable).parent) + ":/usr/bin:/bin"
+    programs(squeue="echo RUNNING", scontrol="exit 0", enter=f"touch {tmp_path}/waits; exec sleep {LIMIT:g}")
+    flags = ["-H", "far:2", "--rsh", "enter", "--grace", "60", "--requeue", "script.py"]
+    with running(tmp_path, *flags, PATH=path, SLURM_JOB_ID="7", SLURM_JOB_END_TIME="9999999999") as run:
+        run.await_files("waits")
+        run.process.send_signal(signal.SIGUSR1)
+        assert run.end() == 128 + signal.SIGUSR1
+    assert run.text == "ddprun: stopped by SIGUSR1\nddprun: requeued Slurm job 7\n"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -113,7 +114,7 @@ def _launch_again(plan: Plan, options: Options) -> int:
 
 def _requeue(launch: Launch, code: int) -> str | None:
     """Requeue the job; return what was done, or why not. ``None`` if it is to be started again here."""
-    if code != EXIT_PREEMPTED:
+    if code != EXIT_PREEMPTED and launch.has_begun:
         return f"not started again: not every process exited with {EXIT_PREEMPTED}"
     if line := requeue(os.environ):
         return line
@@ -165,7 +166,9 @@ def _say(text: str) -> None:
 def _output(options: Options, launch: Launch, make_output: Callable[[Path, Terminal], Output]) -> Output:
     terminal = Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
     base = Path(options.torchrun["log_dir"] or "ddprun-logs").absolute()
-    folder = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    folder = next(base / name for name in names if not (base / name).exists())  # it may have started again just now
     try:
         return make_output(folder, terminal)
     except OSError as error:

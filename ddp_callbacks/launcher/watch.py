@@ -89,6 +89,7 @@ class Watch:
             self._agents[name] = report["agent"]
         elif "workers" in report:
             self._forget(name)
+            self._launch.has_begun = True
             self._ranks |= {rank: _Rank(name) for rank in report["workers"]["ranks"]}
             self._say_what_runs(name, **report["workers"])
         elif "noticed" in report:  # before torchrun has ended the others; it may restart the workers
