@@ -432,7 +432,7 @@ def save_random_state() -> Any:
     run.synchronize()
     torch.rand(3)
     results = []
-    for context in (contextlib.nullcontext, run.alike, run.alike_in_batch, lambda: apart_in_batch(run)):
+    for context in (contextlib.nullcontext, run.alike, run.alike_in_batch, functools.partial(apart_in_batch, run)):
         with context():
             torch.rand(2)
             state = run.state_dict()
@@ -464,7 +464,7 @@ def load_random_states(states: Any) -> Any:
         run = RunRandomState()
         run.synchronize()
         own = of_ranks[get_rank() if len(of_ranks) == get_world_size() else 0]
-        for context in (contextlib.nullcontext, run.alike, run.alike_in_batch, lambda: apart_in_batch(run)):
+        for context in (contextlib.nullcontext, run.alike, run.alike_in_batch, functools.partial(apart_in_batch, run)):
             with context():
                 run.load_state_dict(own)
             results.append(numbers(run))
