@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import os
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,9 +20,9 @@ from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
 from ddp_callbacks.checkpoints import Saved
 from ddp_callbacks.comm.agreement import module_settings
-from ddp_callbacks.data.random_state import RunRandomState
+from ddp_callbacks.data.random_state import RunRandomState, set_global_state
 from ddp_callbacks.data.sharding import ShardedLoader, length_of
-from ddp_callbacks.torchbearer._torchbearer import attributes_of, scheduler_of
+from ddp_callbacks.torchbearer._torchbearer import attributes_of, metrics_within, scheduler_of
 from ddp_callbacks.torchbearer.base import DistributedCallback, LocalStates, State
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.decisions import flat_callbacks
@@ -55,19 +55,25 @@ class RunState:
         self._trial, self._data = trial, data
         self._callbacks = flat_callbacks(callbacks)
         self._random_state = data.random_state or RunRandomState(data.process_group)
-        self._at_start: list[dict[str, Any]] = []
+        self._at_start: dict[str, dict[str, Any]] = {}
         self.training_metrics: dict[str, Any] = {}
         self.samples = 0  # of this rank, in the pass under way
 
     def note_start(self) -> None:
         """Know what the callbacks are set to from what changes in the run. Call it after ``on_start``."""
-        self._at_start = [copy.deepcopy(attributes_of(callback)) for callback in self._stateless()]
+        self._at_start = {name: copy.deepcopy(attributes_of(one)) for name, one in _named(self._stateless())}
 
     # --- saved ----------------------------------------------------------------------------------------------------
 
     def shared(self) -> dict[str, Any]:
-        """The Trial's ``state_dict``, which Torchbearer alone can load."""
-        return {str(key): value for key, value in self._trial.state_dict().items()}
+        """The Trial's ``state_dict``, which Torchbearer alone can load.
+
+        It holds the classes of the callbacks. If one is made in a function, no file can, and their states are left out.
+        """
+        found = {str(key): value for key, value in self._trial.state_dict().items()}
+        if any("<locals>" in type(callback).__qualname__ for callback in self._users()):
+            del found[str(torchbearer.CALLBACK_LIST)]
+        return found
 
     def own(self, state: State, position: Position) -> dict[str, Any]:
         """What this rank has for itself."""
@@ -79,11 +85,11 @@ class RunState:
             "training_metrics": noting_device(self.training_metrics),
             "accumulators": self._accumulators(state) if position.is_within_pass else None,
             "kept": None if position.is_within_pass else noting_device(kept_state(state[torchbearer.METRIC_LIST])),
-            "distributed": [callback.local_state(state) for callback in self._of(DistributedCallback)],
-            "callbacks": [callback.state_dict() for callback in self._users()],
+            "distributed": {name: one.local_state(state) for name, one in _named(self._of(DistributedCallback))},
+            "callbacks": {name: one.state_dict() for name, one in _named(self._users())},
             "attributes": self._changed_attributes(),
-            "schedulers": [scheduler_of(callback).state_dict() for callback in self._of(TorchScheduler)],
-            "csv": [_size(callback) for callback in self._of(CSVLogger)],
+            "schedulers": {name: scheduler_of(one).state_dict() for name, one in _named(self._of(TorchScheduler))},
+            "csv": {name: _size(one) for name, one in _named(self._of(CSVLogger))},
             "gradients": self._gradients() if self._accumulates() else None,
             "trainable": [parameter.requires_grad for parameter in self._parameters()],
             "loaders": {name: loader.state_dict() for name, loader in self._loaders().items()},
@@ -108,13 +114,16 @@ class RunState:
             if isinstance(loader, ShardedLoader):
                 loader.end()
 
-    def _changed_attributes(self) -> list[dict[str, Any]]:
+    def _changed_attributes(self) -> dict[str, dict[str, Any]]:
         """Of Torchbearer's callbacks without a state_dict; not what the user has set, such as the path of a file."""
-        pairs = zip(self._stateless(), self._at_start, strict=True)
-        return [
-            {name: value for name, value in attributes_of(callback).items() if not _is_same(value, before.get(name))}
-            for callback, before in pairs
-        ]
+        return {
+            name: {
+                key: value
+                for key, value in attributes_of(callback).items()
+                if not _is_same(value, self._at_start.get(name, {}).get(key))
+            }
+            for name, callback in _named(self._stateless())
+        }
 
     def _accumulators(self, state: State) -> dict[str, Any]:
         current = next((callback.current for callback in self._of(ReduceMetrics)), None)
@@ -143,7 +152,7 @@ class RunState:
         self._set_trainable(own)
         self._load_trial(saved, own)
         if self._data.rank == 0 or saved.world_size == self._data.world_size:
-            for callback, size in zip(self._of(CSVLogger), own["csv"], strict=True):
+            for callback, size in _pairs(self._of(CSVLogger), own["csv"]):
                 _continue(callback, size)
 
     def load_loaders(self, saved: Saved, position: Position) -> None:
@@ -184,9 +193,9 @@ class RunState:
         self._set_trainable(own)
         self._load_trial(saved, own)
         self._put_back_callbacks(own)
-        for place, callback in enumerate(self._of(DistributedCallback)):
-            parts = LocalStates([one["distributed"][place] for one in owns], states.rank, states.world_size)
-            callback.load_local_state(parts, state)
+        for name, callback in _named(self._of(DistributedCallback)):
+            if name in own["distributed"]:
+                callback.load_local_state(states.of("distributed").of(name), state)
         self._put_back_gradients(own)
         self.training_metrics = on_device(own["training_metrics"], device)
         if position.phase != BETWEEN:
@@ -195,22 +204,26 @@ class RunState:
             self._put_back_accumulators(states.of("accumulators"), position, state)
         else:
             load_kept_state(state[torchbearer.METRIC_LIST], on_device(own["kept"], device))
-        self._random_state.load_state_dict(own["random"])
+        if self._random_state.is_open or states.world_size == 1:
+            self._random_state.load_state_dict(own["random"])
+        else:  # without data all ranks draw the same
+            set_global_state(own["random"]["own"])
 
     def _load_trial(self, saved: Saved, own: dict[str, Any]) -> None:
-        self._trial.load_state_dict(saved.shared)
+        callbacks = str(torchbearer.CALLBACK_LIST)  # Torchbearer fails there if one has been added
+        self._trial.load_state_dict({key: value for key, value in saved.shared.items() if key != callbacks})
         self._trial.state[torchbearer.HISTORY][:] = own["history"]
+        for callback, found in _pairs(self._users(), own["callbacks"]):
+            callback.load_state_dict(found)
 
     def _put_back_callbacks(self, own: dict[str, Any]) -> None:
-        for callback, saved in zip(self._users(), own["callbacks"], strict=True):
-            callback.load_state_dict(saved)
-        for callback, saved in zip(self._stateless(), own["attributes"], strict=True):
-            vars(callback).update(saved)
+        for callback, found in _pairs(self._stateless(), own["attributes"]):
+            vars(callback).update(found)
             for value in vars(callback).values():
                 if isinstance(value, Iterator):  # of parameters to clip or to decay: ended in the first batch
                     deque(value, maxlen=0)
-        for callback, saved in zip(self._of(TorchScheduler), own["schedulers"], strict=True):
-            scheduler_of(callback).load_state_dict(saved)
+        for callback, found in _pairs(self._of(TorchScheduler), own["schedulers"]):
+            scheduler_of(callback).load_state_dict(found)
 
     def _put_back_gradients(self, own: dict[str, Any]) -> None:
         if own["gradients"] is not None:
@@ -269,6 +282,7 @@ def describe_run(trial: Any, data: ShardData) -> dict[str, str]:
     about = {
         "model": f"{type(model).__name__} with {numel} parameters (checksum of names and shapes: {checksum:08x})",
         "optimizer": type(optimizer).__name__,
+        "metrics": ", ".join(metric.name for metric in metrics_within(trial.state[torchbearer.METRIC_LIST])),
         "batch_size of DDPCallback": data.batch_size,
     }
     for key in _DATA:
@@ -276,6 +290,22 @@ def describe_run(trial: Any, data: ShardData) -> dict[str, str]:
         about[f"{key}: steps"] = str(steps)
         about |= {f"{key}: {name}": text for name, text in _describe_loader(generator).items()}
     return about
+
+
+def _named(callbacks: list[Any]) -> list[tuple[str, Any]]:
+    """Each with its class and its place among those of its class: callbacks may have been added since."""
+    counts: Counter[str] = Counter()
+    named = []
+    for callback in callbacks:
+        kind = type(callback).__qualname__
+        named.append((f"{kind} {counts[kind]}", callback))
+        counts[kind] += 1
+    return named
+
+
+def _pairs(callbacks: list[Any], saved: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """The callbacks of which something is saved, with that."""
+    return [(callback, saved[name]) for name, callback in _named(callbacks) if name in saved]
 
 
 def _is_same(value: Any, other: Any) -> bool:
