@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
 import subprocess
@@ -35,7 +36,7 @@ from torchbearer.callbacks import CSVLogger, Tqdm
 from ddp_callbacks import LocalSGD
 from ddp_callbacks.checkpoints import CheckpointFile
 from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted
-from ddp_callbacks.torchbearer import SHARE, Resume
+from ddp_callbacks.torchbearer import SHARE, DDPCallback, Resume
 from ddp_callbacks.torchbearer.intervals import EachTime
 
 EXIT_PREEMPTED = 75
@@ -261,6 +262,26 @@ def skipping(watch: Watch) -> Trial:
     return make(watch, Spoils(), skip_batch="non_finite").with_generators(loader(), None)
 
 
+def without_refreshing(watch: Watch) -> Trial:
+    return make(watch).with_generators(loader(), loader(13, 5, 1), train_steps=3).with_inf_train_loader()
+
+
+def without_refreshing_at_all(watch: Watch) -> Trial:
+    endless = loader()
+    endless.inf = True
+    return make(watch).with_generators(endless, loader(13, 5, 1), train_steps=3).with_inf_train_loader()
+
+
+def resume_in_front(watch: Watch) -> Trial:
+    model = Network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    callbacks = [watch.resume, DDPCallback(), watch]
+    made = Trial(model, optimizer, nn.CrossEntropyLoss(), metrics=["acc"], callbacks=callbacks, verbose=0)
+    torch.manual_seed(5)
+    random.seed(5)
+    return made.to("cpu", torch.float64).with_generators(loader(), loader(13, 5, 1))
+
+
 def per_process(watch: Watch) -> Trial:
     return make(watch, batch_size="per_process").with_generators(loader(), loader(13, 5, 1))
 
@@ -273,6 +294,9 @@ KINDS = (
     only_validation,
     verified,
     skipping,
+    without_refreshing,
+    without_refreshing_at_all,
+    resume_in_front,
     per_process,
 )
 
@@ -281,7 +305,8 @@ def cut_and_go_on(folder: str, kinds: tuple[str, ...], moments: tuple[int, ...])
     """The result of each kind without a cut, and those with one."""
 
     def train(name: str, moment: int | None, path: str) -> Any:
-        watch = Watch(Resume(path), moment)
+        often = timedelta(microseconds=1) if name == "fewer_steps_than_batches" else None
+        watch = Watch(Resume(path, every=often), moment)
         made = globals()[name](watch)
         return outcome(made, watch, made.run(3))
 

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-import os
 import zlib
-from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torchbearer
 from torchbearer import Callback
-from torchbearer.callbacks import CSVLogger
-from torchbearer.callbacks.tensor_board import AbstractTensorBoard
-from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
 from ddp_callbacks.checkpoints import Saved
 from ddp_callbacks.comm.agreement import module_settings
 from ddp_callbacks.data.random_state import RunRandomState, set_global_state
 from ddp_callbacks.data.sharding import ShardedLoader, length_of
-from ddp_callbacks.torchbearer._torchbearer import attributes_of, metrics_within, scheduler_of
+from ddp_callbacks.torchbearer._torchbearer import metrics_within
 from ddp_callbacks.torchbearer.base import DistributedCallback, LocalStates, State
+from ddp_callbacks.torchbearer.callback_state import CallbackStates, named
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.decisions import flat_callbacks
 from ddp_callbacks.torchbearer.local_sgd import AverageParameters
@@ -55,13 +50,13 @@ class RunState:
         self._trial, self._data = trial, data
         self._callbacks = flat_callbacks(callbacks)
         self._random_state = data.random_state or RunRandomState(data.process_group)
-        self._at_start: dict[str, dict[str, Any]] = {}
+        self._others = CallbackStates(self._callbacks)
         self.training_metrics: dict[str, Any] = {}
         self.samples = 0  # of this rank, in the pass under way
 
     def note_start(self) -> None:
-        """Know what the callbacks are set to from what changes in the run. Call it after ``on_start``."""
-        self._at_start = {name: copy.deepcopy(attributes_of(one)) for name, one in _named(self._stateless())}
+        """Call it after ``on_start``."""
+        self._others.note_start()
 
     # --- saved ----------------------------------------------------------------------------------------------------
 
@@ -71,7 +66,7 @@ class RunState:
         It holds the classes of the callbacks. If one is made in a function, no file can, and their states are left out.
         """
         found = {str(key): value for key, value in self._trial.state_dict().items()}
-        if any("<locals>" in type(callback).__qualname__ for callback in self._users()):
+        if not self._others.can_be_pickled:
             del found[str(torchbearer.CALLBACK_LIST)]
         return found
 
@@ -85,11 +80,8 @@ class RunState:
             "training_metrics": noting_device(self.training_metrics),
             "accumulators": self._accumulators(state) if position.is_within_pass else None,
             "kept": None if position.is_within_pass else noting_device(kept_state(state[torchbearer.METRIC_LIST])),
-            "distributed": {name: one.local_state(state) for name, one in _named(self._of(DistributedCallback))},
-            "callbacks": {name: one.state_dict() for name, one in _named(self._users())},
-            "attributes": self._changed_attributes(),
-            "schedulers": {name: scheduler_of(one).state_dict() for name, one in _named(self._of(TorchScheduler))},
-            "csv": {name: _size(one) for name, one in _named(self._of(CSVLogger))},
+            "distributed": {name: one.local_state(state) for name, one in named(self._of(DistributedCallback))},
+            "callbacks": self._others.save(),
             "gradients": self._gradients() if self._accumulates() else None,
             "trainable": [parameter.requires_grad for parameter in self._parameters()],
             "loaders": {name: loader.state_dict() for name, loader in self._loaders().items()},
@@ -106,24 +98,10 @@ class RunState:
 
     def let_go(self, state: State) -> None:
         """End the workers of the passes under way, and close the callbacks' files, which go on with the next run."""
-        for callback in self._of(CSVLogger | AbstractTensorBoard):
-            callback.on_end(state)
-            if batches := getattr(callback, "batch_log_dir", None):
-                callback.close_writer(batches)
+        self._others.close_files(state)
         for loader in self._loaders().values():
             if isinstance(loader, ShardedLoader):
                 loader.end()
-
-    def _changed_attributes(self) -> dict[str, dict[str, Any]]:
-        """Of Torchbearer's callbacks without a state_dict; not what the user has set, such as the path of a file."""
-        return {
-            name: {
-                key: value
-                for key, value in attributes_of(callback).items()
-                if not _is_same(value, self._at_start.get(name, {}).get(key))
-            }
-            for name, callback in _named(self._stateless())
-        }
 
     def _accumulators(self, state: State) -> dict[str, Any]:
         current = next((callback.current for callback in self._of(ReduceMetrics)), None)
@@ -151,15 +129,18 @@ class RunState:
         own = saved.own(self._rank_in(saved))
         self._set_trainable(own)
         self._load_trial(saved, own)
+        self._others.load(own["callbacks"])
         if self._data.rank == 0 or saved.world_size == self._data.world_size:
-            for callback, size in _pairs(self._of(CSVLogger), own["csv"]):
-                _continue(callback, size)
+            self._others.continue_files(own["callbacks"])
 
     def load_loaders(self, saved: Saved, position: Position) -> None:
         """Let the next passes go on in the data. Call it when the loaders are divided."""
         own = saved.own(self._rank_in(saved))
         loaders = self._loaders()
         going_on = [loaders.get(name) for name in self._under_way(position)]
+        if self._trial.state[torchbearer.INF_TRAIN_LOADING] and not self._is_endless:
+            for loader in loaders.values():
+                loader.tb_iter = None  # otherwise Torchbearer makes an iterator that it does not use
         for name, loader in loaders.items():
             if name in own["loaders"]:
                 loader.load_state_dict(own["loaders"][name])
@@ -169,10 +150,13 @@ class RunState:
     def _under_way(self, position: Position) -> list[str]:
         """Whose passes go on."""
         names = [str(_KEYS[position.phase])] if position.is_within_pass else []
+        return [*names, str(torchbearer.TRAIN_DATA)] if self._is_endless else names
+
+    @property
+    def _is_endless(self) -> bool:
+        """Whether a pass of the training loader ends where the loader ends, in whatever epoch."""
         generator = (self._trial.state[torchbearer.TRAIN_DATA] or (None,))[0]
-        if self._trial.state[torchbearer.INF_TRAIN_LOADING] and getattr(generator, "inf", False):
-            names.append(str(torchbearer.TRAIN_DATA))  # its pass ends where the loader ends, in whatever epoch
-        return names
+        return bool(self._trial.state[torchbearer.INF_TRAIN_LOADING] and getattr(generator, "inf", False))
 
     def end_of_training(self, saved: Saved) -> tuple[dict[str, Any], int]:
         """The metrics and the last batch of a training pass that has ended."""
@@ -192,8 +176,8 @@ class RunState:
         own, device = states.mine, state[torchbearer.DEVICE]
         self._set_trainable(own)
         self._load_trial(saved, own)
-        self._put_back_callbacks(own)
-        for name, callback in _named(self._of(DistributedCallback)):
+        self._others.put_back(own["callbacks"])
+        for name, callback in named(self._of(DistributedCallback)):
             if name in own["distributed"]:
                 callback.load_local_state(states.of("distributed").of(name), state)
         self._put_back_gradients(own)
@@ -213,17 +197,6 @@ class RunState:
         callbacks = str(torchbearer.CALLBACK_LIST)  # Torchbearer fails there if one has been added
         self._trial.load_state_dict({key: value for key, value in saved.shared.items() if key != callbacks})
         self._trial.state[torchbearer.HISTORY][:] = own["history"]
-        for callback, found in _pairs(self._users(), own["callbacks"]):
-            callback.load_state_dict(found)
-
-    def _put_back_callbacks(self, own: dict[str, Any]) -> None:
-        for callback, found in _pairs(self._stateless(), own["attributes"]):
-            vars(callback).update(found)
-            for value in vars(callback).values():
-                if isinstance(value, Iterator):  # of parameters to clip or to decay: ended in the first batch
-                    deque(value, maxlen=0)
-        for callback, found in _pairs(self._of(TorchScheduler), own["schedulers"]):
-            scheduler_of(callback).load_state_dict(found)
 
     def _put_back_gradients(self, own: dict[str, Any]) -> None:
         if own["gradients"] is not None:
@@ -255,19 +228,6 @@ class RunState:
     def _of(self, kind: Any) -> list[Any]:
         return [callback for callback in self._callbacks if isinstance(callback, kind)]
 
-    def _users(self) -> list[Callback]:
-        return [callback for callback in self._callbacks if not isinstance(callback, DistributedCallback)]
-
-    def _stateless(self) -> list[Callback]:
-        """Torchbearer's callbacks without a ``state_dict``, whose attributes are their state."""
-        return [
-            callback
-            for callback in self._users()
-            if type(callback).__module__.startswith("torchbearer.")
-            and type(callback).state_dict is Callback.state_dict
-            and not isinstance(callback, CSVLogger)
-        ]
-
 
 def describe_run(trial: Any, data: ShardData) -> dict[str, str]:
     """What a checkpoint must have in common with the run that goes on from it. Call it before the loaders are divided.
@@ -292,28 +252,6 @@ def describe_run(trial: Any, data: ShardData) -> dict[str, str]:
     return about
 
 
-def _named(callbacks: list[Any]) -> list[tuple[str, Any]]:
-    """Each with its class and its place among those of its class: callbacks may have been added since."""
-    counts: Counter[str] = Counter()
-    named = []
-    for callback in callbacks:
-        kind = type(callback).__qualname__
-        named.append((f"{kind} {counts[kind]}", callback))
-        counts[kind] += 1
-    return named
-
-
-def _pairs(callbacks: list[Any], saved: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """The callbacks of which something is saved, with that."""
-    return [(callback, saved[name]) for name, callback in _named(callbacks) if name in saved]
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return isinstance(other, torch.Tensor) and value.shape == other.shape and torch.equal(value, other)
-    return type(value) is type(other) and bool(value == other)
-
-
 def _describe_loader(loader: Any) -> dict[str, str]:
     if loader is None:
         return {}
@@ -322,18 +260,3 @@ def _describe_loader(loader: Any) -> dict[str, str]:
     )
     samples = length_of(getattr(loader, "dataset", None))
     return {"batch size": str(batch_size), "samples": str(samples), "batches": str(length_of(loader))}
-
-
-def _size(callback: CSVLogger) -> int | None:
-    file = getattr(callback, "csvfile", None)
-    return None if file is None or file.closed else file.tell()
-
-
-def _continue(callback: CSVLogger, size: int | None) -> None:
-    """Let a file of rows, which would start anew, go on behind the rows that it had."""
-    if size is None or not os.path.exists(callback.filename):
-        return
-    if os.path.getsize(callback.filename) > size:
-        os.truncate(callback.filename, size)
-    callback.filemode = "a"
-    callback.write_header = callback.write_header and size == 0
