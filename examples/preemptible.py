@@ -129,10 +129,10 @@ def draw(path: str) -> None:
         for end in ends[:-1]:
             axes.axvline(end + 0.5, color="0.4", linestyle=":", linewidth=1)
     above.set(ylabel="loss of the batch", yscale="log")
-    above.legend(title="SIGTERM at the dotted lines")
+    above.legend(title="SIGTERM at the dotted lines", loc="upper right", ncols=2)
     difference = [max(abs(a - b), 1e-18) for a, b in zip(whole, cut, strict=True)]
     below.plot(range(1, len(whole) + 1), difference, ".", markersize=2, color="0.2")
-    below.set(xlabel="batch", ylabel="difference", yscale="log", ylim=(1e-18, 1e-8))
+    below.set(xlabel="batch", ylabel="difference", yscale="log", ylim=(1e-19, 1e-11))
     figure.tight_layout()
     figure.savefig(path)
     print(f"largest difference {max(difference):.1e}, of {len(whole)} batches")

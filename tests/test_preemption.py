@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from commands import TWO_PROCESSES, start
 from distributed import run_distributed
 
 from ddp_callbacks import Preemption
@@ -231,3 +233,46 @@ def test_a_signal_to_a_script_that_spawns_reaches_its_processes_whose_end_is_its
     job.terminate()
     assert job.wait(60) == code
     job.stdout.close()
+
+
+SLOW_STEPS = """
+import os, sys, time, torch, torchbearer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchbearer import Trial, callbacks
+from ddp_callbacks.torchbearer import DDPCallback, Resume
+
+
+@callbacks.on_sample
+def begin(state):
+    print("rank", os.environ["RANK"], "batch", state[torchbearer.BATCH], "pid", os.getpid(), flush=True)
+    time.sleep(float(sys.argv[1]))
+
+
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trial = Trial(model, optimizer, nn.MSELoss(), callbacks=[DDPCallback(), begin, Resume("run.pt")])
+trial.with_train_generator(DataLoader(TensorDataset(torch.ones(4000, 2), torch.ones(4000, 1)), batch_size=4))
+trial.run(1, verbose=0)
+"""
+
+
+def test_the_file_is_there_a_step_after_the_signal_to_any_process(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SLOW_STEPS)
+    seconds = 0.5
+    with start([*TWO_PROCESSES, script, seconds], tmp_path, cold=True) as job:
+        assert job.stdout is not None
+        lines = iter(job.stdout.readline, "")
+        words = next(line.split() for line in lines if line.startswith("rank 1 batch 5 "))
+        begin = time.monotonic()
+        os.kill(int(words[-1]), signal.SIGUSR1)
+        while not (tmp_path / "run.pt").exists() and time.monotonic() - begin < 60:
+            time.sleep(0.01)
+        took = time.monotonic() - begin
+        rest = "".join(lines)
+        job.wait(60)
+    position = torch.load(tmp_path / "run.pt", weights_only=False)["ddp_callbacks"]
+    own = torch.load(io.BytesIO(position["ranks"][0].numpy().tobytes()), weights_only=False)
+    assert own["position"]["batches"] == 6, rest  # the batch under way is the last one
+    assert took < 2 * seconds + 2, rest  # the machine has other work

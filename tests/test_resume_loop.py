@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_callbacks import (
     CheckpointFile,
+    DiLoCo,
     GradientSynchronizer,
     LocalSGD,
     LocalSums,
@@ -26,11 +27,14 @@ from ddp_callbacks import (
     join_process_group,
     load_checkpoint,
     resumable_loader,
+    samples_needed,
     save_checkpoint,
     seed_by_rank,
     with_shares,
 )
 from ddp_callbacks.comm import all_reduce
+from ddp_callbacks.comm.checksums import checksum_of
+from ddp_callbacks.data.random_state import plain_global_state
 from ddp_callbacks.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -38,7 +42,8 @@ SAMPLES, BATCH_SIZE, EPOCHS = 34, 8, 3  # four batches, and one of two samples, 
 BATCHES = 5
 WORLD_SIZES = (1, 2, 3, 4)
 EXACT = ("no_sync", "synchronized", "clipped")  # equal on all numbers of processes
-KINDS = (*EXACT, "dropout", "local steps")
+WINDOWS = {"LocalSGD": LocalSGD(every=3), "DiLoCo": DiLoCo(every=3)}  # average parameters every three batches
+KINDS = (*EXACT, "dropout", *WINDOWS)
 RELATIVE = 1e-10
 
 
@@ -46,7 +51,8 @@ class Loop:
     """Adam, a schedule, accumulation over two batches, and the mean loss of each epoch.
 
     Args:
-        kind: "no_sync" accumulates with it, "synchronized" without; "dropout" draws; "local steps" averages parameters.
+        kind: "no_sync" accumulates with it, "synchronized" without. "dropout" draws, and has running statistics, which
+            differ between the ranks.
     """
 
     def __init__(self, kind: str) -> None:
@@ -56,14 +62,20 @@ class Loop:
         inputs = torch.randn(SAMPLES, 5, dtype=torch.float64, generator=generator)
         data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
         self.model = nn.Sequential(
-            nn.Linear(5, 7), nn.Tanh(), nn.Dropout(0.5 if kind == "dropout" else 0.0), nn.Linear(7, 1)
+            nn.Linear(5, 7),
+            nn.BatchNorm1d(7) if kind == "dropout" else nn.Tanh(),
+            nn.Dropout(0.5 if kind == "dropout" else 0.0),
+            nn.Linear(7, 1),
         ).double()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.7)
-        self.loader = resumable_loader(DataLoader(data, BATCH_SIZE, shuffle=True))
+        at_least = samples_needed(self.model, BATCH_SIZE, get_world_size())
+        self.loader = resumable_loader(DataLoader(data, BATCH_SIZE, shuffle=True), at_least=at_least)
         self.progress: dict[str, Any] = {"epoch": 0, "batch": 0, "losses": []}
         self.sums = LocalSums(loss=0.0, samples=0)
-        self.averager = ParameterAverager(self.model, LocalSGD(every=3)) if kind == "local steps" else None
+        self.averager = None
+        if kind in WINDOWS:
+            self.averager = ParameterAverager(self.model, WINDOWS[kind], self.optimizer if kind == "DiLoCo" else None)
         self.synchronizer = None if self.averager else GradientSynchronizer(self.model)
         engine = self.averager or self.synchronizer
         names = ("model", "optimizer", "schedule", "loader", "progress", "sums")
@@ -121,7 +133,7 @@ class Loop:
 
 
 def parameters_of(loop: Loop) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in loop.model.parameters()]
+    return [value.detach().clone() for value in loop.model.state_dict().values()]
 
 
 def cuts_of(kind: str, world_size: int) -> list[float]:
@@ -157,6 +169,7 @@ def go_on(folder: str) -> dict[str, Any]:
                 name = name_of(kind, world_size, cut)
                 assert load_checkpoint(Path(folder, name), loop.objects)
                 results[f"{name} as loaded"] = loop.progress["losses"][:], parameters_of(loop)
+                results[f"{name} draws"] = [checksum_of(plain_global_state()[0])], []
                 results[name] = loop.run().result()
     return results
 
@@ -176,12 +189,16 @@ def uncut(folder: Path) -> dict[int, list[dict[str, Any]]]:
 def test_a_loop_that_is_cut_ends_as_one_that_is_not_on_any_number_of_processes(
     folder: Path, uncut: dict[int, list[dict[str, Any]]], world_size: int
 ) -> None:
-    for rank, results in enumerate(run_distributed(go_on, world_size, str(folder))):
+    by_rank = run_distributed(go_on, world_size, str(folder))
+    for rank, results in enumerate(by_rank):
         for name, (losses, parameters) in results.items():
             kind, before, rest = name.split("-")
-            if rest.endswith("as loaded"):
+            if rest.endswith("draws"):
+                different = len({tuple(other[name][0]) for other in by_rank})
+                assert int(before) == world_size or different == (world_size if kind == "dropout" else 1), name
+            elif rest.endswith("as loaded"):
                 closed = uncut[int(before)][0][name.removesuffix(" as loaded")]
-                if kind == "local steps" and int(before) != world_size:
+                if kind in WINDOWS and int(before) != world_size:
                     assert losses == closed[0], name
                     torch.testing.assert_close(parameters, closed[1], rtol=RELATIVE, atol=0, msg=name)
             elif int(before) == world_size:

@@ -14,7 +14,14 @@ from torch.utils.data import DataLoader
 
 from ddp_callbacks._torch import has_persistent_workers
 from ddp_callbacks.data.before_loading import Part
-from ddp_callbacks.data.global_state import get_global_state, plain_state, set_global_state
+from ddp_callbacks.data.global_state import (
+    get_global_state,
+    get_state_of,
+    own_generators,
+    plain_state,
+    set_global_state,
+    set_state_of,
+)
 from ddp_callbacks.data.own_part import OwnLoader, is_distributed
 from ddp_callbacks.data.passes import Pass, set_generators, states_of_generators
 from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader
@@ -28,7 +35,11 @@ _NAMES = {"samples": "samples in the data set", "samples_per_batch": "samples in
 
 
 class Resumable:
-    """A loader with a state: the one of :func:`ddp_callbacks.resumable_loader`."""
+    """A loader with a state: what :func:`ddp_callbacks.resumable_loader` returns.
+
+    Args:
+        args: Those of the class of loader that it is mixed with.
+    """
 
     loader: Any
     iterator: Any
@@ -69,6 +80,7 @@ class Resumable:
             "passes": self._passes - (self._resumed is None and under_way),
             "generators": [plain_state(state) for state in states_of_generators(self._part.sources)],
             "has_workers": self._had_workers or self._keeps_workers(),
+            "data": [plain_state(get_state_of(generator)) for generator in self._generators_of_data()],
             "pass": position,
         }
 
@@ -88,6 +100,9 @@ class Resumable:
         self._resumed = state["pass"]
         self._passes, self._had_workers = state["passes"], state["has_workers"]
         set_generators(self._part.sources, state["generators"])
+        if (state["rank"], state["world_size"]) == (get_rank(self._group), get_world_size(self._group)):
+            for generator, saved in zip(self._generators_of_data(), state["data"], strict=False):
+                set_state_of(generator, saved)
 
     def start_afresh(self) -> None:
         """Forget the position that :meth:`load_state_dict` has set: the next pass begins at the first batch. Local."""
@@ -107,6 +122,11 @@ class Resumable:
         record.has_begun()
         set_global_state(before)
         return iterator
+
+    def _generators_of_data(self) -> list[Any]:
+        """From which this rank draws when it loads its samples. Workers have copies."""
+        dataset = getattr(self.loader, "dataset", None)
+        return [] if any(source is dataset for source in self._part.sources) else own_generators(dataset)
 
     def _keeps_workers(self) -> bool:
         return isinstance(self._part.loader, DataLoader) and has_persistent_workers(self._part.loader)
