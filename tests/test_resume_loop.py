@@ -185,7 +185,7 @@ def uncut(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 @pytest.mark.shares_results
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(number, marks=pytest.mark.wide) for number in (3, 4))])
 def test_a_loop_that_is_cut_ends_as_one_that_is_not_on_any_number_of_processes(
     folder: Path, uncut: dict[int, list[dict[str, Any]]], world_size: int
 ) -> None:
