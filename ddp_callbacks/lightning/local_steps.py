@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,18 @@ class LocalSteps:
             yield
         finally:
             put_back()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the window under way. Local."""
+        averager = None if self._averager is None else self._averager.state_dict()
+        return {"averager": averager, "weight": self._weight, "has_stepped": self._has_stepped}
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Inverse of :meth:`state_dict`, by rank, with as many ranks; each takes its own. Local."""
+        own = states[0]
+        self._weight, self._has_stepped = own["weight"], own["has_stepped"]
+        if self._averager is not None and own["averager"] is not None:
+            self._averager.load_state_dict([state["averager"] for state in states])
 
     def note_step(self) -> None:
         """An optimizer has stepped."""
