@@ -17,12 +17,15 @@ from ddp_callbacks.versions import __version__
 
 if TYPE_CHECKING:
     from ddp_callbacks.batch_norm import BatchNormSynchronizer, samples_needed
+    from ddp_callbacks.checkpoints.file import CheckpointFile
     from ddp_callbacks.comm.agreement import require_agreement
     from ddp_callbacks.comm.compression import PowerSGD
     from ddp_callbacks.comm.ddp_hook import hierarchical_allreduce_hook
     from ddp_callbacks.comm.hooks import GradBucket
     from ddp_callbacks.data.iterator import ShardedIterator
     from ddp_callbacks.data.random_state import RunRandomState, broadcast_rng_state, seed_by_rank
+    from ddp_callbacks.data.resuming import resumable_loader
+    from ddp_callbacks.data.samplers import LazyRandomSampler
     from ddp_callbacks.data.sharding import ShardedLoader, shard_loader, with_shares
     from ddp_callbacks.data.shares import Share, WholeBatch, slice_bounds
     from ddp_callbacks.environment import WorkerEnv
@@ -50,10 +53,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchNormSynchronizer",
+    "CheckpointFile",
     "CrossEntropyWeight",
     "DiLoCo",
     "GradBucket",
     "GradientSynchronizer",
+    "LazyRandomSampler",
     "LocalSGD",
     "ParameterAverager",
     "PowerSGD",
@@ -78,6 +83,7 @@ __all__ = [
     "require_agreement",
     "require_equal_replicas",
     "require_same_checkpoint",
+    "resumable_loader",
     "samples_needed",
     "seed_by_rank",
     "shard_loader",
@@ -90,12 +96,15 @@ __all__ = [
 
 _HOMES = {
     "batch_norm": ("BatchNormSynchronizer", "samples_needed"),
+    "checkpoints.file": ("CheckpointFile",),
     "comm.agreement": ("require_agreement",),
     "comm.compression": ("PowerSGD",),
     "comm.ddp_hook": ("hierarchical_allreduce_hook",),
     "comm.hooks": ("GradBucket",),
     "data.random_state": ("RunRandomState", "broadcast_rng_state", "seed_by_rank"),
     "data.iterator": ("ShardedIterator",),
+    "data.resuming": ("resumable_loader",),
+    "data.samplers": ("LazyRandomSampler",),
     "data.sharding": ("ShardedLoader", "shard_loader", "with_shares"),
     "data.shares": ("Share", "WholeBatch", "slice_bounds"),
     "environment": ("WorkerEnv",),

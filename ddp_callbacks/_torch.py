@@ -151,6 +151,11 @@ def forget_workers(loader: DataLoader[Any]) -> None:
     loader._iterator = None
 
 
+def has_persistent_workers(loader: DataLoader[Any]) -> bool:
+    """Whether the workers of an earlier pass wait for the next one, which then draws no seed for them."""
+    return loader.persistent_workers and loader._iterator is not None
+
+
 def worker_queues(batches: Iterator[Any]) -> Any:
     """The queues for requests from the iterator of a ``DataLoader`` to its workers; ``None`` if it has none."""
     return getattr(batches, "_index_queues", None)

@@ -7,6 +7,7 @@
     │   └── RendezvousError                 the processes could not meet within the timeout
     ├── MismatchError (ValueError)          the ranks hold different models, settings, data or metrics
     ├── PeerError (RuntimeError)            another rank failed, died or went silent
+    ├── CheckpointError (RuntimeError)      a checkpoint cannot be written or read, or belongs to another run
     └── SkippedBatchError (RuntimeError)    a batch has a loss on some ranks only, or no batch of an epoch has one
 
     NonFiniteLossWarning (RuntimeWarning)   the first loss that is NaN or infinite
@@ -43,6 +44,10 @@ class MismatchError(DDPCallbacksError, ValueError):
 
 class PeerError(DDPCallbacksError, RuntimeError):
     """Another rank raised, died, left or went silent. The message names the rank and its host."""
+
+
+class CheckpointError(DDPCallbacksError, RuntimeError):
+    """A checkpoint cannot be written or read, is another job's, or belongs to another run. Every rank raises it."""
 
 
 class SkippedBatchError(DDPCallbacksError, RuntimeError):

@@ -48,7 +48,7 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -61,7 +61,14 @@ from ddp_callbacks._torch import call_at_end_of_backward, current_node, hooks_on
 from ddp_callbacks.comm.agreement import parameter_settings, require_agreement
 from ddp_callbacks.comm.buckets import Bucket, Forecast, ParameterSpec, assign_buckets, check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_gather_tensors
-from ddp_callbacks.comm.compression import Compress, check_compress, dtype_of, hook_of
+from ddp_callbacks.comm.compression import (
+    Compress,
+    check_compress,
+    dtype_of,
+    hook_of,
+    load_state_of_hook,
+    state_of_hook,
+)
 from ddp_callbacks.comm.flat_buffer import BufferPool
 from ddp_callbacks.comm.hooks import CommHook, GradBucket, check_comm_hook
 from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
@@ -125,6 +132,8 @@ class GradientSynchronizer:
         if comm_hook is not None:
             check_comm_hook(comm_hook)
         self.rounds = 0  # completed synchronizations
+        self._module = module
+        self._has_accumulated = False  # ever
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._world_size = get_world_size(process_group)
         self._enabled = True
@@ -202,7 +211,7 @@ class GradientSynchronizer:
         Each contribution has the weight that :meth:`weigh` set for its backward. All ranks must use it in the same
         backwards. Nothing blocks inside.
         """
-        before, self._enabled = self._enabled, False
+        before, self._enabled, self._has_accumulated = self._enabled, False, True
         if self._world_size > 1:
             self._weighing.accumulate()
         try:
@@ -240,6 +249,63 @@ class GradientSynchronizer:
         self._piggyback = numbers
         if self._world_size == 1:
             self.carried = numbers[None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank must know to go on with the same bits: plain data and tensors, for a checkpoint. Local.
+
+        It has the gradients if :meth:`no_sync` accumulates them, the last weights, and what PowerSGD keeps from step to
+        step. Each rank has a different one. Call it between two steps.
+        """
+        state: dict[str, Any] = {"world_size": self._world_size, "gradients": self._accumulated()}
+        if self._world_size == 1:
+            return state
+        hook = state_of_hook(self._comm_hook, self._comm_state)
+        weighing = self._weighing.state_dict()
+        return state | {"rounds": self.rounds, "total": self._last_total, "weighing": weighing, "hook": hook}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the states of all ranks, in rank order. Local; every rank passes the same.
+
+        With as many ranks as before, each takes its own. Otherwise accumulated gradients go on from their sum, on rank
+        0, and PowerSGD starts anew.
+
+        Raises:
+            ConfigurationError: Gradients were accumulated under weights without a total, by another number of ranks.
+        """
+        if len(states) == self._world_size:
+            self._load_own(states[self._rank])
+            return
+        gradients = _sum_of_gradients(states, self._world_size)
+        if gradients and self._world_size > 1:
+            self._weighing.accumulate()
+        self._load_gradients(gradients if self._rank == 0 else {})
+
+    def _load_own(self, state: Mapping[str, Any]) -> None:
+        if self._world_size > 1:
+            self.rounds, self._last_total = state["rounds"], state["total"]
+            self._weighing.load_state_dict(state["weighing"])
+            load_state_of_hook(self._comm_hook, self._comm_state, dict(state["hook"]))
+        self._load_gradients(state["gradients"])
+
+    @property
+    def _rank(self) -> int:
+        return self._group.rank() if self._world_size > 1 else 0
+
+    def _accumulated(self) -> dict[str, torch.Tensor]:
+        """The gradients of this rank that no synchronization has seen, by the name of the parameter."""
+        if not (self._weighing.accumulates if self._world_size > 1 else self._has_accumulated):
+            return {}
+        named = [(name, parameter.grad) for name, parameter in self._module.named_parameters()]
+        return {name: gradient.detach().clone() for name, gradient in named if gradient is not None}
+
+    def _load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        self._has_accumulated = self._has_accumulated or bool(gradients)
+        for name, parameter in self._module.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device, copy=True)
+        if self._world_size > 1:
+            for slot, parameter in enumerate(self._parameters):
+                self._used[slot] = self._used[slot] or self._names[id(parameter)] in gradients
 
     def close(self) -> None:
         """Remove every hook. Gradients stay unchanged. Local; safe to call twice."""
@@ -640,6 +706,21 @@ def _one_at_a_time(hook: Callable[[torch.Tensor], None], lock: threading.RLock) 
             hook(gradient)
 
     return locked
+
+
+def _sum_of_gradients(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, torch.Tensor]:
+    """The accumulated gradients of all ranks as those of one rank among ``world_size``, by parameter name."""
+    if any(state["gradients"] for state in states) and len(states) > 1 and states[0]["weighing"]["total"] is None:
+        raise ConfigurationError(
+            f"the checkpoint holds gradients that {len(states)} processes have accumulated under weights without a "
+            f"total, so {world_size} cannot go on from them. Start {len(states)}, or give weigh() the total."
+        )
+    factor = world_size / len(states)  # each contribution was multiplied by the number of ranks, see Weighing
+    summed: dict[str, torch.Tensor] = {}
+    for state in states:
+        for name, gradient in state["gradients"].items():
+            summed[name] = summed[name] + gradient if name in summed else gradient
+    return {name: gradient * factor for name, gradient in summed.items()}
 
 
 def _require_same_way(

@@ -21,9 +21,10 @@ in the parameters' precision; and put all parameters into one buffer. The outer 
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -253,6 +254,34 @@ class ParameterAverager:
             fragment.take_anchor()
         self._steps, self._weight = 0, 0.0
 
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's place in the window, for a checkpoint: its parameters, anchors and optimizer. Local.
+
+        Each rank has a different one. Other ranks cannot go on from it: with another number, load the model and the
+        optimizer as they are after :meth:`outer_step`.
+        """
+        state: dict[str, Any] = {"steps": self._steps, "weight": self._weight}
+        if self._world is None and isinstance(self._sync, LocalSGD):
+            return state
+        state["anchors"] = [fragment.anchor.clone() for fragment in self._fragments]
+        state["parameters"] = {name: p.detach().clone() for f in self._fragments for name, p in f.named()}
+        state["optimizer"] = None if self._optimizer is None else copy.deepcopy(self._optimizer.state_dict())
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at the place that :meth:`state_dict` has saved, on the same rank of as many. Local."""
+        self._steps, self._weight = state["steps"], state["weight"]
+        if "anchors" not in state:
+            return
+        for fragment, anchor in zip(self._fragments, state["anchors"], strict=True):
+            fragment.anchor.copy_(anchor)
+            for name, parameter in fragment.named():
+                parameter.copy_(state["parameters"][name])
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+
     def close_window(self) -> None:
         """Deprecated name of :meth:`outer_step`."""
         warnings.warn("close_window is deprecated: it is called outer_step now.", DeprecationWarning, stacklevel=2)
@@ -310,6 +339,10 @@ class _Fragment:
         self._anchors = self._views(self.anchor)
         self._outer = sync.outer_optimizer(self._anchors)
         self.take_anchor()
+
+    def named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The parameters, with their names."""
+        return list(zip(self._names, self._parameters, strict=True))
 
     def take_anchor(self) -> None:
         """Copy the current parameters to the anchor."""

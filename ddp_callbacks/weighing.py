@@ -120,6 +120,28 @@ class Weighing:
         self._accumulates = False
         self._arrange()
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether contributions have been accumulated since the last synchronization."""
+        return self._accumulates
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, for a checkpoint."""
+        return {
+            "weight": self.weight,
+            "total": self.total,
+            "accumulates": self._accumulates,
+            "are_means": self._are_means,
+            "have_been_sums": self._have_been_sums,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
+        self.weight, self.total, self._accumulates = state["weight"], state["total"], state["accumulates"]
+        self._are_means, self._have_been_sums = state["are_means"], state["have_been_sums"]
+        self._drops = not self.weight
+        self._arrange()
+
     def close(self) -> None:
         """Remove every hook."""
         for handle in self._handles:

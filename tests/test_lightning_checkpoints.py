@@ -21,7 +21,8 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning_scenarios import Net, fit, loader, outcome, quiet, trainer
 from test_equivalence import assert_equal
 
-from ddp_callbacks.lightning import CallbackStrategy, checkpoints
+from ddp_callbacks.checkpoints import transfer
+from ddp_callbacks.lightning import CallbackStrategy
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results("world_size")]
 
@@ -42,7 +43,7 @@ def mishap(function: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 def run_all(folder: str) -> dict[str, Any]:
     """Each script on this rank, which has a folder of its own; files go there and back in pieces."""
-    checkpoints.CHUNK_NBYTES = 1000
+    transfer.CHUNK_NBYTES = 1000
     results = {}
     with quiet():
         for name, run in SCRIPTS.items():

@@ -21,6 +21,8 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import Pending, enter, of_device, require_sent, require_tags, tag_of, wait
 
+_GATHERED_NBYTES = 1 << 26  # on rank 0, in one message
+
 
 def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Sum ``tensor`` over the ranks, in place, and return it. A collective.
@@ -155,6 +157,36 @@ def broadcast_tensors(
     return header, tensors
 
 
+def gather_bytes(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """Gather every rank's bytes on rank 0, in rank order. A collective; no other rank gets any.
+
+    Args:
+        tensor: Flat uint8, on the CPU; of any size on each rank.
+        doing: The purpose, for error messages: "the loss of an epoch".
+        group: ``None`` is the default group.
+
+    Returns:
+        One tensor per rank on rank 0, an empty list on the others.
+
+    Raises:
+        PeerError: Another rank failed, died or went silent.
+    """
+    if get_world_size(group) == 1:
+        return [tensor]
+    resolved = resolve_group(group)
+    sizes = _all_gather_numbers(tensor.numel(), doing, resolved)
+    gathered = [torch.empty(size, dtype=torch.uint8) for size in sizes if resolved.rank() == 0]
+    step = max(1, _GATHERED_NBYTES // len(sizes))
+    for start in range(0, max(sizes), step):
+        padded = torch.zeros(min(step, max(sizes) - start), dtype=torch.uint8)
+        part = tensor[start : start + step]
+        padded[: part.numel()] = part
+        for whole, piece in zip(gathered, _gather(padded, doing, resolved), strict=True):
+            room = whole[start : start + step]
+            room.copy_(piece[: room.numel()])
+    return gathered
+
+
 def new_subgroup(parts: Sequence[Sequence[int]], group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """Make process groups with the backends and timeout of ``group``; return this rank's, or ``None`` if it is in none.
 
@@ -194,6 +226,16 @@ def _all_gather(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup) -> l
     received = [torch.empty_like(tensor) for _ in range(group.size())]
     messenger = _messenger(tensor, group)
     wait(of_device(messenger.allgather([received], [tensor]), tensor.device, messenger), doing, group)
+    return received
+
+
+def _gather(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Every rank's tensor on rank 0, nothing on the others."""
+    received = [torch.empty_like(tensor) for _ in range(group.size() if group.rank() == 0 else 0)]
+    options = dist.GatherOptions()
+    options.rootRank = 0
+    messenger = _messenger(tensor, group)
+    wait(messenger.gather([received] if received else [], [tensor], options), doing, group)
     return received
 
 

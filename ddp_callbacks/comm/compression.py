@@ -168,5 +168,36 @@ class _FutureWork:
             self.result.copy_(value)
 
 
+_POWERSGD = ("iter", "error_dict", "p_memory_dict", "q_memory_dict", "next_stats_report")  # what changes in a run
+
+
+def state_of_hook(hook: CommHook | None, state: Any) -> dict[str, Any]:
+    """What a comm hook keeps from step to step on this rank, for a checkpoint: that of torch's PowerSGD. Local.
+
+    Empty for hooks that keep nothing, and for others, whose state this library does not know.
+    """
+    kept = _powersgd_of(hook, state)
+    if kept is None:
+        return {}
+    found = {name: getattr(kept, name) for name in _POWERSGD}
+    rng = kept.rng.get_state(legacy=False)
+    return found | {"rng": {**rng, "state": {**rng["state"], "key": rng["state"]["key"].tolist()}}}
+
+
+def load_state_of_hook(hook: CommHook | None, state: Any, saved: dict[str, Any]) -> None:
+    """Inverse of :func:`state_of_hook`. Local."""
+    kept = _powersgd_of(hook, state)
+    if kept is None or not saved:
+        return
+    for name in _POWERSGD:
+        setattr(kept, name, saved[name])
+    kept.rng.set_state(saved["rng"])
+
+
+def _powersgd_of(hook: CommHook | None, state: Any) -> PowerSGDState | None:
+    kept = hook._state if isinstance(hook, PowerSGDBetweenNodes) else state
+    return kept if isinstance(kept, PowerSGDState) else None
+
+
 def _state(settings: PowerSGD, group: dist.ProcessGroup) -> PowerSGDState:
     return PowerSGDState(group, matrix_approximation_rank=settings.rank, start_powerSGD_iter=settings.start)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,9 @@ from ddp_callbacks._torch import replace_batch_sampler
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.data.iterator import ShardedIterator
+from ddp_callbacks.data.passes import BatchEnd, Pass
 from ddp_callbacks.data.random_state import SharedRandomState
+from ddp_callbacks.data.samplers import batches_from, is_torchs
 from ddp_callbacks.data.shares import BatchSize, Share, WholeBatch, slice_bounds, uneven_bounds
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -49,13 +52,46 @@ class _Division:
 
 
 class _Draw:
-    """One pass over a batch sampler: the shares of the batches drawn, a checksum of all indices, the first division."""
+    """One pass over a batch sampler.
+
+    Attributes:
+        shares: Of the batches drawn that have not been handed out.
+        ends: After each of these, where the sampler was.
+        indices: Of this rank's parts, if requested.
+        checksum: Of all indices.
+        end: Where the sampler is.
+    """
 
     def __init__(self) -> None:
         self.shares: deque[Share] = deque()
-        self.indices: list[list[Any]] = []  # of this rank's parts, if requested
+        self.ends: deque[BatchEnd] = deque()
+        self.indices: list[list[Any]] = []
         self.checksum = 0
+        self.end = BatchEnd(0, 0)
         self.first: _Division | None = None
+
+    def add(self, batch: Sequence[Any]) -> None:
+        """The sampler has drawn a batch."""
+        checksum = checksum_of(batch)
+        self.checksum = zlib.crc32(repr(checksum).encode(), self.checksum)
+        self.end = BatchEnd(self.end.drawn + 1, checksum)
+
+
+class _Indices(Iterator[Any]):
+    """This rank's indices of each batch. Nothing is drawn before the first one is asked for, or :meth:`begin`."""
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin, self._parts = begin, iter(())
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Draw the random state from rank 0, and skip what an earlier run has done. A collective."""
+        if not self._has_begun:
+            self._has_begun, self._parts = True, self._begin()
+
+    def __next__(self) -> Any:
+        self.begin()
+        return next(self._parts)
 
 
 class _SlicedBatchSampler:
@@ -71,31 +107,45 @@ class _SlicedBatchSampler:
         self.group = group
         self.keeps_indices = False
         self.draw = _Draw()
+        self.record: Pass | None = None  # of a resumable loader
+        self.sources = (loader, self.batch_sampler, self.sampler)
         self._compared = type(loader.dataset).__module__ != "torch.utils.data.dataset"
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
-    def __iter__(self) -> Iterator[Sequence[Any]]:
-        self.draw = _Draw()
-        return self._iterate(self.draw)
+    @property
+    def name(self) -> str:
+        return type(self.sampler if is_torchs(self.batch_sampler) else self.batch_sampler).__name__
 
-    def _iterate(self, draw: _Draw) -> Iterator[Sequence[Any]]:
+    def __iter__(self) -> Iterator[Any]:
+        self.draw = draw = _Draw()
+        self.drawing = _Indices(lambda: self._begin(draw, self.record))
+        return self.drawing
+
+    def _begin(self, draw: _Draw, record: Pass | None) -> Iterator[Any]:
         # Runs at the first next(): rank 0's DataLoader has drawn its workers' seed by then, as without this library.
-        sources = (self._loader, self.batch_sampler, self.sampler)
-        torch_only = _is_torchs(self.batch_sampler) and _is_torchs(self.sampler)
-        shared = SharedRandomState(sources, torch_only=torch_only, group=self.group)
-        batches = self._drawn(shared, draw)
+        torch_only = is_torchs(self.batch_sampler) and is_torchs(self.sampler)
+        if record is not None:
+            record.before_drawing()
+        shared = SharedRandomState(self.sources, torch_only=torch_only, group=self.group, always=record is not None)
+        if record is not None:
+            record.draws_from(shared)
+        batches = self._drawn(shared, draw, record)
         divided = self._divide(batches, get_rank(self.group), get_world_size(self.group))
-        for division in divided:
+        return self._parts(divided, draw, record)
+
+    def _parts(self, divided: Iterator[_Division], draw: _Draw, record: Pass | None) -> Iterator[Any]:
+        for number, division in enumerate(divided, record.skipped if record else 0):
             if draw.first is None:
                 draw.first = division
                 self._require_same_data()
                 self.check_agreement(draw)
             draw.shares.append(division.share)
+            draw.ends.append(draw.end)
             if self.keeps_indices:
                 draw.indices.append(list(division.part) if division.share.local else [])
-            yield division.part
+            yield record.for_worker(division.part, number) if record and self._loader.num_workers else division.part
 
     def _require_same_data(self) -> None:
         """Raise unless the cheap-to-compare properties of the data set are equal on all ranks. Once per loader."""
@@ -112,25 +162,39 @@ class _SlicedBatchSampler:
 
     def check_agreement(self, draw: _Draw) -> None:
         """Raise unless all ranks have drawn the same indices so far."""
-        name = type(self.sampler if _is_torchs(self.batch_sampler) else self.batch_sampler).__name__
         require_agreement(
-            {f"{name}: checksum of the indices drawn so far": draw.checksum},
-            f"the batches that {name} draws",
-            f"Every process runs {name} under rank 0's random state (torch's, Python's and NumPy's global ones and "
-            "generators that are its attributes). Take its randomness from one of these, not from the clock, the "
+            {f"{self.name}: checksum of the indices drawn so far": draw.checksum},
+            f"the batches that {self.name} draws",
+            f"Every process runs {self.name} under rank 0's random state (torch's, Python's and NumPy's global ones "
+            "and generators that are its attributes). Take its randomness from one of these, not from the clock, the "
             "process id or os.urandom.",
             self.group,
         )
 
-    def _drawn(self, shared: SharedRandomState, draw: _Draw) -> Iterator[Sequence[Any]]:
-        batches = iter(self.batch_sampler)
+    def _drawn(self, shared: SharedRandomState, draw: _Draw, record: Pass | None) -> Iterator[Sequence[Any]]:
+        """The batches that are left, each drawn when it is asked for; what an earlier run has done is drawn here."""
+        done = record.done if record else BatchEnd(0, 0)
+        with shared.drawing():
+            batches = batches_from(self.batch_sampler, max(0, done.drawn - 1))
+            if done.drawn:
+                draw.end = BatchEnd(done.drawn, checksum_of(next(batches, ())))
+        if record is not None:
+            record.require_same(draw.end, self.name)
+            record.has_drawn()
+        return self._left(batches, shared, draw, record)
+
+    def _left(
+        self, batches: Iterator[Sequence[Any]], shared: SharedRandomState, draw: _Draw, record: Pass | None
+    ) -> Iterator[Sequence[Any]]:
         while True:
             with shared.drawing():
                 try:
                     batch = next(batches)
                 except StopIteration:
                     return
-            draw.checksum = checksum_of(batch, draw.checksum)
+            draw.add(batch)
+            if record is not None:
+                record.has_drawn()
             yield batch
 
 
@@ -166,14 +230,25 @@ class Part:
 
 class PartIterator(ShardedIterator):
     def __init__(self, part: Part, shares: deque[Share]) -> None:
+        self._record = part.sampler.record
         super().__init__(iter(part.loader), shares)
         self._loader = part.loader
         self._sampler = part.sampler
         self._draw = part.sampler.draw
+        if self._record is not None and self._record.can_skip:
+            part.sampler.drawing.begin()
 
     def __next__(self) -> Any:
-        batch = next(self.batches)
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            if self._record is not None:
+                self._record.is_over = True
+            raise
         self._shares.append(self._draw.shares.popleft())
+        end = self._draw.ends.popleft()
+        if self._record is not None:
+            self._record.hand_out(end)
         return batch
 
     def first_batch(self) -> WholeBatch:
@@ -238,7 +313,3 @@ def _turns(batches: Iterator[Sequence[Any]], rank: int, world_size: int) -> Iter
         share = Share(len(mine or ()), sum(map(len, turn)))
         start = sum(map(len, turn[:rank])) if mine is not None else 0
         yield _Division(list(itertools.chain(*turn)), turn[0] if mine is None else mine, start, share)
-
-
-def _is_torchs(sampler: object) -> bool:
-    return sampler is None or type(sampler).__module__.startswith("torch.utils.data")

@@ -6,10 +6,7 @@ the current device's generator if the process uses CUDA.
 
 from __future__ import annotations
 
-import random
-import sys
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +14,34 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.collectives import broadcast_tensors
+from ddp_callbacks.data.global_state import (
+    State,
+    as_tuples,
+    checksum_of_state,
+    get_global_state,
+    get_state_of,
+    own_generators,
+    plain,
+    plain_global_state,
+    plain_state,
+    same_state,
+    seed_global,
+    set_global_state,
+    set_state_of,
+)
 from ddp_callbacks.process_group import get_rank, get_world_size
 
-State = tuple[Any, ...]  # torch's as uint8 tensors, Python's and NumPy's as objects or JSON
+__all__ = [
+    "RunRandomState",
+    "SharedRandomState",
+    "broadcast_rng_state",
+    "get_global_state",
+    "own_generators",
+    "plain_global_state",
+    "seed_by_rank",
+    "set_global_state",
+]
+
 _TENSOR = "tensor"  # placeholder for a tensor in JSON
 
 
@@ -37,29 +59,48 @@ class SharedRandomState:
             them.
         torch_only: Whether all drawing uses torch's generator. Python's and NumPy's states are large: switching them
             costs half a millisecond per batch.
+        always: Keep the shared state apart with a single process, too. What is drawn then depends on the state at the
+            start alone, not on what was drawn outside in between, so it can be drawn again.
     """
 
     def __init__(
-        self, sources: Sequence[object] = (), *, torch_only: bool = False, group: dist.ProcessGroup | None = None
+        self,
+        sources: Sequence[object] = (),
+        *,
+        torch_only: bool = False,
+        group: dist.ProcessGroup | None = None,
+        always: bool = False,
     ) -> None:
         self._torch_only = torch_only
         self._world_size = get_world_size(group)
         self._rank = get_rank(group)
+        self._is_kept = always or self._world_size > 1
         generators = [found for source in sources for found in own_generators(source)]
+        if self._is_kept:
+            self._state = get_global_state(torch_only)
         if self._world_size > 1:
-            states = [get_global_state(torch_only), *(_get_state(generator) for generator in generators)]
+            states = [get_global_state(torch_only), *(get_state_of(generator) for generator in generators)]
             self._state, *own = _broadcast_states(states, group)
             for generator, state in zip(generators, own, strict=True):
-                _set_state(generator, state)
+                set_state_of(generator, state)
+
+    @property
+    def state(self) -> State:
+        """What the next :meth:`drawing` draws from. Set it to go on elsewhere."""
+        return self._state
+
+    @state.setter
+    def state(self, state: Sequence[Any]) -> None:
+        self._state = tuple(state)
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Draw from the shared state inside. Local, no communication."""
-        if self._world_size == 1:
+        if not self._is_kept:
             yield
             return
         before, shared = get_global_state(self._torch_only), self._state
-        untouched = _same(before, shared)
+        untouched = same_state(before, shared)
         if not untouched:
             set_global_state(shared)
         try:
@@ -83,7 +124,7 @@ def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:
         return
     (state,) = _broadcast_states([get_global_state(False)], group)
     if rank := get_rank(group):
-        _seed_global(f"{rank}", _checksum(state))
+        seed_global(f"{rank}", checksum_of_state(state))
 
 
 def broadcast_rng_state(group: dist.ProcessGroup | None = None) -> None:
@@ -115,6 +156,7 @@ class RunRandomState:
         self._in_batch: State | None = None
         self._own: State | None = None  # while all ranks draw alike; None if rank 0's state is the shared one
         self._is_alike = False
+        self._is_in_batch = False  # of the two ways to be alike, this one draws from _in_batch
 
     @property
     def is_open(self) -> bool:
@@ -129,11 +171,11 @@ class RunRandomState:
         if get_world_size(self._group) == 1:
             return
         (self._shared,) = _broadcast_states([get_global_state(False)], self._group)
-        checksum, self._own = _checksum(self._shared), None
-        _seed_global("hooks of a batch", checksum)
+        checksum, self._own = checksum_of_state(self._shared), None
+        seed_global("hooks of a batch", checksum)
         self._in_batch = get_global_state(False)
         if self._rank:
-            _seed_global(f"{self._rank}", checksum)
+            seed_global(f"{self._rank}", checksum)
             self._own = get_global_state(False)
         set_global_state(self._shared if self._is_alike or self._own is None else self._own)
 
@@ -163,12 +205,12 @@ class RunRandomState:
         if self._is_alike or self._in_batch is None or self._shared is None:
             yield
             return
-        self._own, self._is_alike = get_global_state(False), True
+        self._own, self._is_alike, self._is_in_batch = get_global_state(False), True, True
         set_global_state(self._in_batch)
         try:
             yield
         finally:
-            self._is_alike, self._in_batch = False, get_global_state(False)
+            self._is_alike, self._is_in_batch, self._in_batch = False, False, get_global_state(False)
             set_global_state(self._own)
 
     @contextmanager
@@ -185,11 +227,68 @@ class RunRandomState:
             self._own, self._is_alike = get_global_state(False), True
             set_global_state(state)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The random state of this rank, as tensors and plain data. Local.
+
+        It is that between the hooks, also if this is called in :meth:`alike` or :meth:`alike_in_batch`.
+        """
+        current = get_global_state(False)
+        own, shared, in_batch = current, self._shared, self._in_batch
+        if self._is_in_batch and self._is_alike:
+            own, in_batch = self._own or current, current
+        elif self._is_alike and shared is not None:
+            own, shared = self._own or current, current
+        is_open = shared is not None and in_batch is not None
+        return {
+            "rank": self._rank,
+            "world_size": get_world_size(self._group),
+            "own": plain_state(own),
+            "shared": plain_state(shared) if is_open and shared else None,
+            "in_batch": plain_state(in_batch) if is_open and in_batch else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the random state of a :meth:`state_dict`. Local; every rank calls it.
+
+        CUDA's state is set, too, as soon as CUDA is in use.
+
+        Args:
+            state: This rank's. If it was saved by another number of ranks, rank 0's on every rank: the other ranks
+                derive theirs from it.
+        """
+        own = tuple(state["own"])
+        shared = tuple(state["shared"] or own)
+        world_size, is_derived = get_world_size(self._group), state["rank"] != self._rank
+        if world_size > 1 and (is_derived or state["in_batch"] is None):
+            own = self._derived(own, shared)
+        if world_size > 1 and (self.is_open or state["shared"]):
+            self._shared = shared
+            self._in_batch = tuple(state["in_batch"] or self._seeded("hooks of a batch", shared))
+        if self._is_alike and self._is_in_batch:
+            self._own, current = own, self._in_batch or own
+        elif self._is_alike and self._shared is not None:
+            self._own, current = own, self._shared
+        else:
+            current = own
+        set_global_state(current)
+
+    def _derived(self, own: State, shared: State) -> State:
+        """This rank's state after that of rank 0."""
+        return own if self._rank == 0 else self._seeded(f"{self._rank}", shared)
+
+    @staticmethod
+    def _seeded(salt: str, shared: State) -> State:
+        before = get_global_state(False)
+        seed_global(salt, checksum_of_state(shared))
+        seeded = get_global_state(False)
+        set_global_state(before)
+        return seeded
+
     def _enter(self) -> None:
         if self._shared is None:
             return
         self._own = get_global_state(False)
-        if self._rank == 0 and _same(self._own, self._shared):
+        if self._rank == 0 and same_state(self._own, self._shared):
             self._own = None
         else:
             set_global_state(self._shared)
@@ -202,103 +301,9 @@ class RunRandomState:
             set_global_state(self._own)
 
 
-def get_global_state(torch_only: bool) -> State:
-    """torch's state; unless ``torch_only``, also Python's, NumPy's and CUDA's (``None`` if not in use)."""
-    state = torch.get_rng_state()
-    if torch_only:
-        return (state,)
-    numpy = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state(legacy=False) if numpy else None
-    return state, random.getstate(), of_numpy, torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-
-
-def set_global_state(state: State) -> None:
-    """Inverse of :func:`get_global_state`; generators missing in ``state`` stay unchanged."""
-    torch.set_rng_state(state[0])
-    if len(state) > 1:
-        random.setstate(state[1] if isinstance(state[1], tuple) else _tuples(state[1]))
-        if state[2] is not None and (numpy := sys.modules.get("numpy")):
-            numpy.random.set_state(state[2])
-        if state[3] is not None and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(state[3])
-
-
-def plain_global_state() -> list[Any]:
-    """The global random state as tensors and plain data, for a checkpoint; pass it to :func:`set_global_state`."""
-    return [_plain(part) for part in get_global_state(False)]
-
-
-def _seed_global(*salt: str | int) -> None:
-    """Seed all global generators with ``salt``."""
-    seed = zlib.crc32(repr(salt).encode())
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)
-
-
-def _checksum(state: State) -> int:
-    return zlib.crc32(bytes(state[0].tolist()))
-
-
-def own_generators(source: object) -> list[Any]:
-    """The torch, Python and NumPy generators that are attributes of ``source``, by attribute name."""
-    numpy = sys.modules.get("numpy")
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if numpy:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
-    attributes = getattr(source, "__dict__", {})
-    return [value for _, value in sorted(attributes.items()) if isinstance(value, kinds)]
-
-
-def _get_state(generator: Any) -> State:
-    if isinstance(generator, torch.Generator):
-        return (generator.get_state(),)
-    if isinstance(generator, random.Random):
-        return (None, generator.getstate())
-    if hasattr(generator, "bit_generator"):
-        return (None, _plain(generator.bit_generator.state))
-    return (None, _plain(generator.get_state(legacy=False)))
-
-
-def _set_state(generator: Any, state: State) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state[0])
-    elif isinstance(generator, random.Random):
-        generator.setstate(_tuples(state[1]))
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state[1]
-    else:
-        generator.set_state(state[1])
-
-
 def _broadcast_states(states: list[State], group: dist.ProcessGroup | None) -> list[State]:
     tensors = [part for state in states for part in state if isinstance(part, torch.Tensor)]
-    header = [[_TENSOR if isinstance(part, torch.Tensor) else _plain(part) for part in state] for state in states]
+    header = [[_TENSOR if isinstance(part, torch.Tensor) else plain(part) for part in state] for state in states]
     header, tensors = broadcast_tensors(header, tensors, "the random state", group)
     remaining = iter(tensors)
-    return [tuple(next(remaining) if part == _TENSOR else _tuples(part) for part in state) for state in header]
-
-
-def _same(one: State, other: State) -> bool:
-    return all(map(_same_part, one, other))
-
-
-def _same_part(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return one == other
-    return bool(_tuples(_plain(one)) == _tuples(_plain(other)))
-
-
-def _plain(value: Any) -> Any:
-    """Keep tensors; convert NumPy's state to JSON types."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, torch.Tensor) else value
-
-
-def _tuples(value: Any) -> Any:
-    """Convert lists to tuples, which ``random.setstate`` requires."""
-    return tuple(_tuples(item) for item in value) if isinstance(value, list | tuple) else value
+    return [tuple(next(remaining) if part == _TENSOR else as_tuples(part) for part in state) for state in header]

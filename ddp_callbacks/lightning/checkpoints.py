@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ddp_callbacks.checkpoints.transfer import broadcast_file
 from ddp_callbacks.comm.agreement import require_agreement
-from ddp_callbacks.comm.collectives import all_gather_json, broadcast
+from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.lightning._lightning import checkpoint_connector
 from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.process_group import get_rank
@@ -17,7 +18,6 @@ from ddp_callbacks.process_group import get_rank
 Load = Callable[[], dict[str, Any]]
 
 _DOING = "what the ranks resume from"
-CHUNK_NBYTES = 1 << 26  # of a checkpoint in one message
 
 
 def load_on_all(load: Load, path: Any, weights_only: bool | None) -> dict[str, Any]:
@@ -67,15 +67,7 @@ def _broadcast(checkpoint: dict[str, Any], weights_only: bool | None) -> dict[st
     file = io.BytesIO()
     if get_rank() == 0:
         torch.save(checkpoint, file)
-    size = int(broadcast(torch.tensor([len(file.getbuffer())]), _DOING))
-    if get_rank() == 0:
-        content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-        for chunk in content.split(CHUNK_NBYTES):
-            broadcast(chunk, _DOING)
+        broadcast_file(file, _DOING)
         return checkpoint
-    for start in range(0, size, CHUNK_NBYTES):
-        chunk = broadcast(torch.empty(min(CHUNK_NBYTES, size - start), dtype=torch.uint8), _DOING)
-        file.write(chunk.numpy().data)
-    file.seek(0)
-    received: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+    received: dict[str, Any] = torch.load(broadcast_file(None, _DOING), map_location="cpu", weights_only=weights_only)
     return received

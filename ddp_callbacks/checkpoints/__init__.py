@@ -1,0 +1,14 @@
+"""Checkpoints that a run goes on from at the next batch, on any number of processes.
+
+- :mod:`.file`: ``CheckpointFile``, which all ranks write and read together
+- :mod:`.format`: what is in the file, and which files are refused
+- :mod:`.disk`: one process's writes, of which the last two are kept, and reads; :mod:`.claim`: one job writes a path
+- :mod:`.transfer`: what rank 0 does for all, and the bytes between it and the others
+- :mod:`.background`: the copy to memory, and the thread that writes it beside training
+- :mod:`.own_loop`: ``save_checkpoint`` and ``load_checkpoint`` for a loop in plain PyTorch
+"""
+
+from ddp_callbacks.checkpoints.file import CheckpointFile
+from ddp_callbacks.checkpoints.format import Saved, require_same
+
+__all__ = ["CheckpointFile", "Saved", "require_same"]

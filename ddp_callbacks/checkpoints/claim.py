@@ -1,0 +1,110 @@
+"""One job at a time writes a path: it locks a file beside it, which names the process.
+
+The kernel frees the lock when the process ends, however it ends. Forked children, such as loader workers that outlive
+it, let go of it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from datetime import datetime
+
+from ddp_callbacks.errors import CheckpointError, say
+
+PATIENCE = 5.0
+"""Seconds to wait for another process: the one that this one replaces may still be ending."""
+
+_PAUSE = 0.1
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
+
+class Claim:
+    """This process's right to write ``path``, until :meth:`release`. Blocks for :data:`PATIENCE` at most.
+
+    Raises:
+        CheckpointError: Another process has it. Names its host and process id, and since when it has.
+        OSError: The folder cannot be written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = f"{path}.lock"
+        self._file = _lock(self._path, path)
+        _write_owner(self._file)
+        reference = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget(reference))
+
+    def release(self) -> None:
+        """Let others write. Safe to call twice."""
+        if self._file >= 0:
+            with contextlib.suppress(OSError):  # while it is locked: nobody locks what is no longer there
+                os.remove(self._path)
+            self.forget()
+
+    def forget(self) -> None:
+        """Close this process's descriptor, and leave the lock to the process that this one was forked from."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+
+def _forget(reference: weakref.ref[Claim]) -> None:
+    claim = reference()
+    if claim is not None:
+        claim.forget()
+
+
+def _lock(lock: str, path: str) -> int:
+    end = time.monotonic() + PATIENCE
+    while True:
+        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_still(file, lock):
+                return file
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                say(f"the file system of {path} has no locks, so two jobs that write it are not noticed")
+                return file
+            if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > end:
+                owner = os.pread(file, 4096, 0)
+                os.close(file)
+                raise _taken(path, owner) from None
+            time.sleep(_PAUSE)
+        os.close(file)
+
+
+def _is_still(file: int, lock: str) -> bool:
+    """Whether the file that is locked is the one at the path: its last owner may have removed it in between."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(lock))
+    except FileNotFoundError:
+        return False
+
+
+def _write_owner(file: int) -> None:
+    job = next((f"{name} {os.environ[name]}" for name in _JOB if name in os.environ), "")
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": job}
+    owner["since"] = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(owner).encode(), 0)
+
+
+def _taken(path: str, owner: bytes) -> CheckpointError:
+    try:
+        known = json.loads(owner)
+        job = f", {known['job']}" if known["job"] else ""
+        who = f"the process {known['pid']} on host {known['host']}{job}, which has had it since {known['since']}"
+    except (ValueError, KeyError):
+        who = "a process that has not said its name"
+    return CheckpointError(
+        f"{path} is being written by another job: {who}. Two jobs must not go on from one file. End the other one, or "
+        "give this one another path."
+    )

@@ -1,0 +1,202 @@
+"""One process's writes and reads of a checkpoint. At every moment of a write, a whole file is at the path."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import os
+import shutil
+import socket
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ddp_callbacks.checkpoints.format import KEY, not_ours, require_ours
+from ddp_callbacks.errors import CheckpointError
+
+_ZIP = b"PK\x03\x04"  # the first bytes of what torch.save writes
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+def previous_of(path: str) -> str:
+    """Where the file before the last is: ``run.previous.pt`` for ``run.pt``."""
+    return str(Path(path).with_name(f"{Path(path).stem}.previous{Path(path).suffix}"))
+
+
+def prepare_folder(path: str) -> None:
+    """Make the folder of ``path``, unless it is there."""
+    Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+
+
+def remove_temporary_files(path: str) -> None:
+    """Remove what killed processes of any host have left. Only for the process that has the claim of ``path``."""
+    for whole in (path, previous_of(path)):
+        for leftover in glob.glob(f"{glob.escape(whole)}.*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(leftover)
+
+
+def write(content: dict[str, Any], path: str) -> None:
+    """Write ``content`` beside ``path``, flush it to the disk, keep the file at ``path`` as the previous one, rename.
+
+    Raises:
+        CheckpointError: The disk is full, or refuses. The files that were there still are.
+    """
+    temporary = _temporary(path)
+    with _explaining(path):
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if os.path.exists(path):
+                _keep_as_previous(path)
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(temporary)
+        _flush_folder(path)
+
+
+def _temporary(path: str) -> str:
+    return f"{path}.{socket.gethostname()}-{os.getpid()}.tmp"
+
+
+def _keep_as_previous(path: str) -> None:
+    """Give the file a second name, so that there is one at ``path`` all the time."""
+    previous = previous_of(path)
+    link = _temporary(previous)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(link)
+    try:
+        os.link(path, link)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.replace(path, previous)  # for a moment only the previous one is there, which a reader takes then
+        return
+    os.replace(link, previous)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(link)  # a rename between two names of one file does nothing
+
+
+def _flush_folder(path: str) -> None:
+    """Flush the renames to the disk."""
+    folder = os.open(Path(path).absolute().parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems don't do it for folders
+            raise
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _explaining(path: str) -> Iterator[None]:
+    """Turn an error of the disk into one that says where, why, and what is still there."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause = _of_disk(error)
+        if cause is None:
+            raise
+        raise CheckpointError(
+            f"{path} cannot be written on host {socket.gethostname()}: {os.strerror(cause.errno or 0)}. "
+            f"{_free(path)} {_still_there(path)} Make room, and the next write will do."
+        ) from error
+
+
+def _of_disk(error: BaseException | None) -> OSError | None:
+    """torch raises an error of its own while it closes the file that could not be written."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _free(path: str) -> str:
+    try:
+        return f"{shutil.disk_usage(Path(path).absolute().parent).free / 1e6:.1f} MB are free there."
+    except OSError as error:
+        return f"How much is free there cannot be found out: {error.strerror}."
+
+
+def _still_there(path: str) -> str:
+    there = [name for name in (path, previous_of(path)) if os.path.exists(name)]
+    if not there:
+        return "No earlier checkpoint is there."
+    return f"Still there, whole and unchanged: {' and '.join(there)}."
+
+
+# --- reads ------------------------------------------------------------------------------------------------------------
+
+
+def find(path: str, weights_only: bool) -> tuple[str, dict[str, Any]] | None:
+    """The newest file that can be read and its content: the one at ``path``, or the previous one with a warning.
+
+    Raises:
+        CheckpointError: There are files, but none can be read; or one is not ours, or of a newer format.
+    """
+    reasons = []
+    for candidate in (path, previous_of(path)):
+        if not os.path.exists(candidate):
+            reasons.append(f"{candidate} is not there")
+            continue
+        content, reason = load(candidate, weights_only)
+        if content is not None:
+            if reasons:
+                warnings.warn(f"{reasons[0]}, so the run goes on from the one before: {candidate}.", stacklevel=2)
+            return candidate, content
+        reasons.append(reason)
+    if not os.path.exists(path) and not os.path.exists(previous_of(path)):
+        return None
+    raise CheckpointError(
+        f"no checkpoint can be read: {'; '.join(reasons)}. Remove them to start anew, or give another path."
+    )
+
+
+def load(path: str, weights_only: bool) -> tuple[dict[str, Any] | None, str]:
+    """The content of a file, or ``None`` and how it is damaged.
+
+    Raises:
+        CheckpointError: The file is not ours, of a newer format, or has objects that ``weights_only`` excludes.
+    """
+    with open(path, "rb") as file:
+        start = file.read(len(_ZIP))
+        if start != _ZIP and start.strip(b"\0"):
+            raise not_ours(path)
+        if damage := _truncation(file):
+            return None, f"{path} is damaged ({damage})"
+        content = load_open(file, path, weights_only)
+        if content[KEY].get("crc32") and (entry := zipfile.ZipFile(file).testzip()):
+            return None, f"{path} is damaged (the checksum of {entry} is not that of its bytes)"
+        return content, ""
+
+
+def load_open(file: BinaryIO, path: str, weights_only: bool) -> dict[str, Any]:
+    """The content of an open file that is whole.
+
+    Raises:
+        CheckpointError: As for :func:`load`.
+    """
+    file.seek(0)
+    try:
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    require_ours(content, path)
+    return content
+
+
+def _truncation(file: BinaryIO) -> str:
+    file.seek(0)
+    try:
+        zipfile.ZipFile(file).close()
+    except zipfile.BadZipFile as error:
+        return f"{error}; it has {os.fstat(file.fileno()).st_size} bytes"
+    return ""

@@ -1,0 +1,223 @@
+"""The file that all ranks of a run write and read together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.checkpoints import disk
+from ddp_callbacks.checkpoints.background import BackgroundWriter, copy_to_memory
+from ddp_callbacks.checkpoints.claim import Claim
+from ddp_callbacks.checkpoints.format import KEY, Saved, make_content, pack_own
+from ddp_callbacks.checkpoints.transfer import broadcast_file, on_rank_zero
+from ddp_callbacks.comm.collectives import all_gather_json, broadcast_tensors, gather_bytes
+from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted, say
+from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
+from ddp_callbacks.process_group.failures import describe_rank
+
+Shared = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+
+_CLAIM = "the claim of the checkpoint"
+_READ = "the reading of the checkpoint"
+_OWN = "the ranks' states for the checkpoint"
+_WRITE = "the writing of the checkpoint"
+_CLOSE = "the end of the checkpoint's writing"
+
+
+class CheckpointFile:
+    """A checkpoint at a path, and the one before it. Rank 0 writes and reads; only it needs to see the files.
+
+    Every rank makes one and calls its methods at the same moments; each blocks until all ranks have called it, and
+    raises on all ranks or on none. Works with a single process, and without a process group. As a context manager it is
+    opened and closed.
+
+    Args:
+        path: Of the file: ``"run.pt"``. The one before it is ``run.previous.pt``; ``run.pt.lock`` keeps other jobs
+            away.
+        async_save: Let :meth:`write` return once the state is copied to rank 0's memory; a thread writes it. If the
+            process is killed during that, the file is the one before. :meth:`close` waits for the thread.
+        weights_only: As in :func:`torch.load`: whether only tensors and plain data are read. Files that hold other
+            objects run code when they are read, so read them with ``False`` only if you trust them.
+        process_group: ``None`` is the default group.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        async_save: bool = False,
+        weights_only: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.path = os.path.abspath(path)
+        self._weights_only = weights_only
+        self._group = process_group
+        self._is_open = False
+        self._claim: Claim | None = None  # on rank 0
+        self._background = BackgroundWriter() if async_save else None
+
+    def __enter__(self) -> CheckpointFile:
+        self.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None or isinstance(error, Preempted):
+            self.close()
+        else:  # the other ranks may not come here; the thread has said what it failed by
+            with contextlib.suppress(Exception):
+                self._let_go()
+
+    def open(self) -> None:
+        """Claim the path, make its folder, and remove what killed processes have left. A collective.
+
+        Raises:
+            CheckpointError: Another job writes the file, named by host, process id and time; or the folder cannot be
+                written.
+        """
+        if not self._is_open:
+            self._claim = on_rank_zero(self._open, _CLAIM, self._group)
+            self._is_open = True
+
+    def read(self) -> Saved | None:
+        """What the newest file that can be read holds; ``None`` if there is no file. A collective.
+
+        If the last file is damaged, that is the one before it, with a warning on rank 0 that says why. Ranks that do
+        not see rank 0's file get it from there.
+
+        Raises:
+            CheckpointError: No file can be read, or the file is not ours or of a newer format.
+        """
+        found = on_rank_zero(lambda: disk.find(self.path, self._weights_only), _READ, self._group)
+        name, content = ("", None) if found is None else found
+        mine = None if content is None else content[KEY]["id"]
+        (name, wanted), _ = broadcast_tensors([name, mine], [], _READ, self._group)
+        if wanted is None:
+            return None
+        if content is None:
+            content = self._find_same(name, wanted)
+        if not all(all_gather_json(content is not None, _READ, self._group)):
+            content = self._receive(name, content)
+        assert content is not None
+        return Saved(content, self._weights_only)
+
+    def write(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> None:
+        """Write a new file; the last one becomes the previous one. A collective.
+
+        Returns when the file is there. With ``async_save``, when it is in memory; if the last write is still under way,
+        this one waits for it, and says how long.
+
+        Args:
+            shared: What all ranks have alike; only rank 0's counts. A function is called on rank 0 alone while the
+                others wait, so it must take part in no exchange: what needs all ranks is done before.
+            own: What this rank has for itself: tensors and plain data.
+            about: What :func:`require_same` compares: ``{"batch size": "64"}``. The same on every rank.
+
+        Raises:
+            CheckpointError: The file cannot be written, because the disk is full for example. What was there still is.
+                With ``async_save``, the last one could not be; this one isn't written either.
+            ConfigurationError: It is not open.
+            PeerError: Another rank failed or died. The file is the old or the new one.
+        """
+        if not self._is_open:
+            raise ConfigurationError("call open() before write(), or use the CheckpointFile as a context manager.")
+        ranks = gather_bytes(self._pack(own), _OWN, self._group)
+        on_rank_zero(lambda: self._write(shared, ranks, about), _WRITE, self._group)
+
+    def wait(self) -> None:
+        """Block until the last write is complete, and the file is there. A collective.
+
+        Raises:
+            CheckpointError: With ``async_save``: it could not be written.
+        """
+        on_rank_zero(self._wait, _CLOSE, self._group)
+
+    def close(self) -> None:
+        """As :meth:`wait`; then other jobs may write the path. A collective; safe to call twice.
+
+        Raises:
+            CheckpointError: As for :meth:`wait`. It is closed all the same.
+        """
+        if self._is_open:
+            self._is_open = False
+            on_rank_zero(self._let_go, _CLOSE, self._group)
+
+    def _open(self) -> Claim:
+        try:
+            disk.prepare_folder(self.path)
+            claim = Claim(self.path)
+            disk.remove_temporary_files(self.path)
+        except OSError as error:
+            raise CheckpointError(f"the folder of {self.path} cannot be written: {error}") from error
+        return claim
+
+    def _wait(self) -> None:
+        if self._background is not None:
+            self._background.wait()
+
+    def _let_go(self) -> None:
+        claim, self._claim = self._claim, None
+        try:
+            self._wait()
+        finally:
+            if claim is not None:
+                claim.release()
+
+    # --- reads --------------------------------------------------------------------------------------------------------
+
+    def _find_same(self, name: str, wanted: str) -> dict[str, Any] | None:
+        """The content of this rank's file, if it is the one that rank 0 has found."""
+        try:
+            content, _ = disk.load(name, self._weights_only)
+        except (OSError, CheckpointError):
+            return None
+        return content if content is not None and content[KEY]["id"] == wanted else None
+
+    def _receive(self, name: str, content: dict[str, Any] | None) -> dict[str, Any]:
+        file = open(name, "rb") if get_rank(self._group) == 0 else None
+        try:
+            received = broadcast_file(file, _READ, self._group)
+        finally:
+            if file is not None:
+                file.close()
+        return disk.load_open(received, name, self._weights_only) if content is None else content
+
+    # --- writes -------------------------------------------------------------------------------------------------------
+
+    def _pack(self, own: Mapping[str, Any]) -> torch.Tensor:
+        """This rank's state as bytes; if some rank's cannot be saved, all raise."""
+        packed, failure = torch.empty(0, dtype=torch.uint8), None
+        try:
+            packed = pack_own(own)
+        except Exception as error:
+            failure = error
+        text = None if failure is None else f"{type(failure).__name__}: {failure}"
+        for rank, other in enumerate(all_gather_json(text, _OWN, self._group)):
+            if other is not None:
+                several = get_world_size(self._group) > 1
+                who = describe_rank(resolve_group(self._group), rank) if several else "this process"
+                raise CheckpointError(f"{self.path} is not written: the state of {who} cannot be: {other}") from failure
+        return packed
+
+    def _write(self, shared: Shared, ranks: list[torch.Tensor], about: Mapping[str, str]) -> None:
+        if self._background is not None:
+            self._wait_for_last(self._background)
+        content = make_content(shared() if callable(shared) else shared, ranks, about)
+        if self._background is None:
+            disk.write(content, self.path)
+        else:
+            self._background.start(partial(disk.write, copy_to_memory(content), self.path))
+
+    def _wait_for_last(self, background: BackgroundWriter) -> None:
+        if background.is_writing:
+            start = time.monotonic()
+            background.join()
+            say(f"waited {time.monotonic() - start:.1f} s for the last write of {self.path} before the next one")
+        background.wait()

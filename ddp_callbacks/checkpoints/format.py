@@ -1,0 +1,134 @@
+"""What is in a checkpoint: the keys of the host, which it can read alone, and beside them one key of this library.
+
+::
+
+    {**shared, "ddp_callbacks": {"format": 1, "version": ..., "id": ..., "written": ..., "crc32": ...,
+                                 "world_size": N, "ranks": [N x uint8: torch.save of a rank's state], "about": {...}}}
+"""
+
+from __future__ import annotations
+
+import io
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import torch
+
+from ddp_callbacks.comm.agreement import MISSING
+from ddp_callbacks.errors import CheckpointError
+from ddp_callbacks.versions import __version__
+
+FORMAT = 1
+KEY = "ddp_callbacks"
+
+
+class Saved:
+    """What a file holds, on every rank alike. :meth:`CheckpointFile.read <ddp_callbacks.CheckpointFile.read>` makes it.
+
+    Args:
+        content: Of the file.
+        weights_only: As for :func:`torch.load`, when a rank's state is taken out of it.
+
+    Attributes:
+        shared: What was given to ``write`` as ``shared``: the same for all ranks, tensors on the CPU.
+        world_size: The number of ranks that wrote the file.
+        about: What was given to ``write`` as ``about``.
+    """
+
+    def __init__(self, content: Mapping[str, Any], weights_only: bool) -> None:
+        header = content[KEY]
+        self.shared: dict[str, Any] = {key: value for key, value in content.items() if key != KEY}
+        self.world_size: int = header["world_size"]
+        self.about: dict[str, str] = dict(header["about"])
+        self._ranks: list[torch.Tensor] = header["ranks"]
+        self._weights_only = weights_only
+
+    def own(self, rank: int) -> dict[str, Any]:
+        """The state that this rank of the run that wrote the file had for itself; a new copy for each call.
+
+        Raises:
+            IndexError: There was no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"the checkpoint was written by {self.world_size} ranks, so it has none of rank {rank}.")
+        return unpack_own(self._ranks[rank], self._weights_only)
+
+
+def make_content(shared: Mapping[str, Any], ranks: Sequence[torch.Tensor], about: Mapping[str, str]) -> dict[str, Any]:
+    """The whole content of a file.
+
+    Args:
+        ranks: The result of :func:`pack_own`, of each rank.
+    """
+    header = {
+        "format": FORMAT,
+        "version": __version__,
+        "id": secrets.token_hex(8),
+        "written": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "crc32": torch.serialization.get_crc32_options(),
+        "world_size": len(ranks),
+        "ranks": list(ranks),
+        "about": dict(about),
+    }
+    return {**shared, KEY: header}
+
+
+def pack_own(own: Mapping[str, Any]) -> torch.Tensor:
+    """The bytes of a rank's state, so that a host which reads the file alone need not know what is in it."""
+    file = io.BytesIO()
+    torch.save(dict(own), file)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def unpack_own(packed: torch.Tensor, weights_only: bool) -> dict[str, Any]:
+    """Inverse of :func:`pack_own`."""
+    content = io.BytesIO(packed.numpy().tobytes())
+    own: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=weights_only)
+    return own
+
+
+def require_ours(content: Any, path: str) -> None:
+    """Raise :class:`CheckpointError` unless ``content`` is a checkpoint of this library, in a format that it knows."""
+    header = content.get(KEY) if isinstance(content, dict) else None
+    if not isinstance(header, dict) or "format" not in header:
+        raise not_ours(path)
+    if header["format"] > FORMAT:
+        raise CheckpointError(
+            f"{path} was written by ddp_callbacks {header.get('version')} in format {header['format']}; this is "
+            f"ddp_callbacks {__version__}, which reads formats up to {FORMAT}. Install the newer version to go on from "
+            "the file, or give another path to start anew."
+        )
+
+
+def not_ours(path: str) -> CheckpointError:
+    """For a file that this library hasn't written."""
+    return CheckpointError(
+        f"{path} is no checkpoint of ddp_callbacks to go on from: it has no key {KEY!r}. It stays as it is. Load it by "
+        "what has written it, or give another path."
+    )
+
+
+def require_same(saved: Mapping[str, str], now: Mapping[str, str], path: str = "the checkpoint") -> None:
+    """Refuse to go on from a checkpoint of another model, data set or batch size. Local.
+
+    Args:
+        saved: ``about`` of the file.
+        now: What ``about`` would be in this run: names such as ``"batch size"``, and their values.
+        path: Of the file, for the message.
+
+    Raises:
+        CheckpointError: Some differ; names each with both values.
+    """
+    names = [*saved, *(name for name in now if name not in saved)]
+    differing = [
+        f"{name}: {saved.get(name, MISSING)} in the file, {now.get(name, MISSING)} now"
+        for name in names
+        if saved.get(name) != now.get(name)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{path} belongs to another run:\n  " + "\n  ".join(differing) + "\nGive the settings that the file was "
+            "written with, or another path to start anew."
+        )

@@ -1,0 +1,90 @@
+"""What rank 0 does for all ranks, and a file's bytes on their way between it and the others."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import BinaryIO, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.comm.collectives import broadcast, broadcast_tensors
+from ddp_callbacks.errors import CheckpointError
+from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
+from ddp_callbacks.process_group.failures import describe_rank
+
+T = TypeVar("T")
+
+CHUNK_NBYTES = 1 << 26  # of a file in one message
+
+
+def on_rank_zero(action: Callable[[], T], doing: str, group: dist.ProcessGroup | None = None) -> T | None:
+    """Call ``action`` on rank 0; the others wait for it. A collective.
+
+    Args:
+        action: Takes part in no exchange.
+        doing: The purpose, for error messages. The same on every rank.
+        group: ``None`` is the default group.
+
+    Returns:
+        What ``action`` returned on rank 0, ``None`` on the others.
+
+    Raises:
+        Exception: On rank 0, what ``action`` raised.
+        CheckpointError: On the others, with the same text, if ``action`` raised.
+    """
+    if get_rank(group) != 0:
+        text, _ = broadcast_tensors(None, [], doing, group)
+        if text is not None:
+            raise CheckpointError(text)
+        return None
+    try:
+        result = action()
+    except Exception as error:
+        broadcast_tensors(_text_for_others(error, doing, group), [], doing, group)
+        raise
+    broadcast_tensors(None, [], doing, group)
+    return result
+
+
+def broadcast_file(file: BinaryIO | None, doing: str, group: dist.ProcessGroup | None = None) -> io.BytesIO:
+    """Send the bytes of rank 0's open file to every rank. A collective.
+
+    Args:
+        file: At its beginning; ``None`` on ranks other than 0.
+        doing: The purpose, for error messages. The same on every rank.
+        group: ``None`` is the default group.
+
+    Returns:
+        The file in memory, at its beginning; empty on rank 0.
+    """
+    size = 0 if file is None else file.seek(0, io.SEEK_END)
+    size = int(broadcast(torch.tensor([size]), doing, group))
+    received = io.BytesIO()
+    if file is not None:
+        file.seek(0)
+    for start in range(0, size, CHUNK_NBYTES):
+        chunk = torch.empty(min(CHUNK_NBYTES, size - start), dtype=torch.uint8)
+        if file is not None:
+            _fill(chunk, file)
+        broadcast(chunk, doing, group)
+        if file is None:
+            received.write(chunk.numpy().data)
+    received.seek(0)
+    return received
+
+
+def _fill(chunk: torch.Tensor, file: BinaryIO) -> None:
+    view = chunk.numpy().data
+    while view:
+        count = file.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise OSError("the file has become shorter while it was read")
+        view = view[count:]
+
+
+def _text_for_others(error: Exception, doing: str, group: dist.ProcessGroup | None) -> str:
+    if isinstance(error, CheckpointError) or get_world_size(group) == 1:
+        return str(error)
+    return f"{doing} failed on {describe_rank(resolve_group(group), 0)}: {type(error).__name__}: {error}"

@@ -1,0 +1,132 @@
+"""Samplers: go on at the n-th batch, and shuffle a data set of any size without drawing its order first."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler
+
+from ddp_callbacks.data.global_state import digest_of
+
+_CHUNK = 4096  # indices computed at a time
+_ROUNDS = 8
+_FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64, as signed numbers
+_LARGEST = 1 << 62
+
+
+def batches_from(batch_sampler: Any, start: int) -> Iterator[Any]:
+    """The batches that ``iter(batch_sampler)`` yields from number ``start`` on.
+
+    torch's own ``BatchSampler`` makes no batch that is left out: its sampler is asked for what comes after. If a
+    sampler has a method ``iterate_from(start)``, it is called in place of drawing what is left out.
+    """
+    if not start:
+        return iter(batch_sampler)
+    if type(batch_sampler) is not BatchSampler:
+        return indices_from(batch_sampler, start)
+    rest = copy.copy(batch_sampler)
+    rest.sampler = _Begun(indices_from(batch_sampler.sampler, start * batch_sampler.batch_size))
+    return iter(rest)
+
+
+def indices_from(sampler: Any, start: int) -> Iterator[Any]:
+    """What ``iter(sampler)`` yields from number ``start`` on."""
+    if hasattr(sampler, "iterate_from"):
+        return iter(sampler.iterate_from(start))
+    if type(sampler) is SequentialSampler:
+        return iter(range(start, len(sampler)))
+    return itertools.islice(iter(sampler), start, None)
+
+
+def is_torchs(sampler: object) -> bool:
+    """Whether it draws from torch's random state alone."""
+    kind = type(sampler)
+    return sampler is None or kind is LazyRandomSampler or kind.__module__.startswith("torch.utils.data")
+
+
+class _Begun(Iterable[Any]):
+    """Stands for a sampler that has been asked for some of its indices."""
+
+    def __init__(self, indices: Iterator[Any]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._indices
+
+
+class LazyRandomSampler(Sampler[int]):
+    """Shuffles a data set of any size: each index is computed when it is asked for.
+
+    torch's ``RandomSampler`` draws the whole order first: for 10^8 samples it takes seconds, and 4 GB. This one begins
+    at once anywhere in the order, in constant memory. Each pass yields every index once. The order is a pseudorandom
+    permutation, not one drawn uniformly from all.
+
+    Args:
+        data_source: The data set; only its length is used.
+        seed: The order follows from it and :meth:`set_epoch`. ``None``: each pass draws its own from torch's global
+            random state, as ``RandomSampler`` does.
+    """
+
+    def __init__(self, data_source: Sized, seed: int | None = None) -> None:
+        self.data_source = data_source
+        self.seed = seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.data_source)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Give each epoch its own order, if there is a ``seed``. Call it before each pass."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return self.iterate_from(0)
+
+    def iterate_from(self, start: int) -> Iterator[int]:
+        """What a pass yields from number ``start`` on, in constant time."""
+        if self.seed is None:
+            key = int(torch.empty((), dtype=torch.int64).random_().item())
+        else:
+            key = digest_of(self.seed, self.epoch)
+        return _permuted(start, len(self), key)
+
+
+def _permuted(start: int, size: int, key: int) -> Iterator[int]:
+    """Numbers ``start`` to ``size`` of a pseudorandom permutation of ``range(size)``."""
+    for first in range(start, size, _CHUNK):
+        yield from _permute(torch.arange(first, min(first + _CHUNK, size)), size, key).tolist()
+
+
+def _permute(numbers: torch.Tensor, size: int, key: int) -> torch.Tensor:
+    """The images of int64 ``numbers`` under a permutation of ``range(size)``.
+
+    A Feistel network on pairs, of which there are at least ``size``; what falls outside is permuted again until it is
+    inside.
+    """
+    columns = max(1, int(size**0.5))
+    rows = -(-size // columns)
+    numbers = _feistel(numbers, rows, columns, key)
+    while (outside := numbers >= size).any():
+        numbers[outside] = _feistel(numbers[outside], rows, columns, key)
+    return numbers
+
+
+def _feistel(numbers: torch.Tensor, rows: int, columns: int, key: int) -> torch.Tensor:
+    row, column = numbers // columns, numbers % columns
+    for turn in range(0, _ROUNDS, 2):
+        row = (row + _mixed(column, key, turn)) % rows
+        column = (column + _mixed(row, key, turn + 1)) % columns
+    return row * columns + column
+
+
+def _mixed(values: torch.Tensor, key: int, turn: int) -> torch.Tensor:
+    """A hash of each value: splitmix64's, without its sign bit."""
+    salt = digest_of(key, turn) % _LARGEST
+    for factor, shift in zip(_FACTORS, (30, 27), strict=True):
+        values = (values + salt) * factor
+        values = values ^ (values >> shift)
+    return (values ^ (values >> 31)) & (_LARGEST - 1)
