@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,12 +75,11 @@ class LocalSteps:
         averager = None if self._averager is None else self._averager.state_dict()
         return {"averager": averager, "weight": self._weight, "has_stepped": self._has_stepped}
 
-    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Inverse of :meth:`state_dict`, by rank, with as many ranks; each takes its own. Local."""
-        own = states[0]
-        self._weight, self._has_stepped = own["weight"], own["has_stepped"]
-        if self._averager is not None and own["averager"] is not None:
-            self._averager.load_state_dict([state["averager"] for state in states])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`, on the same rank of as many. Local."""
+        self._weight, self._has_stepped = state["weight"], state["has_stepped"]
+        if self._averager is not None and state["averager"] is not None:
+            self._averager.load_state_dict(state["averager"])
 
     def note_step(self) -> None:
         """An optimizer has stepped."""

@@ -10,11 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddp_callbacks.data.random_state import RunRandomState
-from ddp_callbacks.lightning._lightning import load_trainer_state, restore_again, results_of_evaluation
-from ddp_callbacks.lightning._lightning import results_of_training, trainer_state
+from ddp_callbacks.lightning._lightning import (
+    load_trainer_state,
+    restore_again,
+    results_of_evaluation,
+    results_of_training,
+    trainer_state,
+)
 from ddp_callbacks.lightning.saved_logs import load_logs, logs_of
 from ddp_callbacks.lightning.saved_metrics import load_metrics, save_metrics
-from ddp_callbacks.lightning.saved_module import load_local, load_module, save_local, save_module
+from ddp_callbacks.lightning.saved_module import load_module, load_optimizers, save_module, save_optimizers
 
 Own = dict[str, Any]
 
@@ -29,7 +34,7 @@ def take(trainer: Any) -> Own:
         "metrics": save_metrics([trainer.lightning_module, *trainer.callbacks]),
         "module": save_module(trainer),
         "strategy": strategy.own_state(),
-        "local": save_local(trainer) if strategy.takes_local_steps else None,
+        "optimizers": save_optimizers(trainer),
     }
     return own | {"random": random_state_of(trainer).state_dict()}
 
@@ -69,8 +74,8 @@ class Taken:
         load_module(trainer, self._all("module"), mine, weights)
         states = self._all("strategy") * (1 if mine is None else self._world_size)
         trainer.strategy.load_own_state(states, mine is not None)
-        if first["local"] is not None and mine is not None:
-            load_local(trainer, first["local"])
+        if mine is not None:
+            load_optimizers(trainer, first["optimizers"])
         random_state_of(trainer).load_state_dict(first["random"])
 
     def _all(self, name: str) -> list[Any]:

@@ -55,7 +55,7 @@ class ResumableMixin:
         if self._synchronizer is not None and own["engine"] is not None:
             self._synchronizer.load_state_dict([state["engine"] for state in states])
         if are_as_many and self._local is not None and own["local_steps"] is not None:
-            self._local.load_state_dict([state["local_steps"] for state in states])
+            self._local.load_state_dict(own["local_steps"])
 
     def end_resuming(self) -> None:
         """The run has ended, well or not."""

@@ -28,7 +28,6 @@ from ddp_callbacks.lightning._lightning import (
 )
 from ddp_callbacks.lightning.moments import GoingOn, Moments, Place
 from ddp_callbacks.lightning.replacement import Replaced
-from ddp_callbacks.lightning.saved_module import load_local
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.process_group.preemption import SIGNALS, Preemption
 
@@ -166,7 +165,7 @@ class Fit:
         index = self._taken.get(stage, 0)
         self._taken[stage] = index + 1
         if self._saved is not None and stage == "train" and index == 0:
-            require_same(self._saved.about, self._about(loader), self._file.path)
+            self._require_same(self._about(loader))
         if index < len(self._mine.get("loaders", {}).get(stage, ())):
             self._set_loader(stage, index, loader)
 
@@ -189,9 +188,18 @@ class Fit:
         checkpoint = dict(self._saved.shared)
         if self._mine["place"] == "start":
             del checkpoint["loops"]  # or Lightning leaves out the sanity check
-        about = _about_module(self._trainer.lightning_module)
-        require_same({name: self._saved.about.get(name, "nothing") for name in about}, about, self._file.path)
+        self._require_same(_about_module(self._trainer.lightning_module))
         set_checkpoint(self._trainer, checkpoint, self._file.path)
+
+    def _require_same(self, about: dict[str, str]) -> None:
+        """Of what the file tells."""
+        assert self._saved is not None
+        known = self._saved.about
+        require_same(
+            {name: known[name] for name in about if name in known},
+            {name: value for name, value in about.items() if name in known},
+            self._file.path,
+        )
 
     def _restore(self) -> None:
         assert self._saved is not None
@@ -243,8 +251,7 @@ class Fit:
         own = self._place(place) | (own_state.take(trainer) if place != "start" else {"random": self._start})
         checkpoint = dump_checkpoint(trainer)  # closes a window of local steps
         forget_loaders(trainer, checkpoint)
-        if own.get("local") is not None:
-            load_local(trainer, own["local"])
+        if trainer.strategy.takes_local_steps and place != "start":
             trainer.strategy.load_own_state([own["strategy"]] * get_world_size(), True)
         train = self._loaders("train")
         about = self._about(train[0]) if train else _about_module(trainer.lightning_module)

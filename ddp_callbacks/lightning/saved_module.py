@@ -1,10 +1,12 @@
-"""What a rank's module has for itself in the middle of a run: buffers, gradients, modes; with local steps, all of it.
+"""What a rank's module has for itself in the middle of a run: buffers, modes, and gradients that no engine keeps.
 
-Parameters and optimizers are alike on all ranks, except with local steps, and are in Lightning's part of the file.
+Parameters and optimizers are alike on all ranks, and in Lightning's part of the file; with local steps they are the
+averager's, except optimizers beyond the first.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,20 +50,16 @@ def load_module(trainer: Any, ranks: Sequence[dict[str, Any]], mine: int | None,
         parameter.grad = None if saved is None else saved.to(parameter.device)
 
 
-def save_local(trainer: Any) -> dict[str, Any]:
-    """Parameters and optimizers, where those of the ranks differ. Local."""
-    return {
-        "parameters": [parameter.detach().clone() for parameter in trainer.lightning_module.parameters()],
-        "optimizers": [_copy(torch_optimizer(optimizer).state_dict()) for optimizer in trainer.optimizers],
-    }
+def save_optimizers(trainer: Any) -> list[dict[str, Any]]:
+    """With local steps, those that the ranks have for themselves and the averager does not keep. Local."""
+    if not trainer.strategy.takes_local_steps:
+        return []
+    return [copy.deepcopy(torch_optimizer(optimizer).state_dict()) for optimizer in trainer.optimizers[1:]]
 
 
-@torch.no_grad()
-def load_local(trainer: Any, own: dict[str, Any]) -> None:
-    """Inverse of :func:`save_local`. Local."""
-    for parameter, saved in zip(trainer.lightning_module.parameters(), own["parameters"], strict=True):
-        parameter.copy_(saved)
-    for optimizer, state in zip(trainer.optimizers, own["optimizers"], strict=True):
+def load_optimizers(trainer: Any, states: Sequence[dict[str, Any]]) -> None:
+    """Inverse of :func:`save_optimizers`. Local."""
+    for optimizer, state in zip(trainer.optimizers[1:], states, strict=False):
         torch_optimizer(optimizer).load_state_dict(state)
 
 
@@ -79,11 +77,3 @@ def _average(values: Sequence[torch.Tensor], weights: Sequence[int]) -> torch.Te
         return values[0]
     weighted = [value * weight for value, weight in zip(values, weights, strict=True)]
     return torch.stack(weighted).sum(0) / sum(weights)
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list | tuple) else value
