@@ -84,6 +84,7 @@ PRIVATE = (
     f"loops.evaluation_loop:_EvaluationLoop.{STORE_OUTPUTS}(self)",
     "loops.evaluation_loop:_EvaluationLoop.__init__ uses _data_fetcher, _has_run, _last_val_dl_reload_epoch",
     "loops.evaluation_loop:_EvaluationLoop.__init__ uses _logged_outputs, _seen_batches_per_dataloader, batch_progress",
+    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _module_mode",
     "loops.evaluation_loop:_EvaluationLoop.on_run_start(self)",
     "loops.evaluation_loop:_EvaluationLoop.reset(self)",
     "loops.fetchers:_DataFetcher.__init__ uses done, fetched, length",
@@ -418,6 +419,7 @@ def trainer_state(trainer: Any) -> dict[str, Any]:
         "connector": {name: _plain(getattr(connector, name)) for name in _OF_CONNECTOR},
         "evaluation": {name: _plain(getattr(evaluation, name)) for name in _OF_EVALUATION},
         "evaluated": dict(evaluation._seen_batches_per_dataloader),
+        "modes": dict(evaluation._module_mode.mode),
         "checkpoints": [
             {name: vars(callback)[name] for name in _OF_CHECKPOINTS if name in vars(callback)}
             for callback in trainer.checkpoint_callbacks
@@ -436,6 +438,7 @@ def load_trainer_state(trainer: Any, state: dict[str, Any]) -> None:
     for owner, values in ((connector, state["connector"]), (evaluation, state["evaluation"])):
         for name, value in values.items():
             setattr(owner, name, type(value)(value) if isinstance(value, dict | list) else value)
+    evaluation._module_mode.mode = dict(state["modes"])
     evaluation._seen_batches_per_dataloader.clear()
     evaluation._seen_batches_per_dataloader.update(state["evaluated"])
     for callback, values in zip(trainer.checkpoint_callbacks, state["checkpoints"], strict=False):
