@@ -5,6 +5,7 @@ A new version of torch may change any of them, so the supported versions have an
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -144,6 +145,23 @@ def non_persistent_buffers(layer: torch.nn.Module) -> set[str]:
 def replace_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> None:
     """Replace the batch sampler of a fresh copy of a loader; ``DataLoader`` refuses this after construction."""
     loader.__dict__.update(batch_sampler=batch_sampler, _iterator=None, in_order=True)
+
+
+def copied_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A copy with workers of its own: it keeps the user's class and options."""
+    copied = copy.copy(loader)
+    copied._iterator = None
+    return copied
+
+
+def replace_sampler(loader: DataLoader[Any], sampler: Any) -> None:
+    """As :func:`replace_batch_sampler`, of a loader that has none."""
+    loader.__dict__.update(sampler=sampler, in_order=True)
+
+
+def start_workers_for_each_pass(loader: DataLoader[Any]) -> None:
+    """Take ``persistent_workers`` from a copy of a loader; ``DataLoader`` refuses this after construction."""
+    loader.__dict__.update(persistent_workers=False)
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:

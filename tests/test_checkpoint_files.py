@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import ctypes
+import io
 import os
+import random
+import re
+import resource
+import signal
+import socket
+import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from distributed import run_distributed
+from nursery import Nursery, note, noting_errors
 
-from ddp_callbacks.checkpoints import CheckpointFile, Saved
+from ddp_callbacks import Preemption, join_process_group
+from ddp_callbacks.checkpoints import CheckpointFile, Saved, require_same
+from ddp_callbacks.checkpoints.background import copy_to_memory
+from ddp_callbacks.checkpoints.claim import PATIENCE, Claim
+from ddp_callbacks.errors import CheckpointError
 from ddp_callbacks.process_group import get_rank
 
 ABOUT = {"batch size": "8"}
@@ -62,3 +80,391 @@ def test_all_ranks_get_the_shared_state_and_those_of_all_ranks(tmp_path: Path) -
     host_alone = torch.load(tmp_path / "run.pt", weights_only=True)
     assert host_alone["step"] == 3 and host_alone["ddp_callbacks"]["world_size"] == 3
     assert torch.load(tmp_path / "run.previous.pt", weights_only=True)["step"] == 2
+
+
+def content(step: int, numel: int = 1) -> dict[str, Any]:
+    return {"step": step, "weight": torch.full((numel,), float(step))}
+
+
+def write_steps(path: Path, *steps: int, numel: int = 1) -> None:
+    """By one process, which closes the file afterwards."""
+    with CheckpointFile(path) as file:
+        for step in steps:
+            file.write(content(step, numel), {"step": step}, ABOUT)
+
+
+def step_at(path: Path) -> int:
+    """What a reader gets; it must be whole."""
+    saved = CheckpointFile(path).read()
+    assert saved is not None
+    step: int = saved.shared["step"]
+    assert saved.own(0) == {"step": step}
+    assert saved.shared["weight"].unique().tolist() == [step]
+    return step
+
+
+# --- kills and signals ------------------------------------------------------------------------------------------------
+
+EVENTS = (
+    "open",
+    "os.link",
+    "os.rename",
+    "os.remove",
+    "fcntl.flock",
+)  # what a write does, as Python's audit hooks see it
+NUMEL = 500_000  # 2 MB
+
+
+def at_event(number: int, action: Callable[[], None]) -> list[str]:
+    """Call ``action`` right before this process's next event with this number; what has happened before it."""
+    happened: list[str] = []
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in EVENTS and "run." in str(arguments):
+            happened.append(event)
+            if len(happened) == number:
+                action()
+
+    sys.addaudithook(hook)
+    return happened
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_and_be_killed(folder: str, kind: str, moment: float, async_save: bool) -> None:
+    path = Path(folder, "run.pt")
+    with CheckpointFile(path, async_save=async_save) as file:
+        for step in (1, 2):
+            file.write(content(step, NUMEL), {"step": step}, ABOUT)
+        file.wait()
+        if kind == "event":
+            events = at_event(int(moment), kill_myself)
+        elif kind == "bytes":  # the kernel kills it at this size of the file
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(moment), int(moment)))
+        else:
+            threading.Timer(moment, kill_myself).start()
+        for step in range(3, 4 if kind == "event" else 1000):
+            file.write(content(step, NUMEL), {"step": step}, ABOUT)
+    note("events", events)
+
+
+def last_step(path: Path) -> int:
+    """Of a run that was killed: both files are whole, the next job can claim the path at once, and nothing is left."""
+    start = time.monotonic()
+    with CheckpointFile(path) as file:
+        assert time.monotonic() - start < PATIENCE
+        saved = file.read()
+        assert saved is not None
+        assert sorted(os.listdir(path.parent)) == ["run.previous.pt", "run.pt", "run.pt.lock"]
+    step = step_at(path)
+    assert step - step_at(path.with_name("run.previous.pt")) in (0, 1)
+    return step
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_kill_at_each_moment_of_a_write_leaves_the_old_file_or_the_new_one(
+    nursery: Nursery, tmp_path: Path, async_save: bool
+) -> None:
+    steps = []
+    for moment in range(1, 30):
+        folder = tmp_path / f"{moment}"
+        folder.mkdir()
+        (rank,) = nursery.run(write_and_be_killed, 1, tmp_path, str(folder), "event", moment, async_save)
+        if rank.code == 0:
+            break
+        assert rank.code == -signal.SIGKILL, rank.stderr
+        steps.append(last_step(folder / "run.pt"))
+    assert rank.code == 0 and len(steps) >= 5
+    assert steps == sorted(steps) and {steps[0], steps[-1]} == {2, 3}, steps
+
+
+def test_a_kill_at_any_size_of_the_file_or_at_any_time_leaves_a_whole_one(nursery: Nursery, tmp_path: Path) -> None:
+    draw = random.Random(1)
+    moments = [("bytes", draw.randrange(4 * NUMEL)) for _ in range(6)]
+    moments += [("time", draw.uniform(0.0, 0.1)) for _ in range(10)]
+    for index, (kind, moment) in enumerate(moments):
+        folder = tmp_path / f"{index}"
+        folder.mkdir()
+        (rank,) = nursery.run(write_and_be_killed, 1, tmp_path, str(folder), kind, moment, index % 2 == 1)
+        assert rank.code == -(signal.SIGXFSZ if kind == "bytes" else signal.SIGKILL), rank.stderr
+        assert last_step(folder / "run.pt") == 2 if kind == "bytes" else last_step(folder / "run.pt") >= 2
+
+
+def signal_while_writing(folder: str) -> None:
+    with Preemption() as preemption, CheckpointFile(Path(folder, "run.pt")) as file:
+        file.write(content(1, NUMEL), {"step": 1}, ABOUT)
+        at_event(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        file.write(content(2, NUMEL), {"step": 2}, ABOUT)
+        note("asked", [preemption.is_requested(), preemption.reason])
+
+
+def test_a_signal_during_a_write_is_noted_and_the_write_goes_on(nursery: Nursery, tmp_path: Path) -> None:
+    (rank,) = nursery.run(signal_while_writing, 1, tmp_path, str(tmp_path))
+    assert rank.code == 0, rank.stderr
+    asked, reason = rank.notes["asked"]
+    assert asked and reason.startswith("SIGTERM on rank 0")
+    assert step_at(tmp_path / "run.pt") == 2
+
+
+class Fatal:
+    """Its rank dies while it saves this."""
+
+    def __reduce__(self) -> Any:
+        kill_myself()
+
+
+def lose_a_rank(folder: str, which: int) -> None:
+    join_process_group()
+    with noting_errors(), CheckpointFile(Path(folder, "run.pt")) as file:
+        file.write(content(1), {"step": 1}, ABOUT)
+        fatal = Fatal() if get_rank() == which else None
+        own = {"step": 2, "fatal": fatal} if which else {"step": 2}
+        file.write({**content(2), "fatal": fatal}, own, ABOUT)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_dies_during_a_write_leaves_the_old_file_and_an_error_on_the_others(
+    nursery: Nursery, tmp_path: Path, which: int
+) -> None:
+    ranks = nursery.run(lose_a_rank, 2, tmp_path, str(tmp_path), which)
+    assert ranks[which].code == -signal.SIGKILL
+    kind, text = ranks[1 - which].notes["error"]
+    assert kind == "PeerError" and f"rank {which}" in text, text
+    assert step_at(tmp_path / "run.pt") == 1
+
+
+# --- the disk ---------------------------------------------------------------------------------------------------------
+
+
+def _small_disk(folder: Path) -> None:
+    """A disk of 5 MB for this process alone, which goes with it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    steps = (
+        lambda: libc.unshare(0x00020000),  # CLONE_NEWNS
+        lambda: libc.mount(b"none", b"/", None, 0x40000 | 0x4000, None),  # MS_PRIVATE | MS_REC
+        lambda: libc.mount(b"none", os.fsencode(folder), b"tmpfs", 0, b"size=5m"),
+    )
+    for step in steps:
+        if step() != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def fill_the_disk(folder: str, kind: str, async_save: bool) -> dict[str, Any]:
+    """On the ranks: a write that fits, one that doesn't, and one that does."""
+    if get_rank() == 0 and kind == "small disk":
+        _small_disk(Path(folder))
+    found: dict[str, Any] = {}
+    with CheckpointFile(Path(folder, "run.pt"), async_save=async_save) as file:
+        for step in (0, 1):
+            file.write(content(step), {"step": step}, ABOUT)
+        file.wait()
+        if get_rank() == 0 and kind == "limit":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+        with redirect_stderr(io.StringIO()) as said, pytest.raises(CheckpointError) as caught:
+            file.write(content(2, 2_000_000), {"step": 2}, ABOUT)
+            file.wait()
+        found["error"], found["said"] = str(caught.value), said.getvalue()
+        found["left"] = sorted(os.listdir(folder)) if get_rank() == 0 else []
+        file.write(content(3), {"step": 3}, ABOUT)
+        file.wait()
+        saved = file.read()
+        assert saved is not None
+        found["step"] = saved.shared["step"]
+    return found
+
+
+@pytest.mark.parametrize(("kind", "async_save"), [("limit", False), ("limit", True), ("small disk", False)])
+def test_a_full_disk_is_an_error_on_all_ranks_that_says_where_and_what_is_still_there(
+    tmp_path: Path, kind: str, async_save: bool
+) -> None:
+    if kind == "small disk" and os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small disk")
+    results = run_distributed(fill_the_disk, 2, str(tmp_path), kind, async_save)
+    why = "File too large" if kind == "limit" else "No space left on device"
+    path = tmp_path / "run.pt"
+    for found in results:
+        assert re.match(
+            rf"{path} cannot be written on host \S+: {why}\. [\d.]+ MB are free there\. "
+            rf"Still there, whole and unchanged: {path} and {tmp_path}/run\.previous\.pt\.",
+            found["error"],
+        ), found["error"]
+        assert found["step"] == 3
+    assert results[0]["left"] == ["run.previous.pt", "run.pt", "run.pt.lock"]
+    assert (results[0]["error"] in results[0]["said"]) == async_save
+
+
+def test_a_damaged_file_is_passed_over_for_the_one_before_with_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+
+    def truncate(whole: bytes) -> bytes:
+        return whole[: len(whole) // 2]
+
+    def zeros(whole: bytes) -> bytes:
+        return bytes(len(whole))
+
+    def flip(whole: bytes) -> bytes:
+        return whole.replace(torch.tensor([2.0]).numpy().tobytes() * 50, torch.tensor([7.0]).numpy().tobytes() * 50, 1)
+
+    for damage, reason in ((truncate, "not a zip file"), (zeros, "not a zip file"), (flip, "checksum of .*data/")):
+        write_steps(path, 1, 2, numel=1000)
+        path.write_bytes(damage(path.read_bytes()))
+        with pytest.warns(UserWarning, match=rf"run\.pt is damaged \(.*{reason}.*goes on from the one before: .*ous"):
+            assert step_at(path) == 1
+    os.remove(path)
+    with pytest.warns(UserWarning, match=r"run\.pt is not there, so the run goes on from the one before"):
+        assert step_at(path) == 1
+    path.write_bytes(b"")
+    (tmp_path / "run.previous.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be read: .*run\.pt is damaged.*previous.*is damaged"):
+        CheckpointFile(path).read()
+
+
+def test_files_of_others_and_of_newer_versions_are_refused_and_stay(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    write_steps(path, 1, 2)
+    newer = torch.load(path, weights_only=True)
+    newer["ddp_callbacks"] |= {"format": 2, "version": "9.1"}
+    torch.save(newer, path)
+    with pytest.raises(
+        CheckpointError, match=r"run\.pt was written by ddp_callbacks 9\.1 in format 2; this is .* to 1"
+    ):
+        CheckpointFile(path).read()
+    torch.save({"state_dict": {}}, path)
+    with pytest.raises(CheckpointError, match=r"run\.pt is no checkpoint of ddp_callbacks .* no key 'ddp_callbacks'"):
+        CheckpointFile(path).read()
+    path.write_text("epochs: 3\n")
+    with pytest.raises(CheckpointError, match=r"run\.pt is no checkpoint of ddp_callbacks"):
+        CheckpointFile(path).read()
+    assert path.read_text() == "epochs: 3\n"
+    with CheckpointFile(path) as file:
+        file.write({"object": Path("x")}, {}, {})
+        with pytest.raises(CheckpointError, match="weights_only"):
+            file.read()
+    trusting = CheckpointFile(path, weights_only=False).read()
+    assert trusting is not None and trusting.shared == {"object": Path("x")}
+
+
+def test_a_file_of_another_run_is_refused_with_both_values() -> None:
+    saved = {"model": "Linear", "batch size": "8", "samples": "100"}
+    require_same(saved, dict(saved))
+    text = r"run\.pt belongs to another run:\n  batch size: 8 in the file, 16 now\n  samples: 100 in the file"
+    with pytest.raises(CheckpointError, match=text):
+        require_same(saved, {"model": "Linear", "batch size": "16"}, "run.pt")
+
+
+def test_the_order_of_the_files_depends_on_no_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.pt"
+    write_steps(path, 1)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    write_steps(path, 2)
+    os.utime(path, (0, 0))
+    assert [step_at(path), step_at(tmp_path / "run.previous.pt")] == [2, 1]
+
+
+def test_what_killed_processes_of_any_host_have_left_goes_when_the_path_is_claimed(tmp_path: Path) -> None:
+    for name in ("run.pt.node7-12.tmp", "run.previous.pt.node7-12.tmp", "run2.pt.node7-12.tmp", "run.pt.notes"):
+        (tmp_path / name).touch()
+    with CheckpointFile(tmp_path / "run.pt"):
+        assert sorted(os.listdir(tmp_path)) == ["run.pt.lock", "run.pt.notes", "run2.pt.node7-12.tmp"]
+    assert sorted(os.listdir(tmp_path)) == ["run.pt.notes", "run2.pt.node7-12.tmp"]
+
+
+# --- two jobs ---------------------------------------------------------------------------------------------------------
+
+
+def claim_in_vain(folder: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointFile(Path(folder, "run.pt")).open()
+    return str(caught.value)
+
+
+def test_the_second_job_that_writes_a_path_is_refused_and_hears_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    with CheckpointFile(tmp_path / "run.pt"):
+        monkeypatch.delenv("SLURM_JOB_ID")
+        for text in run_distributed(claim_in_vain, 2, str(tmp_path)):
+            assert re.search(
+                rf"run\.pt is being written by another job: the process {os.getpid()} on host {socket.gethostname()}, "
+                r"SLURM_JOB_ID 4711, which has had it since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d",
+                text,
+            ), text
+    write_steps(tmp_path / "run.pt", 1)
+
+
+def fork_with_a_claim(folder: str) -> None:
+    """A loader worker that outlives its process, which is killed."""
+    claim = Claim(str(Path(folder, "run.pt")))
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the other process closes its end
+        os._exit(0)
+    claim.forget()  # as the kernel does for a killed process
+    Claim(str(Path(folder, "run.pt"))).release()
+    os.close(writer)
+    os.wait()
+    note("done")
+
+
+def test_forked_children_do_not_keep_the_claim(nursery: Nursery, tmp_path: Path) -> None:
+    (rank,) = nursery.run(fork_with_a_claim, 1, tmp_path, str(tmp_path), deadline=60)
+    assert "done" in rank.notes, rank.stderr
+
+
+# --- beside training --------------------------------------------------------------------------------------------------
+
+
+def test_a_write_beside_training_holds_the_state_of_its_moment_and_the_next_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    go_on, flush = threading.Event(), os.fsync
+
+    def slow_disk(descriptor: int) -> None:
+        assert go_on.wait(60)
+        flush(descriptor)
+
+    path, weight = tmp_path / "run.pt", torch.zeros(1000)
+    shared = {"step": 1, "weight": weight, "tied": weight[:10]}
+    monkeypatch.setattr(os, "fsync", slow_disk)
+    with CheckpointFile(path, async_save=True) as file:
+        file.write(shared, {"step": 1}, ABOUT)
+        weight.add_(1)
+        assert not path.exists()  # the write is under way, and training goes on
+        threading.Timer(0.2, go_on.set).start()
+        file.write(lambda: {**shared, "step": 2}, {"step": 2}, ABOUT)
+        assert re.search(r"waited 0\.\d s for the last write of \S+run\.pt before the next one", caplog.text)
+        first = torch.load(path)
+        file.wait()
+    assert first["weight"].unique().tolist() == [0]
+    assert first["tied"].untyped_storage().data_ptr() == first["weight"].untyped_storage().data_ptr()
+    assert torch.load(path)["weight"].unique().tolist() == [1]
+    assert torch.load(tmp_path / "run.previous.pt")["step"] == 1
+
+
+def test_a_copy_in_memory_has_the_classes_and_shared_memory_of_the_original() -> None:
+    model = torch.nn.Linear(3, 2)
+    weight = model.weight.detach()
+    original = {
+        "model": model.state_dict(),
+        "views": [weight, weight[1:], weight.t()],
+        "others": (torch.tensor(3), torch.empty(0), torch.eye(3).to_sparse(), torch.tensor([1 + 2j]).conj(), {1: "a"}),
+    }
+    original["itself"] = original
+    made = copy_to_memory(original)
+    assert made["itself"] is made and made["model"]._metadata == original["model"]._metadata
+    torch.testing.assert_close(made["model"], original["model"], rtol=0, atol=0)
+    torch.testing.assert_close(made["others"][:4], original["others"][:4], rtol=0, atol=0)
+    assert made["others"][4] == {1: "a"}
+    with torch.no_grad():
+        weight.zero_()
+    first, second, transposed = made["views"]
+    assert first.abs().sum() > 0 and transposed.stride() == (1, 3)
+    first.fill_(5)
+    assert second.unique().tolist() == transposed.unique().tolist() == [5]

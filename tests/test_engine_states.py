@@ -27,7 +27,8 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def samples(step: int) -> torch.Tensor:
-    return torch.randn(7, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    """A batch; their sizes differ, so that the last total is not the next one."""
+    return torch.randn(7 - step % 3, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
 def parameters(model: nn.Module) -> Bits:
@@ -47,11 +48,12 @@ def through_a_file(state: Any) -> Any:
 def descend(
     model: nn.Module, optimizer: torch.optim.Optimizer, engine: GradientSynchronizer, step: int, way: str
 ) -> None:
-    """A step on this rank's part of seven samples; ``accumulation`` takes an optimizer's step in each third."""
+    """A step on this rank's part of a batch; ``accumulation`` takes an optimizer's step in each third."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    part = samples(step)[rank::world_size].to(next(model.parameters()).dtype)
+    whole = samples(step).to(next(model.parameters()).dtype)
+    part = whole[rank::world_size]
     if way != "never weighed":
-        engine.weigh(len(part), None if way == "total unknown" else 7)
+        engine.weigh(len(part), None if way == "total unknown" else len(whole))
     loss = model(part).square().mean() / (3 if way == "accumulation" else 1)
     if way == "accumulation" and step % 3 < 2:
         with engine.no_sync():

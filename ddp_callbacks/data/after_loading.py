@@ -21,38 +21,61 @@ from torch.utils.data import (
 
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.nested import arrays_in
+from ddp_callbacks.data.nested import arrays_in, name_of
+from ddp_callbacks.data.passes import BatchEnd
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.data.shares import Share, WholeBatch, common_size, slice_batch, slice_samples, uneven_bounds
+from ddp_callbacks.data.whole import Whole
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
-
-
-def name_of(loader: Any) -> str:
-    return type(getattr(loader, "dataset", loader)).__name__
 
 
 class _WholeIterator(ShardedIterator):
     """Produces the batches of a loader that can't be divided before loading, the same ones on every rank."""
 
-    def __init__(self, loader: Iterable[Any], group: dist.ProcessGroup | None, shares: deque[Share]) -> None:
+    def __init__(
+        self, loader: Iterable[Any], group: dist.ProcessGroup | None, shares: deque[Share], whole: Whole | None = None
+    ) -> None:
         self._group, self._rank, self._world_size = group, get_rank(group), get_world_size(group)
         self._name = name_of(loader)
         self._loads = isinstance(loader, DataLoader)
         self._items_are_samples = _yields_samples(loader)
         self._loader = loader
-        self._position = -1
+        self._whole = whole
         self._first: WholeBatch | None = None
         dataset = getattr(loader, "dataset", None)
-        self._shared = SharedRandomState([loader, dataset], group=group)
+        self._shared = whole.begin() if whole else SharedRandomState([loader, dataset], group=group)
         with self._shared.drawing():
-            super().__init__(iter(loader), shares)
+            super().__init__(iter(whole.loader if whole else loader), shares)
+        if whole:
+            whole.skip(self.batches, self._shared)
+        self._start = whole.record.done.drawn if whole and whole.record else 0
+        self._position = self._start - 1
+        self._end = BatchEnd(self._start, 0)
+
+    def __next__(self) -> Any:
+        try:
+            part, share = self._take()
+        except StopIteration:
+            if self._whole and self._whole.record:
+                self._whole.record.is_over = True
+            raise
+        if self._whole:
+            self._whole.hand_out(self._end, self._shared)
+        self._shares.append(share)
+        return part
+
+    def _take(self) -> tuple[Any, Share]:
+        """This rank's part of the next step."""
+        raise NotImplementedError
 
     def _next_whole(self) -> Any:
         with self._shared.drawing():
             batch = next(self.batches)
         self._position += 1
-        if self._position == 0:
+        if self._whole:
+            self._end = self._whole.end_of(batch, self._position + 1)
+        if self._position == self._start and self._world_size > 1:
             self._require_equal(batch)
             _require_samples_first(self._loader, batch)
         return batch
@@ -72,9 +95,9 @@ class _WholeIterator(ShardedIterator):
 
     def _keep(self, whole: Any, part: Any, share: Share) -> None:
         """Release the first batch: Lightning and Torchbearer draw one batch ahead."""
-        if self._position == 0:
+        if self._position == self._start:
             self._first = WholeBatch(whole, part, share)
-        elif self._position == 2:
+        elif self._position == self._start + 2:
             self._first = None
 
     def _require_equal(self, batch: Any) -> None:
@@ -104,18 +127,19 @@ class SlicingIterator(_WholeIterator):
         super().__init__(*args)
         self._at_least, self._is_first = at_least, is_first
 
-    def __next__(self) -> Any:
+    def _take(self) -> tuple[Any, Share]:
         batch = self._next_whole()
         size = self._size(batch)
-        if size is None:
+        if self._world_size == 1:
+            part, share = batch, Share(size or 1, size or 1)
+        elif size is None:
             if self._position == 0 and self._rank == 0 and self._is_first:
                 self._warn(batch)
             part, share = batch, Share(int(self._position % self._world_size == self._rank), 1)
         else:
             part, share = slice_batch(batch, size, self._rank, self._world_size, self._at_least)
         self._keep(batch, part, share)
-        self._shares.append(share)
-        return part
+        return part, share
 
     def _warn(self, batch: Any) -> None:
         shapes = ", ".join(str(list(array.shape)) for array in itertools.islice(arrays_in(batch), 4))
@@ -135,7 +159,7 @@ class SlicingIterator(_WholeIterator):
 class TakingIterator(_WholeIterator):
     """Takes every ``world_size``-th batch."""
 
-    def __next__(self) -> Any:
+    def _take(self) -> tuple[Any, Share]:
         turn = [self._next_whole()]
         for _ in range(self._world_size - 1):
             try:
@@ -144,8 +168,7 @@ class TakingIterator(_WholeIterator):
                 break
         sizes = [size if (size := self._size(batch)) is not None else 1 for batch in turn]
         mine = self._rank < len(turn)
-        self._shares.append(Share(sizes[self._rank] if mine else 0, sum(sizes)))
-        return turn[self._rank if mine else 0]
+        return turn[self._rank if mine else 0], Share(sizes[self._rank] if mine else 0, sum(sizes))
 
 
 def _yields_samples(loader: Any) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +23,11 @@ from torch.utils.data import (
 from ddp_callbacks._torch import replace_batch_sampler
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
+from ddp_callbacks.data.drawing import Draw, Indices, name_of_sampler
 from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.passes import BatchEnd, Pass
+from ddp_callbacks.data.passes import Pass
 from ddp_callbacks.data.random_state import SharedRandomState
-from ddp_callbacks.data.samplers import batches_from, is_torchs
+from ddp_callbacks.data.samplers import is_torchs
 from ddp_callbacks.data.shares import BatchSize, Share, WholeBatch, slice_bounds, uneven_bounds
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -51,47 +51,20 @@ class _Division:
     share: Share
 
 
-class _Draw:
+class _Draw(Draw):
     """One pass over a batch sampler.
 
     Attributes:
-        shares: Of the batches drawn that have not been handed out.
-        ends: After each of these, where the sampler was.
+        shares: Of the batches that have been drawn and not handed out.
         indices: Of this rank's parts, if requested.
-        checksum: Of all indices.
-        end: Where the sampler is.
+        first: The first batch.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.shares: deque[Share] = deque()
-        self.ends: deque[BatchEnd] = deque()
         self.indices: list[list[Any]] = []
-        self.checksum = 0
-        self.end = BatchEnd(0, 0)
         self.first: _Division | None = None
-
-    def add(self, batch: Sequence[Any]) -> None:
-        """The sampler has drawn a batch."""
-        checksum = checksum_of(batch)
-        self.checksum = zlib.crc32(repr(checksum).encode(), self.checksum)
-        self.end = BatchEnd(self.end.drawn + 1, checksum)
-
-
-class _Indices(Iterator[Any]):
-    """This rank's indices of each batch. Nothing is drawn before the first one is asked for, or :meth:`begin`."""
-
-    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
-        self._begin, self._parts = begin, iter(())
-        self._has_begun = False
-
-    def begin(self) -> None:
-        """Draw the random state from rank 0, and skip what an earlier run has done. A collective."""
-        if not self._has_begun:
-            self._has_begun, self._parts = True, self._begin()
-
-    def __next__(self) -> Any:
-        self.begin()
-        return next(self._parts)
 
 
 class _SlicedBatchSampler:
@@ -109,18 +82,15 @@ class _SlicedBatchSampler:
         self.draw = _Draw()
         self.record: Pass | None = None  # of a resumable loader
         self.sources = (loader, self.batch_sampler, self.sampler)
+        self.drawing = Indices(lambda: iter(()))
         self._compared = type(loader.dataset).__module__ != "torch.utils.data.dataset"
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
-    @property
-    def name(self) -> str:
-        return type(self.sampler if is_torchs(self.batch_sampler) else self.batch_sampler).__name__
-
     def __iter__(self) -> Iterator[Any]:
         self.draw = draw = _Draw()
-        self.drawing = _Indices(lambda: self._begin(draw, self.record))
+        self.drawing = Indices(lambda: self._begin(draw, self.record))
         return self.drawing
 
     def _begin(self, draw: _Draw, record: Pass | None) -> Iterator[Any]:
@@ -131,7 +101,7 @@ class _SlicedBatchSampler:
         shared = SharedRandomState(self.sources, torch_only=torch_only, group=self.group, always=record is not None)
         if record is not None:
             record.draws_from(shared)
-        batches = self._drawn(shared, draw, record)
+        batches = draw.batches(self.batch_sampler, shared, record)
         divided = self._divide(batches, get_rank(self.group), get_world_size(self.group))
         return self._parts(divided, draw, record)
 
@@ -162,40 +132,15 @@ class _SlicedBatchSampler:
 
     def check_agreement(self, draw: _Draw) -> None:
         """Raise unless all ranks have drawn the same indices so far."""
+        name = name_of_sampler(self.batch_sampler)
         require_agreement(
-            {f"{self.name}: checksum of the indices drawn so far": draw.checksum},
-            f"the batches that {self.name} draws",
-            f"Every process runs {self.name} under rank 0's random state (torch's, Python's and NumPy's global ones "
+            {f"{name}: checksum of the indices drawn so far": draw.checksum},
+            f"the batches that {name} draws",
+            f"Every process runs {name} under rank 0's random state (torch's, Python's and NumPy's global ones "
             "and generators that are its attributes). Take its randomness from one of these, not from the clock, the "
             "process id or os.urandom.",
             self.group,
         )
-
-    def _drawn(self, shared: SharedRandomState, draw: _Draw, record: Pass | None) -> Iterator[Sequence[Any]]:
-        """The batches that are left, each drawn when it is asked for; what an earlier run has done is drawn here."""
-        done = record.done if record else BatchEnd(0, 0)
-        with shared.drawing():
-            batches = batches_from(self.batch_sampler, max(0, done.drawn - 1))
-            if done.drawn:
-                draw.end = BatchEnd(done.drawn, checksum_of(next(batches, ())))
-        if record is not None:
-            record.require_same(draw.end, self.name)
-            record.has_drawn()
-        return self._left(batches, shared, draw, record)
-
-    def _left(
-        self, batches: Iterator[Sequence[Any]], shared: SharedRandomState, draw: _Draw, record: Pass | None
-    ) -> Iterator[Sequence[Any]]:
-        while True:
-            with shared.drawing():
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-            draw.add(batch)
-            if record is not None:
-                record.has_drawn()
-            yield batch
 
 
 def _cheaply_described(dataset: Any) -> Any:

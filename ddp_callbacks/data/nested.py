@@ -26,6 +26,19 @@ def arrays_in(value: Any) -> Iterator[Any]:
             yield from arrays_in(item)
 
 
+def name_of(loader: Any) -> str:
+    """The class of its data set; its own if it has none."""
+    return type(getattr(loader, "dataset", loader)).__name__
+
+
+def length_of(loader: Any) -> int | None:
+    """The number of batches; ``None`` if the loader does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def rebuild_mapping(mapping: Any, items: dict[Any, Any]) -> Any:
     """A mapping of the same type with ``items``, including user classes such as ``BatchEncoding``."""
     if type(mapping) is dict:

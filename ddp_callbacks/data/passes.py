@@ -83,6 +83,7 @@ class Pass:
         done: Where the earlier run was after its last batch.
         skipped: Number of steps that it has done.
         is_over: The loader has no batch left.
+        beside: What else the state of the earlier run had.
     """
 
     def __init__(self, sources: Sequence[object], number: int, rank: int, resumed: Mapping[str, Any] | None) -> None:
@@ -91,8 +92,9 @@ class Pass:
         self.is_over = False
         self.skipped = self.handed_out = resumed["batches"] if resumed else 0
         self.done = BatchEnd(resumed["drawn"], resumed["checksum"]) if resumed else BatchEnd(0, 0)
-        self._ends = deque([self.done], maxlen=_KEPT)
-        self._rank = rank
+        self._ends: deque[tuple[BatchEnd, Any]] = deque(maxlen=_KEPT)
+        self.begin_beside(resumed["beside"] if resumed else None)
+        self._rank, self._number = rank, number
         self._seed = resumed["seed"] if resumed else _seed_of(RandomStates.of(get_global_state(True), sources), number)
         self._begin_from: RandomStates | None = None
         self._shared: RandomStates | None = None
@@ -107,6 +109,12 @@ class Pass:
         if self._begin_from is None:
             self._begin_from = RandomStates.of(get_global_state(False), self.sources)
 
+    def begin_beside(self, beside: Any) -> None:
+        """What the state has before the first batch is handed out."""
+        self.beside = beside
+        self._ends.clear()
+        self._ends.append((self.done, beside))
+
     def before_drawing(self) -> None:
         """The batches are about to be drawn for the first time."""
         if self._begin_from is not None:
@@ -119,7 +127,13 @@ class Pass:
 
     def draws_from(self, shared: SharedRandomState) -> None:
         """Keep what the batches will be drawn from."""
-        self._shared = RandomStates.of(shared.state, self.sources)
+        self._shared = RandomStates.of(shared.state or get_global_state(True), self.sources)
+
+    def draw_alike(self, shared: SharedRandomState) -> None:
+        """Let the workers of all ranks draw the same."""
+        if not self.is_resumed:
+            self._seed = digest_of(self._number, *shared.state[:1])
+        self._rank = 0
 
     def has_drawn(self) -> None:
         """A batch has been drawn: keep the generators' states, to notice whether others draw from them."""
@@ -130,10 +144,15 @@ class Pass:
         if self._generators is not None:
             set_generators(self.sources, self._generators)
 
-    def hand_out(self, end: BatchEnd) -> None:
-        """A batch has been handed out."""
+    def hand_out(self, end: BatchEnd, beside: Any = None) -> None:
+        """A batch has been handed out.
+
+        Args:
+            end: Where the loader is.
+            beside: What else the state after this batch has.
+        """
         self.handed_out += 1
-        self._ends.append(end)
+        self._ends.append((end, beside))
 
     def require_same(self, end: BatchEnd, name: str) -> None:
         """Raise unless the last batch of the earlier run, drawn again, is the same."""
@@ -149,7 +168,7 @@ class Pass:
         """The indices of a batch as a worker gets them."""
         return SeededIndices(part, digest_of(self._seed, self._rank, number))
 
-    def state_dict(self, batches: int | None) -> dict[str, Any]:
+    def position(self, batches: int | None) -> dict[str, Any]:
         """See :meth:`ddp_callbacks.data.resuming.Resumable.state_dict`."""
         used = self.handed_out if batches is None else batches
         if not 0 <= self.handed_out - used < len(self._ends):
@@ -157,7 +176,7 @@ class Pass:
                 f"batches must be the number of batches used in this pass, at most {self.handed_out}, which were "
                 f"handed out, and at least {self.handed_out - len(self._ends) + 1}, got {used}."
             )
-        end = self._ends[used - self.handed_out - 1]
+        end, beside = self._ends[used - self.handed_out - 1]
         return {
             "batches": used,
             "drawn": end.drawn,
@@ -165,6 +184,7 @@ class Pass:
             "seed": self._seed,
             "draws_from": self._shared.plain() if self._shared else None,
             "generators": self._drawn_by_others(),
+            "beside": beside,
         }
 
     def _drawn_by_others(self) -> list[Any] | None:

@@ -32,6 +32,7 @@ from ddp_callbacks.data.global_state import (
 from ddp_callbacks.process_group import get_rank, get_world_size
 
 __all__ = [
+    "OwnRandomState",
     "RunRandomState",
     "SharedRandomState",
     "broadcast_rng_state",
@@ -76,8 +77,7 @@ class SharedRandomState:
         self._rank = get_rank(group)
         self._is_kept = always or self._world_size > 1
         generators = [found for source in sources for found in own_generators(source)]
-        if self._is_kept:
-            self._state = get_global_state(torch_only)
+        self._state = get_global_state(torch_only) if self._is_kept else ()
         if self._world_size > 1:
             states = [get_global_state(torch_only), *(get_state_of(generator) for generator in generators)]
             self._state, *own = _broadcast_states(states, group)
@@ -109,6 +109,14 @@ class SharedRandomState:
             self._state = get_global_state(self._torch_only)
             if not (self._rank == 0 and untouched):
                 set_global_state(before)
+
+
+class OwnRandomState(SharedRandomState):
+    """As :class:`SharedRandomState`, but of this rank alone. Local."""
+
+    def __init__(self, *, torch_only: bool = False) -> None:
+        self._torch_only, self._is_kept, self._rank = torch_only, True, 0
+        self._state = get_global_state(torch_only)
 
 
 def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:

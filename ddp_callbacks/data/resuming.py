@@ -19,6 +19,7 @@ from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.passes import Pass, set_generators, states_of_generators
 from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
+from ddp_callbacks.data.whole import whole_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -30,6 +31,8 @@ class Resumable(ShardedLoader):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        if self._sliced is None:
+            self._whole = whole_of(self.loader, self._group)
         self._record: Pass | None = None
         self._resumed: Mapping[str, Any] | None = None  # where the next pass begins
         self._had_workers = False
@@ -50,7 +53,7 @@ class Resumable(ShardedLoader):
         under_way = self._record is not None and self.iterator is not None and not self._record.is_over
         position = self._resumed
         if position is None and under_way and self._record is not None:
-            position = self._record.state_dict(batches)
+            position = (self._whole or self._record).position(batches)
         return self._about() | {
             "rank": get_rank(self._group),
             "world_size": get_world_size(self._group),
@@ -100,15 +103,20 @@ class Resumable(ShardedLoader):
     def _begin(self, record: Pass) -> ShardedIterator:
         if isinstance(self._sliced, Part):
             self._sliced.sampler.record = record
+        if self._whole is not None:
+            self._whole.record = record
         return super().__iter__()
 
     @property
     def _sources(self) -> tuple[Any, ...]:
+        if self._whole is not None:
+            return self._whole.sources
         assert isinstance(self._sliced, Part)
         return self._sliced.sampler.sources
 
     def _keeps_workers(self) -> bool:
-        loader = self._sliced.loader if isinstance(self._sliced, Part) else self.loader
+        part = self._sliced or self._whole
+        loader = self.loader if part is None else part.loader
         return isinstance(loader, DataLoader) and has_persistent_workers(loader)
 
     def _about(self) -> dict[str, Any]:

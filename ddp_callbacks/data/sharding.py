@@ -32,11 +32,22 @@ from torch.utils.data import (
 )
 
 from ddp_callbacks._torch import forget_workers
-from ddp_callbacks.data.after_loading import SlicingIterator, TakingIterator, name_of
+from ddp_callbacks.data.after_loading import SlicingIterator, TakingIterator
 from ddp_callbacks.data.before_loading import Part, PartIterator, divide_before_loading, has_state
 from ddp_callbacks.data.iterator import ShardedIterator
+from ddp_callbacks.data.nested import length_of, name_of
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size
+from ddp_callbacks.data.whole import Whole
 from ddp_callbacks.process_group import get_rank, get_world_size
+
+__all__ = [
+    "ShardedDataLoader",
+    "ShardedLoader",
+    "is_distributed",
+    "length_of",
+    "shard_loader",
+    "with_shares",
+]
 
 _LEFT_ALONE = (
     "The loader of {name} has a DistributedSampler, so it is left as it is: its batch is that of one process, not "
@@ -72,6 +83,7 @@ class ShardedLoader:
         self._passes = 0
         self._at_least = at_least
         self._sliced = divide_before_loading(loader, batch_size, group, at_least)
+        self._whole: Whole | None = None  # of a resumable loader
 
     def __reduce__(self) -> Any:
         """A copy or pickle uses the default group and starts from the beginning."""
@@ -80,7 +92,7 @@ class ShardedLoader:
     def end(self) -> None:
         """End the last pass. Its workers, if any, have ended when this returns."""
         iterator, self.iterator = self.iterator, None
-        loaders = [self.loader, self._sliced.loader] if isinstance(self._sliced, Part) else [self.loader]
+        loaders = [self.loader, *(part.loader for part in (self._sliced, self._whole) if part is not None)]
         if iterator is not None:
             iterator.end()
         for loader in loaders:
@@ -112,10 +124,15 @@ class ShardedLoader:
             self.iterator = PartIterator(self._sliced, self.shares)
         elif self._batch_size == "global":
             self.iterator = SlicingIterator(
-                self.loader, self._group, self.shares, at_least=self._at_least, is_first=self._passes == 0
+                self.loader,
+                self._group,
+                self.shares,
+                self._whole,
+                at_least=self._at_least,
+                is_first=self._passes == 0,
             )
         else:
-            self.iterator = TakingIterator(self.loader, self._group, self.shares)
+            self.iterator = TakingIterator(self.loader, self._group, self.shares, self._whole)
         self._passes += 1
         return self.iterator
 
@@ -193,14 +210,6 @@ def shard_loader(
         (True, True): StatefulShardedDataLoader,
     }
     return kinds[has_state(loader), isinstance(loader, DataLoader)](loader, batch_size, group, at_least)
-
-
-def length_of(loader: Any) -> int | None:
-    """The number of batches; ``None`` if the loader does not know."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def with_shares(loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:

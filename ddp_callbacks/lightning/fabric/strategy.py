@@ -16,7 +16,7 @@ from ddp_callbacks._torch import BatchNorm
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook
-from ddp_callbacks.data.after_loading import name_of
+from ddp_callbacks.data.nested import name_of
 from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
 from ddp_callbacks.data.shares import BatchSize, Share
 from ddp_callbacks.gradients import GradientSynchronizer
