@@ -78,15 +78,18 @@ class SummedLayer:
         index: The layer's number; the same on every rank.
         name: For messages.
         channel: Shared by all layers.
+
+    Attributes:
+        shift: The mean of the last batch, the same on every rank, to which the next is measured; ``None``: there is none.
     """
 
     def __init__(self, index: int, name: str, channel: SumChannel) -> None:
         self._index, self._name, self._channel = index, name, channel
-        self._shift: torch.Tensor | None = None  # the mean of the last batch
+        self.shift: torch.Tensor | None = None
 
     def join(self, input: torch.Tensor, size: int, eps: float) -> SummedBatch:
         """Exchange the statistics of ``size`` values per channel; 0: ``input`` doesn't count. A collective."""
-        shift = self._shift
+        shift = self.shift
         if shift is None or len(shift) != input.shape[1]:
             shift = torch.zeros(input.shape[1], dtype=torch.float64, device=input.device)
         own = shift, shift
@@ -96,7 +99,7 @@ class SummedLayer:
         batch, farthest = self._sum_statistics(size, *own, shift, eps)
         if farthest > _FAR**2 * eps:
             batch, farthest = self._sum_statistics(size, *own, batch.mean, eps)
-        self._shift = batch.mean if math.isfinite(farthest) else None
+        self.shift = batch.mean if math.isfinite(farthest) else None
         return batch
 
     def sum_gradients(self, sum_dy: torch.Tensor, sum_dy_xhat: torch.Tensor) -> torch.Tensor:

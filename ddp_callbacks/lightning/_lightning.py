@@ -550,9 +550,11 @@ def set_position(fetcher: Any, combined: Any, position: dict[str, Any]) -> None:
         fetcher.done = fetcher.fetched >= fetcher.length
 
 
-def loader_in_use(loop: Any) -> int:
-    """The index of the loader that an evaluation draws from."""
-    return int(getattr(loop._combined_loader._iterator, "_iterator_idx", 0))
+def is_next_of(loop: Any, position: dict[str, Any]) -> bool:
+    """Whether an evaluation that goes on from there has drawn one more batch, of the same loader."""
+    fetcher = loop._data_fetcher
+    has_drawn = fetcher.fetched - len(getattr(fetcher, "batches", ())) > position["total"]
+    return has_drawn and bool(getattr(loop._combined_loader._iterator, "_iterator_idx", 0) == position["loader"])
 
 
 def result_states(results: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ddp_callbacks.lightning._lightning import (
     data_fetcher_of,
     first_of_epoch,
     go_on,
-    loader_in_use,
+    is_next_of,
     loader_of,
     set_first_of_epoch,
     set_position,
@@ -137,10 +137,10 @@ class GoingOn:
 
     def _begin_validation(self, begin: Callable[[], None]) -> None:
         begin()
-        loop, loader = self._trainer.fit_loop.epoch_loop.val_loop, self._cut["evaluation_position"]["loader"]
+        loop, position = self._trainer.fit_loop.epoch_loop.val_loop, self._cut["evaluation_position"]
         self._restore()
-        if loader:
-            self._once(loop, STORE_OUTPUTS, lambda store: None if loader_in_use(loop) == loader else store())
+        if position["loader"]:
+            self._once(loop, STORE_OUTPUTS, lambda store: None if is_next_of(loop, position) else store())
 
     def _once(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Replace a method for its next call."""

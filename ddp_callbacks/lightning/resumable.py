@@ -59,6 +59,6 @@ class ResumableMixin:
 
     def end_resuming(self) -> None:
         """The run has ended, well or not."""
-        if self.resume is not None:
-            self.resume.end()
-            self.resume = None
+        fit, self.resume = self.resume, None
+        if fit is not None:
+            fit.end()

@@ -149,6 +149,11 @@ class Fit:
 
     def end(self) -> None:
         """The fit has ended, well or not. A collective, if well or preempted."""
+        fit_loop = self._trainer.fit_loop
+        for loop in (fit_loop, fit_loop.epoch_loop.val_loop):
+            combined = loader_of(loop)
+            if combined is not None:
+                combined.flattened = [_original(loader) for loader in combined.flattened]
         self._exit.__exit__(*sys.exc_info())
 
     def note_start(self) -> None:
@@ -204,9 +209,9 @@ class Fit:
     def _restore(self) -> None:
         assert self._saved is not None
         taken = own_state.Taken(self._own(), self._saved.shared, get_rank(), self._is_same, get_world_size())
-        if self._mine["place"] == "epoch":
-            for index in range(len(self._loaders("train"))):
-                self._set_loader("train", index)
+        for index, state in enumerate(self._mine["loaders"]["train"]):
+            if self._mine["place"] == "epoch" or (state is not None and state["pass"] is None):
+                self._set_loader("train", index)  # Lightning has begun a pass
         taken.put_back(self._trainer)
         forget_loaders(self._trainer)
 
@@ -303,6 +308,14 @@ class Fit:
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         self._exit.callback(Replaced(owner, name, function).undo)
+
+
+def _original(loader: Any) -> Any:
+    """The user's loader; the workers of the last pass have ended."""
+    if not isinstance(loader, Resumable):
+        return loader
+    loader.end()
+    return loader.loader
 
 
 def _about_module(module: Any) -> dict[str, str]:
