@@ -287,7 +287,7 @@ class Pair(pl.LightningModule):
         super().__init__()
         torch.manual_seed(2)
         self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, FEATURES))
+        self.generator = nn.Sequential(nn.Linear(FEATURES, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, FEATURES))
         self.critic = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 1))
         self.error = torchmetrics.MeanSquaredError()
         self.double()

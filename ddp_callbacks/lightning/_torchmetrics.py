@@ -68,7 +68,9 @@ def copy_all(metric: Metric) -> Callable[[], None]:
 
     def restore() -> None:
         restore_states()
-        metric._update_count, metric._computed = count, computed
+        # Other ranks have updated it, too, and compute it together with this one.
+        metric._computed = computed if metric._update_count == count else None
+        metric._update_count = count
 
     return restore
 
