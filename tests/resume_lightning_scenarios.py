@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
+from ddp_callbacks import DiLoCo, LocalSGD
 from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.errors import Preempted
 from ddp_callbacks.lightning import CallbackStrategy, Resume
@@ -338,3 +339,7 @@ def local(name: str, sync: Any) -> None:
         return run(cut, path, module, loaders, CallbackStrategy(sync=sync), accumulate_grad_batches=2)
 
     LOCAL[name] = scenario
+
+
+local("local_sgd", LocalSGD(3))
+local("diloco", DiLoCo(3))
