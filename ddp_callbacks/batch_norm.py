@@ -107,6 +107,15 @@ class BatchNormSynchronizer:
         for layer in self._layers:
             layer.__class__ = self._synchronized(type(layer))
 
+    def state_dict(self) -> dict[str, Any]:
+        """What rounding depends on beside the layers' own state: tensors, the same on every rank. Local."""
+        return {"shifts": [layer.summed.shift for layer in self._layers.values()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the same bits on as many ranks; on another number this changes nothing but rounding. Local."""
+        for (layer, kept), shift in zip(self._layers.items(), state["shifts"], strict=False):
+            kept.summed.shift = shift if shift is None else shift.to(next(layer.parameters(), shift).device)
+
     def close(self) -> None:
         """Restore the layers' original class. Local; safe to call twice."""
         for layer in self._layers:

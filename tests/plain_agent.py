@@ -20,7 +20,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.facts import usable_cores
+from ddp_callbacks.launcher.node import GRACE
 
 _PR_SET_PDEATHSIG = 1
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -43,17 +45,24 @@ def main() -> int:
     workers: list[subprocess.Popen[bytes]] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, _raise_ended)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: _report(control, {"asked": signal.Signals(number).name}))
     ranks: list[int] = []
     try:
         ranks += _start(job, control, workers)
-        return _watch(ranks, control, workers)
+        return _watch(ranks, control, workers, job)
     except Ended as ended:
-        _tell(ranks, control, workers)
+        told: set[int] = set()
+        _tell(ranks, control, workers, told)
+        _report(control, {"ending": signal.Signals(ended.number).name})
+        _await(ranks, control, workers, told, job)
         _end(workers, ended.number)
         return 128 + ended.number
 
 
 def _raise_ended(number: int, _: object) -> None:
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(each, signal.SIG_IGN)
     raise Ended(number)
 
 
@@ -144,14 +153,17 @@ def _variables(job: dict[str, Any], of_each_node: list[int], local_rank: int) ->
     return {name: str(value) for name, value in values.items()}
 
 
-def _watch(ranks: list[int], control: socket.socket, workers: list[subprocess.Popen[bytes]]) -> int:
+def _watch(ranks: list[int], control: socket.socket, workers: list[subprocess.Popen[bytes]], job: Any) -> int:
     """Until all have ended well, or one has not."""
+    told: set[int] = set()
     while not any(worker.poll() for worker in workers):
         if all(worker.poll() == 0 for worker in workers):
-            _tell(ranks, control, workers)
+            _tell(ranks, control, workers, told)
             return 0
         time.sleep(_LOOK)
-    _tell(ranks, control, workers)
+    _tell(ranks, control, workers, told)
+    if EXIT_PREEMPTED in (worker.poll() for worker in workers):
+        _await(ranks, control, workers, told, job)
     _end(workers, signal.SIGTERM)
     for end in _ends(ranks, workers):
         if end["code"]:
@@ -159,9 +171,26 @@ def _watch(ranks: list[int], control: socket.socket, workers: list[subprocess.Po
     return 1
 
 
-def _tell(ranks: list[int], control: socket.socket, workers: list[subprocess.Popen[bytes]]) -> None:
+def _await(
+    ranks: list[int], control: socket.socket, workers: list[subprocess.Popen[bytes]], told: set[int], job: Any
+) -> None:
+    """Until those that were asked to stop have ended."""
+    grace = job.get("grace")
+    limit = time.monotonic() + (GRACE if grace is None else grace)
+    while len(told) < len(workers) and time.monotonic() < limit and _is_read(control):
+        time.sleep(_LOOK)
+        _tell(ranks, control, workers, told)
+
+
+def _is_read(control: socket.socket) -> bool:
+    return not (select.select([control], [], [], 0)[0] and not control.recv(1, socket.MSG_PEEK))
+
+
+def _tell(ranks: list[int], control: socket.socket, workers: list[subprocess.Popen[bytes]], told: set[int]) -> None:
     for end in _ends(ranks, workers):
-        _report(control, {"noticed": end})
+        if end["rank"] not in told:
+            told.add(end["rank"])
+            _report(control, {"noticed": end})
 
 
 def _ends(ranks: list[int], workers: list[subprocess.Popen[bytes]]) -> list[dict[str, Any]]:

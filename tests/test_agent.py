@@ -38,7 +38,7 @@ def test_as_many_long_messages_as_a_node_has_workers_all_arrive(tmp_path: Path) 
     node, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with node:
         with agent:
-            sender = threading.Thread(target=_tell_of_ends, args=(context, Reports(agent)))
+            sender = threading.Thread(target=_tell_of_ends, args=(context, Reports(agent), set()))
             sender.start()
             found = [json.loads(socket.recv_fds(node, 1 << 18, 2)[0])["noticed"] for _ in range(RANKS)]
             sender.join()

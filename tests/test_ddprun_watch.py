@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ddp_callbacks.launcher.connection import Event
+from ddp_callbacks.launcher.launch import Limits
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.plan import Here, NodePlan, Plan, make_plan
@@ -29,18 +30,32 @@ class Job:
     """A launch whose events are given; it has ended once they are over."""
 
     signal = None
+    stopped_by = ""
+    limits = Limits()
 
     def __init__(self, nodes: list[Node]) -> None:
         self.nodes = list(nodes)
         self.events: list[Event] = []
         self.is_ending = False
         self.rounds: list[tuple[int | None, list[str]]] = []
+        self.asked: list[int] = []
+
+    @property
+    def is_overdue(self) -> bool:
+        return not self.events
 
     def next_event(self) -> Event | None:
-        return self.events.pop(0) if self.events else None
+        return self.events.pop(0)
 
     def start_again(self, after: int | None, nodes: list[Node]) -> None:
         self.rounds.append((after, [node.plan.name for node in nodes]))
+
+    def ask(self, number: int) -> None:
+        self.asked.append(number)
+
+    def stop(self, number: int) -> None:
+        self.asked.append(number)
+        self.is_ending = True
 
     def end(self) -> None:
         self.is_ending = True

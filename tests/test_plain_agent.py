@@ -165,7 +165,7 @@ def end_both(nodes: list[Node]) -> None:
     [
         pytest.param(SHOW_VARIABLES, lambda _: None, [0, 0], "noticed", id="succeeds"),
         pytest.param(STAY.format(raises=True), end_the_first, [143, 1], "failed", id="rank 1 raises"),
-        pytest.param(STAY.format(raises=False), end_both, [143, 143], "rank", id="SIGTERM"),
+        pytest.param(STAY.format(raises=False), end_both, [143, 143], "ending", id="SIGTERM"),
     ],
 )
 def test_the_stand_in_does_what_the_agent_does(

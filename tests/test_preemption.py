@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import TWO_PROCESSES, start
 from distributed import run_distributed
 
 from ddp_callbacks import Preemption
 from ddp_callbacks.comm.collectives import all_gather_json, all_reduce
-from ddp_callbacks.errors import ConfigurationError, PeerError
+from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError, PeerError, Preempted
 from ddp_callbacks.process_group.failures import report_failure
 
 
@@ -146,6 +151,17 @@ def test_one_process_stops_by_a_signal_a_request_and_time_without_a_group() -> N
         assert preemption.reason.startswith("the time limit")
 
 
+def test_the_end_of_a_run_that_was_stopped_has_an_exit_code_and_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    with Preemption() as preemption, caplog.at_level("INFO"), pytest.raises(Preempted) as caught:
+        preemption.request("the budget is spent")
+        assert preemption.is_requested()
+        preemption.exit("run.pt")
+    assert caught.value.code == EXIT_PREEMPTED == 75
+    place = rf"rank 0 \(host {socket.gethostname()}, pid {os.getpid()}\)"
+    said = rf"stopped by the budget is spent on {place}; run\.pt is written, from which .* goes on"
+    assert re.fullmatch(said, caplog.messages[0])
+
+
 def test_a_time_limit_must_be_longer_than_zero() -> None:
     with pytest.raises(ConfigurationError, match="time_limit must be longer than zero, got 0:00:00"):
         Preemption(time_limit=timedelta(0))
@@ -180,3 +196,83 @@ def test_a_forked_child_still_ends_when_it_is_terminated() -> None:
         child.join(20)
         assert child.exitcode == -signal.SIGTERM
         assert not preemption.is_requested()
+
+
+SPAWNING = """
+import sys, time, torch
+from ddp_callbacks import Preemption, spawn
+from ddp_callbacks.comm.collectives import all_reduce
+
+
+def train(stops):
+    if not stops:
+        print("ready", flush=True)
+        time.sleep(60)
+    with Preemption() as preemption:
+        print("ready", flush=True)
+        while not preemption.is_requested():
+            all_reduce(torch.ones(1), "a step")
+        preemption.exit("run.pt")
+
+
+if __name__ == "__main__":
+    spawn(train, 2, (sys.argv[1] == "stops",))
+"""
+
+
+@pytest.mark.parametrize(("does", "code"), [("stops", 75), ("ends", -signal.SIGTERM)])
+def test_a_signal_to_a_script_that_spawns_reaches_its_processes_whose_end_is_its_own(
+    tmp_path: Path, does: str, code: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNING)
+    job = subprocess.Popen([sys.executable, str(script), does], stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    for _ in range(2):
+        assert job.stdout.readline() == "ready\n"
+    job.terminate()
+    assert job.wait(60) == code
+    job.stdout.close()
+
+
+SLOW_STEPS = """
+import os, sys, time, torch, torchbearer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchbearer import Trial, callbacks
+from ddp_callbacks.torchbearer import DDPCallback, Resume
+
+
+@callbacks.on_sample
+def begin(state):
+    print("rank", os.environ["RANK"], "batch", state[torchbearer.BATCH], "pid", os.getpid(), flush=True)
+    time.sleep(float(sys.argv[1]))
+
+
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trial = Trial(model, optimizer, nn.MSELoss(), callbacks=[DDPCallback(), begin, Resume("run.pt")])
+trial.with_train_generator(DataLoader(TensorDataset(torch.ones(4000, 2), torch.ones(4000, 1)), batch_size=4))
+trial.run(1, verbose=0)
+"""
+
+
+def test_the_file_is_there_a_step_after_the_signal_to_any_process(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SLOW_STEPS)
+    seconds = 0.5
+    with start([*TWO_PROCESSES, script, seconds], tmp_path, cold=True) as job:
+        assert job.stdout is not None
+        lines = iter(job.stdout.readline, "")
+        words = next(line.split() for line in lines if line.startswith("rank 1 batch 5 "))
+        begin = time.monotonic()
+        os.kill(int(words[-1]), signal.SIGUSR1)
+        while not (tmp_path / "run.pt").exists() and time.monotonic() - begin < 60:
+            time.sleep(0.01)
+        took = time.monotonic() - begin
+        rest = "".join(lines)
+        job.wait(60)
+    position = torch.load(tmp_path / "run.pt", weights_only=False)["ddp_callbacks"]
+    own = torch.load(io.BytesIO(position["ranks"][0].numpy().tobytes()), weights_only=False)
+    assert own["position"]["batches"] == 6, rest  # the batch under way is the last one
+    assert took < 2 * seconds + 2, rest  # the machine has other work

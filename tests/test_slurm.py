@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ SlurmctldHost=h1
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={socket}
+AuthInfo=socket={socket},cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -208,3 +209,100 @@ def no_ssh(tmp_path: Path) -> Path:
     (folder / "ssh").write_text("#!/bin/sh\nexit 255\n")
     (folder / "ssh").chmod(0o755)
     return folder
+
+
+# Counts its starts, and notes each signal with the process that got it.
+STOPS = """
+import os, signal, sys, time
+rank, host = os.environ["RANK"], os.uname().nodename
+start = len([name for name in os.listdir() if name.startswith(f"start-{rank}-")])
+open(f"start-{rank}-{start}", "w").close()
+got = []
+def note(number, _):
+    got.append(signal.Signals(number).name)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, note)
+print("up", rank, "on", host, flush=True)
+while not got and start == 0:
+    time.sleep(0.02)
+if start:
+    print("went on", rank, flush=True)
+    sys.exit(0)
+time.sleep(0.5)  # the step, and a checkpoint
+print("wrote", rank, *got, flush=True)
+time.sleep(0.5)
+print("leaves", rank, *got, flush=True)
+sys.exit(75)
+"""
+PREEMPTIBLE = Path(__file__).parents[1] / "examples" / "jobs" / "preemptible.slurm"
+# As it, for nodes that let nobody in: the processes of h2 are a step of the job.
+IN_A_STEP = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --requeue --open-mode=append --output=%x-%j.log
+exec ddprun --grace 90 --requeue --rsh 'srun --overlap -N1 -n1 -w {host}' "$@"
+"""
+
+
+def submit(slurm: Slurm, folder: Path, *argv: str) -> str:
+    """The number of the job, once its four ranks are up."""
+    done = slurm.run("sbatch", "--parsable", *argv, write(folder, STOPS), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    _wait_for(lambda: all((folder / f"start-{rank}-0").exists() for rank in range(4)))
+    return done.stdout.strip()
+
+
+def printed(folder: Path) -> tuple[str, dict[int, str]]:
+    """The log of the job, and what each rank has printed in its first run."""
+    (log,) = folder.glob("*.log")
+    first = min((folder / "ddprun-logs").iterdir())
+    return log.read_text(), {rank: (first / f"rank-{rank}.log").read_text() for rank in range(4)}
+
+
+def assert_all_wrote(ranks: dict[int, str], numbers: str) -> None:
+    """Each rank got one of these signals, or the same twice, and was left alone until its end."""
+    for rank, text in ranks.items():
+        assert re.fullmatch(
+            rf"up {rank} on h\d\nwrote {rank}( {numbers}){{1,2}}\nleaves {rank}( {numbers}){{1,2}}\n", text
+        )
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize(
+    ("whom", "script", "says"),
+    [
+        pytest.param(
+            "B:USR1@100", PREEMPTIBLE, "ddprun: SIGUSR1: asking all processes to stop within 90 s", id="batch"
+        ),
+        pytest.param("USR1@100", IN_A_STEP, "ddprun: h2 got SIGUSR1: asking all processes to stop", id="steps"),
+    ],
+)
+def test_a_job_that_slurm_signals_before_its_end_is_requeued_and_goes_on(
+    slurm: Slurm, tmp_path: Path, whom: str, script: Path | str, says: str
+) -> None:
+    if isinstance(script, str):
+        (tmp_path / "job").write_text(script)
+        script = tmp_path / "job"
+    job = submit(slurm, tmp_path, "--time=2", f"--signal={whom}", str(script))
+    ended_as = slurm.wait(job)
+    log, ranks = printed(tmp_path)
+    assert ended_as == "COMPLETED", log
+    assert_all_wrote(ranks, "SIG(USR1|TERM)")
+    assert says in log.splitlines()
+    assert re.search(rf"preempted, checkpoint written\n(.*\n)*ddprun: requeued Slurm job {job}$", log, re.M), log
+    assert log.count("went on 0") == 1 and "Traceback" not in log
+    assert len(list(tmp_path.glob("start-*"))) == 8
+
+
+@pytest.mark.cold
+def test_a_job_that_is_cancelled_writes_its_checkpoint_and_is_not_requeued(slurm: Slurm, tmp_path: Path) -> None:
+    """Slurm sends SIGTERM to each process of the batch step: ddprun, its ssh, torchrun's agent and the ranks."""
+    job = submit(slurm, tmp_path, str(PREEMPTIBLE))
+    slurm.run("scancel", job, cwd=tmp_path)
+    _wait_for(lambda: "checkpoint written" in printed(tmp_path)[0])
+    ended_as = slurm.wait(job)
+    log, ranks = printed(tmp_path)
+    assert_all_wrote(ranks, "SIGTERM")
+    *_, wrote, state = log.splitlines()
+    assert wrote == "ddprun: stopped by SIGTERM: preempted, checkpoint written"
+    assert re.fullmatch(f"ddprun: Slurm job {job} not requeued: it is (COMPLETING|CANCELLED)", state)
+    assert ended_as == "CANCELLED"
+    assert len(list(tmp_path.glob("start-*"))) == 4

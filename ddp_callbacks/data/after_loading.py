@@ -26,6 +26,7 @@ from ddp_callbacks.data.passes import BatchEnd
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.data.shares import Share, WholeBatch, common_size, slice_batch, slice_samples, uneven_bounds
 from ddp_callbacks.data.whole import Whole
+from ddp_callbacks.data.workers import StartingWorkers
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -45,7 +46,7 @@ class _WholeIterator(ShardedIterator):
         self._first: WholeBatch | None = None
         dataset = getattr(loader, "dataset", None)
         self._shared = whole.begin() if whole else SharedRandomState([loader, dataset], group=group)
-        with self._shared.drawing():
+        with self._shared.drawing(), StartingWorkers(whole and whole.loader):
             super().__init__(iter(whole.loader if whole else loader), shares)
         if whole:
             whole.skip(self.batches, self._shared)

@@ -46,6 +46,21 @@ def join_batch_logs(logs: Sequence[BatchLog], reduction: str) -> list[torch.Tens
     return [_join(parts[step], reduction) for step in sorted(parts)]
 
 
+def merge_batch_logs(logs: Sequence[BatchLog], reduction: str) -> BatchLog:
+    """One log with the scalars of the whole batches, as if one rank had had all samples.
+
+    Args:
+        logs: One per rank.
+        reduction: As for :func:`join_batch_logs`.
+    """
+    weights: dict[int, float] = {}
+    for log in logs:
+        for step, weight in zip(log.steps, log.weights, strict=True):
+            weights[step] = weights.get(step, 0.0) + weight
+    steps = sorted(weights)
+    return BatchLog(steps, [weights[step] for step in steps], join_batch_logs(logs, reduction))
+
+
 def interleave_rows(parts: Sequence[torch.Tensor | None], rows: Sequence[Sequence[int]]) -> torch.Tensor | None:
     """Put rows that the ranks collected batch by batch into the order of a single process.
 

@@ -29,6 +29,7 @@ from ddp_callbacks.data.passes import Pass
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.data.samplers import is_torchs
 from ddp_callbacks.data.shares import BatchSize, Share, WholeBatch, slice_bounds, uneven_bounds
+from ddp_callbacks.data.workers import StartingWorkers
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -83,6 +84,7 @@ class _SlicedBatchSampler:
         self.record: Pass | None = None  # of a resumable loader
         self.sources = (loader, self.batch_sampler, self.sampler)
         self.drawing = Indices(lambda: iter(()))
+        self.starting = StartingWorkers(None)
         self._compared = type(loader.dataset).__module__ != "torch.utils.data.dataset"
 
     def __len__(self) -> int:
@@ -96,6 +98,7 @@ class _SlicedBatchSampler:
     def _begin(self, draw: _Draw, record: Pass | None) -> Iterator[Any]:
         # Runs at the first next(): rank 0's DataLoader has drawn its workers' seed by then, as without this library.
         torch_only = is_torchs(self.batch_sampler) and is_torchs(self.sampler)
+        self.starting.end()
         if record is not None:
             record.before_drawing()
         shared = SharedRandomState(self.sources, torch_only=torch_only, group=self.group, always=record is not None)
@@ -171,12 +174,23 @@ class Part:
         replace_batch_sampler(self.loader, self.sampler)
         if get_rank(group) != 0:
             self.loader.generator = None  # the workers' seeds come from this rank's random state
+        self.sources = self.sampler.sources
+
+    @property
+    def record(self) -> Pass | None:
+        """Of the pass under way, if the loader is resumable."""
+        return self.sampler.record
+
+    @record.setter
+    def record(self, record: Pass) -> None:
+        self.sampler.record = record
 
 
 class PartIterator(ShardedIterator):
     def __init__(self, part: Part, shares: deque[Share]) -> None:
         self._record = part.sampler.record
-        super().__init__(iter(part.loader), shares)
+        with StartingWorkers(part.loader if self._record else None) as part.sampler.starting:
+            super().__init__(iter(part.loader), shares)
         self._loader = part.loader
         self._sampler = part.sampler
         self._draw = part.sampler.draw

@@ -19,7 +19,8 @@ from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.passes import Pass, set_generators, states_of_generators
 from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
-from ddp_callbacks.data.whole import whole_of
+from ddp_callbacks.data.whole import Whole, whole_of
+from ddp_callbacks.data.workers import keep_workers
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -33,6 +34,8 @@ class Resumable(ShardedLoader):
         super().__init__(*args)
         if self._sliced is None:
             self._whole = whole_of(self.loader, self._group)
+        if isinstance(self._part.loader, DataLoader):
+            keep_workers(self._part.loader)
         self._record: Pass | None = None
         self._resumed: Mapping[str, Any] | None = None  # where the next pass begins
         self._had_workers = False
@@ -101,23 +104,21 @@ class Resumable(ShardedLoader):
         return iterator
 
     def _begin(self, record: Pass) -> ShardedIterator:
-        if isinstance(self._sliced, Part):
-            self._sliced.sampler.record = record
-        if self._whole is not None:
-            self._whole.record = record
+        self._part.record = record
         return super().__iter__()
 
     @property
     def _sources(self) -> tuple[Any, ...]:
-        if self._whole is not None:
-            return self._whole.sources
-        assert isinstance(self._sliced, Part)
-        return self._sliced.sampler.sources
+        return self._part.sources
+
+    @property
+    def _part(self) -> Part | Whole:
+        part = self._sliced or self._whole
+        assert part is not None
+        return part
 
     def _keeps_workers(self) -> bool:
-        part = self._sliced or self._whole
-        loader = self.loader if part is None else part.loader
-        return isinstance(loader, DataLoader) and has_persistent_workers(loader)
+        return isinstance(self._part.loader, DataLoader) and has_persistent_workers(self._part.loader)
 
     def _about(self) -> dict[str, Any]:
         try:

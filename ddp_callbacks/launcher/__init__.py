@@ -10,6 +10,7 @@
         cli          the console script
         connection   one node: messages and answers; ways: the command that reaches it, and why that failed
         launch       reaches all nodes, lets them meet, starts the job on all, ends it on all
+        batch_job    the Slurm or PBS job around it: when it ends, and how it starts again
         watch        passes on the job's output, ends all nodes when something fails, and reports why
         output       files and the terminal, line by line
         failures     which of several failures came first; tracebacks: the exceptions that a rank printed

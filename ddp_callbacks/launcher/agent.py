@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import math
 import os
 import select
 import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
 from argparse import Namespace
 from typing import Any
@@ -26,8 +28,10 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
+from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.facts import usable_cores
 from ddp_callbacks.launcher.meeting import choose_interface
+from ddp_callbacks.launcher.node import GRACE
 from ddp_callbacks.launcher.rounds import BACKEND, Rendezvous, Reports, Rounds
 from ddp_callbacks.launcher.torchrun_flags import FLAGS
 
@@ -35,6 +39,8 @@ _PR_SET_PDEATHSIG = 1
 _RUN_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 _LONGEST_MESSAGE = 4096  # characters of an exception to report
 SHUTDOWN_TIMEOUT = 1  # seconds for the other workers of a node to end after one has failed
+_LOOK = 0.05  # seconds between two looks at workers that end by themselves
+_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)  # which ask the job to stop; torchrun handles the others
 
 
 def main() -> int:
@@ -54,6 +60,8 @@ def main() -> int:
 
 def _run_and_tell(job: dict[str, Any], control: socket.socket) -> int:
     reports = Reports(control)
+    for number in _REQUESTS:
+        signal.signal(number, lambda number, _: reports.send({"asked": signal.Signals(number).name}))
     try:
         _run(job, control, reports)
     except ChildFailedError as error:
@@ -89,7 +97,7 @@ def _run(job: dict[str, Any], control: socket.socket, reports: Reports) -> None:
     args.nproc_per_node = str(processes)
     if args.shutdown_timeout is None:
         args.shutdown_timeout = SHUTDOWN_TIMEOUT
-    _end_workers_soon(args.shutdown_timeout, reports)
+    _end_workers_soon(args.shutdown_timeout, job.get("grace"), reports)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     interface = choose_interface(job["address"])
     rounds = Rounds(control, job["members"] if job["rendezvous"] == "elastic" else None)
@@ -128,30 +136,61 @@ def _arguments(job: dict[str, Any]) -> Namespace:
     return args
 
 
-def _end_workers_soon(seconds: int, reports: Reports) -> None:
+def _end_workers_soon(seconds: int, grace: float | None, reports: Reports) -> None:
     """Report which workers have ended before ending the others, and give those at most ``seconds``.
 
     torchrun waits up to 30 s for them, whatever --shutdown-timeout is, before it reports anything: its
     SubprocessContext closes with the default timeout of this method as soon as it finds a failure. And it does not
     report the exit of a worker that it notices while ending the others.
+
+    Workers that were asked to stop get no signal from torchrun for ``grace`` seconds: the node's program has passed
+    the signal on to them, and a second one would end them in the middle of their checkpoint.
     """
     close = PContext.close
-    told: list[PContext] = []
+    told: dict[PContext, set[int]] = {}
 
     def close_soon(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
         if context not in told:
-            told[:] = [context]
-            _tell_of_ends(context, reports)
-        close(context, death_sig, seconds)
+            told.clear()
+            _tell_of_ends(context, reports, told.setdefault(context, set()))
+        if _are_asked_to_stop(context, reports):
+            _await_workers(context, reports, told[context], GRACE if grace is None else grace)
+        # Without the node's program, nobody else has asked them.
+        close(context, death_sig, seconds if reports.are_read or grace is None else math.ceil(grace))
 
     PContext.close = close_soon  # type: ignore[method-assign, assignment]
 
 
-def _tell_of_ends(context: PContext, reports: Reports) -> None:
-    """Report each worker that has ended."""
-    for local_rank, handler in getattr(context, "subprocess_handlers", {}).items():
+def _are_asked_to_stop(context: PContext, reports: Reports) -> bool:
+    """Whether the workers end by themselves: a signal came, or one of them has written its checkpoint."""
+    received = sys.exception()
+    if not isinstance(received, SignalException):
+        return EXIT_PREEMPTED in (handler.proc.poll() for handler in _handlers(context).values())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # a scheduler may send it to each process of the job, beside ddprun
+    reports.send({"ending": received.sigval.name})
+    return reports.are_read
+
+
+def _await_workers(context: PContext, reports: Reports, told: set[int], seconds: float) -> None:
+    """Wait until all workers have ended, and report those that end meanwhile."""
+    limit = time.monotonic() + seconds
+    while len(told) < len(_handlers(context)) and time.monotonic() < limit and reports.are_read:
+        time.sleep(_LOOK)
+        _tell_of_ends(context, reports, told)
+
+
+def _handlers(context: PContext) -> dict[int, Any]:
+    """The workers by local rank; empty before they are started."""
+    return getattr(context, "subprocess_handlers", {})
+
+
+def _tell_of_ends(context: PContext, reports: Reports, told: set[int]) -> None:
+    """Report each worker that has ended, once: its local rank is then in ``told``."""
+    for local_rank, handler in _handlers(context).items():
         code = handler.proc.poll()
-        if code is not None:
+        if code is not None and local_rank not in told:
+            told.add(local_rank)
             failure = ProcessFailure(local_rank, handler.proc.pid, code, context.error_files[local_rank])
             reports.send({"noticed": _describe(int(context.envs[local_rank]["RANK"]), failure)})
 

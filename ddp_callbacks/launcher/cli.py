@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddp_callbacks.environment import WorkerEnv
-from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.launch import CannotStart, Interrupted, Launch
+from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
+from ddp_callbacks.launcher.batch_job import requeue, seconds_to_end
+from ddp_callbacks.launcher.launch import CannotStart, Interrupted, Launch, Limits
 from ddp_callbacks.launcher.options import (
     Options,
     parse_bench_options,
@@ -26,6 +27,8 @@ from ddp_callbacks.launcher.screen import Screen
 from ddp_callbacks.launcher.watch import Watch
 from ddp_callbacks.launcher.ways import command_to
 from ddp_callbacks.schedulers import unknown_launcher
+
+_FINAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by which a user ends ddprun for good
 
 
 def main() -> None:
@@ -49,7 +52,7 @@ def _main(argv: list[str]) -> int:
         print(describe(plan, lambda node: command_to(node, options.heartbeat_timeout)), end="")
         return 0
     plan = replace(plan, environ=_terminal(plan, options) | plan.environ)
-    return _launch(plan, options, lambda folder, terminal: Output(folder, options.shown, options.prefix, terminal))
+    return _launch_again(plan, options)
 
 
 def _doctor(argv: list[str]) -> int:
@@ -95,8 +98,27 @@ def _here() -> Here:
     return Here(sys.executable, working_directory(os.environ), is_this_machine)
 
 
+def _launch_again(plan: Plan, options: Options) -> int:
+    """Run the job until it ends otherwise than by a preemption after which it is to be started again here."""
+    while True:
+        launch = Launch(plan, options.heartbeat_timeout, _limits(options))
+        code = _run(launch, options, lambda folder, terminal: Output(folder, options.shown, options.prefix, terminal))
+        if code != EXIT_PREEMPTED or not options.requeue:
+            return code
+        if line := requeue(os.environ):
+            _say(line)
+            return code
+        if launch.signal in _FINAL:
+            _say(f"not started again, because {launch.stopped_by} stopped ddprun")
+            return code
+        _say("starting again")
+
+
 def _launch(plan: Plan, options: Options, make_output: Callable[[Path, Terminal], Output]) -> int:
-    launch = Launch(plan, options.heartbeat_timeout)
+    return _run(Launch(plan, options.heartbeat_timeout, _limits(options)), options, make_output)
+
+
+def _run(launch: Launch, options: Options, make_output: Callable[[Path, Terminal], Output]) -> int:
     with launch.ends_with_signals(), launch:
         try:
             launch.connect(_say)
@@ -110,13 +132,20 @@ def _launch(plan: Plan, options: Options, make_output: Callable[[Path, Terminal]
         except Interrupted as interrupted:
             _say(str(interrupted))
             return interrupted.code
-        return _watch(plan, launch, output)
+        return _watch(launch, output)
 
 
-def _watch(plan: Plan, launch: Launch, output: Output) -> int:
+def _limits(options: Options) -> Limits:
+    if options.time_limit is not None:
+        return Limits(options.grace, options.time_limit, f"the time limit of {options.time_limit:g} s")
+    found = None if options.grace is None else seconds_to_end(os.environ)
+    return Limits(options.grace) if found is None else Limits(options.grace, found[0], f"the end of {found[1]}")
+
+
+def _watch(launch: Launch, output: Output) -> int:
     try:
         with output:
-            return Watch(plan, launch, output).run()
+            return Watch(launch.plan, launch, output).run()
     except BrokenPipeError:
         # The reader is gone, as in ddprun ... | head. Discard what Python would still write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

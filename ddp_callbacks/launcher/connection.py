@@ -24,6 +24,8 @@ _ANSWER_TIMEOUT = 30.0  # seconds to wait for an answer
 _BEAT = 0.5  # seconds between two heartbeats
 _LOGINS = 8  # simultaneous ssh logins; sshd refuses some if ten are in progress
 _PAUSES = (0.5, 1.0)  # minimum seconds before a login is repeated; up to twice as long
+# A scheduler signals each process of its job, and without ssh there would be no orderly end elsewhere.
+_DEAF = ("/bin/sh", "-c", "trap '' TERM USR1 USR2; exec \"$@\"", "sh")
 _NOISE = 1 << 16  # bytes that a login shell may print before the greeting
 
 
@@ -87,7 +89,7 @@ class Connection:
         self._answers = queue.Queue()
         # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
         self._process = process = subprocess.Popen(
-            command_to(self.plan, self._patience),
+            [*_DEAF, *command_to(self.plan, self._patience)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -102,7 +104,7 @@ class Connection:
         threading.Thread(target=self._read, args=(process, self._answers), daemon=True).start()
         self._write(opening(self.plan.python))
         if self._given_up:
-            process.terminate()
+            process.kill()
 
     def ask(self, do: str, **values: Any) -> dict[str, Any]:
         """Send a message; return the node's answer.
@@ -165,14 +167,22 @@ class Connection:
         """Send a message that has no answer."""
         self._write(message(do, **values))
 
+    def stop(self, number: int) -> None:
+        """Ask the ranks there to stop, with a signal, and end the job after its grace."""
+        self._tell_or_give_up("stop", number=number)
+
     def end(self, at_once: bool = False) -> None:
-        """End the job there; if it is not connected yet, give up connecting."""
+        """End the job there."""
+        self._tell_or_give_up("end", at_once=at_once)
+
+    def _tell_or_give_up(self, do: str, **values: Any) -> None:
+        """Send a message; if the node is not connected yet, give up connecting."""
         if self.greeted:
-            self.tell("end", at_once=at_once)
+            self.tell(do, **values)
             return
         self._given_up = True
         if self._process is not None:
-            self._process.terminate()
+            self._process.kill()
 
     def close(self, timeout: float) -> None:
         """Disconnect, so that the node ends the job. Wait for the local process; kill it after ``timeout``."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
@@ -21,7 +23,10 @@ _IS_INSTALLED = "import importlib.util, sys; sys.exit(importlib.util.find_spec('
 _LOOK_TIMEOUT = 20.0  # seconds for this check on a slow disk
 _REACH_TIMEOUT = 5.0  # seconds for a node to connect to the first one
 _LOOK = 0.25  # seconds between two checks of the time while nothing comes
-_END_TIMEOUT = GRACE + 2.0  # seconds from the request to end until the last connection is cut
+_CUT = 2.0  # seconds from the last force on the nodes until the last connection is cut
+SAME = 3.0  # seconds within which further signals mean the same: a scheduler may send several, and to a script, too
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_ASKS = {signal.SIGUSR1: signal.SIGUSR1}  # what the ranks get for a signal of ddprun; SIGTERM for all others
 
 
 class CannotStart(Exception):
@@ -40,28 +45,56 @@ class Interrupted(Exception):
         self.code = 128 + number
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How long a job runs, and how long it takes to stop.
+
+    Attributes:
+        grace: Seconds from a request to stop to force; ``None`` for the default.
+        seconds: Seconds from now to the end; the job is asked to stop ``force`` seconds earlier.
+        reason: What this end is.
+    """
+
+    grace: float | None = None
+    seconds: float = math.inf
+    reason: str = ""
+
+    @property
+    def force(self) -> float:
+        """Seconds from a request to stop to force."""
+        return GRACE if self.grace is None else self.grace
+
+
+_NO_LIMITS = Limits()
+
+
 class Launch:
     """One job on its nodes; use it in a ``with`` block, which disconnects from all nodes at its end.
 
     Args:
         plan: What runs where.
         heartbeat_timeout: Seconds of silence after which a node, or the launcher, counts as lost.
+        limits: How long the job runs, and how long it takes to stop.
     """
 
-    def __init__(self, plan: Plan, heartbeat_timeout: float) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, heartbeat_timeout: float, limits: Limits = _NO_LIMITS) -> None:
+        self.plan = plan
         self._patience = heartbeat_timeout
+        self.limits = limits
+        self._stop_at = time.monotonic() + limits.seconds - limits.force
         self._events: queue.Queue[Event] = queue.Queue(maxsize=1000)
         self._nodes: list[Connection] = []
         self._round = 0  # how often the workers of all nodes have been restarted
         self._signal: int | None = None
+        self._stopped_by = ""
+        self._signalled = 0.0  # when it came
         self._ending: float | None = None  # the deadline for all to end
 
     def __enter__(self) -> Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._each(lambda node: node.close(_END_TIMEOUT))
+        self._each(lambda node: node.close(self.limits.force + _CUT))
 
     def connect(self, say: Callable[[str], None]) -> None:
         """Reach every node and check that the job can start there.
@@ -69,10 +102,10 @@ class Launch:
         Raises:
             CannotStart: It cannot start on a node; nothing was started anywhere.
         """
-        self._nodes = connections(self._plan.nodes, self._events, self._patience)
+        self._nodes = connections(self.plan.nodes, self._events, self._patience)
         problems = self._ask_all(self._check)
         reached = [node for node in self._nodes if node not in problems]
-        if problems and (len(reached) < self._plan.min_nodes or self._nodes[0] in problems):
+        if problems and (len(reached) < self.plan.min_nodes or self._nodes[0] in problems):
             raise CannotStart([f"{node.plan.name}: {problem}." for node, problem in problems.items()])
         for node, problem in problems.items():
             say(f"continuing without {node.plan.name}: {problem}.")
@@ -86,11 +119,11 @@ class Launch:
         Raises:
             CannotStart: There is no address, or a node cannot reach it.
         """
-        if self._plan.rendezvous is None:
+        if self.plan.rendezvous is None:
             return None, 0
         first, *others = self._nodes
         try:
-            given = self._plan.address
+            given = self.plan.address
             addresses = [given] if given else addresses_of(first, others) if others else ["127.0.0.1"]
         except NodeProblem as problem:
             raise CannotStart([f"{first.plan.name}: {problem}."]) from None
@@ -105,7 +138,7 @@ class Launch:
     def _listen(self, first: Connection, others: list[Connection], address: str) -> int:
         """Listen at ``address``; return the port once all others have reached it."""
         try:
-            port = int(first.ask("listen", address=address, port=self._plan.port)["port"])
+            port = int(first.ask("listen", address=address, port=self.plan.port)["port"])
         except NodeProblem as problem:
             remedy = "Choose another with --master-port or --master-addr"
             raise CannotStart([f"{first.plan.name}: {problem}. {remedy}."]) from None
@@ -143,13 +176,14 @@ class Launch:
         return self._ending is not None and time.monotonic() >= self._ending
 
     def next_event(self) -> Event | None:
-        """The next event; blocks. ``None`` once the time for an orderly end has passed."""
-        while not self.is_overdue:
-            try:
-                return self._events.get(timeout=_LOOK)
-            except queue.Empty:
-                pass
-        return None
+        """The next event; ``None`` if none comes within a moment."""
+        if time.monotonic() >= self._stop_at and not self.is_ending:
+            self._stopped_by = self.limits.reason
+            self.stop(signal.SIGTERM)
+        try:
+            return self._events.get(timeout=_LOOK)
+        except queue.Empty:
+            return None
 
     @property
     def nodes(self) -> list[Connection]:
@@ -158,28 +192,49 @@ class Launch:
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended the job."""
+        """The signal of ddprun itself that ended the job."""
         return self._signal
+
+    @property
+    def stopped_by(self) -> str:
+        """The signal or limit that ended the job; empty if it was neither."""
+        return signal.Signals(self._signal).name if self._signal is not None else self._stopped_by
+
+    def ask(self, number: int) -> None:
+        """Pass a request to stop on to the ranks of all nodes; they may be started again afterwards."""
+        for node in self._nodes:
+            node.tell("ask", number=number)
+
+    def stop(self, number: int) -> None:
+        """Ask the ranks of all nodes to stop, and end the job when the time for that is over."""
+        if self._ending is None:
+            self._ending = time.monotonic() + self.limits.force + _CUT
+            for node in self._nodes:
+                node.stop(number)
 
     def end(self, at_once: bool = False) -> None:
         """End the job on every node."""
         if self._ending is None or at_once:
-            self._ending = time.monotonic() + _END_TIMEOUT
+            self._ending = time.monotonic() + GRACE + _CUT
             for node in self._nodes:
                 node.end(at_once)
 
     @contextmanager
     def ends_with_signals(self) -> Iterator[None]:
-        """Let SIGINT, SIGTERM and SIGHUP end the job on every node; a second one ends it at once. Ctrl-Z has no effect.
+        """Let a signal stop the job on every node; a second one ends it at once. Ctrl-Z has no effect.
 
         Signals that are already ignored stay ignored (nohup). A stopped launcher could not send heartbeats.
         """
 
         def end(number: int, _: object) -> None:
-            self.end(at_once=self._signal is not None)
-            self._signal = number
+            if self._signal is None:
+                self._signal, self._signalled = number, time.monotonic()
+                self.stop(_ASKS.get(signal.Signals(number), signal.SIGTERM))
+            elif number == signal.SIGINT or time.monotonic() - self._signalled >= SAME:
+                self._signal = number
+                self.end(at_once=True)
 
-        handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), end)
+        handlers: dict[int, Any] = dict.fromkeys(_STOPS, end)
         handlers[signal.SIGTSTP] = signal.SIG_IGN
         previous = {number: signal.getsignal(number) for number in handlers}
         for number in handlers:
@@ -228,8 +283,8 @@ class Launch:
     def _check(self, node: Connection) -> None:
         node.greet()
         node.ask("enter", cwd=as_hex(node.plan.cwd))
-        if self._plan.script is not None:
-            node.ask("find", path=as_hex(self._plan.script))
+        if self.plan.script is not None:
+            node.ask("find", path=as_hex(self.plan.script))
         argv = [as_hex(word) for word in (node.plan.python, "-P", "-c", _IS_INSTALLED)]
         if node.ask("output", argv=argv, seconds=_LOOK_TIMEOUT)["code"]:
             command = how_to_install_this(f"{node.plan.shell}{node.plan.python}")
@@ -237,22 +292,23 @@ class Launch:
 
     def _numbers(self, node: Connection) -> dict[str, Any]:
         """Number and ranks of the nodes that were reached; with one node, the user's flags (ddprun by hand on each)."""
-        if len(self._plan.nodes) == 1:
+        if len(self.plan.nodes) == 1:
             return {}
-        return {"nnodes": f"{self._plan.min_nodes}:{len(self._nodes)}", "node_rank": self._nodes.index(node)}
+        return {"nnodes": f"{self.plan.min_nodes}:{len(self._nodes)}", "node_rank": self._nodes.index(node)}
 
     def _start_agent(self, node: Connection, address: str | None, port: int) -> None:
         plan = node.plan
         job = {
-            "torchrun": {**self._plan.torchrun, "nproc_per_node": plan.processes, **self._numbers(node)},
-            "command": [as_hex(word) for word in self._plan.command],
-            "rendezvous": self._plan.rendezvous,
+            "torchrun": {**self.plan.torchrun, "nproc_per_node": plan.processes, **self._numbers(node)},
+            "command": [as_hex(word) for word in self.plan.command],
+            "rendezvous": self.plan.rendezvous,
             "node_rank": plan.rank,
+            "grace": self.limits.grace,
             "members": [member.plan.rank for member in self._nodes],
             "address": address,
             "port": port,
         }
         argv = [plan.python, *AGENT]
-        variables = {**self._plan.forwarded, **self._plan.environ}
+        variables = {**self.plan.forwarded, **self.plan.environ}
         environ = {as_hex(name): as_hex(value) for name, value in variables.items()}
         node.ask("run", argv=[as_hex(word) for word in argv], environ=environ, job=job)

@@ -19,6 +19,9 @@ as many bytes, and a newline, without which srun would hold them back.
 Standard input is also the lifeline. If it ends for any reason (the launcher has ended or was killed, the connection
 broke), or is silent for too long, every process of the job gets SIGTERM and a little later SIGKILL.
 
+A job that is asked to stop is another matter: only the ranks, the children of the agent, get the signal, and everything
+gets SIGKILL once their time is over.
+
 [Note: every process]
 A process group is not enough: torchrun puts each worker into a separate session, and a worker's children may do the
 same. This process is a subreaper (prctl(2)), so everything that the job starts stays its descendant, however often it
@@ -50,19 +53,21 @@ from typing import Any
 
 GREETING = b"\0ddprun\0\n"  # a login shell may print something before it
 HEADER = struct.Struct("!ciI")
-GRACE = 2.5  # seconds between SIGTERM and SIGKILL
+GRACE = 2.5  # seconds between SIGTERM and SIGKILL, unless the job says otherwise
 GRACE_UNHEARD = 1.0  # the same after a silence, which has already taken time
 _PR_SET_CHILD_SUBREAPER = 36
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _ENOUGH = 1 << 20  # bytes waiting for the launcher; beyond that, the job's writes wait
 _TICK = 0.02  # seconds between two checks for running processes while the job ends
+_LOOK = 0.1  # seconds between two checks whether a rank handles the signal that it is to get
+_REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # which ask the job to stop if a scheduler sends them here
 
 
 def main() -> int:
     """Serve the launcher until the job or the launcher has ended; return the job's exit code."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # These signals end the sender, and so the lifeline. Unlike SIG_IGN, the job does not inherit a handler.
+    for number in (signal.SIGINT, signal.SIGHUP, *_REQUESTS):
+        # Their sender ends the lifeline, or the launcher decides. Unlike SIG_IGN, the job does not inherit a handler.
         signal.signal(number, lambda *_: None)
     node = Node(_descriptor_of_signals())
     try:
@@ -72,7 +77,10 @@ def main() -> int:
 
 
 def _descriptor_of_signals() -> int:
-    """A descriptor that becomes readable when a child ends. (Older clusters' kernels lack pidfd_open(2).)"""
+    """A descriptor that receives the number of each signal, also when a child ends.
+
+    (Older clusters' kernels lack pidfd_open(2).)
+    """
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -101,6 +109,14 @@ class Node:
         self._heard = time.monotonic()
         self._silence: float | None = None  # seconds
         self._kill_at: float | None = None  # set once the job must end
+        self._terminated = False  # whether all processes have got SIGTERM
+        self._grace: float | None = (
+            None  # seconds from a request to stop to SIGKILL; None: as long as for any other end
+        )
+        self._request = signal.SIGTERM  # what the ranks get that are asked to stop
+        self._is_patient = False  # whether to wait until a rank handles it
+        self._to_ask: set[int] = set()  # process ids of ranks
+        self._asked: set[int] = set()
 
     def serve(self) -> int:
         for descriptor in (0, 1):
@@ -208,6 +224,7 @@ class Node:
         """Start the agent; its standard input holds the job as JSON, with the descriptors that it inherits."""
         if not listens:
             self._listener = None
+        self._grace = job.get("grace")
         # Made by the agent, and removed by both, as either may be killed.
         self._folder = os.path.join(tempfile.gettempdir(), f"ddprun-{secrets.token_hex(8)}")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -252,6 +269,14 @@ class Node:
         """Answer a heartbeat."""
         self._put(b"b", -1, b"")
 
+    def do_ask(self, number: int) -> None:
+        """Ask the ranks to stop, those that handle the signal; the agent may start them again."""
+        self._ask(signal.Signals(number), patient=True)
+
+    def do_stop(self, number: int) -> None:
+        """Ask the ranks to stop, and end everything when their time is over."""
+        self._stop(signal.Signals(number))
+
     def do_end(self, at_once: bool) -> None:
         """End the job."""
         self._end(0 if at_once else GRACE)
@@ -281,13 +306,23 @@ class Node:
             ready |= {descriptor: partial(self._pass_on, descriptor) for descriptor in self._streams}
         if self._control is not None:
             ready[self._control.fileno()] = partial(self._listen_to_agent, self._control)
-        ready[self._signals] = partial(os.read, self._signals, 1 << 16)  # the children are checked in any case
+        ready[self._signals] = self._hear_signals
         return ready
 
     def _patience(self) -> float:
         if self._kill_at is not None:
-            return _TICK
+            ends = self._agent is None or self._agent in self._codes
+            return _TICK if ends else max(_TICK, min(_LOOK, self._kill_at - time.monotonic()))
+        if self._to_ask:
+            return _LOOK
         return 0.25 if self._silence is not None else 60
+
+    def _hear_signals(self) -> None:
+        """Tell the launcher of requests to stop; the children are checked in any case."""
+        came = os.read(self._signals, 1 << 16)
+        for number in _REQUESTS if self._agent is not None else ():
+            if number in came:
+                self._send(b"m", {"asked": number.name})
 
     def _hear(self) -> None:
         # None if there is no data. Not os.read: some may have been read ahead with this program.
@@ -367,12 +402,41 @@ class Node:
     def _lose_launcher(self, grace: float) -> None:
         self._connected = False
         self._outbox.clear()
-        self._end(grace)
+        if self._grace is None:
+            self._end(grace)
+        else:
+            self._stop(signal.SIGTERM)
+
+    def _ask(self, number: signal.Signals, patient: bool) -> None:
+        self._request, self._is_patient = number, patient
+        self._to_ask |= set(_children().get(self._agent or 0, [])) - self._asked
+        self._ask_ranks()
+
+    def _ask_ranks(self) -> None:
+        """Signal the ranks that handle it by now. A program that starts would only be ended by it."""
+        for pid in list(self._to_ask):
+            handled = _handled_by(pid)
+            found = [number for number in (self._request, signal.SIGTERM) if number in (handled or ())]
+            if not found and self._is_patient and handled is not None:
+                continue
+            self._to_ask.discard(pid)
+            self._asked.add(pid)
+            with suppress(OSError):  # it has ended, or belongs to another user
+                os.kill(pid, found[0] if found else signal.SIGTERM)
+
+    def _stop(self, number: signal.Signals) -> None:
+        """Ask the ranks to stop. The agent gets SIGTERM: it waits for them, and starts no others."""
+        self._ask(number, patient=self._grace is not None)
+        if self._agent is not None and self._agent not in self._codes:
+            os.kill(self._agent, signal.SIGTERM)
+        end = time.monotonic() + (GRACE if self._grace is None else self._grace)
+        self._kill_at = end if self._kill_at is None else min(self._kill_at, end)
 
     def _end(self, grace: float) -> None:
         """Send SIGTERM to every process of the job, and ``grace`` seconds later SIGKILL."""
         now = time.monotonic()
-        if self._kill_at is None and grace:
+        if not self._terminated and grace:
+            self._terminated = True
             self._signal(signal.SIGTERM)
         self._kill_at = now + grace if self._kill_at is None else min(self._kill_at, now + grace)
 
@@ -381,6 +445,8 @@ class Node:
             self._outbox.clear()
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self._signal(signal.SIGKILL)
+        if self._to_ask:
+            self._ask_ranks()
         self._reap()
         if self._agent in self._codes and not self._agent_end_told:
             self._agent_end_told = True
@@ -418,6 +484,15 @@ def _cannot_reach(address: str, port: int, seconds: float) -> str | None:
 
 def _descendants() -> list[int]:
     """The process ids of all running descendants, parents first."""
+    children = _children()
+    found = list(children.get(os.getpid(), []))
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def _children() -> dict[int, list[int]]:
+    """The running processes of each parent, by process id."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -428,10 +503,17 @@ def _descendants() -> list[int]:
                 continue  # it has ended
             if state not in (b"Z", b"X"):
                 children.setdefault(int(parent), []).append(int(entry))
-    found = list(children.get(os.getpid(), []))
-    for pid in found:
-        found += children.get(pid, [])
-    return found
+    return children
+
+
+def _handled_by(pid: int) -> set[int] | None:
+    """The signals for which a process has a handler; ``None`` if it has ended."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            (mask,) = (int(line.split()[1], 16) for line in file if line.startswith("SigCgt:"))
+    except (OSError, ValueError):
+        return None
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
 from ddp_callbacks.launcher.hosts import Host, parse_hosts, read_hostfile
+from ddp_callbacks.launcher.node import GRACE
 from ddp_callbacks.launcher.torchrun_flags import FLAGS, TORCH, torchrun_parser
 from ddp_callbacks.schedulers import hosts_of_job
 from ddp_callbacks.versions import __version__
@@ -108,6 +109,9 @@ class Options:
         prefix: Whether lines begin with ``[node:rank]``.
         heartbeat_timeout: Seconds without a heartbeat after which a connection counts as lost.
         dry_run: Print what would run, and start nothing.
+        grace: Seconds from a request to stop to force; ``None`` for the default.
+        time_limit: Seconds from now to the job's end; ``None`` if there is no limit.
+        requeue: Whether the job is to be started again after a preemption.
         torchrun: torchrun's arguments, by name, without the script; ``nproc_per_node`` is empty if not given.
         command: The script and its arguments.
     """
@@ -119,6 +123,9 @@ class Options:
     prefix: bool
     heartbeat_timeout: float
     dry_run: bool
+    grace: float | None
+    time_limit: float | None
+    requeue: bool
     torchrun: dict[str, Any]
     command: tuple[str, ...]
 
@@ -178,6 +185,7 @@ def _add_flags(parser: ArgumentParser) -> None:
         f"(default: {PATIENCE:g}, which survives a network outage of 10 seconds)",
     )
     start.add_argument("--version", action="version", version=f"ddprun {__version__}")
+    _add_end_flags(parser.add_argument_group("end"))
     output = parser.add_argument_group("output")
     output.add_argument(
         "--show-ranks",
@@ -187,6 +195,30 @@ def _add_flags(parser: ArgumentParser) -> None:
         "machine, in --log-dir (default: ddprun-logs)",
     )
     output.add_argument("--no-prefix", action="store_true", help="don't start each line with [node:rank]")
+
+
+def _add_end_flags(end: _ActionsContainer) -> None:
+    end.add_argument(
+        "--grace",
+        type=_positive,
+        metavar="SECONDS",
+        help="time for a checkpoint: all processes get the signal that asks ddprun to stop, and so many seconds later "
+        f"everything is ended by force (default: {GRACE:g}). With this flag, the signal waits for a process that does "
+        "not handle it yet",
+    )
+    end.add_argument(
+        "--time-limit",
+        type=_positive,
+        metavar="SECONDS",
+        help="end the job after this time; it is asked to stop by SIGTERM, --grace earlier (default with --grace: the "
+        "end of the Slurm or PBS job, where it can be found)",
+    )
+    end.add_argument(
+        "--requeue",
+        action="store_true",
+        help=f"after a preemption (all processes exited with {EXIT_PREEMPTED}), requeue the Slurm or PBS job. "
+        "Elsewhere start again, unless Ctrl-C, SIGTERM or SIGHUP stopped ddprun",
+    )
 
 
 def _add_variables(parser: _ActionsContainer) -> None:
@@ -241,6 +273,10 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         parser.refuse_unknown(unknown)
     values = {flag.name: getattr(args, flag.name) for flag in FLAGS}
     _check_torchrun(values)
+    if args.time_limit is not None and args.time_limit <= (args.grace or GRACE):
+        raise ConfigurationError(
+            f"--time-limit must be longer than --grace ({args.grace or GRACE:g} s), got {args.time_limit:g}."
+        )
     return Options(
         nodes=_nodes(args, environ),
         environ=_variables(args.variables, environ),
@@ -249,6 +285,9 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         prefix=not args.no_prefix,
         heartbeat_timeout=args.heartbeat_timeout,
         dry_run=args.dry_run,
+        grace=args.grace,
+        time_limit=args.time_limit,
+        requeue=args.requeue,
         torchrun=values,
         command=(args.training_script, *args.training_script_args),
     )

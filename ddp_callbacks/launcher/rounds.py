@@ -32,6 +32,11 @@ class Reports:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
 
+    @property
+    def are_read(self) -> bool:
+        """Whether the node's program is there."""
+        return not (select.select([self._control], [], [], 0)[0] and not self._control.recv(1, socket.MSG_PEEK))
+
     def send(self, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
         try:
             socket.send_fds(self._control, [json.dumps(message).encode()], descriptors or [])

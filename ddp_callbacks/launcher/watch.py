@@ -6,12 +6,13 @@ import json
 import math
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection, Event
 from ddp_callbacks.launcher.failures import Cause, End, first_cause
-from ddp_callbacks.launcher.launch import Launch
+from ddp_callbacks.launcher.launch import SAME, Launch
 from ddp_callbacks.launcher.output import AGENT, Output
 from ddp_callbacks.launcher.plan import Plan
 from ddp_callbacks.launcher.tracebacks import Reader, printed_in
@@ -29,6 +30,10 @@ class _Rank:
     came: float = math.inf
     is_ours: bool = False  # see :class:`End`
 
+    @property
+    def is_preempted(self) -> bool:
+        return self.report is not None and self.report["code"] == EXIT_PREEMPTED
+
 
 class Watch:
     """Watches a started job until it ends."""
@@ -41,12 +46,20 @@ class Watch:
         self._lost: list[End] = []  # nodes
         self._ranks: dict[int, _Rank] = {}
         self._agents: dict[str, dict[str, Any]] = {}
+        self._again: int | None = None  # the round after which the workers start again, once all have written
+        self._again_at = math.inf
+        self._has_told_of_stop = False
+        self._passed_on = -math.inf  # when a signal of a node was passed on
         self._redirected = plan.torchrun["redirects"] != "0" or plan.torchrun["tee"] != "0"
 
     def run(self) -> int:
         """Pass on the ranks' output until all nodes have ended; return the exit code of the job."""
-        while self._running and (event := self._launch.next_event()):
-            self._take(event)
+        while self._running and not self._launch.is_overdue:
+            event = self._launch.next_event()
+            if event is not None:
+                self._take(event)
+            self._start_again_when_ready()
+            self._tell_of_stop()
         return self._conclude()
 
     def _take(self, event: Event) -> None:
@@ -80,11 +93,16 @@ class Watch:
             self._say_what_runs(name, **report["workers"])
         elif "noticed" in report:  # before torchrun has ended the others; it may restart the workers
             self._note_end(report["noticed"])
+            self._pass_on_preemption(report["noticed"]["rank"])
         elif "failed" in report:
             self._note_end(report["failed"], is_ours=True)
-            self._launch.end()
+            self._end_with(report["failed"]["code"])
         elif "again" in report:
-            self._launch.start_again(report["again"], self._running)
+            self._plan_to_start_again(report["again"])
+        elif "asked" in report:
+            self._pass_on(name, report["asked"])
+        elif "ending" in report:
+            self._launch.stop(signal.Signals[report["ending"]])
         elif "error" in report:
             self._fail(name, 1, report["error"])
             self._launch.end()
@@ -97,6 +115,50 @@ class Watch:
         if rank.report is None:
             ordered = self._launch.is_ending and report["signal"] in (None, "SIGTERM")
             rank.report, rank.came, rank.is_ours = report, time.monotonic(), is_ours or ordered
+
+    # --- requests to stop ---------------------------------------------------------------------------------------------
+
+    def _pass_on(self, name: str, number: str) -> None:
+        """Handle a signal that a scheduler has sent to a node: all ranks get it, and may be started again."""
+        if not self._launch.is_ending and time.monotonic() >= self._passed_on + SAME:
+            self._passed_on = time.monotonic()
+            self._output.note(f"{name} got {number}: asking all processes to stop")
+            self._launch.ask(signal.Signals[number])
+
+    def _pass_on_preemption(self, number: int) -> None:
+        """Handle the end of a rank; the first one that was preempted takes the others along."""
+        preempted = [rank for rank in self._ranks.values() if rank.is_preempted]
+        if self._ranks[number] in preempted and len(preempted) == 1 and not self._launch.is_ending:
+            self._launch.ask(signal.SIGTERM)
+
+    def _end_with(self, code: int) -> None:
+        """End the other nodes: at once after a failure; after a preemption they may still write."""
+        if code == EXIT_PREEMPTED:
+            self._launch.stop(signal.SIGTERM)
+        else:
+            self._launch.end()
+
+    def _plan_to_start_again(self, after: int) -> None:
+        """Restart the workers of all nodes, as a node asks; after a preemption once all others have written, too."""
+        if any(rank.is_preempted for rank in self._ranks.values()):
+            self._again, self._again_at = after, time.monotonic() + self._launch.limits.force
+        else:
+            self._launch.start_again(after, self._running)
+
+    def _start_again_when_ready(self) -> None:
+        has_ended = all(rank.report is not None for rank in self._ranks.values())
+        if self._again is not None and (has_ended or time.monotonic() >= self._again_at):
+            after, self._again = self._again, None
+            if not self._launch.is_ending:
+                self._launch.start_again(after, self._running)
+
+    def _tell_of_stop(self) -> None:
+        grace = self._launch.limits.grace
+        if grace is not None and self._launch.stopped_by and self._running and not self._has_told_of_stop:
+            self._has_told_of_stop = True
+            self._output.note(f"{self._launch.stopped_by}: asking all processes to stop within {grace:g} s")
+
+    # --- the end ------------------------------------------------------------------------------------------------------
 
     def _take_end_of_agent(self, node: Connection, code: int) -> None:
         """Handle the end of an agent; processes that it left behind may still run."""
@@ -176,12 +238,38 @@ class Watch:
 
     def _conclude(self) -> int:
         """Report how the job ended."""
-        if self._launch.signal is not None:
-            self._output.note(f"stopped by {signal.Signals(self._launch.signal).name}")
-            return 128 + self._launch.signal
+        if self._is_preempted():
+            by = self._launch.stopped_by
+            self._output.note(f"{f'stopped by {by}: ' if by else ''}preempted, checkpoint written")
+            return EXIT_PREEMPTED
+        if self._launch.stopped_by and not self._is_mixture():
+            return self._conclude_stop()
+        return self._conclude_failure()
+
+    def _is_preempted(self) -> bool:
+        """Whether each rank has ended as preempted, or well."""
+        codes = {None if rank.report is None else rank.report["code"] for rank in self._ranks.values()}
+        return not self._lost and EXIT_PREEMPTED in codes and codes <= {0, EXIT_PREEMPTED}
+
+    def _is_mixture(self) -> bool:
+        """Whether some ranks were preempted, and another one has failed by itself, or a node was lost."""
+        codes = {rank.report["code"] for rank in self._ranks.values() if rank.report is not None}
+        has_failed = any(0 < code < 128 for code in codes - {EXIT_PREEMPTED})
+        return EXIT_PREEMPTED in codes and (has_failed or bool(self._lost))
+
+    def _conclude_stop(self) -> int:
+        self._output.note(f"stopped by {self._launch.stopped_by}")
+        late = [f"{number} on {rank.node}" for number, rank in sorted(self._ranks.items()) if rank.report is None]
+        if self._launch.limits.grace is not None and late and not self._lost:
+            which = f"rank{'' if len(late) == 1 else 's'} {', '.join(late)}"
+            self._output.note(f"{which} did not end within --grace {self._launch.limits.grace:g} and was killed")
+        return 128 + (self._launch.signal or signal.SIGTERM)
+
+    def _conclude_failure(self) -> int:
         late = [End(node.plan.name, None, math.inf, 1, "did not end in time") for node in self._running]
-        ranks = [self._end_of(number, rank) for number, rank in self._ranks.items()]
-        cause = first_cause([*self._lost, *ranks]) or first_cause(late)
+        ends = [self._end_of(number, rank) for number, rank in self._ranks.items()]
+        ranks = [replace(end, code=0) if end.code == EXIT_PREEMPTED else end for end in ends]  # these are no cause
+        cause = first_cause([*self._lost, *ranks]) or first_cause(late) or first_cause(self._unwritten(ranks))
         if cause is None:
             return 0
         rank = AGENT if cause.rank is None else cause.rank
@@ -190,6 +278,13 @@ class Watch:
         self._output.note(str(cause))
         self._output.note(self._where_it_is(cause))
         return cause.code
+
+    def _unwritten(self, ends: list[End]) -> list[End]:
+        """The ranks that did not follow one that was preempted, and were ended by force."""
+        reason = f"did not end within {self._launch.limits.force:g} s after another rank was preempted"
+        missing = [end for end in ends if end.code is None]
+        is_preempted = any(rank.is_preempted for rank in self._ranks.values())
+        return [replace(end, code=128 + signal.SIGKILL, reason=reason) for end in missing] if is_preempted else []
 
     def _where_it_is(self, cause: Cause) -> str:
         """Where to find the full output of the failed rank or node."""

@@ -20,13 +20,13 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ddp_callbacks.errors import ConfigurationError, say
+from ddp_callbacks.errors import ConfigurationError, Preempted, say
 from ddp_callbacks.process_group.failures import wait
-from ddp_callbacks.process_group.membership import get_world_size, resolve_group
+from ddp_callbacks.process_group.membership import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.presence import OWN_THREADS, describe, presence, store
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -125,6 +125,20 @@ class Preemption:
         if self._agreement is None and self._own:
             self.reason = f"{self._own} on {_here()}"
         return bool(self.reason)
+
+    def exit(self, path: str) -> NoReturn:
+        """End this run: the checkpoint is written. Every rank calls it; rank 0 says who asked to stop.
+
+        Args:
+            path: The checkpoint.
+
+        Raises:
+            Preempted: Always. Uncaught, it ends the process with :data:`ddp_callbacks.errors.EXIT_PREEMPTED`.
+        """
+        preempted = Preempted(self.reason, path)
+        if get_rank(self._group) == 0:
+            say(str(preempted))
+        raise preempted
 
     def _handle_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +17,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ddp_callbacks.environment import worker_env_of
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError, Preempted
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group, leave_process_group
 from ddp_callbacks.process_group.failures import report_end
+from ddp_callbacks.process_group.preemption import SIGNALS
 
 
 def spawn(
@@ -40,6 +43,8 @@ def spawn(
     script needs ``if __name__ == "__main__":``. In a notebook they are forked and see what its cells have defined; the
     notebook must not have used CUDA or computed a gradient before.
 
+    SIGTERM and SIGUSR1 are passed on to the processes: they may write a checkpoint (:class:`ddp_callbacks.Preemption`).
+
     Args:
         fn: The function that each process runs. A single process also runs it in one new process.
         nprocs: Number of processes on this node.
@@ -54,6 +59,7 @@ def spawn(
         ProcessRaisedException: From torch: ``fn`` raised on a process; holds the traceback. The other processes are
             ended.
         ProcessExitedException: From torch: a process was killed, or exited with a non-zero exit code.
+        Preempted: The processes were asked to stop and have written a checkpoint.
     """
     _check(nprocs, nnodes, node_rank)
     places = [
@@ -62,9 +68,49 @@ def spawn(
     with _address(init_method, nnodes) as where:
         for place in places:
             worker_env_of(where, None, None, place)  # raises here rather than in the new processes
-        mp.start_processes(
-            _run, (fn, args, places, where, backend, timeout), nprocs=nprocs, start_method=_start_method()
-        )
+        options: dict[str, Any] = {"nprocs": nprocs, "join": False, "start_method": _start_method()}
+        context = mp.start_processes(_run, (fn, args, places, where, backend, timeout), **options)
+        with _passing_signals_on(context.pids()) as passed:
+            try:
+                while not context.join():
+                    pass
+            except mp.ProcessExitedException as error:
+                _end_as_the_processes(error, passed)
+                raise
+
+
+@contextmanager
+def _passing_signals_on(pids: Sequence[int]) -> Iterator[list[int]]:
+    """Send the signals that ask to stop to the processes, too; the numbers of those that have come."""
+    passed: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        passed.append(number)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    # A program that handles or ignores one itself keeps its handler.
+    mine = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        mine = []
+    for number in mine:
+        signal.signal(number, pass_on)
+    try:
+        yield passed
+    finally:
+        for number in mine:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _end_as_the_processes(error: mp.ProcessExitedException, passed: Sequence[int]) -> None:
+    """End with the exit code 75 of a preemption, or by the signal that has ended the processes."""
+    if error.exit_code == EXIT_PREEMPTED:
+        name = signal.Signals(passed[0]).name if passed else "a request on one of them"
+        raise Preempted(name, "the checkpoint of the processes") from None
+    if passed and error.exit_code == -passed[0]:
+        signal.signal(passed[0], signal.SIG_DFL)
+        os.kill(os.getpid(), passed[0])
 
 
 def _start_method() -> str:
@@ -124,7 +170,7 @@ def _run(
     try:
         fn(*args)
     except BaseException as error:
-        ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
+        ends_well = isinstance(error, SystemExit) and error.code in (None, 0, EXIT_PREEMPTED)
         if dist.is_initialized() and not ends_well:
             report_end(error)
         raise

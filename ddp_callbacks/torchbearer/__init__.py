@@ -40,6 +40,7 @@ from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.predictions import GatherPredictions
 from ddp_callbacks.torchbearer.reports import ReportFailures
+from ddp_callbacks.torchbearer.resume import Resume
 from ddp_callbacks.torchbearer.skipping import SkipBatches
 from ddp_callbacks.torchbearer.start import BroadcastParameters, CompareReplicas, MergeBuffers
 from ddp_callbacks.torchbearer.verification import VerifyGradient
@@ -59,6 +60,7 @@ __all__ = [
     "RankZeroOutput",
     "ReduceMetrics",
     "ReportFailures",
+    "Resume",
     "ShardData",
     "SkipBatches",
     "SynchronizeBatchNorm",

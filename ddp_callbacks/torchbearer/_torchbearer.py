@@ -6,13 +6,16 @@ Importing this raises :class:`ImportError` if the installed Torchbearer lacks on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import numbers
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torchbearer
 from torchbearer import bases
-from torchbearer.callbacks import checkpointers
+from torchbearer.callbacks import Callback, Tqdm, checkpointers
+from torchbearer.callbacks.torch_scheduler import TorchScheduler
 from torchbearer.metrics import EpochLambda, Metric
 
 from ddp_callbacks.versions import require_names
@@ -25,10 +28,15 @@ PRIVATE = (
     "torchbearer.callbacks.checkpointers:_Checkpointer.save_checkpoint(self, model_state, overwrite_most_recent)",
     "torchbearer.callbacks.checkpointers:_Checkpointer.__init__ uses fileformat, most_recent, save_model_params_only",
     "torchbearer.callbacks.checkpointers:_Checkpointer.__init__ uses pickle_module, pickle_protocol",
+    "torchbearer.callbacks.printer:Tqdm._on_start uses _loader",
+    "torchbearer.callbacks.printer:Tqdm.on_start_training uses _on_epoch",
+    "torchbearer.callbacks.torch_scheduler:TorchScheduler.on_start uses _scheduler",
     "torchbearer.metrics:EpochLambda.__init__ uses _step, _final",
     "torchbearer.metrics:EpochLambda.process_train uses _y_pred, _y_true",
     "torchbearer.metrics:Mean.process uses _sum, _count",
     "torchbearer.metrics:Var.process uses _sum, _sum_sq, _count",
+    "torchbearer.trial:Trial._fit_pass(self, state)",
+    "torchbearer.trial:Trial.run uses _fit_pass",
 )
 """The contract, as :func:`ddp_callbacks.versions.require_names` reads it."""
 
@@ -78,6 +86,11 @@ def set_rows(aggregator: EpochLambda, predictions: torch.Tensor | None, targets:
     aggregator._y_pred, aggregator._y_true = predictions, targets
 
 
+def rows_in(attributes: dict[str, Any]) -> list[torch.Tensor | None]:
+    """:func:`rows_of`, from the result of :func:`attributes_of`."""
+    return [attributes["_y_pred"], attributes["_y_true"]]
+
+
 def is_running(aggregator: EpochLambda) -> bool:
     """Whether an ``EpochLambda`` calls its function in the course of an epoch, too."""
     return aggregator._step is aggregator._final
@@ -91,3 +104,60 @@ def disable_running(aggregator: EpochLambda) -> None:
 def enable_running(aggregator: EpochLambda) -> None:
     """Undo :func:`disable_running`."""
     aggregator._step = aggregator._final
+
+
+def metrics_within(metric: Metric) -> Iterator[Metric]:
+    """A metric and all that it holds: those of a list, of a tree, or inside a wrapper; each once, in a fixed order."""
+    seen: set[int] = set()
+    waiting = [metric]
+    while waiting:
+        found = waiting.pop()
+        if id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            for value in vars(found).values():
+                waiting.extend(item for item in (value if isinstance(value, list) else [value]) if _is_metric(item))
+
+
+def _is_metric(value: object) -> bool:
+    return isinstance(value, Metric) and not isinstance(value, torchbearer.state.StateKey)
+
+
+def attributes_of(found: object) -> dict[str, Any]:
+    """The attributes of a metric or a callback that are tensors and plain data: counts, sums, settings."""
+    return {name: value for name, value in vars(found).items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    if isinstance(value, list | tuple | deque):
+        return type(value) in (list, tuple, deque) and all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.Tensor | numbers.Number)
+
+
+# --- callbacks ----------------------------------------------------------------------------------------------------
+
+
+def scheduler_of(callback: TorchScheduler) -> Any:
+    """torch's scheduler inside of Torchbearer's; ``None`` before the start of the run."""
+    return callback._scheduler
+
+
+def advance_bar(callback: Callback, batches: int) -> None:
+    """Let a progress bar of batches show that some of them are done already."""
+    if isinstance(callback, Tqdm) and not callback._on_epoch and callback._loader is not None:
+        callback._loader.update(batches)
+
+
+# --- the loop -----------------------------------------------------------------------------------------------------
+
+
+def replace_training_pass(trial: Any, replacement: Callable[[Any], Any]) -> None:
+    """Let the next training pass of ``run`` be a call of ``replacement`` with the state, which it returns."""
+
+    def once(state: Any) -> Any:
+        del trial._fit_pass
+        return replacement(state)
+
+    trial._fit_pass = once

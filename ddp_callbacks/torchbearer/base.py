@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -27,6 +28,34 @@ RANDOM_STATE = "ddp_callbacks_random_state"
 """Key of the random state in checkpoints written with :class:`RankZeroOutput`."""
 
 
+@dataclass(frozen=True)
+class LocalStates:
+    """What the ranks of a run that was cut have saved of one callback, and who asks for it now.
+
+    Attributes:
+        of_ranks: One for each rank of the run that was cut.
+        rank, world_size: Of this process, in the run that goes on.
+    """
+
+    of_ranks: Sequence[dict[str, Any]]
+    rank: int
+    world_size: int
+
+    @property
+    def is_same_world(self) -> bool:
+        """Whether there are as many ranks as before, so that each gets its own state."""
+        return len(self.of_ranks) == self.world_size
+
+    @property
+    def mine(self) -> dict[str, Any]:
+        """This rank's state; rank 0's if there was another number of ranks."""
+        return self.of_ranks[self.rank if self.is_same_world else 0]
+
+    def of(self, name: str) -> LocalStates:
+        """A part of each state."""
+        return LocalStates([state[name] for state in self.of_ranks], self.rank, self.world_size)
+
+
 class DistributedCallback(Callback):  # type: ignore[misc]
     """Base class of callbacks that use a process group. It joins the default group unless you pass one.
 
@@ -44,6 +73,13 @@ class DistributedCallback(Callback):  # type: ignore[misc]
         elif self.world_size > 1:
             announce_join()
         keep_out_of_checkpoints(state[torchbearer.CALLBACK_LIST])
+
+    def local_state(self, state: State) -> dict[str, Any]:
+        """What only this rank knows of the run under way, as tensors and plain data: for :class:`Resume`. Local."""
+        return {}
+
+    def load_local_state(self, states: LocalStates, state: State) -> None:
+        """Go on from what :meth:`local_state` has returned. Every rank calls it, before its next batch or epoch."""
 
     @property
     def rank(self) -> int:

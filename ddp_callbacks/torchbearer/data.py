@@ -11,6 +11,7 @@ import torchbearer
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.random_state import RunRandomState, broadcast_rng_state
+from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, length_of, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
 from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, State, wrap_methods
@@ -47,6 +48,16 @@ class ShardData(DistributedCallback):
         self._sharded: dict[int, tuple[Any, Any]] = {}
         self._originals: dict[Any, Any] = {}
         self._random_state: RunRandomState | None = None
+        self._is_resumable = False
+
+    @property
+    def random_state(self) -> RunRandomState | None:
+        """That of a run on several processes."""
+        return self._random_state
+
+    def make_resumable(self) -> None:
+        """From the next run on, use loaders that can go on in the middle of a pass, also with a single process."""
+        self._is_resumable = True
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -56,8 +67,12 @@ class ShardData(DistributedCallback):
             wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict"), self._ending_alike)
 
     def on_start(self, state: State) -> None:
-        if self.world_size == 1:
-            return
+        if self.world_size > 1 or self._is_resumable:
+            self._divide_all(state)
+        if self.world_size > 1:
+            self._share_random_state()
+
+    def _divide_all(self, state: State) -> None:
         for _, loader in self._sharded.values():
             if isinstance(loader, ShardedLoader):
                 loader.shares.clear()  # an earlier run may have raised before its end
@@ -72,6 +87,8 @@ class ShardData(DistributedCallback):
         if torchbearer.GENERATOR in state:
             data = self._shard(state[torchbearer.GENERATOR], state[torchbearer.STEPS])
             state[torchbearer.GENERATOR], state[torchbearer.STEPS] = data
+
+    def _share_random_state(self) -> None:
         has_generator = any(data is not None and data[0] is not None for data in map(self._originals.get, DATA_KEYS))
         if has_generator or self.batch_size == "per_process":
             assert self._random_state is not None
@@ -82,6 +99,8 @@ class ShardData(DistributedCallback):
     def on_sample(self, state: State) -> None:
         if self.world_size > 1:
             state[SHARE] = self._take_share(state)
+        elif isinstance(iterator := state[torchbearer.ITERATOR], ShardedIterator):
+            iterator.take_share()  # that of the whole batch, which nobody needs
 
     def on_sample_validation(self, state: State) -> None:
         self.on_sample(state)
@@ -113,7 +132,8 @@ class ShardData(DistributedCallback):
 
     def _shard(self, generator: Any, steps: int | None, needed: int = 1) -> tuple[Any, int | None]:
         if id(generator) not in self._sharded:
-            sharded = shard_loader(generator, self.batch_size, self.process_group, needed)
+            divide = resumable_loader if self._is_resumable and generator is not None else shard_loader
+            sharded = divide(generator, self.batch_size, self.process_group, needed)
             self._sharded[id(generator)] = (generator, sharded)
         sharded = self._sharded[id(generator)][1]
         if self.batch_size == "per_process" and sharded is not generator and steps == length_of(generator):

@@ -14,7 +14,7 @@ from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.torchbearer.base import WEIGHS_LOSS, DistributedCallback, State, share_of
+from ddp_callbacks.torchbearer.base import WEIGHS_LOSS, DistributedCallback, LocalStates, State, share_of
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 from ddp_callbacks.verification import LossWatch
 
@@ -57,6 +57,7 @@ class AllReduceGradients(DistributedCallback):
             "compress": compress,
         }
         self._synchronizer: GradientSynchronizer | None = None
+        self._resumed: LocalStates | None = None  # until there is a synchronizer
         self._rounds_before = 0
         self._losses = LossWatch()
 
@@ -69,6 +70,9 @@ class AllReduceGradients(DistributedCallback):
             self._synchronizer = GradientSynchronizer(
                 state[torchbearer.MODEL], process_group=self.process_group, **self._options
             )
+            if self._resumed is not None:
+                self._load(self._synchronizer, self._resumed)
+                self._resumed = None
 
     def on_sample(self, state: State) -> None:
         assert self._synchronizer is not None
@@ -107,6 +111,23 @@ class AllReduceGradients(DistributedCallback):
 
     def on_end(self, state: State) -> None:
         self._close()
+
+    def local_state(self, state: State) -> dict[str, Any]:
+        if self._synchronizer is not None:
+            return {"engine": self._synchronizer.state_dict()}
+        kept = self._resumed
+        return {"engine": kept.mine["engine"] if kept is not None and kept.is_same_world else None}
+
+    def load_local_state(self, states: LocalStates, state: State) -> None:
+        if any(of_rank["engine"] is None for of_rank in states.of_ranks):
+            return  # no training has begun
+        if self._synchronizer is None:
+            self._resumed = states
+        else:
+            self._load(self._synchronizer, states)
+
+    def _load(self, synchronizer: GradientSynchronizer, states: LocalStates) -> None:
+        synchronizer.load_state_dict([of_rank["engine"] for of_rank in states.of_ranks])
 
     def _weigh_loss(self, state: State, weight: float, total: float | None) -> None:
         """Weight the backward of this loss at its root; the ranks' gradients are then averaged. A collective."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +13,15 @@ import torchbearer
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, check_sync, set_gradients_aside
-from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
+from ddp_callbacks.local_sgd import (
+    OUTER_MOMENTUM,
+    DiLoCo,
+    LocalSGD,
+    ParameterAverager,
+    check_sync,
+    set_gradients_aside,
+)
+from ddp_callbacks.torchbearer.base import DistributedCallback, LocalStates, State, share_of
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 
 
@@ -104,6 +113,39 @@ class AverageParameters(DistributedCallback):
 
     def on_end(self, state: State) -> None:
         self._averager = None
+
+    def local_state(self, state: State) -> dict[str, Any]:
+        """Also between two windows: each rank's optimizer is its own."""
+        if self._averager is not None:
+            return {"window": self._averager.state_dict(), "optimizer": None}
+        return {"window": None, "optimizer": state[torchbearer.OPTIMIZER].state_dict()}
+
+    def load_local_state(self, states: LocalStates, state: State) -> None:
+        """On another number of ranks, the window is closed: the Trial's own state is that of :meth:`closed_window`."""
+        window = states.mine["window"]
+        if not states.is_same_world:
+            if self._averager is not None:
+                self._averager.outer_step()  # of no step: the next window begins here
+        elif self._averager is not None and window is not None:
+            self._load(self._averager, window, state)
+        elif optimizer := states.mine["optimizer"] or window.get("optimizer"):
+            state[torchbearer.OPTIMIZER].load_state_dict(optimizer)
+
+    @contextmanager
+    def closed_window(self, state: State) -> Iterator[None]:
+        """Have the averaged model and optimizer, which any number of ranks can go on from, inside. A collective."""
+        if self._averager is None:
+            yield
+            return
+        window = self._averager.state_dict()
+        self._averager.outer_step()
+        yield
+        self._load(self._averager, window, state)
+
+    def _load(self, averager: ParameterAverager, window: dict[str, Any], state: State) -> None:
+        averager.load_state_dict(window)
+        if isinstance(self._sync, DiLoCo):  # no momentum yet is a momentum, too: the averager may have a later one
+            state[torchbearer.OPTIMIZER].state.setdefault(OUTER_MOMENTUM, {})
 
 
 def _multiply_gradient(loss: torch.Tensor, factor: float) -> None:

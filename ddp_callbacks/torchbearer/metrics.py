@@ -28,7 +28,8 @@ from ddp_callbacks.torchbearer._torchbearer import (
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 
-_Loss = type(_DecoratedLoss().root)  # the class inside Torchbearer's decorators
+LossMetric = type(_DecoratedLoss().root)
+"""The class inside of Torchbearer's decorators."""
 
 
 class ReduceMetrics(DistributedCallback):
@@ -55,13 +56,18 @@ class ReduceMetrics(DistributedCallback):
     ) -> None:
         super().__init__(process_group)
         self._loss_weight = LossWeight(weight, reduction)
-        self._pass: _Pass | None = None
+        self._pass: MetricsPass | None = None
+
+    @property
+    def current(self) -> MetricsPass | None:
+        """The pass under way, if there are several processes."""
+        return self._pass
 
     def on_start_training(self, state: State) -> None:
         if self._pass is not None:
             self._pass.close()  # an earlier run may have raised before its end
         if self.world_size > 1:
-            self._pass = _Pass(state[torchbearer.METRIC_LIST], self._loss_weight, self.process_group)
+            self._pass = MetricsPass(state[torchbearer.METRIC_LIST], self._loss_weight, self.process_group)
 
     def on_start_validation(self, state: State) -> None:
         self.on_start_training(state)
@@ -75,7 +81,7 @@ class ReduceMetrics(DistributedCallback):
         self.on_end_training(state)
 
 
-class _Pass:
+class MetricsPass:
     """One pass over the data: records the metrics' inputs, and merges them for the final value."""
 
     def __init__(self, metric_list: MetricList, loss_weight: LossWeight, group: dist.ProcessGroup | None) -> None:
@@ -89,7 +95,7 @@ class _Pass:
         self._weight = 0.0  # of the current batch's loss
         self._local = 0  # samples of the current batch
         self._reduction = "mean"
-        self._aggregators = list(_aggregators(metric_list))
+        self._aggregators = list(aggregators(metric_list))
         self._recorders = {id(a): _record(a, root, self) for a, root in self._aggregators if isinstance(a, Mean | Var)}
         # A function of only some of the epoch's rows has no meaning, so the running value is NaN.
         self._running = [a for a, _ in self._aggregators if isinstance(a, EpochLambda) and is_running(a)]
@@ -97,6 +103,27 @@ class _Pass:
             disable_running(aggregator)
         metric_list.process = self._process
         metric_list.process_final = self._process_final
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has recorded, as tensors and plain data; the metrics have their own sums and rows. Local."""
+        logs = [self._recorders.get(id(aggregator)) for aggregator, _ in self._aggregators]
+        return {
+            "step": self._step,
+            "samples": self._samples,
+            "rows": list(self._rows),
+            "values": dict(self._values),
+            "reduction": self._reduction,
+            "logs": [None if log is None else [log.steps, log.weights, log.values] for log in logs],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the result of :meth:`state_dict`. Local."""
+        self._step, self._samples, self._rows = state["step"], state["samples"], list(state["rows"])
+        self._values, self._reduction = dict(state["values"]), state["reduction"]
+        for (aggregator, _), log in zip(self._aggregators, state["logs"], strict=True):
+            if log is not None:
+                recorder = self._recorders[id(aggregator)]
+                recorder.steps, recorder.weights, recorder.values = (list(column) for column in log)
 
     def close(self) -> None:
         """Restore the metrics."""
@@ -123,7 +150,7 @@ class _Pass:
 
     def log(self, aggregator: Metric, root: Metric, value: torch.Tensor) -> None:
         """Keep a scalar of this batch until the end of the pass."""
-        weight = self._weight if isinstance(root, _Loss) else float(self._local)
+        weight = self._weight if isinstance(root, LossMetric) else float(self._local)
         self._recorders[id(aggregator)].add(self._step, weight, value)
 
     def _process_final(self, state: State) -> dict[str, Any]:
@@ -157,7 +184,7 @@ class _Pass:
     def _import(self, aggregator: Metric, root: Metric, states: list[Any], rows: list[list[int]]) -> None:
         if isinstance(aggregator, Mean | Var):
             add_up(aggregator, [sums for sums, _ in states])
-            reduction = self._reduction if isinstance(root, _Loss) else "mean"
+            reduction = self._reduction if isinstance(root, LossMetric) else "mean"
             for value in join_batch_logs([BatchLog(*log) for _, log in states], reduction):
                 type(aggregator).process(aggregator, value)
         elif isinstance(aggregator, EpochLambda):
@@ -165,7 +192,7 @@ class _Pass:
             set_rows(aggregator, interleave_rows(predictions, rows), interleave_rows(targets, rows))
 
 
-def _record(aggregator: Metric, root: Metric, current: _Pass) -> BatchLog:
+def _record(aggregator: Metric, root: Metric, current: MetricsPass) -> BatchLog:
     """Make ``aggregator`` log scalars instead of aggregating them; values per sample pass through."""
 
     def process(value: torch.Tensor) -> None:
@@ -178,18 +205,18 @@ def _record(aggregator: Metric, root: Metric, current: _Pass) -> BatchLog:
     return BatchLog()
 
 
-def _aggregators(metric: Metric, root: Metric | None = None) -> Iterator[tuple[Metric, Metric]]:
+def aggregators(metric: Metric, root: Metric | None = None) -> Iterator[tuple[Metric, Metric]]:
     """The stateful metrics, each with the root of its tree."""
     if isinstance(metric, MetricList):
         for item in metric.metric_list:
-            yield from _aggregators(item)
+            yield from aggregators(item)
     elif isinstance(metric, MetricTree):
         top = metric.root if root is None else root
-        yield from _aggregators(metric.root, top)
+        yield from aggregators(metric.root, top)
         for child in metric.children:
-            yield from _aggregators(child, top)
+            yield from aggregators(child, top)
     elif isinstance(getattr(metric, "metric", None), Metric):  # ToDict, DefaultAccuracy
-        yield from _aggregators(metric.metric, root)
+        yield from aggregators(metric.metric, root)
     else:
         yield metric, metric if root is None else root
 

@@ -13,7 +13,7 @@ import torchbearer
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.data.skipping import FAULTS, BadBatches, check_skip_batch, fault_of
 from ddp_callbacks.errors import ConfigurationError, SkippedBatchError
-from ddp_callbacks.torchbearer.base import DistributedCallback, State, wrap_methods
+from ddp_callbacks.torchbearer.base import DistributedCallback, LocalStates, State, wrap_methods
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 
 SkipBatch = Literal["non_finite"]
@@ -84,6 +84,12 @@ class SkipBatches(DistributedCallback):
             self._bad.report(faults, f"epoch {state[torchbearer.EPOCH]}, batch {state[torchbearer.BATCH]}")
             raise _Skipped
 
+    def local_state(self, state: State) -> dict[str, Any]:
+        return {"skipped": self._skipped}
+
+    def load_local_state(self, states: LocalStates, state: State) -> None:
+        self._skipped = states.mine["skipped"]
+
     def _skipping(self, trial: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         """Let ``run`` use a closure that ends where a batch is skipped."""
 
@@ -101,6 +107,7 @@ class SkipBatches(DistributedCallback):
         return skipping
 
     def _ending(self, closure: Callable[[State], None]) -> Callable[[State], None]:
+        @functools.wraps(closure)
         def ending(state: State) -> None:
             try:
                 closure(state)

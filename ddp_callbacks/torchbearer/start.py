@@ -24,7 +24,7 @@ from ddp_callbacks.replicas import (
     require_same_checkpoint,
     running_statistics,
 )
-from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, State, share_of, wrap_methods
+from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, LocalStates, State, share_of, wrap_methods
 from ddp_callbacks.torchbearer.data import DATA_KEYS
 from ddp_callbacks.versions import __version__
 
@@ -131,7 +131,7 @@ class MergeBuffers(DistributedCallback):
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(process_group)
-        self._samples = 0
+        self._samples = 0.0
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def on_start_training(self, state: State) -> None:
@@ -151,6 +151,27 @@ class MergeBuffers(DistributedCallback):
     def on_end_training(self, state: State) -> None:
         merge_buffers(state[torchbearer.MODEL], self._samples, self.process_group)
         self._samples = 0
+
+    def local_state(self, state: State) -> dict[str, Any]:
+        if self.world_size == 1:
+            return {"samples": self._samples, "buffers": []}  # those of the Trial's own state
+        return {"samples": self._samples, "buffers": list(state[torchbearer.MODEL].buffers())}
+
+    def load_local_state(self, states: LocalStates, state: State) -> None:
+        """On another number of ranks, all begin with the merged statistics, and count for equal parts of the pass."""
+        buffers = list(state[torchbearer.MODEL].buffers())
+        if states.is_same_world:
+            self._samples = states.mine["samples"]
+            for buffer, saved in zip(buffers, states.mine["buffers"], strict=False):
+                buffer.copy_(saved)
+            return
+        total = sum(of_rank["samples"] for of_rank in states.of_ranks)
+        self._samples = total / states.world_size
+        if total and states.of_ranks[0]["buffers"]:
+            averaged = {id(buffer) for buffer in running_statistics(state[torchbearer.MODEL])}
+            for place, buffer in enumerate(buffers):
+                if id(buffer) in averaged:
+                    buffer.copy_(sum(one["buffers"][place] * (one["samples"] / total) for one in states.of_ranks))
 
 
 class CompareReplicas(DistributedCallback):

@@ -11,7 +11,7 @@ import torchbearer
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.torchbearer._torchbearer import arguments_of, forward
-from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, State
+from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, LocalStates, State
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 from ddp_callbacks.verification import verify_gradient
 
@@ -43,6 +43,12 @@ class VerifyGradient(DistributedCallback):
 
     def on_start(self, state: State) -> None:
         self._is_due = True
+
+    def local_state(self, state: State) -> dict[str, Any]:
+        return {"is_due": self._is_due}
+
+    def load_local_state(self, states: LocalStates, state: State) -> None:
+        self._is_due = states.mine["is_due"]
 
     def on_sample(self, state: State) -> None:
         if self.world_size == 1 or not self._is_due:

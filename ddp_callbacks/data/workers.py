@@ -1,0 +1,85 @@
+"""Workers of a resumable loader: a signal to all processes of a job must not end them while their process finishes.
+
+Slurm and PBS send SIGTERM, or the signal that was asked for, to every process of a step. The process finishes its batch
+and writes a checkpoint; its workers, which torch would end, still have to load.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
+_IS_SUPPORTED = hasattr(signal, "sigwaitinfo")
+
+
+class WorkerStart:
+    """A ``worker_init_fn``: the worker then ends on SIGTERM by the process that started it, not by others.
+
+    The signals are blocked, as only a thread that waits for them learns who has sent them. A process that the worker
+    starts has them blocked, too.
+
+    Args:
+        init: The user's ``worker_init_fn``.
+    """
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self.init = init
+
+    def __call__(self, worker: int) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        threading.Thread(target=_await_parent, name="signals", daemon=True).start()
+        if self.init is not None:
+            self.init(worker)
+
+
+def _await_parent() -> None:
+    while True:
+        received = signal.sigwaitinfo(_SIGNALS)
+        parent = multiprocessing.parent_process()  # not os.getppid(): with a fork server that is the server
+        if received.si_signo == signal.SIGTERM and parent is not None and received.si_pid == parent.pid:
+            os._exit(0)  # as torch's own handler
+
+
+def keep_workers(loader: DataLoader[Any]) -> None:
+    """Let the workers of a copy of a loader outlive signals to the whole job."""
+    if _IS_SUPPORTED and loader.num_workers:
+        loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
+
+
+class StartingWorkers:
+    """Context manager: processes that start inside have the signals blocked from their first moment.
+
+    So has this thread, until :meth:`end`.
+
+    Args:
+        loader: Whose workers start; ``None``: no signal is blocked.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._is_needed = _IS_SUPPORTED and isinstance(loader, DataLoader) and loader.num_workers > 0
+        self._context = getattr(loader, "multiprocessing_context", None)
+        self._before: set[Any] | None = None
+
+    def __enter__(self) -> StartingWorkers:
+        if self._is_needed:
+            if (self._context or multiprocessing).get_start_method() != "fork":
+                resource_tracker.ensure_running()  # or it starts with the first worker, and unblocks SIGTERM
+            self._before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """All workers have been started: signals that came meanwhile arrive now."""
+        before, self._before = self._before, None
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)

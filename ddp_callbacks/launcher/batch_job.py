@@ -1,0 +1,94 @@
+"""The Slurm or PBS job that ``ddprun`` runs in: when it ends, and how it starts again."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+
+_TIMEOUT = 30.0  # seconds for a command of the scheduler
+_SLURM_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # DAYS-HOURS:MINUTES:SECONDS
+_PBS_START = ("stime", "start_time")  # PBS Pro, Torque
+_RESUBMIT = "Let the job script submit itself again after exit code 75, as examples/jobs/preemptible.pbs does"
+
+
+def seconds_to_end(environ: Mapping[str, str]) -> tuple[float, str] | None:
+    """The seconds until the scheduler ends this job, and the job's name; ``None`` if unknown. Asks the scheduler."""
+    if job := environ.get("SLURM_JOB_ID"):
+        return _named(_seconds_of_slurm(job, environ), f"Slurm job {job}")
+    if job := environ.get("PBS_JOBID"):
+        return _named(_seconds_of_pbs(job), f"PBS job {job}")
+    return None
+
+
+def requeue(environ: Mapping[str, str]) -> str | None:
+    """Let the scheduler start this job again; return what was done, in one line. ``None`` outside a job.
+
+    The scheduler then ends the job, and this process with it: its SIGTERM is ignored from now on.
+    """
+    if job := environ.get("SLURM_JOB_ID"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return _requeue_in_slurm(job)
+    if job := environ.get("PBS_JOBID"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        problem = _run("qrerun", job)[1]
+        return f"PBS job {job} not requeued: {problem}. {_RESUBMIT}" if problem else f"requeued PBS job {job}"
+    if job := environ.get("LSB_JOBID"):
+        return f"LSF job {job}: LSF requeues it if it was submitted with bsub -Q 75"
+    return None
+
+
+def _requeue_in_slurm(job: str) -> str:
+    state, _ = _run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
+    if state and state != "RUNNING":  # the end was asked for by scancel, or Slurm requeues it itself
+        return f"Slurm job {job} not requeued: it is {state}"
+    _, problem = _run("scontrol", "requeue", job)
+    return f"Slurm job {job} not requeued: {problem}" if problem else f"requeued Slurm job {job}"
+
+
+def _named(seconds: float | None, name: str) -> tuple[float, str] | None:
+    return None if seconds is None else (seconds, name)
+
+
+def _seconds_of_slurm(job: str, environ: Mapping[str, str]) -> float | None:
+    end = environ.get("SLURM_JOB_END_TIME", "")
+    if end.isdigit():
+        return int(end) - time.time()
+    left, _ = _run("squeue", "-h", "-j", job, "-o", "%L")
+    match = _SLURM_TIME.fullmatch(left)  # or UNLIMITED, NOT_SET, INVALID
+    return None if match is None else _seconds(match)
+
+
+def _seconds_of_pbs(job: str) -> float | None:
+    said, _ = _run("qstat", "-f", job)
+    attributes = dict(re.findall(r"^\s*(\S+) = (.*)$", said, re.M))
+    match = _SLURM_TIME.fullmatch(attributes.get("Resource_List.walltime", ""))
+    start = next((attributes[name] for name in _PBS_START if name in attributes), "")
+    if match is None:
+        return None
+    try:
+        began = time.mktime(time.strptime(start, "%a %b %d %H:%M:%S %Y"))
+    except (ValueError, OverflowError):
+        return None
+    return began + _seconds(match) - time.time()
+
+
+def _seconds(match: re.Match[str]) -> float:
+    days, hours, minutes, seconds = (int(text or 0) for text in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def _run(*argv: str) -> tuple[str, str]:
+    """The output of a command, and why it failed; one of them is empty, or both."""
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT)
+    except FileNotFoundError:
+        return "", f"{argv[0]} is not in PATH"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", str(error)
+    if done.returncode == 0:
+        return done.stdout.strip(), ""
+    said = " ".join((done.stderr or done.stdout).split())
+    return "", f"{' '.join(argv)} failed: {said.rstrip('.') or f'exit code {done.returncode}'}"

@@ -1,0 +1,147 @@
+"""The metrics of a pass under way: saved on each rank, and put back on as many ranks or on another number.
+
+On as many ranks each gets back what it had. On another number rank 0 gets what all had, merged as at the end of a pass,
+and the others begin with nothing: sums add up, rows come into the loader's order, and scalars of parts of a batch are
+joined to that of the batch. A metric of any other kind goes on from rank 0's values on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, Var
+
+from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows, merge_batch_logs
+from ddp_callbacks.torchbearer._torchbearer import add_up, attributes_of, metrics_within, rows_in, set_rows
+from ddp_callbacks.torchbearer.base import LocalStates
+from ddp_callbacks.torchbearer.metrics import LossMetric, MetricsPass, aggregators
+
+
+def kept_state(metric_list: MetricList) -> list[dict[str, Any]]:
+    """What this rank's metrics keep from pass to pass, such as the last values of a running mean. Local."""
+    return [
+        {} if isinstance(metric, Mean | Var | EpochLambda) else attributes_of(metric)
+        for metric in metrics_within(metric_list)
+    ]
+
+
+def load_kept_state(metric_list: MetricList, kept: list[dict[str, Any]]) -> None:
+    """Inverse of :func:`kept_state`."""
+    for metric, attributes in zip(metrics_within(metric_list), kept, strict=True):
+        vars(metric).update(attributes)
+
+
+def metric_state(metric_list: MetricList, current: MetricsPass | None, samples: int) -> dict[str, Any]:
+    """What this rank's metrics hold in the middle of a pass. Local.
+
+    Args:
+        current: What :class:`ReduceMetrics` records of the pass; ``None`` with a single process.
+        samples: Of this rank, so far in the pass.
+    """
+    return {
+        "metrics": [attributes_of(metric) for metric in metrics_within(metric_list)],
+        "pass": None if current is None else current.state_dict(),
+        "samples": samples,
+    }
+
+
+def load_metric_state(metric_list: MetricList, current: MetricsPass | None, states: LocalStates, batches: int) -> None:
+    """Go on from what :func:`metric_state` has returned. Local.
+
+    Args:
+        states: What it has returned on each rank, tensors on the device of this rank.
+        batches: The number of batches of the pass so far.
+    """
+    load_kept_state(metric_list, states.mine["metrics"])
+    if not states.is_same_world:
+        _Merging(metric_list, states, batches).load(metric_list, current)
+    elif current is not None and states.mine["pass"] is not None:
+        current.load_state_dict(states.mine["pass"])
+
+
+class _Merging:
+    """Gives what all ranks had to rank 0."""
+
+    def __init__(self, metric_list: MetricList, states: LocalStates, batches: int) -> None:
+        self._states, self._batches = states, batches
+        self._places = {id(metric): place for place, metric in enumerate(metrics_within(metric_list))}
+        self._passes = [state["pass"] for state in states.of_ranks if state["pass"] is not None]
+        self._reduction = self._passes[0]["reduction"] if self._passes else "mean"
+        self._rows = [recorded["rows"] for recorded in self._passes]
+
+    def load(self, metric_list: MetricList, current: MetricsPass | None) -> None:
+        logs: list[list[Any] | None] = []
+        collected = 0
+        for position, (aggregator, root) in enumerate(aggregators(metric_list)):
+            log = None
+            if isinstance(aggregator, Mean | Var):
+                log = self._load_sums(aggregator, position, isinstance(root, LossMetric), current is None)
+            elif isinstance(aggregator, EpochLambda):
+                collected = self._load_rows(aggregator) or collected
+            logs.append(log)
+        if current is not None:
+            current.load_state_dict(self._recorded(logs, collected))
+
+    def _load_sums(self, aggregator: Mean | Var, position: int, is_loss: bool, is_alone: bool) -> list[Any]:
+        is_first = self._states.rank == 0
+        add_up(aggregator, self._attributes(aggregator) if is_first else [])
+        logs = [BatchLog(*recorded["logs"][position]) for recorded in self._passes]
+        log = merge_batch_logs(logs, self._reduction if is_loss else "mean")
+        if is_alone:
+            for value in log.values:
+                type(aggregator).process(aggregator, value)
+        return [log.steps, log.weights, log.values] if is_first else [[], [], []]
+
+    def _load_rows(self, aggregator: EpochLambda) -> int:
+        """Returns the number of rows of this rank."""
+        if self._states.rank != 0:
+            set_rows(aggregator, None, None)
+            return 0
+        predictions, targets = zip(*map(rows_in, self._attributes(aggregator)), strict=True)
+        rows = self._rows or [[0 if part is None else part.shape[0]] for part in predictions]
+        joined = interleave_rows(predictions, rows)
+        set_rows(aggregator, joined, interleave_rows(targets, rows))
+        return 0 if joined is None else joined.shape[0]
+
+    def _attributes(self, aggregator: Metric) -> list[dict[str, Any]]:
+        place = self._places[id(aggregator)]
+        return [state["metrics"][place] for state in self._states.of_ranks]
+
+    def _recorded(self, logs: list[list[Any] | None], collected: int) -> dict[str, Any]:
+        """What rank 0 has recorded if it has had all samples, and another rank if it has had none."""
+        is_first = self._states.rank == 0
+        values = self._passes[0]["values"] if self._passes else {}
+        return {
+            "step": self._batches - 1,
+            "samples": sum(state["samples"] for state in self._states.of_ranks) if is_first else 0,
+            "rows": ([collected] + [0] * self._batches)[: self._batches],
+            "values": values,
+            "reduction": self._reduction,
+            "logs": logs,
+        }
+
+
+def on_device(value: Any, device: torch.device | str) -> Any:
+    """Saved plain data with the tensors on this device, except those that were on the CPU."""
+    if isinstance(value, dict):
+        if value.keys() == {_ELSEWHERE}:
+            return value[_ELSEWHERE].to(device)
+        return {key: on_device(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple) or type(value).__name__ == "deque":
+        return type(value)(on_device(item, device) for item in value)
+    return value
+
+
+def noting_device(value: Any) -> Any:
+    """Plain data in which :func:`on_device` finds the tensors that are not on the CPU."""
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return {_ELSEWHERE: value}
+    if isinstance(value, dict):
+        return {key: noting_device(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) or type(value).__name__ == "deque":
+        return type(value)(noting_device(item) for item in value)
+    return value
+
+
+_ELSEWHERE = "ddp_callbacks: not on the CPU"
