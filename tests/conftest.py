@@ -121,11 +121,12 @@ def leaves_nothing_behind() -> Iterator[None]:
 def _shared_memory() -> set[str]:
     """Without that of MPI libraries, whose jobs tests run side by side, and which a killed rank leaves there.
 
-    Nor that of joblib's workers: no test starts any, but other programs of the machine may.
+    Nor that of joblib's workers: no test starts any, but other programs of the machine may. Nor the semaphores of
+    processes that are spawned, which have a name as long as they are in use, and a tracker that unlinks them.
     """
     folder = Path("/dev/shm")
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return {name for name in names if not name.startswith(("mpich_shm_", "vader_segment.", "sem.loky-"))}
+    return {name for name in names if not name.startswith(("mpich_shm_", "vader_segment.", "sem.loky-", "sem.mp-"))}
 
 
 def _abandoned(names: set[str]) -> set[str]:

@@ -71,6 +71,8 @@ class _WholeIterator(ShardedIterator):
         raise NotImplementedError
 
     def _next_whole(self) -> Any:
+        if self._whole:
+            self._whole.will_produce()
         with self._shared.drawing():
             batch = next(self.batches)
         self._position += 1

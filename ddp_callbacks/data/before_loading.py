@@ -185,6 +185,11 @@ class Part:
     def record(self, record: Pass) -> None:
         self.sampler.record = record
 
+    def position(self, batches: int | None) -> dict[str, Any]:
+        """The state of the pass under way."""
+        assert self.record is not None
+        return self.record.position(batches)
+
 
 class PartIterator(ShardedIterator):
     def __init__(self, part: Part, shares: deque[Share]) -> None:

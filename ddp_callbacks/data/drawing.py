@@ -41,6 +41,8 @@ class Draw:
 
     def _left(self, batches: Iterator[Any], shared: SharedRandomState, record: Pass | None) -> Iterator[Any]:
         while True:
+            if record is not None:
+                record.will_draw()
             with shared.drawing():
                 try:
                     batch = next(batches)

@@ -35,8 +35,15 @@ def set_global_state(state: Sequence[Any]) -> None:
         random.setstate(state[1] if isinstance(state[1], tuple) else as_tuples(state[1]))
         if state[2] is not None and (numpy := sys.modules.get("numpy")):
             numpy.random.set_state(state[2])
-        if state[3] is not None and (torch.cuda.is_initialized() or torch.cuda.is_available()):
-            torch.cuda.set_rng_state(state[3])  # before CUDA starts: as soon as it does
+        if state[3] is not None and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(state[3])
+
+
+def restore_global_state(state: Sequence[Any]) -> None:
+    """As :func:`set_global_state`, once, for a state of an earlier run: CUDA's is set even if it starts later."""
+    set_global_state(state)
+    if len(state) > 1 and state[3] is not None and not torch.cuda.is_initialized() and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state[3])  # which torch does as soon as CUDA has started
 
 
 def plain_global_state() -> list[Any]:
@@ -112,6 +119,10 @@ def _same_part(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     if isinstance(one, tuple) and isinstance(other, tuple):
         return one == other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(_same_part(value, other[key]) for key, value in one.items())
+    if type(one) is type(other) and hasattr(one, "dtype"):
+        return bool((one == other).all())
     return bool(as_tuples(plain(one)) == as_tuples(plain(other)))
 
 

@@ -88,6 +88,7 @@ class Pass:
 
     def __init__(self, sources: Sequence[object], number: int, rank: int, resumed: Mapping[str, Any] | None) -> None:
         self.sources = sources
+        self._found = [generator for source in sources for generator in own_generators(source)]
         self.is_resumed = resumed is not None
         self.is_over = False
         self.skipped = self.handed_out = resumed["batches"] if resumed else 0
@@ -100,6 +101,7 @@ class Pass:
         self._shared: RandomStates | None = None
         self._drawn_to: list[State] = []
         self._generators: list[Any] | None = resumed["generators"] if resumed else None
+        self._is_shared = self._generators is not None  # others draw from the generators, too
         if resumed and resumed["draws_from"]:
             of_process, of_generators = resumed["draws_from"]
             self._begin_from = RandomStates(tuple(of_process), of_generators)
@@ -135,9 +137,14 @@ class Pass:
             self._seed = digest_of(self._number, *shared.state[:1])
         self._rank = 0
 
+    def will_draw(self) -> None:
+        """A batch will be drawn: notice whether others have drawn from the generators since the last one."""
+        states = map(get_state_of, self._found)
+        self._is_shared = self._is_shared or not all(map(same_state, states, self._drawn_to))
+
     def has_drawn(self) -> None:
-        """A batch has been drawn: keep the generators' states, to notice whether others draw from them."""
-        self._drawn_to = states_of_generators(self.sources)
+        """A batch has been drawn."""
+        self._drawn_to = list(map(get_state_of, self._found))
 
     def has_begun(self) -> None:
         """What the earlier run has done is skipped: others' draws from the generators are made up for."""
@@ -189,10 +196,10 @@ class Pass:
 
     def _drawn_by_others(self) -> list[Any] | None:
         """The generators' states, unless they follow from the batches drawn."""
-        states = states_of_generators(self.sources)
-        if self._shared is not None and all(map(same_state, states, self._drawn_to)):
+        self.will_draw()
+        if self._shared is not None and not self._is_shared:
             return None
-        return list(map(plain_state, states))
+        return list(map(plain_state, states_of_generators(self.sources)))
 
 
 class SeededIndices:

@@ -24,6 +24,7 @@ from ddp_callbacks.data.global_state import (
     plain,
     plain_global_state,
     plain_state,
+    restore_global_state,
     same_state,
     seed_global,
     set_global_state,
@@ -39,6 +40,7 @@ __all__ = [
     "get_global_state",
     "own_generators",
     "plain_global_state",
+    "restore_global_state",
     "seed_by_rank",
     "set_global_state",
 ]
@@ -278,7 +280,7 @@ class RunRandomState:
             self._own, current = own, self._shared
         else:
             current = own
-        set_global_state(current)
+        restore_global_state(current)
 
     def _derived(self, own: State, shared: State) -> State:
         """This rank's state after that of rank 0."""

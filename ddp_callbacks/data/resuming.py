@@ -6,7 +6,7 @@ drawn, and the batches that it has used are left out. A checksum of the last of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -14,8 +14,15 @@ from torch.utils.data import DataLoader
 
 from ddp_callbacks._torch import has_persistent_workers
 from ddp_callbacks.data.before_loading import Part
-from ddp_callbacks.data.global_state import get_global_state, plain_state, set_global_state
-from ddp_callbacks.data.iterator import ShardedIterator
+from ddp_callbacks.data.global_state import (
+    get_global_state,
+    get_state_of,
+    own_generators,
+    plain_state,
+    set_global_state,
+    set_state_of,
+)
+from ddp_callbacks.data.own_part import OwnLoader, is_distributed
 from ddp_callbacks.data.passes import Pass, set_generators, states_of_generators
 from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
@@ -27,18 +34,27 @@ from ddp_callbacks.process_group import get_rank, get_world_size
 _NAMES = {"samples": "samples in the data set", "samples_per_batch": "samples in a batch", "division": "batch_size"}
 
 
-class Resumable(ShardedLoader):
-    """A sharded loader with a state. See :func:`ddp_callbacks.resumable_loader`."""
+class Resumable:
+    """A loader with a state: what :func:`ddp_callbacks.resumable_loader` returns.
+
+    Args:
+        args: Those of the class of loader that it is mixed with.
+    """
+
+    loader: Any
+    iterator: Any
+    end: Callable[[], None]
+    _group: dist.ProcessGroup | None
+    _batch_size: Any
+    _passes: int
+    _part: Any  # a Part, Whole or OwnPart
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        if self._sliced is None:
-            self._whole = whole_of(self.loader, self._group)
-        if isinstance(self._part.loader, DataLoader):
-            keep_workers(self._part.loader)
-        self._record: Pass | None = None
         self._resumed: Mapping[str, Any] | None = None  # where the next pass begins
         self._had_workers = False
+        if isinstance(self._part.loader, DataLoader):
+            keep_workers(self._part.loader)
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
         """Where this rank is in the pass under way, and its generators' states: plain data and tensors. Local.
@@ -53,16 +69,18 @@ class Resumable(ShardedLoader):
         Raises:
             ConfigurationError: More batches than that were handed out, or many fewer.
         """
-        under_way = self._record is not None and self.iterator is not None and not self._record.is_over
+        record = self._part.record
+        under_way = record is not None and self.iterator is not None and not record.is_over
         position = self._resumed
-        if position is None and under_way and self._record is not None:
-            position = (self._whole or self._record).position(batches)
+        if position is None and under_way:
+            position = self._part.position(batches)
         return self._about() | {
             "rank": get_rank(self._group),
             "world_size": get_world_size(self._group),
             "passes": self._passes - (self._resumed is None and under_way),
-            "generators": [plain_state(state) for state in states_of_generators(self._sources)],
+            "generators": [plain_state(state) for state in states_of_generators(self._part.sources)],
             "has_workers": self._had_workers or self._keeps_workers(),
+            "data": [plain_state(get_state_of(generator)) for generator in self._generators_of_data()],
             "pass": position,
         }
 
@@ -79,43 +97,36 @@ class Resumable(ShardedLoader):
         if state["pass"] is not None:
             self._require_same(state)
         self.end()
-        self.shares.clear()
-        self._resumed, self._record = state["pass"], None
+        self._resumed = state["pass"]
         self._passes, self._had_workers = state["passes"], state["has_workers"]
-        set_generators(self._sources, state["generators"])
+        set_generators(self._part.sources, state["generators"])
+        if (state["rank"], state["world_size"]) == (get_rank(self._group), get_world_size(self._group)):
+            for generator, saved in zip(self._generators_of_data(), state["data"], strict=False):
+                set_state_of(generator, saved)
 
     def start_afresh(self) -> None:
         """Forget the position that :meth:`load_state_dict` has set: the next pass begins at the first batch. Local."""
         if self._resumed is not None:
             self._resumed, self._passes = None, self._passes + 1
 
-    def __iter__(self) -> ShardedIterator:
+    def __iter__(self) -> Any:
         resumed, self._resumed = self._resumed, None
-        self._record = Pass(self._sources, self._passes, get_rank(self._group), resumed)
+        self._part.record = record = Pass(self._part.sources, self._passes, get_rank(self._group), resumed)
         if self._had_workers and not self._keeps_workers():
-            self._record.begin_from_here()
+            record.begin_from_here()
         self._had_workers = False
         if resumed is None:
-            return self._begin(self._record)
+            return super().__iter__()  # type: ignore[misc]
         before = get_global_state(False)
-        iterator = self._begin(self._record)
-        self._record.has_begun()
+        iterator = super().__iter__()  # type: ignore[misc]
+        record.has_begun()
         set_global_state(before)
         return iterator
 
-    def _begin(self, record: Pass) -> ShardedIterator:
-        self._part.record = record
-        return super().__iter__()
-
-    @property
-    def _sources(self) -> tuple[Any, ...]:
-        return self._part.sources
-
-    @property
-    def _part(self) -> Part | Whole:
-        part = self._sliced or self._whole
-        assert part is not None
-        return part
+    def _generators_of_data(self) -> list[Any]:
+        """From which this rank draws when it loads its samples. Workers have copies."""
+        dataset = getattr(self.loader, "dataset", None)
+        return [] if any(source is dataset for source in self._part.sources) else own_generators(dataset)
 
     def _keeps_workers(self) -> bool:
         return isinstance(self._part.loader, DataLoader) and has_persistent_workers(self._part.loader)
@@ -139,21 +150,35 @@ class Resumable(ShardedLoader):
                     f"{name} must be {state[key]!r}, as in the run that was saved in the middle of a pass, got "
                     f"{about[key]!r}. Go on with the same loader, or start the pass afresh."
                 )
-        world_size = get_world_size(self._group)
-        if self._batch_size == "per_process" and state["world_size"] != world_size:
+        saved, world_size = state["world_size"], get_world_size(self._group)
+        if self._batch_size != "global" and saved != world_size:
             raise ConfigurationError(
-                f'with batch_size="per_process" the number of processes must be {state["world_size"]}, as in the run '
-                f"that was saved in the middle of a pass, got {world_size}: a step is of other samples. Go on with "
-                f'{state["world_size"]}, or use batch_size="global".'
+                f'with batch_size="per_process" or a DistributedSampler the number of processes must be {saved}, as in '
+                f"the run that was saved in the middle of a pass, got {world_size}: each step has other samples. Go on "
+                f'with {saved}, or use batch_size="global" and no DistributedSampler.'
             )
 
 
-class ResumableLoader(Resumable):
+class ResumableLoader(Resumable, ShardedLoader):
     """A sharded loader with a state."""
 
+    @property
+    def _part(self) -> Part | Whole:
+        if self._sliced is None and self._whole is None:
+            self._whole = whole_of(self.loader, self._group)
+        return self._sliced or self._whole  # type: ignore[return-value]
 
-class ResumableDataLoader(Resumable, ShardedDataLoader):  # type: ignore[misc]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.shares.clear()
+
+
+class ResumableDataLoader(ResumableLoader, ShardedDataLoader):
     """A sharded ``DataLoader`` with a state."""
+
+
+class ResumableOwnLoader(Resumable, OwnLoader, DataLoader[Any]):
+    """A ``DataLoader`` with a ``DistributedSampler``, and with a state."""
 
 
 def resumable_loader(
@@ -175,5 +200,7 @@ def resumable_loader(
         return loader
     if isinstance(loader, ShardedLoader):
         loader = loader.loader
+    if is_distributed(loader):
+        return ResumableOwnLoader(loader)
     kind = ResumableDataLoader if isinstance(loader, DataLoader) else ResumableLoader
     return kind(loader, batch_size, group, at_least)

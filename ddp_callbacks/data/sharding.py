@@ -26,16 +26,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-)
+from torch.utils.data import DataLoader
 
 from ddp_callbacks._torch import forget_workers
 from ddp_callbacks.data.after_loading import SlicingIterator, TakingIterator
 from ddp_callbacks.data.before_loading import Part, PartIterator, divide_before_loading, has_state
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.nested import length_of, name_of
+from ddp_callbacks.data.own_part import is_distributed
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size
 from ddp_callbacks.data.whole import Whole
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -237,9 +235,3 @@ def _share_of_own(batch: Any) -> Share:
     size = common_size(batch)
     local = 1 if size is None else size
     return Share(local, local if get_world_size() == 1 else None)
-
-
-def is_distributed(loader: Any) -> bool:
-    """Whether the loader's sampler gives each rank its part."""
-    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
-    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)

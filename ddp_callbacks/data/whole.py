@@ -74,19 +74,25 @@ class Whole:
             self.record.require_same(self.end_of(batch, drawn), name_of(self.loader))
         self.record.has_drawn()
 
+    def will_produce(self) -> None:
+        """Call it before each batch."""
+        assert self.record is not None
+        self.record.will_draw()
+
     def end_of(self, batch: Any, drawn: int) -> BatchEnd:
-        """Where the loader is after a batch.
+        """Where the loader is after a batch. Call it when the batch has been produced.
 
         Args:
             batch: The last one.
             drawn: The number of batches.
         """
+        assert self.record is not None
+        self.record.has_drawn()
         return BatchEnd(drawn, checksum_of_content(batch))
 
     def hand_out(self, end: BatchEnd, shared: SharedRandomState) -> None:
         """A step of one or more batches has been handed out."""
         assert self.record is not None
-        self.record.has_drawn()
         self.record.hand_out(end, self._beside(shared))
 
     def position(self, batches: int | None) -> dict[str, Any]:
@@ -105,12 +111,13 @@ class IndexedWhole(Whole):
     def __init__(self, loader: DataLoader[Any], group: dist.ProcessGroup | None) -> None:
         super().__init__(loader, group)
         self._is_kept_apart = get_world_size(group) > 1  # its sampler's draws are kept apart from it
+        self.sources = (loader, loader.sampler)
         self._counted = CountedSampler(loader.sampler, is_alike=True, has_workers=loader.num_workers > 0)
         replace_sampler(self.loader, self._counted)
 
     def begin(self) -> SharedRandomState:
         self._counted.record = self.record
-        return SharedRandomState(self.sources, group=self._group, always=self._is_kept_apart)
+        return SharedRandomState([*self.sources, self.loader.dataset], group=self._group, always=self._is_kept_apart)
 
     def skip(self, batches: Iterator[Any], shared: SharedRandomState) -> None:
         assert self.record is not None
@@ -121,12 +128,11 @@ class IndexedWhole(Whole):
             shared.state = self.record.beside
         self.record.begin_beside(self._beside(shared))
 
+    def will_produce(self) -> None:
+        pass  # its sampler notices
+
     def end_of(self, batch: Any, drawn: int) -> BatchEnd:
         return self._counted.draw.ends.popleft()
-
-    def hand_out(self, end: BatchEnd, shared: SharedRandomState) -> None:
-        assert self.record is not None
-        self.record.hand_out(end, self._beside(shared))
 
     def position(self, batches: int | None) -> dict[str, Any]:
         position = super().position(batches)
@@ -154,6 +160,8 @@ class StatefulWhole(Whole):
         self.record.begin_beside(self._beside(shared))
 
     def end_of(self, batch: Any, drawn: int) -> BatchEnd:
+        assert self.record is not None
+        self.record.has_drawn()
         return BatchEnd(drawn, 0)
 
     def position(self, batches: int | None) -> dict[str, Any]:
