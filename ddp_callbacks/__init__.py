@@ -18,6 +18,8 @@ from ddp_callbacks.versions import __version__
 if TYPE_CHECKING:
     from ddp_callbacks.batch_norm import BatchNormSynchronizer, samples_needed
     from ddp_callbacks.checkpoints.file import CheckpointFile
+    from ddp_callbacks.checkpoints.objects import LocalSums
+    from ddp_callbacks.checkpoints.own_loop import load_checkpoint, save_checkpoint
     from ddp_callbacks.comm.agreement import require_agreement
     from ddp_callbacks.comm.compression import PowerSGD
     from ddp_callbacks.comm.ddp_hook import hierarchical_allreduce_hook
@@ -60,6 +62,7 @@ __all__ = [
     "GradientSynchronizer",
     "LazyRandomSampler",
     "LocalSGD",
+    "LocalSums",
     "ParameterAverager",
     "PowerSGD",
     "Preemption",
@@ -79,12 +82,14 @@ __all__ = [
     "hierarchical_allreduce_hook",
     "join_process_group",
     "leave_process_group",
+    "load_checkpoint",
     "merge_buffers",
     "require_agreement",
     "require_equal_replicas",
     "require_same_checkpoint",
     "resumable_loader",
     "samples_needed",
+    "save_checkpoint",
     "seed_by_rank",
     "shard_loader",
     "slice_bounds",
@@ -97,6 +102,8 @@ __all__ = [
 _HOMES = {
     "batch_norm": ("BatchNormSynchronizer", "samples_needed"),
     "checkpoints.file": ("CheckpointFile",),
+    "checkpoints.objects": ("LocalSums",),
+    "checkpoints.own_loop": ("load_checkpoint", "save_checkpoint"),
     "comm.agreement": ("require_agreement",),
     "comm.compression": ("PowerSGD",),
     "comm.ddp_hook": ("hierarchical_allreduce_hook",),

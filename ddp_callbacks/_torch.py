@@ -137,6 +137,15 @@ def leaf_spec() -> TreeSpec:
 # --- modules and loaders ------------------------------------------------------------------------------------------
 
 
+def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Let a scheduler know that the optimizer whose state was loaded has taken steps, or its next step would warn.
+
+    The contract cannot name the attribute, which torch sets and reads by its text; a loop that goes on right before a
+    scheduler's first step tests it.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def non_persistent_buffers(layer: torch.nn.Module) -> set[str]:
     """The names of the layer's direct buffers that its ``state_dict`` omits."""
     return layer._non_persistent_buffers_set

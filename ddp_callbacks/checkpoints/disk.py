@@ -6,6 +6,8 @@ import contextlib
 import errno
 import glob
 import os
+import pickle
+import re
 import shutil
 import socket
 import warnings
@@ -187,6 +189,12 @@ def load_open(file: BinaryIO, path: str, weights_only: bool) -> dict[str, Any]:
     file.seek(0)
     try:
         content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise CheckpointError(
+            f"{path} holds objects that are neither tensors nor plain data{f' ({found[1]})' if found else ''}, and to "
+            "read them may run code. If you trust the file, read it with CheckpointFile(path, weights_only=False)."
+        ) from error
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     require_ours(content, path)

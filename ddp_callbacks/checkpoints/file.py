@@ -59,7 +59,7 @@ class CheckpointFile:
     ) -> None:
         self.path = os.path.abspath(path)
         self._weights_only = weights_only
-        self._group = process_group
+        self.process_group = process_group
         self._is_open = False
         self._claim: Claim | None = None  # on rank 0
         self._background = BackgroundWriter() if async_save else None
@@ -83,7 +83,7 @@ class CheckpointFile:
                 written.
         """
         if not self._is_open:
-            self._claim = on_rank_zero(self._open, _CLAIM, self._group)
+            self._claim = on_rank_zero(self._open, _CLAIM, self.process_group)
             self._is_open = True
 
     def read(self) -> Saved | None:
@@ -95,15 +95,15 @@ class CheckpointFile:
         Raises:
             CheckpointError: No file can be read, or the file is not ours or of a newer format.
         """
-        found = on_rank_zero(lambda: disk.find(self.path, self._weights_only), _READ, self._group)
+        found = on_rank_zero(lambda: disk.find(self.path, self._weights_only), _READ, self.process_group)
         name, content = ("", None) if found is None else found
         mine = None if content is None else content[KEY]["id"]
-        (name, wanted), _ = broadcast_tensors([name, mine], [], _READ, self._group)
+        (name, wanted), _ = broadcast_tensors([name, mine], [], _READ, self.process_group)
         if wanted is None:
             return None
         if content is None:
             content = self._find_same(name, wanted)
-        if not all(all_gather_json(content is not None, _READ, self._group)):
+        if not all(all_gather_json(content is not None, _READ, self.process_group)):
             content = self._receive(name, content)
         assert content is not None
         return Saved(content, self._weights_only)
@@ -128,8 +128,8 @@ class CheckpointFile:
         """
         if not self._is_open:
             raise ConfigurationError("call open() before write(), or use the CheckpointFile as a context manager.")
-        ranks = gather_bytes(self._pack(own), _OWN, self._group)
-        on_rank_zero(lambda: self._write(shared, ranks, about), _WRITE, self._group)
+        ranks = gather_bytes(self._pack(own), _OWN, self.process_group)
+        on_rank_zero(lambda: self._write(shared, ranks, about), _WRITE, self.process_group)
 
     def wait(self) -> None:
         """Block until the last write is complete, and the file is there. A collective.
@@ -137,7 +137,7 @@ class CheckpointFile:
         Raises:
             CheckpointError: With ``async_save``: it could not be written.
         """
-        on_rank_zero(self._wait, _CLOSE, self._group)
+        on_rank_zero(self._wait, _CLOSE, self.process_group)
 
     def close(self) -> None:
         """As :meth:`wait`; then other jobs may write the path. A collective; safe to call twice.
@@ -147,7 +147,7 @@ class CheckpointFile:
         """
         if self._is_open:
             self._is_open = False
-            on_rank_zero(self._let_go, _CLOSE, self._group)
+            on_rank_zero(self._let_go, _CLOSE, self.process_group)
 
     def _open(self) -> Claim:
         try:
@@ -181,9 +181,9 @@ class CheckpointFile:
         return content if content is not None and content[KEY]["id"] == wanted else None
 
     def _receive(self, name: str, content: dict[str, Any] | None) -> dict[str, Any]:
-        file = open(name, "rb") if get_rank(self._group) == 0 else None
+        file = open(name, "rb") if get_rank(self.process_group) == 0 else None
         try:
-            received = broadcast_file(file, _READ, self._group)
+            received = broadcast_file(file, _READ, self.process_group)
         finally:
             if file is not None:
                 file.close()
@@ -199,10 +199,10 @@ class CheckpointFile:
         except Exception as error:
             failure = error
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        for rank, other in enumerate(all_gather_json(text, _OWN, self._group)):
+        for rank, other in enumerate(all_gather_json(text, _OWN, self.process_group)):
             if other is not None:
-                several = get_world_size(self._group) > 1
-                who = describe_rank(resolve_group(self._group), rank) if several else "this process"
+                several = get_world_size(self.process_group) > 1
+                who = describe_rank(resolve_group(self.process_group), rank) if several else "this process"
                 raise CheckpointError(f"{self.path} is not written: the state of {who} cannot be: {other}") from failure
         return packed
 

@@ -1,0 +1,205 @@
+"""``save_checkpoint`` and ``load_checkpoint``: a loop in plain PyTorch goes on at the next batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ddp_callbacks.checkpoints.file import CheckpointFile
+from ddp_callbacks.checkpoints.format import Saved, require_same
+from ddp_callbacks.checkpoints.objects import Objects, is_own, load_own, load_shared, load_window, state_of
+from ddp_callbacks.comm.checksums import checksum_of
+from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.data.random_state import RunRandomState, plain_global_state, seed_by_rank, set_global_state
+from ddp_callbacks.data.resuming import Resumable
+from ddp_callbacks.errors import CheckpointError
+from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.local_sgd import ParameterAverager
+from ddp_callbacks.process_group import get_rank, get_world_size
+
+_OBJECTS, _GRADIENTS, _BUFFERS, _OPTIMIZERS, _RANDOM = "objects", "gradients", "buffers", "optimizers", "random"
+_OF_LOADERS = {"samples": "samples in the data set", "samples_per_batch": "batch size", "division": "division"}
+_SHOWN = 200  # characters
+_COMPARE = "the comparison of what the ranks save"
+
+
+def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Objects) -> None:
+    """Save a loop between two batches, so that :func:`load_checkpoint` goes on at the next one. A collective.
+
+    Returns when the file is there. Call it after the last batch has been used up: after the optimizer's step, or, in
+    the middle of an accumulation, after backward.
+
+    Each rank saves for itself where it is in the data, its random state, its gradients while they are accumulated, and
+    what else only it knows. Of everything else, such as the model and the optimizer, rank 0's counts.
+
+    Args:
+        file: A path; or an open :class:`CheckpointFile`, which keeps other jobs away between two saves, too, and can
+            write beside training (``async_save=True``).
+        objects: Everything that changes, by name: what has ``state_dict`` and ``load_state_dict`` (models, optimizers,
+            schedulers, scalers, a :class:`GradientSynchronizer`, loaders of :func:`resumable_loader`), dicts of numbers
+            that are equal on all ranks (the epoch), and :class:`LocalSums` of numbers that are not.
+
+    Raises:
+        CheckpointError: The file cannot be written; what was there still is. Or another job writes it.
+        ConfigurationError: An object has no state.
+        PeerError: Another rank failed or died.
+    """
+    with _opened(file) as opened:
+        own = {name: state_of(name, value) for name, value in objects.items() if is_own(value)}
+        shared = {name: state_of(name, value) for name, value in objects.items() if not is_own(value)}
+        tensors = {_GRADIENTS: _gradients(objects, own), _BUFFERS: _buffers(objects)}
+        differing = _which_differ(tensors, opened)
+        mine = {name: value for name, value in tensors.items() if name in differing}
+        mine[_OPTIMIZERS] = {name: shared[name] for name in _own_optimizers(objects)}
+        ours = {_GRADIENTS: {} if _GRADIENTS in differing else tensors[_GRADIENTS]}
+        opened.write(
+            {_OBJECTS: shared, **ours}, {_OBJECTS: own, _RANDOM: plain_global_state(), **mine}, _describe(objects)
+        )
+
+
+def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Objects) -> bool:
+    """Go on from what :func:`save_checkpoint` has saved, on any number of ranks. A collective.
+
+    Call it right before the loop, once everything has been made. On as many ranks as before, the loop goes on with the
+    same bits. On another number, it goes on with the next batch of the same order; ranks whose random states differ
+    when this is called get new ones, derived from rank 0's.
+
+    Args:
+        file: As in :func:`save_checkpoint`. Only rank 0 needs to see it. A path reads tensors and plain data only; for
+            other objects pass ``CheckpointFile(path, weights_only=False)``.
+        objects: As in :func:`save_checkpoint`, with the same names.
+
+    Returns:
+        Whether there was a file. Without one, nothing changes.
+
+    Raises:
+        CheckpointError: The file cannot be read, is not ours, or of a newer version; or it belongs to another model,
+            data set or batch size, or has other objects.
+        PeerError: Another rank failed or died.
+    """
+    opened = file if isinstance(file, CheckpointFile) else CheckpointFile(file)
+    saved = opened.read()
+    if saved is None:
+        return False
+    require_same(saved.about, _describe(objects), opened.path)
+    _Loading(saved, objects, opened).load()
+    return True
+
+
+@contextmanager
+def _opened(file: CheckpointFile | str | os.PathLike[str]) -> Iterator[CheckpointFile]:
+    if isinstance(file, CheckpointFile):
+        yield file
+    else:
+        with CheckpointFile(file) as opened:
+            yield opened
+
+
+class _Loading:
+    """One call of :func:`load_checkpoint`."""
+
+    def __init__(self, saved: Saved, objects: Objects, file: CheckpointFile) -> None:
+        self._shared, self._objects, self._group = saved.shared, objects, file.process_group
+        self._states = [saved.own(rank) for rank in range(saved.world_size)]
+        self._rank, self._world_size = get_rank(self._group), get_world_size(self._group)
+        self._is_same = saved.world_size == self._world_size
+        self._own = self._states[self._rank if self._is_same else 0]
+        self._require_names(file.path)
+
+    def load(self) -> None:
+        """Everything, the random state last: whatever draws before it draws in vain."""
+        optimizers = self._own[_OPTIMIZERS] if self._is_same else {}
+        for name, value in self._objects.items():
+            if not is_own(value):
+                load_shared(value, optimizers.get(name, self._shared[_OBJECTS][name]))
+        self._load_tensors()
+        for name, value in self._objects.items():
+            if is_own(value):
+                self._load_own(value, [state[_OBJECTS][name] for state in self._states])
+        if not any(isinstance(value, RunRandomState) for value in self._objects.values()):
+            self._load_random_state()
+
+    def _require_names(self, path: str) -> None:
+        there = {*self._shared.get(_OBJECTS, ()), *self._own.get(_OBJECTS, ())}
+        if there != self._objects.keys():
+            raise CheckpointError(
+                f"{path} must hold the objects {sorted(self._objects)}, got {sorted(there)}. Pass the names that "
+                "save_checkpoint got, or another path to start anew."
+            )
+
+    def _load_tensors(self) -> None:
+        gradients = self._own.get(_GRADIENTS, {}) if self._is_same else {}
+        gradients = self._shared[_GRADIENTS] | gradients
+        buffers = self._own.get(_BUFFERS, {}) if self._is_same else {}
+        for name, module in _modules(self._objects).items():
+            for key, parameter in module.named_parameters():
+                gradient = gradients.get(name, {}).get(key)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+            for key, buffer in module.named_buffers():
+                if key in buffers.get(name, {}):
+                    buffer.copy_(buffers[name][key])
+
+    def _load_own(self, value: Any, states: list[Any]) -> None:
+        if isinstance(value, ParameterAverager) and not self._is_same:
+            load_window(value, states, list(_modules(self._objects).values()))
+        else:
+            load_own(value, states, self._rank, self._world_size)
+
+    def _load_random_state(self) -> None:
+        """Ranks that draw alike at the start of the program go on to do so."""
+        checksums = all_gather_json(checksum_of(plain_global_state()), _COMPARE, self._group)
+        set_global_state(tuple(self._own[_RANDOM]))
+        if not self._is_same and len(set(checksums)) > 1:
+            seed_by_rank(self._group)
+
+
+def _which_differ(tensors: dict[str, Any], file: CheckpointFile) -> list[str]:
+    """Of these, the names of those that the ranks have differently. A collective."""
+    by_rank = all_gather_json([checksum_of(value) for value in tensors.values()], _COMPARE, file.process_group)
+    return [name for name, *seen in zip(tensors, *by_rank, strict=True) if len(set(seen)) > 1]
+
+
+def _gradients(objects: Objects, own: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """Of models whose gradients nothing else saves: a synchronizer saves what has not been sent."""
+    synchronizers = [name for name, value in objects.items() if isinstance(value, GradientSynchronizer)]
+    if any(own[name]["gradients"] for name in synchronizers):
+        return {}
+    return {
+        name: {key: parameter.grad for key, parameter in module.named_parameters() if parameter.grad is not None}
+        for name, module in _modules(objects).items()
+    }
+
+
+def _buffers(objects: Objects) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: dict(module.named_buffers()) for name, module in _modules(objects).items()}
+
+
+def _own_optimizers(objects: Objects) -> list[str]:
+    """The names of optimizers of which each rank has a different state: local steps."""
+    is_local = any(isinstance(value, ParameterAverager) for value in objects.values())
+    return [name for name, value in objects.items() if is_local and isinstance(value, torch.optim.Optimizer)]
+
+
+def _modules(objects: Objects) -> dict[str, torch.nn.Module]:
+    return {name: value for name, value in objects.items() if isinstance(value, torch.nn.Module)}
+
+
+def _describe(objects: Objects) -> dict[str, str]:
+    """What must be the same in the run that goes on."""
+    described: dict[str, str] = {}
+    for name, value in objects.items():
+        if isinstance(value, torch.nn.Module):
+            shapes = ", ".join("x".join(map(str, parameter.shape)) for parameter in value.parameters())
+            described[name] = f"{type(value).__name__} with parameters {_shorten(shapes)}"
+        elif isinstance(value, Resumable):
+            state = value.state_dict()
+            described |= {f"{what} of {name}": str(state[key]) for key, what in _OF_LOADERS.items()}
+    return described
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..., checksum {checksum_of(text):08x}"
