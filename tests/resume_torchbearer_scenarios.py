@@ -327,7 +327,7 @@ def local_steps(cut: int | None, path: str, sync: Any) -> dict[str, Any]:
     watch = Watch(Resume(path, every=4), cut)
     model = Network(norm=True)
     made = make_trial(watch, model, torch.optim.Adam(model.parameters(), lr=0.05), [], sync=sync)
-    train = DataLoader(TensorDataset(*rows(45, 0)), 6, shuffle=True)
+    train = DataLoader(TensorDataset(*rows(64, 0)), 8, shuffle=True)
     with warnings.catch_warnings():
         made.with_generators(train, DataLoader(TensorDataset(*rows(17, 1)), 6))
         return outcome(made, watch, made.run(3))
