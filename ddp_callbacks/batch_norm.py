@@ -123,16 +123,6 @@ class BatchNormSynchronizer:
                 layer.__class__ = type(layer).original  # type: ignore[attr-defined]
         self._layers.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the next batches are measured to, layer by layer, the same on every rank. For a checkpoint. Local."""
-        return {"shifts": [layer.summed.shift for layer in self._layers.values()]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the same bits, with as many ranks. Local; every rank calls it, with the same state."""
-        for (module, layer), shift in zip(self._layers.items(), state["shifts"], strict=False):
-            buffer = module.running_mean
-            layer.summed.shift = shift if shift is None or buffer is None else shift.to(buffer.device)
-
     def _synchronized(self, original: type) -> type:
         if original not in self._made:
             members = {"original": original, "states": self._layers, "__module__": __name__}

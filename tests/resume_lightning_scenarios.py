@@ -87,7 +87,12 @@ class Samples(pl.Callback):
 
 
 def run(
-    cut: int | None, path: str, module: pl.LightningModule, loaders: tuple[Any, ...], strategy: Any = None, **options: Any
+    cut: int | None,
+    path: str,
+    module: pl.LightningModule,
+    loaders: tuple[Any, ...],
+    strategy: Any = None,
+    **options: Any,
 ) -> dict[str, Any]:
     resume = Resume(path, every=options.pop("every", None))
     counter, samples, record = Cut(resume, cut), Samples(), Record()
@@ -201,7 +206,9 @@ class Classifier(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss, scores = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log("count", float(len(batch[0])) + scores.detach()[:, 0].sum(), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log(
+            "count", float(len(batch[0])) + scores.detach()[:, 0].sum(), on_step=True, on_epoch=True, reduce_fx="sum"
+        )
         self.log("largest", scores.detach().max(), on_step=True, on_epoch=True, reduce_fx="max")
         self.accuracy(scores, batch[2])
         self.error(scores[:, 0], batch[2].double())
@@ -288,7 +295,9 @@ class Pair(pl.LightningModule):
         super().__init__()
         torch.manual_seed(2)
         self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(FEATURES, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, FEATURES))
+        self.generator = nn.Sequential(
+            nn.Linear(FEATURES, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, FEATURES)
+        )
         self.critic = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 1))
         self.error = torchmetrics.MeanSquaredError()
         self.double()

@@ -80,11 +80,7 @@ class SummedLayer:
         channel: Shared by all layers.
 
     Attributes:
-<<<<<<< HEAD
-        shift: The mean of the last batch, the same on every rank, to which the next is measured; ``None``: there is none.
-=======
         shift: The mean of the last batch, around which the next one is summed; ``None`` before the first.
->>>>>>> core
     """
 
     def __init__(self, index: int, name: str, channel: SumChannel) -> None:

@@ -570,7 +570,9 @@ def load_results(results: Any, state: dict[str, Any], module: Any, reduce: Any) 
         module: The LightningModule, which has the torchmetrics that were logged.
         reduce: Of the strategy.
     """
-    home = importlib.import_module(next(kind for kind in type(results).__mro__ if kind.__name__ == _COLLECTION).__module__)
+    home = importlib.import_module(
+        next(kind for kind in type(results).__mro__ if kind.__name__ == _COLLECTION).__module__
+    )
     results.clear()
     for key, saved in state["metrics"].items():
         meta = home._Metadata(**saved["meta"])
@@ -586,12 +588,15 @@ def load_results(results: Any, state: dict[str, Any], module: Any, reduce: Any) 
 
 _COLLECTION = "_ResultCollection"
 _OF_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
-_OF_RESULT = ("value", "cumulated_batch_size", "has_reset", "_forward_cache", "_computed", "_update_count")
+_OF_RESULT = ("has_reset", "_forward_cache", "_update_count")
+_OF_NUMBER = ("value", "cumulated_batch_size", "_computed")
 
 
 def _result_state(metric: Any) -> dict[str, Any]:
     meta = metric.meta
-    own = [name for name in _OF_RESULT if name in vars(metric) and (metric.is_tensor or name not in ("value", "_computed"))]
+    own = [
+        name for name in _OF_RESULT if name in vars(metric) and (metric.is_tensor or name not in ("value", "_computed"))
+    ]
     return {
         "meta": {name: getattr(meta, name) for name in (*_OF_META, "dataloader_idx", "metric_attribute")}
         | {"reduce_fx": meta.reduce_fx.__name__},
@@ -604,6 +609,8 @@ def _result_state(metric: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A copy of what is a dict or a list."""
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else (
-        [_plain(item) for item in value] if isinstance(value, list) else value
+    return (
+        {key: _plain(item) for key, item in value.items()}
+        if isinstance(value, dict)
+        else ([_plain(item) for item in value] if isinstance(value, list) else value)
     )

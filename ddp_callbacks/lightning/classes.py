@@ -81,9 +81,9 @@ class Resume(ResumeMixin):
     limit), all finish the batch of the training or the validation, rank 0 writes the file, and each process ends with
     exit code 75 (:class:`ddp_callbacks.errors.Preempted`).
 
-    The file is the Trainer's own checkpoint: Lightning alone can load it, at the end of an epoch exactly. Beside that it
-    has what Lightning does not save: the position in the loaders, logged values and metrics of the pass under way,
-    accumulated gradients, running statistics and random states. On as many processes the fit goes on with the same
+    The file is the Trainer's own checkpoint, which Lightning alone can load. Beside that it has what Lightning does not
+    save: the position in the loaders, logged values and metrics of the pass under way, accumulated gradients, running
+    statistics and random states. On as many processes the fit goes on with the same
     bits; on others, each rank draws other dropout masks than before, and the rest is equal but for rounding. Hooks that
     open the fit, the epoch or the validation are called again; then everything is put back as it was.
 
@@ -98,5 +98,11 @@ class Resume(ResumeMixin):
             reading it runs its code.
 
     Raises:
-        ConfigurationError: A setting is invalid.
+        ConfigurationError: A setting is invalid. At the start of a fit: the Trainer has another strategy.
+        CheckpointError: At the start of a fit: the file is of another model, data or batch size, or another job writes
+            it. Later: it cannot be written.
+        Preempted: In a fit, on every rank: asked to stop, and the file is written.
+
+    Attributes:
+        preemption: The :class:`ddp_callbacks.Preemption` of the fits; its ``request`` asks to stop.
     """

@@ -59,7 +59,7 @@ class Decisions:
             set_last_validation(self._trainer, self._validated)
 
     def flags(self) -> list[bool]:
-        """This rank's: to stop, which a hook may have set here alone; SIGTERM; to requeue; time to validate; to save."""
+        """This rank's: to stop, as a hook may have set here alone; SIGTERM; to requeue; time to validate; to save."""
         own = [self._trainer.should_stop, self._sigterm, self._requeue is not None, self._is_time_to_validate()]
         own.append(self._resume is not None and self._resume.is_due_here())
         return [flag or held for flag, held in itertools.zip_longest(own, self.held, fillvalue=False)]

@@ -124,15 +124,13 @@ class History:
             "last": self._last,
         }
 
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> History:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`state_dict`."""
-        made = cls(state["operation"])
-        made.dtype, made._keeps_rows, made._last = state["dtype"], state["keeps_rows"], tuple(state["last"])
-        made._records = [Record(**record) for record in state["records"]]
-        made._sums, made._rows = [*state["sums"]], [[*row] for row in state["rows"]]
-        made._row_values = [*state["row_values"]]
-        return made
+        self.operation, self.dtype = state["operation"], state["dtype"]
+        self._keeps_rows, self._last = state["keeps_rows"], tuple(state["last"])
+        self._records = [Record(**record) for record in state["records"]]
+        self._sums, self._rows = [*state["sums"]], [[*row] for row in state["rows"]]
+        self._row_values = [*state["row_values"]]
 
     def _keeps_row(self, record: Record) -> bool:
         if record.position < 0:
@@ -148,9 +146,7 @@ class History:
         values = stack([record.value for record in self._records])
         fold = _fold_mean if self.operation == "mean" else _fold_others
         folded = fold(self._records, values, self.operation)
-        self._sums = [
-            _add(to_device(self._sums[0], folded.device), folded, self.operation) if self._sums else folded
-        ]
+        self._sums = [_add(to_device(self._sums[0], folded.device), folded, self.operation) if self._sums else folded]
         self._records = []
 
 

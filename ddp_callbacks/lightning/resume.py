@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_callbacks.checkpoints import CheckpointFile, Saved, require_same
 from ddp_callbacks.data.resuming import Resumable
-from ddp_callbacks.errors import ConfigurationError, Preempted
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import own_state
 from ddp_callbacks.lightning._lightning import (
     REGISTER_SIGNALS,
@@ -42,7 +42,6 @@ class ResumeMixin(_Callbacks):  # type: ignore[misc]
     def __init__(
         self,
         path: str | os.PathLike[str],
-        *,
         every: Every = None,
         on_signal: bool = True,
         time_limit: timedelta | None = None,
@@ -54,19 +53,13 @@ class ResumeMixin(_Callbacks):  # type: ignore[misc]
         self._every = every
         self._on_signal = on_signal
         self._time_limit = time_limit
-        self._file_options = {"async_save": async_save, "weights_only": weights_only}
+        self._async_save = async_save
+        self._weights_only = weights_only
+        self.preemption = self._make_preemption()
         self._fit: Fit | None = None
 
-    @property
-    def preemption(self) -> Preemption:
-        """Of the fit that runs: ``preemption.request("the budget is spent")`` asks all processes to stop.
-
-        Raises:
-            ConfigurationError: No fit runs.
-        """
-        if self._fit is None:
-            raise ConfigurationError("there is a preemption to ask only while trainer.fit runs.")
-        return self._fit.preemption
+    def _make_preemption(self) -> Preemption:
+        return Preemption(SIGNALS if self._on_signal else (), self._time_limit)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Of a fit: read the file, if there is one. A collective.
@@ -84,8 +77,8 @@ class ResumeMixin(_Callbacks):  # type: ignore[misc]
                 'Resume needs Trainer(strategy="ddp_callbacks"), with a single process, too; this Trainer has '
                 f"{type(trainer.strategy).__name__}."
             )
-        preemption = Preemption(SIGNALS if self._on_signal else (), self._time_limit)
-        self._fit = Fit(trainer, CheckpointFile(self.path, **self._file_options), preemption, self._every)
+        file = CheckpointFile(self.path, async_save=self._async_save, weights_only=self._weights_only)
+        self._fit = Fit(trainer, file, self.preemption, self._every)
         trainer.strategy.resume = self._fit
         self._fit.begin(self._on_signal)
 
@@ -103,7 +96,11 @@ class ResumeMixin(_Callbacks):  # type: ignore[misc]
         self._fit = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_fit": None}
+        return {name: value for name, value in vars(self).items() if name != "preemption"} | {"_fit": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.preemption = self._make_preemption()
 
 
 class Fit:
@@ -239,7 +236,8 @@ class Fit:
         is_over = place == "epoch" and self._trainer.fit_loop.done
         if not is_over and self.preemption.is_requested():
             self._write(place)
-            raise Preempted(self.preemption.reason, self._file.path)
+            self._file.close()  # a thread may still write it
+            self.preemption.exit(self._file.path)
         if is_over or self._is_time(place):
             self._write(place)
             self._last_write, self._is_due = time.monotonic(), False

@@ -37,14 +37,14 @@ def load_logs(results: Any, states: Sequence[dict[str, Any]], mine: int | None, 
     own = states[0 if mine is None else mine]
     load_results(results, _all_keys(own, states), trainer.lightning_module, trainer.strategy.reduce)
     if joint and mine is not None and own["pass"] is not None:
-        epoch = {key: History.from_state(state) for key, state in own["pass"]["epoch"].items()}
+        epoch = {key: _history(state) for key, state in own["pass"]["epoch"].items()}
         results.load_pass_state(epoch, own["pass"]["position"], own["pass"]["samples"])
         return
     if joint:
         results.load_pass_state({}, batches - 1, 0)
     passes = [state["pass"] for state in states if state["pass"] is not None]
     for key in dict.fromkeys(key for each in passes for key in each["epoch"]):
-        histories = [History.from_state(each["epoch"][key]) for each in passes if key in each["epoch"]]
+        histories = [_history(each["epoch"][key]) for each in passes if key in each["epoch"]]
         value, size = join([history.parts() for history in histories], histories[0].operation)
         joined = torch.tensor(value, dtype=histories[0].dtype)
         if joint:
@@ -60,6 +60,12 @@ def _all_keys(own: dict[str, Any], states: Sequence[dict[str, Any]]) -> dict[str
         every = {key: metric for state in states for key, metric in state["lightning"]["metrics"].items()}
         found["metrics"] = every | found["metrics"]
     return found
+
+
+def _history(state: dict[str, Any]) -> History:
+    made = History(state["operation"])
+    made.load_state_dict(state)
+    return made
 
 
 def _accumulate(metric: Any, value: torch.Tensor, size: float) -> None:

@@ -50,7 +50,8 @@ def load_metrics(
 
 
 def _merge(metric: Metric, saved: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    defaults, found = default_states(metric), {}
+    defaults = default_states(metric)
+    found: dict[str, Any] = {}
     for name, reduction in reductions_of(metric).items():
         states = [each["states"][name] for each in saved]
         if isinstance(defaults[name], list):

@@ -267,7 +267,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
 
     def process_dataloader(self, dataloader: object) -> object:
         """This rank's part of a loader. A collective."""
-        if self.resume is None and self.world_size == 1 or not self._divides:
+        if (self.resume is None and self.world_size == 1) or not self._divides:
             return dataloader
         # Where all ranks load the same batches and divide them afterwards, their workers must draw alike.
         loads_all = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
@@ -439,7 +439,12 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         if super()._is_alone():
             return True
         failure = sys.exc_info()[1]
-        if failure is None or isinstance(failure, Preempted) or self._trainer is None or self._trainer.state.status != "interrupted":
+        if (
+            failure is None
+            or isinstance(failure, Preempted)
+            or self._trainer is None
+            or self._trainer.state.status != "interrupted"
+        ):
             return False
         report_failure(failure)
         return True
