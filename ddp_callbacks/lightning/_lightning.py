@@ -594,9 +594,8 @@ _OF_NUMBER = ("value", "cumulated_batch_size", "_computed")
 
 def _result_state(metric: Any) -> dict[str, Any]:
     meta = metric.meta
-    own = [
-        name for name in _OF_RESULT if name in vars(metric) and (metric.is_tensor or name not in ("value", "_computed"))
-    ]
+    names = (*_OF_NUMBER, *_OF_RESULT) if metric.is_tensor else _OF_RESULT
+    own = [name for name in names if name in vars(metric)]
     return {
         "meta": {name: getattr(meta, name) for name in (*_OF_META, "dataloader_idx", "metric_attribute")}
         | {"reduce_fx": meta.reduce_fx.__name__},
