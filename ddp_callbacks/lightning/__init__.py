@@ -19,6 +19,10 @@ many steps and at the moments in ``local_steps``, and the ranks meet in those st
 
 What is logged travels as ``rows`` say, and ``combine`` and ``history`` are the arithmetic of a step and of an epoch.
 
+With the callback ``Resume`` a fit can stop at the ``moments`` and go on there: ``resume`` reads and writes the file;
+``own_state`` is what the ranks have beside Lightning's checkpoint: ``saved_logs``, ``saved_metrics``, ``saved_module``.
+``resumable`` is the strategy's part.
+
 ``package`` makes ``classes`` for both packages, and ``which_package`` says which the program uses; ``callback`` is for
 a Trainer whose strategy is another; ``reductions`` are what users ask the strategies for.
 """
@@ -32,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_callbacks.lightning import which_package as _which_package
 
 if TYPE_CHECKING:
-    from ddp_callbacks.lightning.classes import CallbackStrategy, DDPCallback
+    from ddp_callbacks.lightning.classes import CallbackStrategy, DDPCallback, Resume
     from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin as CallbackFabricStrategy
 
 
@@ -54,6 +58,8 @@ if not TYPE_CHECKING:
     CallbackStrategy = _home(_which_package.HOMES[_first]).CallbackStrategy
     DDPCallback = _home(_which_package.HOMES[_first]).DDPCallback
     #: Likewise.
+    Resume = _home(_which_package.HOMES[_first]).Resume
+    #: Likewise.
     CallbackFabricStrategy = _home(_which_package.HOMES_OF_FABRIC[_first]).CallbackFabricStrategy
 
 for _name in _others:
@@ -66,4 +72,4 @@ for _name in _others:
         else:
             _which_package.AtImport(_roots[_name], functools.partial(_home_of_other, _roots[_name], _homes[_name]))
 
-__all__ = ["CallbackFabricStrategy", "CallbackStrategy", "DDPCallback"]
+__all__ = ["CallbackFabricStrategy", "CallbackStrategy", "DDPCallback", "Resume"]

@@ -6,7 +6,7 @@ Lightning comes as two packages. The functions work with the objects of either, 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -25,6 +25,12 @@ HANDLE_REQUEUE = "_slurm_sigusr_handler_fn"  # likewise
 PREPARE_DATA = "prepare_data"  # of the data connector
 PREDICT_STEP = "_predict_step"  # of the prediction loop
 BATCH_INDICES = "_get_batch_indices"  # likewise
+
+RESUME_START = "resume_start"  # of the checkpoint connector
+REGISTER_SIGNALS = "register_signal_handlers"  # of the signal connector
+EVALUATION_STEP = "_evaluation_step"  # of an evaluation loop
+SHOULD_VALIDATE = "_should_check_val_fx"  # of the training epoch loop
+STORE_OUTPUTS = "_store_dataloader_outputs"  # of an evaluation loop
 
 # A function that is replaced as long as the program runs: the Tuner asks it before the strategy hears of anything.
 CHECK_SEARCH = "_check_scale_batch_size_configuration"  # of the module of the Tuner
@@ -48,6 +54,12 @@ PRIVATE = (
     "trainer.connectors.signal_connector:_SignalConnector.__init__ uses received_sigterm",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_SIGTERM}(self, signum)",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_REQUEUE}(self, signum)",
+    f"trainer.connectors.signal_connector:_SignalConnector.{REGISTER_SIGNALS}(self)",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint(self, weights_only)",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.__init__ uses _ckpt_path, _loaded_checkpoint",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.restore_optimizers_and_schedulers(self)",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.restore_precision_plugin_state(self)",
+    "trainer.call:_call_callbacks_load_state_dict(trainer, checkpoint)",
     "trainer.setup:_init_debugging_flags uses _val_check_time_interval",
     f"tuner.tuning:{CHECK_SEARCH}(trainer)",
     "tuner.lr_finder:_LRCallback.on_train_batch_end(self, trainer, pl_module, outputs)",
@@ -57,6 +69,32 @@ PRIVATE = (
     "loops.fit_loop:_FitLoop.setup_data uses _last_val_time",
     "loops.training_epoch_loop:_TrainingEpochLoop.__init__ uses _results, automatic_optimization, val_loop",
     f"loops.training_epoch_loop:_TrainingEpochLoop.{BROADCAST_SIGTERM}(self)",
+    f"loops.training_epoch_loop:_TrainingEpochLoop.{SHOULD_VALIDATE}(self, data_fetcher)",
+    "loops.training_epoch_loop:_TrainingEpochLoop.__init__ uses _batches_that_stepped, batch_progress",
+    "loops.training_epoch_loop:_TrainingEpochLoop.on_advance_end(self, data_fetcher)",
+    "loops.training_epoch_loop:_TrainingEpochLoop.on_run_start(self, data_fetcher)",
+    "loops.loop:_Loop.__init__ uses _restarting, _loaded_from_state_dict, _resuming_from_checkpoint",
+    "loops.fit_loop:_FitLoop.run(self)",
+    "loops.fit_loop:_FitLoop.run uses setup_data, skip, reset, on_run_start, done, on_advance_start, advance",
+    "loops.fit_loop:_FitLoop.run uses on_advance_end, on_iteration_done, on_run_end, _restarting",
+    "loops.fit_loop:_FitLoop.__init__ uses _combined_loader_states_to_load, _data_fetcher, epoch_progress",
+    "loops.fit_loop:_FitLoop.__init__ uses _last_train_dl_reload_epoch",
+    "loops.fit_loop:_FitLoop._should_accumulate(self)",
+    f"loops.evaluation_loop:_EvaluationLoop.{EVALUATION_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
+    f"loops.evaluation_loop:_EvaluationLoop.{STORE_OUTPUTS}(self)",
+    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _data_fetcher, _has_run, _last_val_dl_reload_epoch",
+    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _logged_outputs, _seen_batches_per_dataloader, batch_progress",
+    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _module_mode",
+    "loops.evaluation_loop:_EvaluationLoop.on_run_start(self)",
+    "loops.evaluation_loop:_EvaluationLoop.reset(self)",
+    "loops.fetchers:_DataFetcher.__init__ uses done, fetched, length",
+    "loops.fetchers:_PrefetchDataFetcher.__init__ uses batches",
+    "utilities.combined_loader:CombinedLoader.__init__ uses _iterator",
+    "utilities.combined_loader:_MaxSizeCycle.__init__ uses _consumed",
+    "utilities.combined_loader:_ModeIterator.__init__ uses _idx",
+    "loops.fetchers:_DataLoaderIterDataFetcher.__init__ uses _batch_idx",
+    "utilities.combined_loader:_Sequential.__init__ uses _iterator_idx",
+    "utilities.combined_loader:_Sequential._load_current_iterator(self)",
     "loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx uses _last_val_time, _val_check_time_interval",
     "loops.evaluation_loop:_EvaluationLoop.__init__ uses _combined_loader, _results",
     "loops.prediction_loop:_PredictionLoop.__init__ uses _combined_loader, _data_fetcher, _predictions, _results",
@@ -72,7 +110,10 @@ PRIVATE = (
     f"{_LOGGER}:_LoggerConnector.on_epoch_end(self)",
     f"{_LOGGER}:_LoggerConnector.reset_metrics uses _progress_bar_metrics, _callback_metrics, _logged_metrics",
     f"{_LOGGER}:_LoggerConnector.should_update_logs",
+    f"{_LOGGER}:_LoggerConnector.__init__ uses _current_fx, _first_loop_iter",
     f"{_RESULT}:_Metadata.__init__(on_step, on_epoch, reduce_fx, metric_attribute)",
+    f"{_RESULT}:_Metadata.__init__(self, fx, name, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph)",
+    f"{_RESULT}:_Metadata.__init__(self, add_dataloader_idx, dataloader_idx, metric_attribute)",
     f"{_RESULT}:_Metadata.is_mean_reduction",
     f"{_RESULT}:_Metadata.sync",
     f"{_RESULT}:_ResultCollection.__init__(self, training)",
@@ -82,6 +123,8 @@ PRIVATE = (
     f"{_RESULT}:_ResultCollection.reset(self, metrics, fx)",
     f"{_RESULT}:_ResultCollection.update_metrics(self, key, value, batch_size)",
     f"{_RESULT}:_ResultMetric.__init__ uses _forward_cache, has_reset, is_tensor, meta",
+    f"{_RESULT}:_ResultMetric.__init__(self, metadata, is_tensor)",
+    f"{_RESULT}:_Sync.__init__(fn, _should, rank_zero_only)",
     f"{_RESULT}:_Sync.rank_zero_only",
     f"{_RESULT}:_Sync.should",
     # the strategy
@@ -245,6 +288,11 @@ def results_of_training(trainer: Any) -> Any:
     return trainer.fit_loop.epoch_loop._results
 
 
+def results_of_evaluation(trainer: Any) -> Any:
+    """The same of the validation in a fit."""
+    return trainer.fit_loop.epoch_loop.val_loop._results
+
+
 def refresh_metrics(trainer: Any, results: Any) -> None:
     """Let the Trainer's ``callback_metrics``, and the others, be what a collection has of the last step."""
     connector, metrics = trainer._logger_connector, results.metrics(True)
@@ -318,3 +366,250 @@ def predictions_of(predict_loop: Any) -> list[list[Any]]:
     """What the prediction loop has collected, by loader."""
     predictions: list[list[Any]] = predict_loop._predictions
     return predictions
+
+
+# --- going on in the middle of a run ---------------------------------------------------------------------------------
+
+_OF_CONNECTOR = (
+    "_progress_bar_metrics",
+    "_logged_metrics",
+    "_callback_metrics",
+    "_current_fx",
+    "_first_loop_iter",
+)
+_OF_EVALUATION = ("_has_run", "_logged_outputs", "_last_val_dl_reload_epoch")
+_OF_CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+"""Of ``ModelCheckpoint``, beside its ``state_dict``."""
+
+
+def dump_checkpoint(trainer: Any) -> dict[str, Any]:
+    """The Trainer's checkpoint, as ``save_checkpoint`` writes it. All ranks must call it."""
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(False)
+    return checkpoint
+
+
+def set_checkpoint(trainer: Any, checkpoint: dict[str, Any], path: str) -> None:
+    """What the Trainer restores its state from, when the run begins."""
+    connector = trainer._checkpoint_connector
+    connector._ckpt_path, connector._loaded_checkpoint = path, checkpoint
+
+
+def restore_again(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Restore what hooks may have changed since the run began, without the hooks that see the checkpoint."""
+    connector = trainer._checkpoint_connector
+    trainer.strategy.load_model_state_dict(checkpoint, strict=trainer.lightning_module.strict_loading)
+    before, connector._loaded_checkpoint = connector._loaded_checkpoint, checkpoint
+    connector.restore_precision_plugin_state()
+    connector.restore_optimizers_and_schedulers()
+    connector._loaded_checkpoint = before
+    call = importlib.import_module(f"{type(connector).__module__.partition('.trainer.')[0]}.trainer.call")
+    call._call_callbacks_load_state_dict(trainer, checkpoint)
+
+
+def trainer_state(trainer: Any) -> dict[str, Any]:
+    """Counters, and what loops and loggers know beside Lightning's own checkpoint. For a file."""
+    fit_loop, connector = trainer.fit_loop, trainer._logger_connector
+    evaluation = fit_loop.epoch_loop.val_loop
+    loops = fit_loop.state_dict()
+    loops["state_dict"] = {}  # of the loaders
+    return {
+        "loops": loops,
+        "should_stop": bool(trainer.should_stop),
+        "reloaded": fit_loop._last_train_dl_reload_epoch,
+        "connector": {name: _plain(getattr(connector, name)) for name in _OF_CONNECTOR},
+        "evaluation": {name: _plain(getattr(evaluation, name)) for name in _OF_EVALUATION},
+        "evaluated": dict(evaluation._seen_batches_per_dataloader),
+        "modes": dict(evaluation._module_mode.mode),
+        "checkpoints": [
+            {name: vars(callback)[name] for name in _OF_CHECKPOINTS if name in vars(callback)}
+            for callback in trainer.checkpoint_callbacks
+        ],
+    }
+
+
+def load_trainer_state(trainer: Any, state: dict[str, Any]) -> None:
+    """Inverse of :func:`trainer_state`; the loops don't know that they go on."""
+    fit_loop, connector = trainer.fit_loop, trainer._logger_connector
+    evaluation = fit_loop.epoch_loop.val_loop
+    fit_loop.load_state_dict(state["loops"])
+    let_begin(fit_loop)
+    trainer.should_stop = state["should_stop"]
+    fit_loop._last_train_dl_reload_epoch = state["reloaded"]
+    for owner, values in ((connector, state["connector"]), (evaluation, state["evaluation"])):
+        for name, value in values.items():
+            setattr(owner, name, type(value)(value) if isinstance(value, dict | list) else value)
+    evaluation._module_mode.mode = dict(state["modes"])
+    evaluation._seen_batches_per_dataloader.clear()
+    evaluation._seen_batches_per_dataloader.update(state["evaluated"])
+    for callback, values in zip(trainer.checkpoint_callbacks, state["checkpoints"], strict=False):
+        vars(callback).update(values)
+
+
+def let_begin(loop: Any) -> None:
+    """A loop, and those inside of it, take no other way than in a run that begins."""
+    loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    for inner in (vars(loop).get("epoch_loop"), vars(loop).get("val_loop")):
+        if inner is not None:
+            let_begin(inner)
+
+
+def forget_loaders(trainer: Any, checkpoint: dict[str, Any] | None = None) -> None:
+    """Lightning has read states of the loaders, which are not for these; with a checkpoint, it has written them."""
+    trainer.fit_loop._combined_loader_states_to_load = []
+    if checkpoint is not None:
+        checkpoint["loops"]["fit_loop"].get("state_dict", {}).pop("combined_loader", None)
+
+
+def first_of_epoch(trainer: Any) -> bool | None:
+    """What the logging knows of the loop that runs: whether this is its first batch; ``None`` between epochs."""
+    found: bool | None = trainer._logger_connector._first_loop_iter
+    return found
+
+
+def set_first_of_epoch(trainer: Any, first: bool | None) -> None:
+    """Set it, before a validation begins whose batches change it."""
+    trainer._logger_connector._first_loop_iter = first
+
+
+def is_accumulating(trainer: Any) -> bool:
+    """Whether the gradients of the last training batch wait for those of the next."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def begin_pass(epoch_loop: Any, begin: Callable[..., None], data_fetcher: Any) -> None:
+    """Call ``on_run_start`` of the training epoch loop, without that it draws from the loaders anew."""
+    epoch_loop._restarting = True
+    try:
+        begin(data_fetcher)
+    finally:
+        epoch_loop._restarting = False
+
+
+def go_on(trainer: Any, is_within_epoch: bool, restore: Callable[[], None]) -> None:
+    """What ``run`` of the fit loop does, from the middle of an epoch or from the end of one.
+
+    Args:
+        restore: Called between epochs, before anything decides whether there is another one.
+    """
+    loop = trainer.fit_loop
+    loop.setup_data()
+    if not is_within_epoch and loop.skip:
+        return
+    loop.reset()
+    loop.on_run_start()
+    if not is_within_epoch:
+        restore()
+    while is_within_epoch or not loop.done:
+        is_within_epoch = False
+        try:
+            loop.on_advance_start()
+            loop.advance()
+            loop.on_advance_end()
+        except StopIteration:
+            break
+        finally:
+            loop.on_iteration_done()
+    loop._restarting = False
+    loop.on_run_end()
+
+
+def position_in_training(fit_loop: Any) -> dict[str, Any]:
+    """How many batches the epoch has used of those that were fetched, and which of several loaders have ended."""
+    fetcher = fit_loop._data_fetcher
+    ahead = len(getattr(fetcher, "batches", ()))
+    consumed = list(getattr(fit_loop._combined_loader._iterator, "_consumed", ()))
+    return {"used": fetcher.fetched - ahead, "ahead": ahead, "consumed": consumed}
+
+
+def position_in_evaluation(loop: Any, step: Sequence[Any]) -> dict[str, Any]:
+    """The same for an evaluation, whose last step was called with these arguments: loader by loader."""
+    fetcher, (_, batch_idx, dataloader_idx, dataloader_iter) = loop._data_fetcher, step
+    if dataloader_iter is not None:
+        batch_idx, dataloader_idx = fetcher._batch_idx, fetcher._dataloader_idx
+    ahead = len(getattr(fetcher, "batches", ()))
+    return {"used": batch_idx + 1, "loader": dataloader_idx, "ahead": ahead, "total": fetcher.fetched - ahead}
+
+
+def data_fetcher_of(loop: Any) -> Any:
+    """What fetches the batches of a loop."""
+    return loop._data_fetcher
+
+
+def set_position(fetcher: Any, combined: Any, position: dict[str, Any]) -> None:
+    """Let a loop's fetcher go on from there; the loader in use begins its pass there, or has begun it."""
+    iterator = combined._iterator
+    if getattr(iterator, "_iterator_idx", 0) < position.get("loader", 0):
+        iterator._iterator_idx = position["loader"]
+        iterator._load_current_iterator()
+    ahead = len(getattr(fetcher, "batches", ()))
+    iterator._idx = position["used"] + ahead
+    if position.get("consumed"):
+        iterator._consumed = [*position["consumed"]]
+    fetcher.fetched = position.get("total", position["used"]) + ahead
+    if fetcher.length is not None:
+        fetcher.done = fetcher.fetched >= fetcher.length
+
+
+def is_next_of(loop: Any, position: dict[str, Any]) -> bool:
+    """Whether an evaluation that goes on from there has drawn one more batch, of the same loader."""
+    fetcher = loop._data_fetcher
+    has_drawn = fetcher.fetched - len(getattr(fetcher, "batches", ())) > position["total"]
+    return has_drawn and bool(getattr(loop._combined_loader._iterator, "_iterator_idx", 0) == position["loader"])
+
+
+def result_states(results: Any) -> dict[str, Any]:
+    """What Lightning has recorded and accumulated under each key, between two batches. For a file."""
+    metrics = {key: _result_state(metric) for key, metric in results.items()}
+    return {"metrics": metrics, "dataloader_idx": results.dataloader_idx}
+
+
+def load_results(results: Any, state: dict[str, Any], module: Any, reduce: Any) -> None:
+    """Inverse of :func:`result_states`.
+
+    Args:
+        module: The LightningModule, which has the torchmetrics that were logged.
+        reduce: Of the strategy.
+    """
+    home = importlib.import_module(
+        next(kind for kind in type(results).__mro__ if kind.__name__ == _COLLECTION).__module__
+    )
+    results.clear()
+    for key, saved in state["metrics"].items():
+        meta = home._Metadata(**saved["meta"])
+        meta.sync = home._Sync(fn=reduce, _should=saved["syncs"], rank_zero_only=saved["rank_zero_only"])
+        results[key] = metric = home._ResultMetric(meta, saved["is_tensor"])
+        for name, value in saved["values"].items():
+            setattr(metric, name, value)
+        if not saved["is_tensor"] and meta.metric_attribute is not None:
+            metric.value = module.get_submodule(meta.metric_attribute)
+    results.to(module.device)
+    results.batch, results.batch_size, results.dataloader_idx = None, None, state["dataloader_idx"]
+
+
+_COLLECTION = "_ResultCollection"
+_OF_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+_OF_RESULT = ("has_reset", "_forward_cache", "_update_count")
+_OF_NUMBER = ("value", "cumulated_batch_size", "_computed")
+
+
+def _result_state(metric: Any) -> dict[str, Any]:
+    meta = metric.meta
+    names = (*_OF_NUMBER, *_OF_RESULT) if metric.is_tensor else _OF_RESULT
+    own = [name for name in names if name in vars(metric)]
+    return {
+        "meta": {name: getattr(meta, name) for name in (*_OF_META, "dataloader_idx", "metric_attribute")}
+        | {"reduce_fx": meta.reduce_fx.__name__},
+        "syncs": meta.sync.should,
+        "rank_zero_only": meta.sync.rank_zero_only,
+        "is_tensor": metric.is_tensor,
+        "values": {name: getattr(metric, name) for name in own},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A copy of what is a dict or a list."""
+    return (
+        {key: _plain(item) for key, item in value.items()}
+        if isinstance(value, dict)
+        else ([_plain(item) for item in value] if isinstance(value, list) else value)
+    )

@@ -16,6 +16,7 @@ from ddp_callbacks.versions import require_names
 PRIVATE = (
     "torchmetrics:Metric.__init__ uses _cache, _computed, _forward_cache, _should_unsync, _update_count",
     "torchmetrics:Metric.__init__ uses dist_sync_fn, dist_sync_on_step",
+    "torchmetrics:Metric.add_state uses _defaults, _reductions",
     "torchmetrics:Metric._copy_state_dict(self)",
     "torchmetrics:Metric._sync_dist(self, dist_sync_fn)",
     "torchmetrics:Metric._wrap_compute(self, compute)",
@@ -67,7 +68,9 @@ def copy_all(metric: Metric) -> Callable[[], None]:
 
     def restore() -> None:
         restore_states()
-        metric._update_count, metric._computed = count, computed
+        # Other ranks have updated it, too, and compute it together with this one.
+        metric._computed = computed if metric._update_count == count else None
+        metric._update_count = count
 
     return restore
 
@@ -89,6 +92,37 @@ def remember_updates(metric: Metric) -> tuple[Callable[[], bool], Callable[[], N
         metric._update_count, metric._computed, metric._forward_cache = count, computed, value
 
     return lambda: bool(metric._update_count != count), forget
+
+
+def plain_states(metric: Metric) -> dict[str, Any]:
+    """The states of a metric, and the number of updates, for a file."""
+    return {"states": metric._copy_state_dict(), "updates": metric._update_count}
+
+
+def set_states(metric: Metric, states: dict[str, Any], updates: int) -> None:
+    """Inverse of :func:`plain_states`, on the metric's device; nothing is computed of them yet."""
+    for name, state in states.items():
+        setattr(metric, name, _on_device(state, metric.device))
+    metric._update_count, metric._computed = updates, None
+
+
+def default_states(metric: Metric) -> dict[str, Any]:
+    """The states of a metric that has seen nothing."""
+    return {name: _on_device(default, metric.device) for name, default in metric._defaults.items()}
+
+
+def reductions_of(metric: Metric) -> dict[str, str]:
+    """How the ranks' states become one: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"cat"``; otherwise ``""``."""
+    return {name: _KINDS.get(getattr(function, "__name__", ""), "") for name, function in metric._reductions.items()}
+
+
+_KINDS = {f"dim_zero_{kind}": kind for kind in ("sum", "mean", "max", "min", "cat")} | {
+    kind: kind for kind in ("sum", "mean", "max", "min")
+}
+
+
+def _on_device(state: Any, device: Any) -> Any:
+    return [part.to(device) for part in state] if isinstance(state, list) else state.clone().to(device)
 
 
 def merge_states(metric: Metric, gather: Callable[..., list[torch.Tensor]]) -> None:

@@ -16,6 +16,7 @@ from ddp_callbacks._torch import TreeSpec, tree_unflatten
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.data.outputs import gather_outputs
+from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, length_of, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, common_size
 from ddp_callbacks.errors import ConfigurationError
@@ -47,13 +48,15 @@ def weight_function(weight: Literal["cross_entropy"] | Weight | None, module: to
     return CrossEntropyWeight.of(module) if isinstance(weight, str) else weight
 
 
-def shard(loader: Any, batch_size: BatchSize, name: str, at_least: int = 1) -> Any:
+def shard(loader: Any, batch_size: BatchSize, name: str, at_least: int = 1, *, is_resumable: bool = False) -> Any:
     """This rank's part of a loader. A collective.
 
     Args:
         at_least: See :func:`ddp_callbacks.shard_loader`.
+        is_resumable: Whether a later run may go on in the middle of a pass.
     """
-    sharded = shard_loader(loader, batch_size, at_least=at_least)
+    make = resumable_loader if is_resumable else shard_loader
+    sharded = make(loader, batch_size, at_least=at_least)
     if sharded is not loader:
         remedy = "Give every process the same data, or divide them yourself with a DistributedSampler."
         length = length_of(loader)

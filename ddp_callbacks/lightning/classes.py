@@ -6,6 +6,7 @@ To a type checker they are subclasses of anything, and so of the strategy and th
 from __future__ import annotations
 
 from ddp_callbacks.lightning.callback import DDPCallbackMixin
+from ddp_callbacks.lightning.resume import ResumeMixin
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
 
 
@@ -69,4 +70,39 @@ class DDPCallback(DDPCallbackMixin):
     that strategy as the remedy. A callback cannot do more: the Trainer chooses the strategy, and with it rank, device,
     and who writes checkpoints and logs, before it calls any callback. Two processes with a default Trainer are two
     separate Trainers, each with rank 0.
+    """
+
+
+class Resume(ResumeMixin):
+    """Let ``trainer.fit`` stop anywhere and go on at the next batch, on any number of processes.
+
+    ``Trainer(strategy="ddp_callbacks", callbacks=[Resume("run.ckpt")])``. If the file is there, ``trainer.fit(module)``
+    goes on from it; ``ckpt_path`` then does not count. When a process is asked to stop (SIGTERM, SIGUSR1, the time
+    limit), all finish the batch of the training or the validation, rank 0 writes the file, and each process ends with
+    exit code 75 (:class:`ddp_callbacks.errors.Preempted`).
+
+    The file is the Trainer's own checkpoint, which Lightning alone can load. Beside that it has what Lightning does not
+    save: the position in the loaders, logged values and metrics of the pass under way, accumulated gradients, running
+    statistics and random states. On as many processes the fit goes on with the same
+    bits; on others, each rank draws other dropout masks than before, and the rest is equal but for rounding. Hooks that
+    open the fit, the epoch or the validation are called again; then everything is put back as it was.
+
+    Args:
+        path: Of the file; only rank 0 needs to see it. The file before it is kept as ``run.previous.ckpt``.
+        every: When to write the file, beside when all stop: after so many batches of the training, after a time by the
+            clock of any rank, or at the end of each epoch (``None``). It is written when the fit ends, too.
+        on_signal: Whether signals ask to stop. Then Lightning handles none of its own, and requeues no job of Slurm.
+        time_limit: From the start of the fit, after which to stop.
+        async_save: Let a thread write the file while the training goes on.
+        weights_only: Whether the file may only hold tensors and plain data, see :func:`torch.load`. With ``False``,
+            reading it runs its code.
+
+    Raises:
+        ConfigurationError: A setting is invalid. At the start of a fit: the Trainer has another strategy.
+        CheckpointError: At the start of a fit: the file is of another model, data or batch size, or another job writes
+            it. Later: it cannot be written.
+        Preempted: In a fit, on every rank: asked to stop, and the file is written.
+
+    Attributes:
+        preemption: The :class:`ddp_callbacks.Preemption` of the fits; its ``request`` asks to stop.
     """

@@ -22,7 +22,7 @@ from ddp_callbacks.lightning._lightning import (
 from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.process_group.votes import abstain, is_unanimous
 
-NONE = (False,) * 4
+NONE = (False,) * 5
 """No flag is raised."""
 
 
@@ -38,10 +38,11 @@ class Decisions:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._resume = trainer.strategy.resume
         self._sigterm = False
         self._requeue: int | None = None  # the signal that has asked for it
         self._validated = math.inf  # when, by this rank's clock
-        self._held: Sequence[bool] = ()  # flags that the other ranks have not heard of yet
+        self.held: Sequence[bool] = ()
         connector = signal_connector(trainer)
         # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
         self._replaced = [
@@ -58,9 +59,10 @@ class Decisions:
             set_last_validation(self._trainer, self._validated)
 
     def flags(self) -> list[bool]:
-        """This rank's: to stop, which a hook may have set here alone; SIGTERM; to requeue; that time is up."""
+        """This rank's: to stop, as a hook may have set here alone; SIGTERM; to requeue; time to validate; to save."""
         own = [self._trainer.should_stop, self._sigterm, self._requeue is not None, self._is_time_to_validate()]
-        return [flag or held for flag, held in itertools.zip_longest(own, self._held, fillvalue=False)]
+        own.append(self._resume is not None and self._resume.is_due_here())
+        return [flag or held for flag, held in itertools.zip_longest(own, self.held, fillvalue=False)]
 
     def end_batch(self, flags: Sequence[bool]) -> None:
         """Act at the end of a training batch, in which the ranks have exchanged ``flags``. All ranks must call it."""
@@ -77,14 +79,16 @@ class Decisions:
         What only this rank has decided is kept until the others have heard of it: one that acted by itself would leave
         them waiting.
         """
-        self._held = [own and not agreed for own, agreed in zip(self.flags(), flags, strict=True)]
+        self.held = [own and not agreed for own, agreed in zip(self.flags(), flags, strict=True)]
         has_to_requeue = self._act(flags)
         if has_to_requeue:
             number, self._requeue = self._requeue or signal.SIGUSR1, None
             requeue(self._trainer, number)
 
     def _act(self, flags: Sequence[bool]) -> bool:
-        stop, sigterm, has_to_requeue, validate = flags
+        stop, sigterm, has_to_requeue, validate, save = flags
+        if self._resume is not None:
+            self._resume.note_due(save)
         self._trainer.should_stop, signal_connector(self._trainer).received_sigterm = stop, sigterm
         if self._interval is not None and self._trainer.training:
             # Lightning compares this with its clock: at any moment the answer is the one that was agreed upon.

@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ddp_callbacks.lightning.classes import CallbackStrategy, DDPCallback
+    from ddp_callbacks.lightning.classes import CallbackStrategy, DDPCallback, Resume
 else:
     from ddp_callbacks.lightning.package import make
 
-    CallbackStrategy, DDPCallback = make("lightning", __name__)
+    CallbackStrategy, DDPCallback, Resume = make("lightning", __name__)
 
-__all__ = ["CallbackStrategy", "DDPCallback"]
+__all__ = ["CallbackStrategy", "DDPCallback", "Resume"]

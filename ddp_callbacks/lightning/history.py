@@ -58,12 +58,13 @@ class History:
         operation: How they become the value of the epoch: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``.
 
     Attributes:
+        operation: The same.
         dtype: Of the values.
     """
 
     def __init__(self, operation: str) -> None:
         self.dtype = torch.get_default_dtype()
-        self._operation = operation
+        self.operation = operation
         self._records: list[Record] = []
         self._sums: list[torch.Tensor] = []
         self._rows: list[list[float]] = []
@@ -76,7 +77,7 @@ class History:
         self.dtype = record.value.dtype
         position, count = self._last
         self._last = record.position, count + 1 if record.position == position else 0
-        is_mean = self._operation == "mean"
+        is_mean = self.operation == "mean"
         if record.is_padding and not (record.given and is_mean) and not (is_mean and record.is_counted):
             return
         if self._keeps_row(record):
@@ -110,21 +111,42 @@ class History:
 
         return forget
 
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain data; nothing is summed up that was not before, so that later sums have the same bits."""
+        return {
+            "dtype": self.dtype,
+            "operation": self.operation,
+            "records": [dict(vars(record)) for record in self._records],
+            "sums": [*self._sums],
+            "rows": [[*row] for row in self._rows],
+            "row_values": [*self._row_values],
+            "keeps_rows": self._keeps_rows,
+            "last": self._last,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
+        self.operation, self.dtype = state["operation"], state["dtype"]
+        self._keeps_rows, self._last = state["keeps_rows"], tuple(state["last"])
+        self._records = [Record(**record) for record in state["records"]]
+        self._sums, self._rows = [*state["sums"]], [[*row] for row in state["rows"]]
+        self._row_values = [*state["row_values"]]
+
     def _keeps_row(self, record: Record) -> bool:
         if record.position < 0:
             return True
         if self._keeps_rows is None:
             unknown = record.total if record.given else record.counts
-            self._keeps_rows = self._operation == "mean" and unknown is None
+            self._keeps_rows = self.operation == "mean" and unknown is None
         return self._keeps_rows
 
     def _fold(self) -> None:
         if not self._records:
             return
         values = stack([record.value for record in self._records])
-        fold = _fold_mean if self._operation == "mean" else _fold_others
-        folded = fold(self._records, values, self._operation)
-        self._sums = [_add(self._sums[0], folded, self._operation) if self._sums else folded]
+        fold = _fold_mean if self.operation == "mean" else _fold_others
+        folded = fold(self._records, values, self.operation)
+        self._sums = [_add(to_device(self._sums[0], folded.device), folded, self.operation) if self._sums else folded]
         self._records = []
 
 

@@ -70,6 +70,17 @@ class LocalSteps:
         finally:
             put_back()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Of the window under way. Local."""
+        averager = None if self._averager is None else self._averager.state_dict()
+        return {"averager": averager, "weight": self._weight, "has_stepped": self._has_stepped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`, on the same rank of as many. Local."""
+        self._weight, self._has_stepped = state["weight"], state["has_stepped"]
+        if self._averager is not None and state["averager"] is not None:
+            self._averager.load_state_dict(state["averager"])
+
     def note_step(self) -> None:
         """An optimizer has stepped."""
         self._has_stepped = True

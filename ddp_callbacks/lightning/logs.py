@@ -114,6 +114,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._told: list[bool] = []  # flags that came with it
         self._joins_steps = True
         self._in_batch, self._position, self._samples = False, -1, 0
+        self._first = 0  # position of the first batch that these processes have computed of the pass
 
     def __reduce__(self) -> Any:
         """A copy, or a pickle, is Lightning's own collection of what is joined already."""
@@ -183,7 +184,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._samples += self._batches.share.local
         self._in_batch, self._joins_steps = True, joins_steps
         # In the first batch nobody knows yet what will be logged.
-        self._metrics.watch_steps(lambda metric: joins_steps and (self._position == 0 or id(metric) in self._on_step))
+        self._metrics.watch_steps(lambda metric: joins_steps and (self.is_first_batch or id(metric) in self._on_step))
 
     def end_batch(self) -> Sequence[bool]:
         """All hooks of the batch have run; the flags that any rank has sent with its values of the step, if any.
@@ -220,7 +221,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def end_pass(self) -> None:
         """An epoch or an evaluation has ended, with all its hooks."""
-        self._in_batch, self._position, self._samples = False, -1, 0
+        self._in_batch, self._position, self._samples, self._first = False, -1, 0, 0
         self._step, self._step_metrics, self._late = [], [], set()
 
     @property
@@ -230,8 +231,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     @property
     def is_first_batch(self) -> bool:
-        """Whether it is the first of its pass."""
-        return self._position == 0
+        """Whether it is the first of its pass, or the first that these processes compute of it."""
+        return self._position == self._first
 
     @property
     def joins_steps(self) -> bool:
@@ -275,12 +276,31 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
         return logged
 
+    def pass_state(self) -> dict[str, Any]:
+        """Of the pass under way, between two batches: what Lightning's accumulation has not got yet. For a file."""
+        epoch = {key: history.state_dict() for key, history in self._epoch.items()}
+        return {"epoch": epoch, "position": self._position, "samples": self._samples}
+
+    def load_pass_state(self, epoch: dict[str, History], position: int, samples: int) -> None:
+        """Inverse of :meth:`pass_state`, after Lightning's own part; the next batch is the first of these processes."""
+        self._epoch = epoch
+        self._in_batch, self._position, self._samples, self._first = False, position, samples, position + 1
+        self._step, self._step_metrics, self._late, self._sent = [], [], set(), None
+        self._on_step = {id(metric.value) for metric in self.values() if not metric.is_tensor and metric.meta.on_step}
+
+    def accumulate(self, key: str, value: torch.Tensor, size: float) -> None:
+        """Give Lightning what is joined already: the value of one or more batches, which count ``size``."""
+        metric = self[key]
+        before = step_value(metric)
+        super().update_metrics(key, value.to(metric.value.device), int(size) if size.is_integer() else size)
+        set_step_value(metric, before)
+
     def take_step(self) -> None:
         """Take what was sent, if that has not been done. A collective."""
         if self._sent is not None:
             self._last = self._take()
             *self._told, reads = _raised(self._last)
-            if self._position > 0:
+            if not self.is_first_batch:
                 self._reads_between = bool(self._reads_between) or reads
 
     def join_step(self) -> None:
@@ -305,7 +325,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             if self._operation(key) == "mean":
                 self._differing.look(self[key].meta.name, torch.cat([rows for _, rows in parts]))
             value, size = join(parts, self._operation(key))
-            self._accumulate(key, torch.tensor(value, dtype=history.dtype), size)
+            self.accumulate(key, torch.tensor(value, dtype=history.dtype), size)
         for key, attribute in {key: name for names in attributes_by_rank for key, name in names.items()}.items():
             if key in attributes:
                 self[key].compute()
@@ -516,12 +536,6 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         set_step_value(metric, value)
         if not metric.meta.on_epoch:
             metric.value = value
-
-    def _accumulate(self, key: str, value: torch.Tensor, size: float) -> None:
-        metric = self[key]
-        before = step_value(metric)
-        super().update_metrics(key, value.to(metric.value.device), int(size) if size.is_integer() else size)
-        set_step_value(metric, before)
 
     def _operation(self, key: str) -> str:
         return self._operation_of(self[key])

@@ -37,7 +37,7 @@ class SyncedMetrics:
 
     def __init__(self, owners: Iterable[Any], is_padding: Callable[[], bool]) -> None:
         self._owners = list(owners)
-        self._metrics = list({id(metric): metric for owner in self._owners for metric in _metrics_of(owner)}.values())
+        self._metrics = metrics_of(self._owners)
         self._before = [(metric, metric.dist_sync_fn, metric.dist_sync_on_step) for metric in self._metrics]
         self._is_padding = is_padding
         self._syncs: dict[int, _Sync] = {}
@@ -125,6 +125,11 @@ class _Sync:
 
     def __reduce__(self) -> Any:
         return type(None), ()
+
+
+def metrics_of(owners: Iterable[Any]) -> list[Metric]:
+    """The torchmetrics of modules, and those that are attributes of other objects; each once."""
+    return list({id(metric): metric for owner in owners for metric in _metrics_of(owner)}.values())
 
 
 def _metrics_of(owner: Any) -> Iterator[Metric]:

@@ -22,7 +22,7 @@ from ddp_callbacks.lightning._lightning import (
     undivided,
 )
 from ddp_callbacks.lightning._torchmetrics import require_torchmetrics
-from ddp_callbacks.lightning.classes import CallbackStrategy, DDPCallback
+from ddp_callbacks.lightning.classes import CallbackStrategy, DDPCallback, Resume
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.processes import NAMES
 from ddp_callbacks.lightning.replacement import Replaced
@@ -35,8 +35,8 @@ _FUNCTIONS: dict[str, Any] = {
 }
 
 
-def make(name: str, home: str) -> tuple[type, type]:
-    """Make the strategy and the callback for a package, and register the strategy there.
+def make(name: str, home: str) -> tuple[type, type, type]:
+    """Make the strategy and the callbacks for a package, and register the strategy there.
 
     Args:
         home: The module that has them.
@@ -61,11 +61,13 @@ def make(name: str, home: str) -> tuple[type, type]:
     strategy = ByCaller("CallbackStrategy", (CallbackStrategy, strategies.DDPStrategy), members)
     described = {"__module__": home, "__doc__": DDPCallback.__doc__}
     callback = type("DDPCallback", (DDPCallback, callbacks.Callback), described)
+    members = {"__module__": home, "__doc__": Resume.__doc__, "homes": HOMES}
+    resume = ByCaller("Resume", (Resume, callbacks.Callback), members)
     what = "gradients synchronized by callbacks, the module is not wrapped"
     for each in NAMES:
         strategies.StrategyRegistry.register(each, strategy.exactly, description=what, override=True)
     Replaced(tuner_module(name), CHECK_SEARCH, _check_search)
-    return strategy, callback
+    return strategy, callback, resume
 
 
 def _check_search(check: Callable[[Any], None], trainer: Any) -> None:

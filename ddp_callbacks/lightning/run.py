@@ -108,6 +108,22 @@ class Run:
             replaced.undo()
         del self._automatic.output_result_cls
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's, between two batches. Local."""
+        batch_norm = None if self._batch_norm is None else self._batch_norm.state_dict()
+        return {"trained": self._trained, "held": [*self._decisions.held], "batch_norm": batch_norm}
+
+    def load_state_dict(self, state: dict[str, Any], is_own: bool) -> None:
+        """Inverse of :meth:`state_dict`. Local.
+
+        Args:
+            is_own: Whether it is this rank's; if not, the buffers were merged already.
+        """
+        self._trained = state["trained"] if is_own else 0
+        self._decisions.held = state["held"] if is_own else ()
+        if self._batch_norm is not None and state.get("batch_norm") is not None:
+            self._batch_norm.load_state_dict(state["batch_norm"])
+
     def skipping(self, skip_batch: SkipBatch) -> SkippingOnAll:
         """What lets all ranks skip a batch that is bad on one."""
         return SkippingOnAll(self._trainer, skip_batch, self._exchange, self.batches, self._metrics)

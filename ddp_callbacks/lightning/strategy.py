@@ -20,6 +20,7 @@ from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
+from ddp_callbacks.errors import Preempted
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning._lightning import (
     PREPARE_DATA,
@@ -47,6 +48,7 @@ from ddp_callbacks.lightning.processes import (
 )
 from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.lightning.resumable import ResumableMixin
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
 from ddp_callbacks.lightning.tuning import BatchSizeSearch
@@ -68,7 +70,7 @@ _ROOM = 32  # numbers of each process that travel with the gradients: of about s
 _RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # of a checkpoint
 
 
-class CallbackStrategyMixin(ProcessesMixin):
+class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
     """What makes a ``DDPStrategy`` of either package synchronize by callbacks; see ``CallbackStrategy``."""
 
     user = "Trainer"
@@ -241,12 +243,13 @@ class CallbackStrategyMixin(ProcessesMixin):
     def teardown(self) -> None:
         """End a run: hooks are removed, metrics and BatchNorm layers are as they were."""
         self._close()
+        self.end_resuming()
         self._end_meeting()
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other processes why this one fails; they raise ``PeerError`` within about two seconds."""
-        if dist.is_initialized():
+        if dist.is_initialized() and not isinstance(exception, Preempted):  # they stop, too
             report_failure(exception)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -264,7 +267,7 @@ class CallbackStrategyMixin(ProcessesMixin):
 
     def process_dataloader(self, dataloader: object) -> object:
         """This rank's part of a loader. A collective."""
-        if self.world_size == 1 or not self._divides:
+        if (self.resume is None and self.world_size == 1) or not self._divides:
             return dataloader
         # Where all ranks load the same batches and divide them afterwards, their workers must draw alike.
         loads_all = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
@@ -272,7 +275,9 @@ class CallbackStrategyMixin(ProcessesMixin):
         name, needed = self._trainer.state.stage.dataloader_prefix, 1
         if name == "train" and self._batch_size == "global" and not self._syncs_batch_norm:
             needed = samples_needed(self.lightning_module, getattr(dataloader, "batch_size", None), self.world_size)
-        sharded = shard(dataloader, self._batch_size, name, needed)
+        sharded = shard(dataloader, self._batch_size, name, needed, is_resumable=self.resume is not None)
+        if self.resume is not None:
+            self.resume.take_loader(name, sharded)
         if self._trainer.predicting and isinstance(sharded, ShardedLoader):
             sharded.keep_indices()
         return sharded
@@ -404,6 +409,7 @@ class CallbackStrategyMixin(ProcessesMixin):
             "_skipping": None,
             "_met": [],
             "_search": None,
+            "resume": None,
         }
         return state | ended
 
@@ -433,7 +439,12 @@ class CallbackStrategyMixin(ProcessesMixin):
         if super()._is_alone():
             return True
         failure = sys.exc_info()[1]
-        if failure is None or self._trainer is None or self._trainer.state.status != "interrupted":
+        if (
+            failure is None
+            or isinstance(failure, Preempted)
+            or self._trainer is None
+            or self._trainer.state.status != "interrupted"
+        ):
             return False
         report_failure(failure)
         return True

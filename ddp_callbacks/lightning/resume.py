@@ -1,0 +1,329 @@
+"""The callback that lets a fit stop anywhere and go on at the next batch, on any number of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from ddp_callbacks.checkpoints import CheckpointFile, Saved, require_same
+from ddp_callbacks.data.resuming import Resumable
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.lightning import own_state
+from ddp_callbacks.lightning._lightning import (
+    REGISTER_SIGNALS,
+    RESUME_START,
+    checkpoint_connector,
+    dump_checkpoint,
+    forget_loaders,
+    loader_of,
+    position_in_evaluation,
+    position_in_training,
+    set_checkpoint,
+    signal_connector,
+)
+from ddp_callbacks.lightning.moments import GoingOn, Moments, Place
+from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.process_group import get_rank, get_world_size
+from ddp_callbacks.process_group.preemption import SIGNALS, Preemption
+
+Every = int | timedelta | None
+
+_Callbacks: Any = object  # of either package: the class comes after this one
+
+
+class ResumeMixin(_Callbacks):  # type: ignore[misc]
+    """Mixed into a ``Callback`` of either package; see ``Resume``."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        every: Every = None,
+        on_signal: bool = True,
+        time_limit: timedelta | None = None,
+        async_save: bool = False,
+        weights_only: bool = True,
+    ) -> None:
+        _check_every(every)
+        self.path = os.fspath(path)
+        self._every = every
+        self._on_signal = on_signal
+        self._time_limit = time_limit
+        self._async_save = async_save
+        self._weights_only = weights_only
+        self.preemption = self._make_preemption()
+        self._fit: Fit | None = None
+
+    def _make_preemption(self) -> Preemption:
+        return Preemption(SIGNALS if self._on_signal else (), self._time_limit)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Of a fit: read the file, if there is one. A collective.
+
+        Raises:
+            ConfigurationError: The Trainer has another strategy.
+            CheckpointError: The file belongs to another job or run, or cannot be read.
+        """
+        from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
+
+        if stage != "fit":
+            return
+        if not isinstance(trainer.strategy, CallbackStrategyMixin):
+            raise ConfigurationError(
+                'Resume needs Trainer(strategy="ddp_callbacks"), with a single process, too; this Trainer has '
+                f"{type(trainer.strategy).__name__}."
+            )
+        file = CheckpointFile(self.path, async_save=self._async_save, weights_only=self._weights_only)
+        self._fit = Fit(trainer, file, self.preemption, self._every)
+        trainer.strategy.resume = self._fit
+        self._fit.begin(self._on_signal)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """The random state is that of a run that begins."""
+        if self._fit is not None:
+            self._fit.note_start()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """The fit has ended."""
+        self._fit = None
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Likewise."""
+        self._fit = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "preemption"} | {"_fit": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.preemption = self._make_preemption()
+
+
+class Fit:
+    """One fit that can stop and go on.
+
+    Args:
+        every: See ``Resume``.
+    """
+
+    def __init__(self, trainer: Any, file: CheckpointFile, preemption: Preemption, every: Every) -> None:
+        self._trainer = trainer
+        self._file = file
+        self.preemption = preemption
+        self._every = every
+        self._saved: Saved | None = None
+        self._mine: dict[str, Any] = {}  # of the file: this rank's, or rank 0's
+        self._going_on: GoingOn | None = None
+        self._taken = {"train": 0, "val": 0}  # loaders that Lightning has asked for
+        self._start: dict[str, Any] = {}  # the random state, when hooks began
+        self._last_write = time.monotonic()
+        self._is_due = False  # by the clock of some rank
+        self._exit = contextlib.ExitStack()
+
+    def begin(self, on_signal: bool) -> None:
+        """Read the file, and stand ready to be asked to stop. A collective."""
+        trainer = self._trainer
+        self._exit.push(self._file)
+        self._file.open()
+        self._exit.push(self.preemption)
+        self.preemption.__enter__()
+        self._saved = self._file.read()
+        self._moments = Moments(trainer, self._pass_moment)
+        self._exit.callback(self._moments.close)
+        self._replace(checkpoint_connector(trainer), RESUME_START, self._resume_start)
+        self._replace(trainer.fit_loop, "on_save_checkpoint", self._without_loaders)
+        if on_signal:
+            self._replace(signal_connector(trainer), REGISTER_SIGNALS, lambda _: None)
+        if self._saved is not None:
+            self._mine = self._own()[0]
+            if self._mine["place"] != "start":
+                self._going_on = GoingOn(trainer, self._mine, self._restore, self._set_loader)
+                self._exit.callback(self._going_on.close)
+
+    def end(self) -> None:
+        """The fit has ended, well or not. A collective, if well or preempted."""
+        fit_loop = self._trainer.fit_loop
+        for loop in (fit_loop, fit_loop.epoch_loop.val_loop):
+            combined = loader_of(loop)
+            if combined is not None:
+                combined.flattened = [_original(loader) for loader in combined.flattened]
+        self._exit.__exit__(*sys.exc_info())
+
+    def note_start(self) -> None:
+        """Hooks of the fit begin: keep the random state, or go on with that of the file."""
+        state = own_state.random_state_of(self._trainer)
+        if self._mine.get("place") == "start":
+            state.load_state_dict(self._mine["random"])
+        self._start = state.state_dict()
+
+    # --- going on -----------------------------------------------------------------------------------------------------
+
+    def take_loader(self, stage: str, loader: Any) -> None:
+        """Lightning has asked for a loader: let it begin where it was cut."""
+        index = self._taken.get(stage, 0)
+        self._taken[stage] = index + 1
+        if self._saved is not None and stage == "train" and index == 0:
+            self._require_same(self._about(loader))
+        if index < len(self._mine.get("loaders", {}).get(stage, ())):
+            self._set_loader(stage, index, loader)
+
+    def _set_loader(self, stage: str, index: int, loader: Any = None) -> None:
+        if loader is None:
+            loader = self._loaders(stage)[index]
+        state = self._mine["loaders"][stage][index]
+        if not isinstance(loader, Resumable) or state is None:
+            return
+        loader.load_state_dict(state)
+        place, position = self._mine["place"], self._mine["evaluation_position"]
+        under_way = place != "epoch" if stage == "train" else place == "evaluation" and position["loader"] == index
+        if not under_way:
+            loader.start_afresh()
+
+    def _resume_start(self, resume: Callable[..., None], path: Any = None, *args: Any, **kwargs: Any) -> None:
+        if self._saved is None:
+            resume(path, *args, **kwargs)
+            return
+        checkpoint = dict(self._saved.shared)
+        if self._mine["place"] == "start":
+            del checkpoint["loops"]  # or Lightning leaves out the sanity check
+        self._require_same(_about_module(self._trainer.lightning_module))
+        set_checkpoint(self._trainer, checkpoint, self._file.path)
+
+    def _require_same(self, about: dict[str, str]) -> None:
+        """Of what the file tells."""
+        assert self._saved is not None
+        known = self._saved.about
+        require_same(
+            {name: known[name] for name in about if name in known},
+            {name: value for name, value in about.items() if name in known},
+            self._file.path,
+        )
+
+    def _restore(self) -> None:
+        assert self._saved is not None
+        taken = own_state.Taken(self._own(), self._saved.shared, get_rank(), self._is_same, get_world_size())
+        for index, state in enumerate(self._mine["loaders"]["train"]):
+            if self._mine["place"] == "epoch" or (state is not None and state["pass"] is None):
+                self._set_loader("train", index)  # Lightning has begun a pass
+        taken.put_back(self._trainer)
+        forget_loaders(self._trainer)
+
+    @property
+    def _is_same(self) -> bool:
+        return self._saved is not None and self._saved.world_size == get_world_size()
+
+    def _own(self) -> list[dict[str, Any]]:
+        """The states of all ranks that wrote the file; this rank's alone, if there were as many."""
+        assert self._saved is not None
+        ranks = [get_rank()] if self._is_same else range(self._saved.world_size)
+        return [self._saved.own(rank) for rank in ranks]
+
+    # --- stopping -----------------------------------------------------------------------------------------------------
+
+    def is_due_here(self) -> bool:
+        """Whether this rank's clock says that it is time for a file."""
+        return isinstance(self._every, timedelta) and time.monotonic() - self._last_write > self._every.total_seconds()
+
+    def note_due(self, is_due: bool) -> None:
+        """What the clock of some rank has said, on all."""
+        self._is_due |= is_due
+
+    def _pass_moment(self, place: Place) -> None:
+        is_over = place == "epoch" and self._trainer.fit_loop.done
+        if not is_over and self.preemption.is_requested():
+            self._write(place)
+            self._file.close()  # a thread may still write it
+            self.preemption.exit(self._file.path)
+        if is_over or self._is_time(place):
+            self._write(place)
+            self._last_write, self._is_due = time.monotonic(), False
+
+    def _is_time(self, place: Place) -> bool:
+        if self._every is None:
+            return place == "epoch"
+        if isinstance(self._every, int):
+            return place == "training" and (self._trainer.fit_loop.total_batch_idx + 1) % self._every == 0
+        return place != "start" and (self._is_due or (get_world_size() == 1 and self.is_due_here()))
+
+    def _write(self, place: Place) -> None:
+        trainer = self._trainer
+        own = self._place(place) | (own_state.take(trainer) if place != "start" else {"random": self._start})
+        checkpoint = dump_checkpoint(trainer)  # closes a window of local steps
+        forget_loaders(trainer, checkpoint)
+        if trainer.strategy.takes_local_steps and place != "start":
+            trainer.strategy.load_own_state([own["strategy"]] * get_world_size(), True)
+        train = self._loaders("train")
+        about = self._about(train[0]) if train else _about_module(trainer.lightning_module)
+        self._file.write(checkpoint, own, about)
+
+    def _place(self, place: Place) -> dict[str, Any]:
+        """Where the fit is, and its loaders."""
+        fit_loop = self._trainer.fit_loop
+        training = evaluation = None
+        if place != "start":
+            training = position_in_training(fit_loop)
+        if place == "evaluation":
+            evaluation = position_in_evaluation(fit_loop.epoch_loop.val_loop, self._moments.step)
+        loaders = {"train": [self._state_of(loader, training) for loader in self._loaders("train")], "val": []}
+        for index, loader in enumerate(self._loaders("val")):
+            position = evaluation if evaluation is not None and evaluation["loader"] == index else None
+            loaders["val"].append(self._state_of(loader, position))
+        return {
+            "place": place,
+            "training_position": training,
+            "evaluation_position": evaluation,
+            "first_of_epoch": self._moments.first_of_epoch,
+            "loaders": loaders if place != "start" else {},
+        }
+
+    def _state_of(self, loader: Any, position: dict[str, Any] | None) -> dict[str, Any] | None:
+        if not isinstance(loader, Resumable):
+            return None
+        only_one = position is not None and len(position.get("consumed", ())) < 2
+        return loader.state_dict(position["used"] if position is not None and only_one else None)
+
+    def _loaders(self, stage: str) -> list[Any]:
+        fit_loop = self._trainer.fit_loop
+        combined = loader_of(fit_loop if stage == "train" else fit_loop.epoch_loop.val_loop)
+        return [] if combined is None else list(combined.flattened)
+
+    def _about(self, loader: Any) -> dict[str, str]:
+        """What must be the same in the run that goes on."""
+        about = _about_module(self._trainer.lightning_module)
+        with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
+            about["samples of the training"] = str(len(loader.dataset))
+        return about | {"batch size of the training": str(getattr(loader, "batch_size", None))}
+
+    def _without_loaders(self, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Lightning would save the states of loaders that only this run has, and other Trainers refuse them."""
+        state = save()
+        state.pop("combined_loader", None)
+        return state
+
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._exit.callback(Replaced(owner, name, function).undo)
+
+
+def _original(loader: Any) -> Any:
+    """The user's loader; the workers of the last pass have ended."""
+    if not isinstance(loader, Resumable):
+        return loader
+    loader.end()
+    return loader.loader
+
+
+def _about_module(module: Any) -> dict[str, str]:
+    numbers = [parameter.numel() for parameter in module.parameters()]
+    return {"model": f"{type(module).__name__} with {sum(numbers)} numbers in {len(numbers)} parameters"}
+
+
+def _check_every(every: Every) -> None:
+    is_positive = every is None or (
+        every > timedelta(0) if isinstance(every, timedelta) else isinstance(every, int) and every > 0
+    )
+    if not is_positive:
+        raise ConfigurationError(f"every must be a positive number of batches, a timedelta or None, got {every!r}.")

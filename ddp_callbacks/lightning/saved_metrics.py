@@ -1,0 +1,73 @@
+"""The states of torchmetrics in the middle of a pass, for a file, and what becomes of them on other processes.
+
+On as many processes each gets its own back. On others, by each state's ``dist_reduce_fx``:
+
+===================  ==========================================================================================
+sum, lists           rank 0 gets the sum, or all entries, rank by rank; the others begin with the default
+mean, maximum,       every rank gets that of all
+minimum
+any other            the rank's own, if there are no fewer ranks than before; otherwise it is an error
+===================  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchmetrics import Metric
+
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.lightning._torchmetrics import default_states, plain_states, reductions_of, set_states
+from ddp_callbacks.lightning.metrics import metrics_of
+
+
+def save_metrics(owners: Sequence[Any]) -> list[dict[str, Any]]:
+    """Of the metrics of a module and of callbacks, on this rank. Local."""
+    return [plain_states(metric) for metric in metrics_of(owners)]
+
+
+def load_metrics(
+    owners: Sequence[Any], ranks: Sequence[list[dict[str, Any]]], mine: int | None, rank: int, world_size: int
+) -> None:
+    """Inverse of :func:`save_metrics`. Local.
+
+    Args:
+        ranks: Of all ranks that wrote the file.
+        mine: Which of them is this rank's; ``None`` if there were another number of ranks.
+        rank, world_size: Of this run.
+
+    Raises:
+        ConfigurationError: Their states cannot be given to fewer ranks.
+    """
+    for index, metric in enumerate(metrics_of(owners)):
+        saved = [own[index] for own in ranks if index < len(own)]
+        if not saved:
+            continue
+        states = saved[mine]["states"] if mine is not None else _merge(metric, saved, rank, world_size)
+        set_states(metric, states, saved[mine or 0]["updates"])
+
+
+def _merge(metric: Metric, saved: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    defaults = default_states(metric)
+    found: dict[str, Any] = {}
+    for name, reduction in reductions_of(metric).items():
+        states = [each["states"][name] for each in saved]
+        if isinstance(defaults[name], list):
+            found[name] = [part for state in states for part in state] if rank == 0 else []
+        elif reduction in ("mean", "max", "min"):
+            stacked = torch.stack(states)
+            found[name] = getattr(stacked, "mean" if reduction == "mean" else f"a{reduction}")(0)
+        elif reduction == "sum" or (reduction == "cat" and len(states) == 1):
+            found[name] = torch.stack(states).sum(0).to(states[0].dtype) if rank == 0 else defaults[name]
+        elif reduction == "cat":
+            found[name] = torch.cat(states) if rank == 0 else defaults[name]
+        elif world_size >= len(states):
+            found[name] = states[rank] if rank < len(states) else defaults[name]
+        else:
+            raise ConfigurationError(
+                f"{type(metric).__name__} keeps {name!r} in a way (dist_reduce_fx) that cannot be put together: in the "
+                f"middle of an epoch it can go on with {len(states)} processes or more, not with {world_size}."
+            )
+    return found

@@ -1,0 +1,79 @@
+"""What a rank's module has for itself in the middle of a run: buffers, modes, and gradients that no engine keeps.
+
+Parameters and optimizers are alike on all ranks, and in Lightning's part of the file; with local steps they are the
+averager's, except optimizers beyond the first.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ddp_callbacks.lightning._lightning import is_accumulating, torch_optimizer
+
+_AVERAGED = ("running_mean", "running_var")
+
+
+def save_module(trainer: Any) -> dict[str, Any]:
+    """Of this rank, between two batches. Local."""
+    module = trainer.lightning_module
+    return {
+        "buffers": {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
+        "modes": [part.training for part in module.modules()],
+        "gradients": _gradients(trainer),
+    }
+
+
+@torch.no_grad()
+def load_module(trainer: Any, ranks: Sequence[dict[str, Any]], mine: int | None, weights: Sequence[int]) -> None:
+    """Inverse of :func:`save_module`. Local.
+
+    Args:
+        ranks: Of all ranks that wrote the file.
+        mine: Which of them is this rank's; ``None`` if there were another number of ranks.
+        weights: By which running statistics are averaged, for each of ``ranks``.
+    """
+    module, own = trainer.lightning_module, ranks[mine or 0]
+    for name, buffer in module.named_buffers():
+        if name in own["buffers"]:
+            saved = own["buffers"][name]
+            if mine is None and name.rpartition(".")[2] in _AVERAGED:
+                saved = _average([each["buffers"][name] for each in ranks], weights)
+            buffer.copy_(saved)
+    for part, training in zip(module.modules(), own["modes"], strict=False):
+        part.training = training
+    for name, parameter in module.named_parameters():
+        saved = own["gradients"].get(name)
+        parameter.grad = None if saved is None else saved.to(parameter.device)
+
+
+def save_optimizers(trainer: Any) -> list[dict[str, Any]]:
+    """With local steps, those that the ranks have for themselves and the averager does not keep. Local."""
+    if not trainer.strategy.takes_local_steps:
+        return []
+    return [copy.deepcopy(torch_optimizer(optimizer).state_dict()) for optimizer in trainer.optimizers[1:]]
+
+
+def load_optimizers(trainer: Any, states: Sequence[dict[str, Any]]) -> None:
+    """Inverse of :func:`save_optimizers`. Local."""
+    for optimizer, state in zip(trainer.optimizers[1:], states, strict=False):
+        torch_optimizer(optimizer).load_state_dict(state)
+
+
+def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """Those that the next step of an optimizer may see, and that the gradient engine does not keep."""
+    module = trainer.lightning_module
+    if module.automatic_optimization and not (trainer.strategy.takes_local_steps and is_accumulating(trainer)):
+        return {}
+    named = ((name, parameter.grad) for name, parameter in module.named_parameters())
+    return {name: gradient.detach().clone() for name, gradient in named if gradient is not None}
+
+
+def _average(values: Sequence[torch.Tensor], weights: Sequence[int]) -> torch.Tensor:
+    if not sum(weights):
+        return values[0]
+    weighted = [value * weight for value, weight in zip(values, weights, strict=True)]
+    return torch.stack(weighted).sum(0) / sum(weights)
