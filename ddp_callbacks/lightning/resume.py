@@ -166,7 +166,8 @@ class Fit:
         """Lightning has asked for a loader: let it begin where it was cut."""
         index = self._taken.get(stage, 0)
         self._taken[stage] = index + 1
-        if self._saved is not None and stage == "train" and index == 0:
+        may_differ = self._trainer.reload_dataloaders_every_n_epochs and self._mine.get("place") == "epoch"
+        if self._saved is not None and stage == "train" and index == 0 and not may_differ:
             self._require_same(self._about(loader))
         if index < len(self._mine.get("loaders", {}).get(stage, ())):
             self._set_loader(stage, index, loader)
@@ -177,11 +178,14 @@ class Fit:
         state = self._mine["loaders"][stage][index]
         if not isinstance(loader, Resumable) or state is None:
             return
+        if stage == "train":
+            under_way = self._mine["place"] != "epoch"
+        else:
+            position = self._mine["evaluation_position"]
+            under_way = position is not None and index in (position["loader"], position["drawing"])
+        if state["pass"] is not None and not under_way:  # Lightning doesn't draw from a loader until it has ended
+            state = {**state, "pass": None, "passes": state["passes"] + 1}
         loader.load_state_dict(state)
-        place, position = self._mine["place"], self._mine["evaluation_position"]
-        under_way = place != "epoch" if stage == "train" else place == "evaluation" and position["loader"] == index
-        if not under_way:
-            loader.start_afresh()
 
     def _resume_start(self, resume: Callable[..., None], path: Any = None, *args: Any, **kwargs: Any) -> None:
         if self._saved is None:
@@ -270,7 +274,11 @@ class Fit:
             evaluation = position_in_evaluation(fit_loop.epoch_loop.val_loop, self._moments.step)
         loaders = {"train": [self._state_of(loader, training) for loader in self._loaders("train")], "val": []}
         for index, loader in enumerate(self._loaders("val")):
-            position = evaluation if evaluation is not None and evaluation["loader"] == index else None
+            position = None
+            if evaluation is not None and index == evaluation["loader"]:
+                position = evaluation
+            elif evaluation is not None and index == evaluation["drawing"]:
+                position = {"used": 0}
             loaders["val"].append(self._state_of(loader, position))
         return {
             "place": place,
@@ -283,8 +291,14 @@ class Fit:
     def _state_of(self, loader: Any, position: dict[str, Any] | None) -> dict[str, Any] | None:
         if not isinstance(loader, Resumable):
             return None
-        only_one = position is not None and len(position.get("consumed", ())) < 2
-        return loader.state_dict(position["used"] if position is not None and only_one else None)
+        if position is None:
+            return loader.state_dict()
+        if len(position.get("consumed", ())) < 2:
+            return loader.state_dict(position["used"])
+        state = loader.state_dict()  # of several loaders, the shorter ones begin again
+        if position["ahead"] and state["pass"] is not None:
+            state = loader.state_dict(state["pass"]["batches"] - position["ahead"])
+        return state
 
     def _loaders(self, stage: str) -> list[Any]:
         fit_loop = self._trainer.fit_loop
