@@ -572,11 +572,11 @@ def fetches_ahead(fetcher: Any) -> bool:
 def _fetch_ahead(fetcher: Any) -> None:
     if not fetches_ahead(fetcher):
         return
-    draw = next(kind for kind in type(fetcher).__mro__ if kind.__name__ == "_DataFetcher").__next__
+    kind: Any = next(kind for kind in type(fetcher).__mro__ if kind.__name__ == "_DataFetcher")
     fetcher.batches = []
     for _ in range(fetcher.prefetch_batches):
         try:
-            fetcher.batches.append(draw(fetcher))
+            fetcher.batches.append(kind.__next__(fetcher))
         except StopIteration:
             break
 

@@ -11,7 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 from ddp_callbacks.checkpoints import CheckpointFile, Saved, require_same
-from ddp_callbacks.data.resuming import Resumable
+from ddp_callbacks.data.resuming import Resumable, resumable_loader
+from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import own_state
 from ddp_callbacks.lightning._lightning import (
@@ -172,6 +173,22 @@ class Fit:
         if index < len(self._mine.get("loaders", {}).get(stage, ())):
             self._set_loader(stage, index, loader)
 
+    def take_undivided(self, stage: str, loader: Any) -> Any:
+        """The same of a loader that the user divides (``use_distributed_sampler=False``).
+
+        Raises:
+            ConfigurationError: There are several processes, and it has no ``DistributedSampler``.
+        """
+        if get_world_size() > 1 and not is_distributed(loader):
+            raise ConfigurationError(
+                "Resume cannot tell what each process has of a loader without a DistributedSampler, as "
+                "Trainer(use_distributed_sampler=False) leaves it. Leave out that option, or give the loader that "
+                "sampler."
+            )
+        found = resumable_loader(loader)
+        self.take_loader(stage, found)
+        return found
+
     def _set_loader(self, stage: str, index: int, loader: Any = None) -> None:
         if loader is None:
             loader = self._loaders(stage)[index]
@@ -185,6 +202,8 @@ class Fit:
             under_way = position is not None and index in (position["loader"], position["drawing"])
         if state["pass"] is not None and not under_way:  # Lightning doesn't draw from a loader until it has ended
             state = {**state, "pass": None, "passes": state["passes"] + 1}
+        elif stage == "train":
+            _set_epoch(loader, self._trainer.current_epoch)  # Lightning does it later, when the pass has begun
         loader.load_state_dict(state)
 
     def _resume_start(self, resume: Callable[..., None], path: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -328,6 +347,14 @@ def _original(loader: Any) -> Any:
         return loader
     loader.end()
     return loader.loader
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 def _about_module(module: Any) -> dict[str, str]:
