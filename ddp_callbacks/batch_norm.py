@@ -112,7 +112,11 @@ class BatchNormSynchronizer:
         return {"shifts": [layer.summed.shift for layer in self._layers.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the same bits on as many ranks; on another number this changes nothing but rounding. Local."""
+        """Go on with the same bits on as many ranks; on another number this changes nothing but rounding. Local.
+
+        Args:
+            state: The result of :meth:`state_dict`, of any rank.
+        """
         for (layer, kept), shift in zip(self._layers.items(), state["shifts"], strict=False):
             kept.summed.shift = shift if shift is None else shift.to(next(layer.parameters(), shift).device)
 

@@ -269,6 +269,9 @@ class GradientSynchronizer:
         With as many ranks as before, each takes its own. Otherwise accumulated gradients go on from their sum, on rank
         0, and PowerSGD starts anew.
 
+        Args:
+            states: What :meth:`state_dict` has returned on each rank.
+
         Raises:
             ConfigurationError: Gradients were accumulated under weights without a total, by another number of ranks.
         """

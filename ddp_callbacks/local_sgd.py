@@ -271,7 +271,11 @@ class ParameterAverager:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at the place that :meth:`state_dict` has saved, on the same rank of as many. Local."""
+        """Go on in the middle of a window. Local.
+
+        Args:
+            state: What :meth:`state_dict` has returned on the same rank of as many.
+        """
         self._steps, self._weight = state["steps"], state["weight"]
         if "anchors" not in state:
             return

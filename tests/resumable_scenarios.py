@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -200,7 +201,7 @@ def draw(names: list[str], augments: bool, how: str = "global") -> dict[str, Any
         loader, _ = begin(name, how, SEED)
         whole = [rows_of(iter(loader))[0] for _ in range(PASSES)]
         loader.end()
-        choice = random.Random(name)
+        choice = random.Random(name + os.environ.get("CUTS", ""))  # CUTS=1 in the environment: other cuts
         cuts = [(0, 0), (0, len(whole[0]))] if name == "shuffle" else []
         cuts += [(number, choice.randint(0, len(whole[number]))) for number in range(PASSES)]
         results[name] = whole, cuts, [state_at(name, cut, how) for cut in cuts]

@@ -25,9 +25,10 @@ from distributed import run_distributed
 from nursery import Nursery, note, noting_errors
 
 from ddp_callbacks import Preemption, join_process_group
-from ddp_callbacks.checkpoints import CheckpointFile, Saved, require_same
+from ddp_callbacks.checkpoints import CheckpointFile, Saved, require_same, transfer
 from ddp_callbacks.checkpoints.background import copy_to_memory
 from ddp_callbacks.checkpoints.claim import PATIENCE, Claim
+from ddp_callbacks.comm import collectives
 from ddp_callbacks.errors import CheckpointError
 from ddp_callbacks.process_group import get_rank
 
@@ -54,7 +55,8 @@ def numbers_of(saved: Saved) -> list[Any]:
 
 
 def write_and_read(shared_folder: str) -> dict[str, Any]:
-    """On the ranks: what each reads, from a folder that all see and from one that rank 0 alone sees."""
+    """On the ranks: what each reads, from a folder that all see and from one that rank 0 alone sees. In pieces."""
+    transfer.CHUNK_NBYTES, collectives._GATHERED_NBYTES = 1000, 1000
     own_folder = tempfile.mkdtemp(dir=shared_folder)
     found: dict[str, Any] = {}
     for name, folder in (("all see it", shared_folder), ("rank 0 alone sees it", own_folder)):
@@ -289,7 +291,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_that_says_where_and_what_is_still_
     for found in results:
         assert re.match(
             rf"{path} cannot be written on host \S+: {why}\. [\d.]+ MB are free there\. "
-            rf"Still there, whole and unchanged: {path} and {tmp_path}/run\.previous\.pt\.",
+            rf"Still there, whole and unchanged: {path} and {tmp_path}/run\.previous\.pt\. Make room, and the next",
             found["error"],
         ), found["error"]
         assert found["step"] == 3
@@ -346,6 +348,17 @@ def test_files_of_others_and_of_newer_versions_are_refused_and_stay(tmp_path: Pa
             file.read()
     trusting = CheckpointFile(path, weights_only=False).read()
     assert trusting is not None and trusting.shared == {"object": Path("x")}
+
+
+def test_a_path_that_cannot_be_used_is_an_error_that_says_why(tmp_path: Path) -> None:
+    (tmp_path / "run.pt").mkdir()
+    with pytest.raises(CheckpointError, match=r"run\.pt cannot be read on host \S+: .*Is a directory"):
+        CheckpointFile(tmp_path / "run.pt").read()
+    with pytest.raises(CheckpointError, match=r"run\.pt must be the path of a file, but there is a folder"):
+        CheckpointFile(tmp_path / "run.pt").open()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"the folder of \S+file/run\.pt cannot be written: .*(exists|Not a dir)"):
+        CheckpointFile(tmp_path / "file" / "run.pt").open()
 
 
 def test_a_file_of_another_run_is_refused_with_both_values() -> None:

@@ -52,7 +52,8 @@ if "deaf" in words and rank == 1:
     wait_for("never")
 os.kill(child, signal.SIGKILL)
 open(f"checkpoint-{rank}-{start}", "w").close()
-sys.exit(3 if "fails" in words and rank == 1 else 75)
+code = 0 if "done" in words else 3 if "fails" in words and rank == 1 else 75
+sys.exit(code)
 """
 WROTE = "preempted, checkpoint written"
 
@@ -65,7 +66,7 @@ class Run:
         self.folder = folder
         with (folder / "err").open("wb") as err:
             self.process = subprocess.Popen(
-                ["env", "--default-signal=INT,HUP", *command, "-H", "localhost:2", *argv],
+                ["env", "--default-signal=INT,HUP", *command, *([] if "-H" in argv else ["-H", "localhost:2"]), *argv],
                 cwd=folder,
                 env={**os.environ, "PWD": str(folder), **variables},
                 stdin=subprocess.DEVNULL,
@@ -150,16 +151,17 @@ def test_without_a_flag_there_are_some_seconds_for_a_checkpoint(tmp_path: Path) 
 
 
 def test_after_the_grace_all_are_ended_by_force(tmp_path: Path) -> None:
-    with running(tmp_path, "--grace", "3", "script.py", "deaf") as run:
+    with running(tmp_path, "--grace", "3", "--requeue", "script.py", "deaf") as run:
         run.await_files(*UP)
         with Slowness() as slowness:
             run.process.terminate()
             assert run.end() == 128 + signal.SIGTERM
     assert 3 < slowness.took < 5 * slowness.factor
     assert run.written() == {"0-0"}
-    assert run.text.splitlines()[-2:] == [
+    assert run.text.splitlines()[-3:] == [
         "ddprun: stopped by SIGTERM",
         "ddprun: rank 1 on localhost did not end within --grace 3 and was killed",
+        "ddprun: not started again: not every process exited with 75",
     ]
     assert ended(run)
 
@@ -167,7 +169,14 @@ def test_after_the_grace_all_are_ended_by_force(tmp_path: Path) -> None:
 def ended(run: Run) -> bool:
     """Whether nothing is left of the ranks."""
     pids = [int(path.read_text()) for path in run.folder.glob("up-*")]
-    return len(pids) >= 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    return len(pids) >= 2 and not any(runs(pid) for pid in pids)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def test_a_rank_that_fails_while_others_write_is_a_failure(tmp_path: Path) -> None:
@@ -177,6 +186,14 @@ def test_a_rank_that_fails_while_others_write_is_a_failure(tmp_path: Path) -> No
         assert run.end() == 3
     assert run.text.splitlines()[-2] == "ddprun: rank 1 on localhost failed with exit code 3: no exception was printed"
     assert run.written() == {"0-0", "1-0"} and WROTE not in run.text
+
+
+def test_a_job_that_is_done_while_it_is_asked_to_stop_has_succeeded(tmp_path: Path) -> None:
+    with running(tmp_path, "--grace", str(LIMIT), "--requeue", "script.py", "done") as run:
+        run.await_files(*UP)
+        run.process.send_signal(signal.SIGUSR1)
+        assert run.end() == 0
+    assert run.text.splitlines()[-1] == f"ddprun: SIGUSR1: asking all processes to stop within {LIMIT:g} s"
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_grace(tmp_path: Path) -> None:
@@ -302,7 +319,7 @@ def test_ranks_write_although_ddprun_was_killed(tmp_path: Path) -> None:
         pids = descendants(run.process.pid)
         run.process.kill()
         end = time.monotonic() + LIMIT
-        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        while any(map(runs, pids)):
             assert time.monotonic() < end
             time.sleep(0.01)
     assert run.written() == {"0-0", "1-0"}
@@ -322,6 +339,17 @@ def test_outside_a_job_requeue_starts_again_but_not_after_ctrl_c(tmp_path: Path)
     assert run.text.count("ddprun: starting again\n") == 1
     assert run.text.splitlines()[-1] == "ddprun: not started again, because SIGINT stopped ddprun"
     assert run.written() == {"0-0", "1-0", "0-1", "1-1"}
+
+
+def test_a_request_before_anything_has_started_requeues_the_job(tmp_path: Path, programs: Callable[..., None]) -> None:
+    path = os.environ["PATH"] + ":" + str(Path(sys.executable).parent) + ":/usr/bin:/bin"
+    programs(squeue="echo RUNNING", scontrol="exit 0", enter=f"touch {tmp_path}/waits; exec sleep {LIMIT:g}")
+    flags = ["-H", "far:2", "--rsh", "enter", "--grace", "60", "--requeue", "script.py"]
+    with running(tmp_path, *flags, PATH=path, SLURM_JOB_ID="7", SLURM_JOB_END_TIME="9999999999") as run:
+        run.await_files("waits")
+        run.process.send_signal(signal.SIGUSR1)
+        assert run.end() == 128 + signal.SIGUSR1
+    assert run.text == "ddprun: stopped by SIGUSR1\nddprun: requeued Slurm job 7\n"
 
 
 @pytest.fixture
@@ -390,10 +418,6 @@ def test_a_job_is_requeued_by_its_scheduler_or_one_line_says_why_not(
     assert not calls or (tmp_path / "calls").read_text().splitlines() == calls
 
 
-def clock(seconds_ago: float) -> str:
-    return time.strftime("%a %b %d %H:%M:%S %Y", time.localtime(time.time() - seconds_ago))
-
-
 @pytest.mark.parametrize(
     ("environ", "texts", "left", "name"),
     [
@@ -404,13 +428,13 @@ def clock(seconds_ago: float) -> str:
         ({"SLURM_JOB_ID": "7"}, {}, None, ""),
         (
             {"PBS_JOBID": "7.s"},
-            {"qstat": f"printf '    Resource_List.walltime = 01:00:00\\n    stime = {clock(600)}\\n'"},
-            3000,
+            {"qstat": "printf '    Resource_List.walltime = 01:00:00\\n    stime = NOW\\n'"},
+            3600,
             "PBS job 7.s",
         ),
         (
             {"PBS_JOBID": "7"},
-            {"qstat": f"printf '    Resource_List.walltime = 100:00:00\\n    start_time = {clock(0)}\\n'"},
+            {"qstat": "printf '    Resource_List.walltime = 100:00:00\\n    start_time = NOW\\n'"},
             360000,
             "PBS job 7",
         ),
@@ -422,7 +446,8 @@ def clock(seconds_ago: float) -> str:
 def test_the_end_of_a_job_is_found(
     programs: Callable[..., None], environ: dict[str, str], texts: dict[str, str], left: float | None, name: str
 ) -> None:
-    programs(**texts)
+    now = time.strftime("%a %b %d %H:%M:%S %Y")
+    programs(**{program: text.replace("NOW", now) for program, text in texts.items()})
     if end := environ.get("SLURM_JOB_END_TIME"):
         environ = {**environ, "SLURM_JOB_END_TIME": str(int(time.time()) + int(end.split()[1]))}
     found = seconds_to_end(environ)
@@ -430,7 +455,7 @@ def test_the_end_of_a_job_is_found(
         assert found is None
     else:
         assert found is not None and found[1] == name
-        assert left - 30 < found[0] <= left + 1  # it was asked for some time ago
+        assert left - 30 < found[0] <= left + 1
 
 
 def test_the_end_of_the_job_counts_if_a_grace_is_given(tmp_path: Path, programs: Callable[..., None]) -> None:

@@ -167,3 +167,62 @@ def test_a_node_that_is_lost_while_all_is_ended_is_the_cause_if_its_ranks_were_m
     events += lost if comes == "after" else []
     _, _, said = told(tmp_path, [first, second], plan, *events, came(first, "x", {"code": 1}))
     assert said[-2] == "ddprun: b: the connection was lost"
+
+
+# --- preemption -------------------------------------------------------------------------------------------------------
+
+
+def two_ranks(first: Node, second: Node) -> list[Event]:
+    return [came(node, "m", report) for node, rank in ((first, 0), (second, 1)) for report in (AGENT, workers(rank))]
+
+
+def ends(node: Node, rank: int, code: int, signal: str | None = None) -> Event:
+    return came(node, "m", {"noticed": end(rank, code, signal)})
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "says"),
+    [
+        ((75, 75), 75, "ddprun: preempted, checkpoint written"),
+        ((75, 0), 75, "ddprun: preempted, checkpoint written"),
+        ((75, 3), 3, "ddprun: rank 1 on b failed with exit code 3: no exception was printed"),
+        (
+            (75, None),
+            137,
+            "ddprun: rank 1 on b failed with exit code 137: did not end within 2.5 s after another rank was preempted",
+        ),
+    ],
+)
+def test_all_ranks_must_have_written(tmp_path: Path, codes: tuple[int, int | None], code: int, says: str) -> None:
+    (first, second), plan = two_nodes()
+    events = two_ranks(first, second)
+    for rank, (node, of_rank) in enumerate(zip((first, second), codes, strict=True)):
+        events += [] if of_rank is None else [ends(node, rank, of_rank)]
+    events += [
+        came(first, "m", {"failed": end(0, 75)}),
+        came(first, "x", {"code": 1}),
+        came(second, "x", {"code": 143}),
+    ]
+    found, job, said = told(tmp_path, [first, second], plan, *events)
+    assert (found, says in said, job.is_ending) == (code, True, True)
+    assert job.asked == [15, 15]  # when the first one ended, and when it did not start again
+
+
+def test_a_round_begins_once_all_ranks_have_ended(tmp_path: Path) -> None:
+    (first, second), plan = two_nodes("--max-restarts", "1")
+    before = [*two_ranks(first, second), ends(first, 0, 75), came(first, "m", {"again": 0})]
+    _, job, _ = told(tmp_path / "writes", [first, second], plan, *before)
+    assert (job.rounds, job.asked, job.is_ending) == ([], [15], False)
+    _, job, _ = told(tmp_path / "wrote", [first, second], plan, *before, ends(second, 1, 75))
+    assert job.rounds == [(0, ["a", "b"])]
+    failed = [*two_ranks(first, second), ends(first, 0, 1), came(first, "m", {"again": 0})]
+    _, job, _ = told(tmp_path / "failed", [first, second], plan, *failed)
+    assert job.rounds == [(0, ["a", "b"])]
+
+
+def test_a_signal_that_several_processes_of_the_nodes_report_is_passed_on_once(tmp_path: Path) -> None:
+    (first, second), plan = two_nodes()
+    reports = [came(node, "m", {"asked": "SIGUSR1"}) for node in (second, second, first)]
+    _, job, said = told(tmp_path, [first, second], plan, *two_ranks(first, second), *reports)
+    assert job.asked == [10]
+    assert [line for line in said if "asking" in line] == ["ddprun: b got SIGUSR1: asking all processes to stop"]

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -431,12 +432,20 @@ def save_random_state() -> Any:
     run.synchronize()
     torch.rand(3)
     results = []
-    for context in (contextlib.nullcontext, run.alike, run.alike_in_batch):
+    for context in (contextlib.nullcontext, run.alike, run.alike_in_batch, functools.partial(apart_in_batch, run)):
         with context():
             torch.rand(2)
             state = run.state_dict()
         results.append((state, numbers(run)))
     return results
+
+
+@contextlib.contextmanager
+def apart_in_batch(run: RunRandomState) -> Iterator[None]:
+    with run.alike_in_batch():
+        torch.rand(1)
+        with run.apart():
+            yield
 
 
 def numbers(run: RunRandomState) -> list[list[float]]:
@@ -455,7 +464,7 @@ def load_random_states(states: Any) -> Any:
         run = RunRandomState()
         run.synchronize()
         own = of_ranks[get_rank() if len(of_ranks) == get_world_size() else 0]
-        for context in (contextlib.nullcontext, run.alike, run.alike_in_batch):
+        for context in (contextlib.nullcontext, run.alike, run.alike_in_batch, functools.partial(apart_in_batch, run)):
             with context():
                 run.load_state_dict(own)
             results.append(numbers(run))
@@ -465,16 +474,16 @@ def load_random_states(states: Any) -> Any:
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (2, 1)])
 def test_the_random_state_of_a_run_goes_on(before: int, after: int) -> None:
     saved = random_states()[before - 1]
-    states = [[through_a_file(rank[index][0]) for rank in saved] for index in range(3)]
+    states = [[through_a_file(rank[index][0]) for rank in saved] for index in range(4)]
     results = run_distributed(load_random_states, after, states)
     for rank, found in enumerate(results):
-        for index in range(3):
-            for loaded_in in range(3):
-                drawn = found[3 * index + loaded_in]
+        for index in range(4):
+            for loaded_in in range(4):
+                drawn = found[4 * index + loaded_in]
                 if before == after:
                     assert drawn == saved[rank][index][1]
-                assert after == 1 or drawn[1:] == results[0][3 * index + loaded_in][1:]  # alike on all ranks
+                assert after == 1 or drawn[1:] == results[0][4 * index + loaded_in][1:]  # alike on all ranks
                 if rank == 0:
                     assert drawn[0] == saved[0][index][1][0]
                 else:
-                    assert drawn[0] != results[0][3 * index + loaded_in][0]
+                    assert drawn[0] != results[0][4 * index + loaded_in][0]

@@ -33,6 +33,8 @@ from ddp_callbacks import (
     with_shares,
 )
 from ddp_callbacks.comm import all_reduce
+from ddp_callbacks.comm.checksums import checksum_of
+from ddp_callbacks.data.random_state import plain_global_state
 from ddp_callbacks.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -167,6 +169,7 @@ def go_on(folder: str) -> dict[str, Any]:
                 name = name_of(kind, world_size, cut)
                 assert load_checkpoint(Path(folder, name), loop.objects)
                 results[f"{name} as loaded"] = loop.progress["losses"][:], parameters_of(loop)
+                results[f"{name} draws"] = [checksum_of(plain_global_state()[0])], []
                 results[name] = loop.run().result()
     return results
 
@@ -182,14 +185,18 @@ def uncut(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 @pytest.mark.shares_results
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(number, marks=pytest.mark.wide) for number in (3, 4))])
 def test_a_loop_that_is_cut_ends_as_one_that_is_not_on_any_number_of_processes(
     folder: Path, uncut: dict[int, list[dict[str, Any]]], world_size: int
 ) -> None:
-    for rank, results in enumerate(run_distributed(go_on, world_size, str(folder))):
+    by_rank = run_distributed(go_on, world_size, str(folder))
+    for rank, results in enumerate(by_rank):
         for name, (losses, parameters) in results.items():
             kind, before, rest = name.split("-")
-            if rest.endswith("as loaded"):
+            if rest.endswith("draws"):
+                different = len({tuple(other[name][0]) for other in by_rank})
+                assert int(before) == world_size or different == (world_size if kind == "dropout" else 1), name
+            elif rest.endswith("as loaded"):
                 closed = uncut[int(before)][0][name.removesuffix(" as loaded")]
                 if kind in WINDOWS and int(before) != world_size:
                     assert losses == closed[0], name

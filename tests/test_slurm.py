@@ -242,6 +242,14 @@ exec ddprun --grace 90 --requeue --rsh 'srun --overlap -N1 -n1 -w {host}' "$@"
 """
 
 
+def as_file(folder: Path, script: Path | str) -> Path:
+    """A job script, from the examples or from its text."""
+    if isinstance(script, Path):
+        return script
+    (folder / "job").write_text(script)
+    return folder / "job"
+
+
 def submit(slurm: Slurm, folder: Path, *argv: str) -> str:
     """The number of the job, once its four ranks are up."""
     done = slurm.run("sbatch", "--parsable", *argv, write(folder, STOPS), cwd=folder)
@@ -278,10 +286,7 @@ def assert_all_wrote(ranks: dict[int, str], numbers: str) -> None:
 def test_a_job_that_slurm_signals_before_its_end_is_requeued_and_goes_on(
     slurm: Slurm, tmp_path: Path, whom: str, script: Path | str, says: str
 ) -> None:
-    if isinstance(script, str):
-        (tmp_path / "job").write_text(script)
-        script = tmp_path / "job"
-    job = submit(slurm, tmp_path, "--time=2", f"--signal={whom}", str(script))
+    job = submit(slurm, tmp_path, "--time=2", f"--signal={whom}", str(as_file(tmp_path, script)))
     ended_as = slurm.wait(job)
     log, ranks = printed(tmp_path)
     assert ended_as == "COMPLETED", log
@@ -293,16 +298,17 @@ def test_a_job_that_slurm_signals_before_its_end_is_requeued_and_goes_on(
 
 
 @pytest.mark.cold
-def test_a_job_that_is_cancelled_writes_its_checkpoint_and_is_not_requeued(slurm: Slurm, tmp_path: Path) -> None:
-    """Slurm sends SIGTERM to each process of the batch step: ddprun, its ssh, torchrun's agent and the ranks."""
-    job = submit(slurm, tmp_path, str(PREEMPTIBLE))
+@pytest.mark.parametrize("script", [PREEMPTIBLE, IN_A_STEP], ids=["batch", "steps"])
+def test_a_job_that_is_cancelled_writes_its_checkpoint_and_is_not_requeued(
+    slurm: Slurm, tmp_path: Path, script: Path | str
+) -> None:
+    """Slurm sends SIGTERM to each process of the batch step: ddprun, its ssh or srun, the agent and the ranks."""
+    job = submit(slurm, tmp_path, str(as_file(tmp_path, script)))
     slurm.run("scancel", job, cwd=tmp_path)
-    _wait_for(lambda: "checkpoint written" in printed(tmp_path)[0])
     ended_as = slurm.wait(job)
     log, ranks = printed(tmp_path)
     assert_all_wrote(ranks, "SIGTERM")
-    *_, wrote, state = log.splitlines()
-    assert wrote == "ddprun: stopped by SIGTERM: preempted, checkpoint written"
-    assert re.fullmatch(f"ddprun: Slurm job {job} not requeued: it is (COMPLETING|CANCELLED)", state)
+    assert "ddprun: stopped by SIGTERM: preempted, checkpoint written" in log.splitlines(), log
+    assert re.search(f"^ddprun: Slurm job {job} not requeued: it is (COMPLETING|CANCELLED)$", log, re.M), log
     assert ended_as == "CANCELLED"
     assert len(list(tmp_path.glob("start-*"))) == 4

@@ -22,6 +22,8 @@ from ddp_callbacks.checkpoints.format import KEY, not_ours, require_ours
 from ddp_callbacks.errors import CheckpointError
 
 _ZIP = b"PK\x03\x04"  # the first bytes of what torch.save writes
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MAKE_ROOM = " Make room, and the next write will do."
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -110,7 +112,7 @@ def _explaining(path: str) -> Iterator[None]:
             raise
         raise CheckpointError(
             f"{path} cannot be written on host {socket.gethostname()}: {os.strerror(cause.errno or 0)}. "
-            f"{_free(path)} {_still_there(path)} Make room, and the next write will do."
+            f"{_free(path)} {_still_there(path)}{_MAKE_ROOM if cause.errno in _FULL else ''}"
         ) from error
 
 
@@ -144,6 +146,13 @@ def find(path: str, weights_only: bool) -> tuple[str, dict[str, Any]] | None:
     Raises:
         CheckpointError: There are files, but none can be read; or one is not ours, or of a newer format.
     """
+    try:
+        return _find(path, weights_only)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read on host {socket.gethostname()}: {error}") from error
+
+
+def _find(path: str, weights_only: bool) -> tuple[str, dict[str, Any]] | None:
     reasons = []
     for candidate in (path, previous_of(path)):
         if not os.path.exists(candidate):
@@ -152,7 +161,7 @@ def find(path: str, weights_only: bool) -> tuple[str, dict[str, Any]] | None:
         content, reason = load(candidate, weights_only)
         if content is not None:
             if reasons:
-                warnings.warn(f"{reasons[0]}, so the run goes on from the one before: {candidate}.", stacklevel=2)
+                warnings.warn(f"{reasons[0]}, so the run goes on from the one before: {candidate}.", stacklevel=3)
             return candidate, content
         reasons.append(reason)
     if not os.path.exists(path) and not os.path.exists(previous_of(path)):

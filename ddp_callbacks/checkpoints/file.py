@@ -150,6 +150,8 @@ class CheckpointFile:
             on_rank_zero(self._let_go, _CLOSE, self.process_group)
 
     def _open(self) -> Claim:
+        if os.path.isdir(self.path):
+            raise CheckpointError(f"{self.path} must be the path of a file, but there is a folder. Give another path.")
         try:
             disk.prepare_folder(self.path)
             claim = Claim(self.path)

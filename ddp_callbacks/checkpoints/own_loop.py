@@ -14,7 +14,13 @@ from ddp_callbacks.checkpoints.format import Saved, require_same
 from ddp_callbacks.checkpoints.objects import Objects, is_own, load_own, load_shared, load_window, state_of
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.comm.collectives import all_gather_json
-from ddp_callbacks.data.random_state import RunRandomState, plain_global_state, seed_by_rank, set_global_state
+from ddp_callbacks.data.random_state import (
+    RunRandomState,
+    get_global_state,
+    plain_global_state,
+    seed_by_rank,
+    set_global_state,
+)
 from ddp_callbacks.data.resuming import Resumable
 from ddp_callbacks.errors import CheckpointError
 from ddp_callbacks.gradients import GradientSynchronizer
@@ -65,8 +71,8 @@ def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
     """Go on from what :func:`save_checkpoint` has saved, on any number of ranks. A collective.
 
     Call it right before the loop, once everything has been made. On as many ranks as before, the loop goes on with the
-    same bits. On another number, it goes on with the next batch of the same order; ranks whose random states differ
-    when this is called get new ones, derived from rank 0's.
+    same bits. On another number, it goes on with the next batch of the same order; generators (torch's, Python's,
+    NumPy's) that differ between the ranks when this is called get new states, derived from rank 0's.
 
     Args:
         file: As in :func:`save_checkpoint`. Only rank 0 needs to see it. A path reads tensors and plain data only; for
@@ -103,9 +109,9 @@ class _Loading:
     """One call of :func:`load_checkpoint`."""
 
     def __init__(self, saved: Saved, objects: Objects, file: CheckpointFile) -> None:
-        self._shared, self._objects, self._group = saved.shared, objects, file.process_group
+        self._shared, self._objects, self._process_group = saved.shared, objects, file.process_group
         self._states = [saved.own(rank) for rank in range(saved.world_size)]
-        self._rank, self._world_size = get_rank(self._group), get_world_size(self._group)
+        self._rank, self._world_size = get_rank(self._process_group), get_world_size(self._process_group)
         self._is_same = saved.world_size == self._world_size
         self._own = self._states[self._rank if self._is_same else 0]
         self._require_names(file.path)
@@ -150,11 +156,15 @@ class _Loading:
             load_own(value, states, self._rank, self._world_size)
 
     def _load_random_state(self) -> None:
-        """Ranks that draw alike at the start of the program go on to do so."""
-        checksums = all_gather_json(checksum_of(plain_global_state()), _COMPARE, self._group)
-        set_global_state(tuple(self._own[_RANDOM]))
-        if not self._is_same and len(set(checksums)) > 1:
-            seed_by_rank(self._group)
+        """On another number of ranks: generators that all ranks have alike when the program starts stay alike."""
+        by_rank = all_gather_json([checksum_of(part) for part in plain_global_state()], _COMPARE, self._process_group)
+        saved = tuple(self._own[_RANDOM])
+        set_global_state(saved)
+        if not self._is_same:
+            seed_by_rank(self._process_group)
+            own = get_global_state(False)
+            is_alike = [len(set(seen)) == 1 for seen in zip(*by_rank, strict=True)]
+            set_global_state(tuple(s if alike else o for s, o, alike in zip(saved, own, is_alike, strict=True)))
 
 
 def _which_differ(tensors: dict[str, Any], file: CheckpointFile) -> list[str]:

@@ -229,18 +229,20 @@ class RunRandomState:
         if not self._is_alike or self._own is None:
             yield
             return
-        state, self._is_alike = get_global_state(False), False
+        kept = "_in_batch" if self._is_in_batch else "_shared"
+        setattr(self, kept, get_global_state(False))
+        self._is_alike = False
         set_global_state(self._own)
         try:
             yield
         finally:
             self._own, self._is_alike = get_global_state(False), True
-            set_global_state(state)
+            set_global_state(getattr(self, kept))
 
     def state_dict(self) -> dict[str, Any]:
         """The random state of this rank, as tensors and plain data. Local.
 
-        It is that between the hooks, also if this is called in :meth:`alike` or :meth:`alike_in_batch`.
+        It is that between the hooks, wherever this is called: in :meth:`alike`, :meth:`alike_in_batch`, :meth:`apart`.
         """
         current = get_global_state(False)
         own, shared, in_batch = current, self._shared, self._in_batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -103,15 +104,21 @@ def _launch_again(plan: Plan, options: Options) -> int:
     while True:
         launch = Launch(plan, options.heartbeat_timeout, _limits(options))
         code = _run(launch, options, lambda folder, terminal: Output(folder, options.shown, options.prefix, terminal))
-        if code != EXIT_PREEMPTED or not options.requeue:
+        if code == 0 or not options.requeue or not (launch.stopped_by or code == EXIT_PREEMPTED):
             return code
-        if line := requeue(os.environ):
-            _say(line)
+        elsewhere = _requeue(launch, code)
+        _say(elsewhere or "starting again")
+        if elsewhere:
             return code
-        if launch.signal in _FINAL:
-            _say(f"not started again, because {launch.stopped_by} stopped ddprun")
-            return code
-        _say("starting again")
+
+
+def _requeue(launch: Launch, code: int) -> str | None:
+    """Requeue the job; return what was done, or why not. ``None`` if it is to be started again here."""
+    if code != EXIT_PREEMPTED and launch.has_begun:
+        return f"not started again: not every process exited with {EXIT_PREEMPTED}"
+    if line := requeue(os.environ):
+        return line
+    return f"not started again, because {launch.stopped_by} stopped ddprun" if launch.signal in _FINAL else None
 
 
 def _launch(plan: Plan, options: Options, make_output: Callable[[Path, Terminal], Output]) -> int:
@@ -159,7 +166,9 @@ def _say(text: str) -> None:
 def _output(options: Options, launch: Launch, make_output: Callable[[Path, Terminal], Output]) -> Output:
     terminal = Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
     base = Path(options.torchrun["log_dir"] or "ddprun-logs").absolute()
-    folder = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    folder = next(base / name for name in names if not (base / name).exists())  # it may have started again just now
     try:
         return make_output(folder, terminal)
     except OSError as error:

@@ -87,6 +87,7 @@ class Launch:
         self._round = 0  # how often the workers of all nodes have been restarted
         self._signal: int | None = None
         self._stopped_by = ""
+        self.has_begun = False  # whether a rank was started
         self._signalled = 0.0  # when it came
         self._ending: float | None = None  # the deadline for all to end
 

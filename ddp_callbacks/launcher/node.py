@@ -238,6 +238,8 @@ class Node:
             stdin.write(json.dumps(job).encode())
             stdin.seek(0)
             words = [bytes.fromhex(word) for word in argv]
+            # A scheduler may send these before the agent handles them.
+            handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _REQUESTS[1:]}
             try:
                 agent = subprocess.Popen(
                     words,
@@ -250,6 +252,9 @@ class Node:
                 )
             except OSError as error:
                 raise Refusal(f"cannot start {os.fsdecode(words[0])}: {error.strerror}") from None
+            finally:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
         for end in inherited:
             end.close()
         self._process, self._agent = agent, agent.pid

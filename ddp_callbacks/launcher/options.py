@@ -202,7 +202,7 @@ def _add_end_flags(end: _ActionsContainer) -> None:
         "--grace",
         type=_positive,
         metavar="SECONDS",
-        help="time for a checkpoint: all processes get the signal that asks ddprun to stop, and so many seconds later "
+        help="time for a checkpoint: when ddprun is asked to stop, all processes get the signal, and this much later "
         f"everything is ended by force (default: {GRACE:g}). With this flag, the signal waits for a process that does "
         "not handle it yet",
     )

@@ -89,6 +89,7 @@ class Watch:
             self._agents[name] = report["agent"]
         elif "workers" in report:
             self._forget(name)
+            self._launch.has_begun = True
             self._ranks |= {rank: _Rank(name) for rank in report["workers"]["ranks"]}
             self._say_what_runs(name, **report["workers"])
         elif "noticed" in report:  # before torchrun has ended the others; it may restart the workers
@@ -258,6 +259,8 @@ class Watch:
         return EXIT_PREEMPTED in codes and (has_failed or bool(self._lost))
 
     def _conclude_stop(self) -> int:
+        if self._ranks and all(rank.report is not None and not rank.report["code"] for rank in self._ranks.values()):
+            return 0  # they were done, or call it that
         self._output.note(f"stopped by {self._launch.stopped_by}")
         late = [f"{number} on {rank.node}" for number, rank in sorted(self._ranks.items()) if rank.report is None]
         if self._launch.limits.grace is not None and late and not self._lost:

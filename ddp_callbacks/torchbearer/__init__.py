@@ -17,6 +17,9 @@ Torchbearer's events in order, and the callbacks that handle them::
       on_end_epoch, on_checkpoint   with the merged metrics; CompareReplicas, AgreeToStop
     on_end                     removes hooks, restores generators; BatchNorm layers when run() returns or raises
 
+:class:`Resume` acts behind all of them: it may end the run after a batch, a training pass or an epoch. A run that goes
+on gets the opening events again, and then everything is put back: before the next batch, or after ``on_start``.
+
 With ``sync=LocalSGD(...)`` or ``DiLoCo(...)``, AverageParameters replaces AllReduceGradients: gradients stay local, and
 windows close in on_step_training and on_end_training.
 """

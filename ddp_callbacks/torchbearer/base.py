@@ -75,11 +75,20 @@ class DistributedCallback(Callback):  # type: ignore[misc]
         keep_out_of_checkpoints(state[torchbearer.CALLBACK_LIST])
 
     def local_state(self, state: State) -> dict[str, Any]:
-        """What only this rank knows of the run under way, as tensors and plain data: for :class:`Resume`. Local."""
+        """What only this rank knows of the run under way, as tensors and plain data: for :class:`Resume`. Local.
+
+        Args:
+            state: The Trial's state.
+        """
         return {}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        """Go on from what :meth:`local_state` has returned. Every rank calls it, before its next batch or epoch."""
+        """Go on from what :meth:`local_state` has returned. Every rank calls it, before its next batch or epoch.
+
+        Args:
+            states: What it has returned on each rank.
+            state: The Trial's state.
+        """
 
     @property
     def rank(self) -> int:

@@ -133,7 +133,11 @@ class AverageParameters(DistributedCallback):
 
     @contextmanager
     def closed_window(self, state: State) -> Iterator[None]:
-        """Have the averaged model and optimizer, which any number of ranks can go on from, inside. A collective."""
+        """Have the averaged model and optimizer, which any number of ranks can go on from, inside. A collective.
+
+        Args:
+            state: The Trial's state.
+        """
         if self._averager is None:
             yield
             return

@@ -13,7 +13,7 @@ import torchbearer
 from torchbearer.callbacks import CallbackList
 
 from ddp_callbacks.checkpoints import CheckpointFile, Saved, require_same
-from ddp_callbacks.errors import ConfigurationError, Preempted
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.preemption import SIGNALS, Preemption
 from ddp_callbacks.torchbearer._torchbearer import advance_bar
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of, wrap_methods
@@ -143,7 +143,7 @@ class _Writer:
         self._preemption, self._interval = preemption, interval
 
     def pass_moment(self, run_state: RunState, state: State, position: Position) -> None:
-        """Write if it is due; write and raise :class:`Preempted` if the ranks are asked to stop."""
+        """Write if it is due. If the ranks are asked to stop, write and raise ``Preempted``."""
         is_end = position.phase == BETWEEN
         is_requested = self._preemption.is_requested()
         is_due = self._interval.is_due(position.phase == TRAINING or position.ends_training, is_end)
@@ -155,7 +155,8 @@ class _Writer:
             self._interval.note_written()
         if is_requested:
             run_state.let_go(state)
-            raise Preempted(self._preemption.reason, self._file.path)
+            self._file.wait()
+            self._preemption.exit(self._file.path)
 
 
 class _Run:

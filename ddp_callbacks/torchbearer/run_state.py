@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-import os
 import zlib
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torchbearer
 from torchbearer import Callback
-from torchbearer.callbacks import CSVLogger
-from torchbearer.callbacks.tensor_board import AbstractTensorBoard
-from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
 from ddp_callbacks.checkpoints import Saved
 from ddp_callbacks.comm.agreement import module_settings
-from ddp_callbacks.data.random_state import RunRandomState
+from ddp_callbacks.data.random_state import RunRandomState, set_global_state
 from ddp_callbacks.data.sharding import ShardedLoader, length_of
-from ddp_callbacks.torchbearer._torchbearer import attributes_of, scheduler_of
+from ddp_callbacks.torchbearer._torchbearer import metrics_within
 from ddp_callbacks.torchbearer.base import DistributedCallback, LocalStates, State
+from ddp_callbacks.torchbearer.callback_state import CallbackStates, named
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.decisions import flat_callbacks
 from ddp_callbacks.torchbearer.local_sgd import AverageParameters
@@ -55,19 +50,25 @@ class RunState:
         self._trial, self._data = trial, data
         self._callbacks = flat_callbacks(callbacks)
         self._random_state = data.random_state or RunRandomState(data.process_group)
-        self._at_start: list[dict[str, Any]] = []
+        self._others = CallbackStates(self._callbacks)
         self.training_metrics: dict[str, Any] = {}
         self.samples = 0  # of this rank, in the pass under way
 
     def note_start(self) -> None:
-        """Know what the callbacks are set to from what changes in the run. Call it after ``on_start``."""
-        self._at_start = [copy.deepcopy(attributes_of(callback)) for callback in self._stateless()]
+        """Call it after ``on_start``."""
+        self._others.note_start()
 
     # --- saved ----------------------------------------------------------------------------------------------------
 
     def shared(self) -> dict[str, Any]:
-        """The Trial's ``state_dict``, which Torchbearer alone can load."""
-        return {str(key): value for key, value in self._trial.state_dict().items()}
+        """The Trial's ``state_dict``, which Torchbearer alone can load.
+
+        It holds the classes of the callbacks. If one is made in a function, no file can, and their states are left out.
+        """
+        found = {str(key): value for key, value in self._trial.state_dict().items()}
+        if not self._others.can_be_pickled:
+            del found[str(torchbearer.CALLBACK_LIST)]
+        return found
 
     def own(self, state: State, position: Position) -> dict[str, Any]:
         """What this rank has for itself."""
@@ -79,11 +80,8 @@ class RunState:
             "training_metrics": noting_device(self.training_metrics),
             "accumulators": self._accumulators(state) if position.is_within_pass else None,
             "kept": None if position.is_within_pass else noting_device(kept_state(state[torchbearer.METRIC_LIST])),
-            "distributed": [callback.local_state(state) for callback in self._of(DistributedCallback)],
-            "callbacks": [callback.state_dict() for callback in self._users()],
-            "attributes": self._changed_attributes(),
-            "schedulers": [scheduler_of(callback).state_dict() for callback in self._of(TorchScheduler)],
-            "csv": [_size(callback) for callback in self._of(CSVLogger)],
+            "distributed": {name: one.local_state(state) for name, one in named(self._of(DistributedCallback))},
+            "callbacks": self._others.save(),
             "gradients": self._gradients() if self._accumulates() else None,
             "trainable": [parameter.requires_grad for parameter in self._parameters()],
             "loaders": {name: loader.state_dict() for name, loader in self._loaders().items()},
@@ -100,21 +98,10 @@ class RunState:
 
     def let_go(self, state: State) -> None:
         """End the workers of the passes under way, and close the callbacks' files, which go on with the next run."""
-        for callback in self._of(CSVLogger | AbstractTensorBoard):
-            callback.on_end(state)
-            if batches := getattr(callback, "batch_log_dir", None):
-                callback.close_writer(batches)
+        self._others.close_files(state)
         for loader in self._loaders().values():
             if isinstance(loader, ShardedLoader):
                 loader.end()
-
-    def _changed_attributes(self) -> list[dict[str, Any]]:
-        """Of Torchbearer's callbacks without a state_dict; not what the user has set, such as the path of a file."""
-        pairs = zip(self._stateless(), self._at_start, strict=True)
-        return [
-            {name: value for name, value in attributes_of(callback).items() if not _is_same(value, before.get(name))}
-            for callback, before in pairs
-        ]
 
     def _accumulators(self, state: State) -> dict[str, Any]:
         current = next((callback.current for callback in self._of(ReduceMetrics)), None)
@@ -142,15 +129,18 @@ class RunState:
         own = saved.own(self._rank_in(saved))
         self._set_trainable(own)
         self._load_trial(saved, own)
+        self._others.load(own["callbacks"])
         if self._data.rank == 0 or saved.world_size == self._data.world_size:
-            for callback, size in zip(self._of(CSVLogger), own["csv"], strict=True):
-                _continue(callback, size)
+            self._others.continue_files(own["callbacks"])
 
     def load_loaders(self, saved: Saved, position: Position) -> None:
         """Let the next passes go on in the data. Call it when the loaders are divided."""
         own = saved.own(self._rank_in(saved))
         loaders = self._loaders()
         going_on = [loaders.get(name) for name in self._under_way(position)]
+        if self._trial.state[torchbearer.INF_TRAIN_LOADING] and not self._is_endless:
+            for loader in loaders.values():
+                loader.tb_iter = None  # otherwise Torchbearer makes an iterator that it does not use
         for name, loader in loaders.items():
             if name in own["loaders"]:
                 loader.load_state_dict(own["loaders"][name])
@@ -160,10 +150,13 @@ class RunState:
     def _under_way(self, position: Position) -> list[str]:
         """Whose passes go on."""
         names = [str(_KEYS[position.phase])] if position.is_within_pass else []
+        return [*names, str(torchbearer.TRAIN_DATA)] if self._is_endless else names
+
+    @property
+    def _is_endless(self) -> bool:
+        """Whether a pass of the training loader ends where the loader ends, in whatever epoch."""
         generator = (self._trial.state[torchbearer.TRAIN_DATA] or (None,))[0]
-        if self._trial.state[torchbearer.INF_TRAIN_LOADING] and getattr(generator, "inf", False):
-            names.append(str(torchbearer.TRAIN_DATA))  # its pass ends where the loader ends, in whatever epoch
-        return names
+        return bool(self._trial.state[torchbearer.INF_TRAIN_LOADING] and getattr(generator, "inf", False))
 
     def end_of_training(self, saved: Saved) -> tuple[dict[str, Any], int]:
         """The metrics and the last batch of a training pass that has ended."""
@@ -183,10 +176,10 @@ class RunState:
         own, device = states.mine, state[torchbearer.DEVICE]
         self._set_trainable(own)
         self._load_trial(saved, own)
-        self._put_back_callbacks(own)
-        for place, callback in enumerate(self._of(DistributedCallback)):
-            parts = LocalStates([one["distributed"][place] for one in owns], states.rank, states.world_size)
-            callback.load_local_state(parts, state)
+        self._others.put_back(own["callbacks"])
+        for name, callback in named(self._of(DistributedCallback)):
+            if name in own["distributed"]:
+                callback.load_local_state(states.of("distributed").of(name), state)
         self._put_back_gradients(own)
         self.training_metrics = on_device(own["training_metrics"], device)
         if position.phase != BETWEEN:
@@ -195,22 +188,15 @@ class RunState:
             self._put_back_accumulators(states.of("accumulators"), position, state)
         else:
             load_kept_state(state[torchbearer.METRIC_LIST], on_device(own["kept"], device))
-        self._random_state.load_state_dict(own["random"])
+        if self._random_state.is_open or states.world_size == 1:
+            self._random_state.load_state_dict(own["random"])
+        else:  # without data all ranks draw the same
+            set_global_state(own["random"]["own"])
 
     def _load_trial(self, saved: Saved, own: dict[str, Any]) -> None:
-        self._trial.load_state_dict(saved.shared)
+        callbacks = str(torchbearer.CALLBACK_LIST)  # Torchbearer fails there if one has been added
+        self._trial.load_state_dict({key: value for key, value in saved.shared.items() if key != callbacks})
         self._trial.state[torchbearer.HISTORY][:] = own["history"]
-
-    def _put_back_callbacks(self, own: dict[str, Any]) -> None:
-        for callback, saved in zip(self._users(), own["callbacks"], strict=True):
-            callback.load_state_dict(saved)
-        for callback, saved in zip(self._stateless(), own["attributes"], strict=True):
-            vars(callback).update(saved)
-            for value in vars(callback).values():
-                if isinstance(value, Iterator):  # of parameters to clip or to decay: ended in the first batch
-                    deque(value, maxlen=0)
-        for callback, saved in zip(self._of(TorchScheduler), own["schedulers"], strict=True):
-            scheduler_of(callback).load_state_dict(saved)
 
     def _put_back_gradients(self, own: dict[str, Any]) -> None:
         if own["gradients"] is not None:
@@ -242,19 +228,6 @@ class RunState:
     def _of(self, kind: Any) -> list[Any]:
         return [callback for callback in self._callbacks if isinstance(callback, kind)]
 
-    def _users(self) -> list[Callback]:
-        return [callback for callback in self._callbacks if not isinstance(callback, DistributedCallback)]
-
-    def _stateless(self) -> list[Callback]:
-        """Torchbearer's callbacks without a ``state_dict``, whose attributes are their state."""
-        return [
-            callback
-            for callback in self._users()
-            if type(callback).__module__.startswith("torchbearer.")
-            and type(callback).state_dict is Callback.state_dict
-            and not isinstance(callback, CSVLogger)
-        ]
-
 
 def describe_run(trial: Any, data: ShardData) -> dict[str, str]:
     """What a checkpoint must have in common with the run that goes on from it. Call it before the loaders are divided.
@@ -269,6 +242,7 @@ def describe_run(trial: Any, data: ShardData) -> dict[str, str]:
     about = {
         "model": f"{type(model).__name__} with {numel} parameters (checksum of names and shapes: {checksum:08x})",
         "optimizer": type(optimizer).__name__,
+        "metrics": ", ".join(metric.name for metric in metrics_within(trial.state[torchbearer.METRIC_LIST])),
         "batch_size of DDPCallback": data.batch_size,
     }
     for key in _DATA:
@@ -276,12 +250,6 @@ def describe_run(trial: Any, data: ShardData) -> dict[str, str]:
         about[f"{key}: steps"] = str(steps)
         about |= {f"{key}: {name}": text for name, text in _describe_loader(generator).items()}
     return about
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return isinstance(other, torch.Tensor) and value.shape == other.shape and torch.equal(value, other)
-    return type(value) is type(other) and bool(value == other)
 
 
 def _describe_loader(loader: Any) -> dict[str, str]:
@@ -292,18 +260,3 @@ def _describe_loader(loader: Any) -> dict[str, str]:
     )
     samples = length_of(getattr(loader, "dataset", None))
     return {"batch size": str(batch_size), "samples": str(samples), "batches": str(length_of(loader))}
-
-
-def _size(callback: CSVLogger) -> int | None:
-    file = getattr(callback, "csvfile", None)
-    return None if file is None or file.closed else file.tell()
-
-
-def _continue(callback: CSVLogger, size: int | None) -> None:
-    """Let a file of rows, which would start anew, go on behind the rows that it had."""
-    if size is None or not os.path.exists(callback.filename):
-        return
-    if os.path.getsize(callback.filename) > size:
-        os.truncate(callback.filename, size)
-    callback.filemode = "a"
-    callback.write_header = callback.write_header and size == 0
