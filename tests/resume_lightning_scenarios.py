@@ -75,8 +75,9 @@ class Samples(pl.Callback):
             self._add(trainer, f"validate {dataloader_idx} {batch_idx}", batch)
 
     def _add(self, trainer: Any, name: str, batch: Any) -> None:
-        run = trainer.strategy._run
-        self.seen.append([name, [] if run is not None and run.batches.is_padding else batch[0].tolist()])
+        run, batch = trainer.strategy._run, batch["a"] if isinstance(batch, dict) else batch
+        is_padding = batch is None or (run is not None and run.batches.is_padding)
+        self.seen.append([name, [] if is_padding else batch[0].tolist()])
 
     def of_all(self) -> list[list[Any]]:
         """Of all ranks, in their order. A collective."""

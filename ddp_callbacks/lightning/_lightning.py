@@ -88,7 +88,7 @@ PRIVATE = (
     "loops.evaluation_loop:_EvaluationLoop.on_run_start(self)",
     "loops.evaluation_loop:_EvaluationLoop.reset(self)",
     "loops.fetchers:_DataFetcher.__init__ uses done, fetched, length",
-    "loops.fetchers:_PrefetchDataFetcher.__init__ uses batches",
+    "loops.fetchers:_PrefetchDataFetcher.__init__ uses batches, prefetch_batches",
     "utilities.combined_loader:CombinedLoader.__init__ uses _iterator",
     "utilities.combined_loader:_MaxSizeCycle.__init__ uses _consumed",
     "utilities.combined_loader:_ModeIterator.__init__ uses _idx",
@@ -527,7 +527,13 @@ def position_in_evaluation(loop: Any, step: Sequence[Any]) -> dict[str, Any]:
     if dataloader_iter is not None:
         batch_idx, dataloader_idx = fetcher._batch_idx, fetcher._dataloader_idx
     ahead = len(getattr(fetcher, "batches", ()))
-    return {"used": batch_idx + 1, "loader": dataloader_idx, "ahead": ahead, "total": fetcher.fetched - ahead}
+    return {
+        "used": batch_idx + 1,
+        "loader": dataloader_idx,
+        "drawing": int(getattr(loop._combined_loader._iterator, "_iterator_idx", 0)),  # the next one, if that has ended
+        "ahead": ahead,
+        "total": fetcher.fetched - ahead,
+    }
 
 
 def data_fetcher_of(loop: Any) -> Any:
@@ -537,24 +543,52 @@ def data_fetcher_of(loop: Any) -> Any:
 
 def set_position(fetcher: Any, combined: Any, position: dict[str, Any]) -> None:
     """Let a loop's fetcher go on from there; the loader in use begins its pass there, or has begun it."""
-    iterator = combined._iterator
-    if getattr(iterator, "_iterator_idx", 0) < position.get("loader", 0):
-        iterator._iterator_idx = position["loader"]
-        iterator._load_current_iterator()
-    ahead = len(getattr(fetcher, "batches", ()))
-    iterator._idx = position["used"] + ahead
+    iterator, loader = combined._iterator, position.get("drawing", 0)
+    used = position["used"] if loader == position.get("loader", 0) else 0
+    total = position.get("total", position["used"])
     if position.get("consumed"):
         iterator._consumed = [*position["consumed"]]
-    fetcher.fetched = position.get("total", position["used"]) + ahead
+    if getattr(iterator, "_iterator_idx", 0) < loader:
+        iterator._iterator_idx = loader
+        iterator._load_current_iterator()
+        iterator._idx, fetcher.fetched, fetcher.done = used, total, False
+        _fetch_ahead(fetcher)
+    elif fetches_ahead(fetcher):
+        fetcher.batches = [(batch, used + n, loader) for n, (batch, *_) in enumerate(fetcher.batches)]
+        iterator._idx, fetcher.fetched = used + len(fetcher.batches), total + len(fetcher.batches)
+    else:
+        iterator._idx, fetcher.fetched = used, total
+    if "_batch_idx" in vars(fetcher):  # what hooks get, where the step draws
+        fetcher._batch_idx = used - 1
     if fetcher.length is not None:
         fetcher.done = fetcher.fetched >= fetcher.length
+
+
+def fetches_ahead(fetcher: Any) -> bool:
+    """Whether a fetcher draws one batch more than it hands out: where the loaders don't know their length."""
+    return fetcher.length is None and "batches" in vars(fetcher)
+
+
+def _fetch_ahead(fetcher: Any) -> None:
+    if not fetches_ahead(fetcher):
+        return
+    kind: Any = next(kind for kind in type(fetcher).__mro__ if kind.__name__ == "_DataFetcher")
+    fetcher.batches = []
+    for _ in range(fetcher.prefetch_batches):
+        try:
+            fetcher.batches.append(kind.__next__(fetcher))
+        except StopIteration:
+            break
 
 
 def is_next_of(loop: Any, position: dict[str, Any]) -> bool:
     """Whether an evaluation that goes on from there has drawn one more batch, of the same loader."""
     fetcher = loop._data_fetcher
-    has_drawn = fetcher.fetched - len(getattr(fetcher, "batches", ())) > position["total"]
-    return has_drawn and bool(getattr(loop._combined_loader._iterator, "_iterator_idx", 0) == position["loader"])
+    if fetcher.fetched - len(getattr(fetcher, "batches", ())) <= position["total"]:
+        return False
+    if fetches_ahead(fetcher):
+        return bool(position["drawing"] == position["loader"])
+    return bool(getattr(loop._combined_loader._iterator, "_iterator_idx", 0) == position["loader"])
 
 
 def result_states(results: Any) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class GoingOn:
         loop = self._trainer.fit_loop.epoch_loop.val_loop
         reset()
         position = self._cut["evaluation_position"]
-        if position["loader"]:
+        if position["drawing"]:
             self._set_loader("val", 0)  # whose pass has begun
         set_position(data_fetcher_of(loop), loader_of(loop), position)
 

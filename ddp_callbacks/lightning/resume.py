@@ -11,7 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 from ddp_callbacks.checkpoints import CheckpointFile, Saved, require_same
-from ddp_callbacks.data.resuming import Resumable
+from ddp_callbacks.data.resuming import Resumable, resumable_loader
+from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import own_state
 from ddp_callbacks.lightning._lightning import (
@@ -166,10 +167,27 @@ class Fit:
         """Lightning has asked for a loader: let it begin where it was cut."""
         index = self._taken.get(stage, 0)
         self._taken[stage] = index + 1
-        if self._saved is not None and stage == "train" and index == 0:
+        may_differ = self._trainer.reload_dataloaders_every_n_epochs and self._mine.get("place") == "epoch"
+        if self._saved is not None and stage == "train" and index == 0 and not may_differ:
             self._require_same(self._about(loader))
         if index < len(self._mine.get("loaders", {}).get(stage, ())):
             self._set_loader(stage, index, loader)
+
+    def take_undivided(self, stage: str, loader: Any) -> Any:
+        """The same of a loader that the user divides (``use_distributed_sampler=False``).
+
+        Raises:
+            ConfigurationError: There are several processes, and it has no ``DistributedSampler``.
+        """
+        if get_world_size() > 1 and not is_distributed(loader):
+            raise ConfigurationError(
+                "Resume cannot tell what each process has of a loader without a DistributedSampler, as "
+                "Trainer(use_distributed_sampler=False) leaves it. Leave out that option, or give the loader that "
+                "sampler."
+            )
+        found = resumable_loader(loader)
+        self.take_loader(stage, found)
+        return found
 
     def _set_loader(self, stage: str, index: int, loader: Any = None) -> None:
         if loader is None:
@@ -177,11 +195,16 @@ class Fit:
         state = self._mine["loaders"][stage][index]
         if not isinstance(loader, Resumable) or state is None:
             return
+        if stage == "train":
+            under_way = self._mine["place"] != "epoch"
+        else:
+            position = self._mine["evaluation_position"]
+            under_way = position is not None and index in (position["loader"], position["drawing"])
+        if state["pass"] is not None and not under_way:  # Lightning doesn't draw from a loader until it has ended
+            state = {**state, "pass": None, "passes": state["passes"] + 1}
+        elif stage == "train":
+            _set_epoch(loader, self._trainer.current_epoch)  # Lightning does it later, when the pass has begun
         loader.load_state_dict(state)
-        place, position = self._mine["place"], self._mine["evaluation_position"]
-        under_way = place != "epoch" if stage == "train" else place == "evaluation" and position["loader"] == index
-        if not under_way:
-            loader.start_afresh()
 
     def _resume_start(self, resume: Callable[..., None], path: Any = None, *args: Any, **kwargs: Any) -> None:
         if self._saved is None:
@@ -270,7 +293,11 @@ class Fit:
             evaluation = position_in_evaluation(fit_loop.epoch_loop.val_loop, self._moments.step)
         loaders = {"train": [self._state_of(loader, training) for loader in self._loaders("train")], "val": []}
         for index, loader in enumerate(self._loaders("val")):
-            position = evaluation if evaluation is not None and evaluation["loader"] == index else None
+            position = None
+            if evaluation is not None and index == evaluation["loader"]:
+                position = evaluation
+            elif evaluation is not None and index == evaluation["drawing"]:
+                position = {"used": 0}
             loaders["val"].append(self._state_of(loader, position))
         return {
             "place": place,
@@ -283,8 +310,14 @@ class Fit:
     def _state_of(self, loader: Any, position: dict[str, Any] | None) -> dict[str, Any] | None:
         if not isinstance(loader, Resumable):
             return None
-        only_one = position is not None and len(position.get("consumed", ())) < 2
-        return loader.state_dict(position["used"] if position is not None and only_one else None)
+        if position is None:
+            return loader.state_dict()
+        if len(position.get("consumed", ())) < 2:
+            return loader.state_dict(position["used"])
+        state = loader.state_dict()  # of several loaders, the shorter ones begin again
+        if position["ahead"] and state["pass"] is not None:
+            state = loader.state_dict(state["pass"]["batches"] - position["ahead"])
+        return state
 
     def _loaders(self, stage: str) -> list[Any]:
         fit_loop = self._trainer.fit_loop
@@ -314,6 +347,14 @@ def _original(loader: Any) -> Any:
         return loader
     loader.end()
     return loader.loader
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 def _about_module(module: Any) -> dict[str, str]:

@@ -267,12 +267,14 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
 
     def process_dataloader(self, dataloader: object) -> object:
         """This rank's part of a loader. A collective."""
-        if (self.resume is None and self.world_size == 1) or not self._divides:
+        if not self._divides:
+            return dataloader if self.resume is None else self.resume.take_undivided(self._stage_name(), dataloader)
+        if self.resume is None and self.world_size == 1:
             return dataloader
         # Where all ranks load the same batches and divide them afterwards, their workers must draw alike.
         loads_all = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
         type(self).add_worker_init_fn(dataloader, 0 if loads_all else self.global_rank)
-        name, needed = self._trainer.state.stage.dataloader_prefix, 1
+        name, needed = self._stage_name(), 1
         if name == "train" and self._batch_size == "global" and not self._syncs_batch_norm:
             needed = samples_needed(self.lightning_module, getattr(dataloader, "batch_size", None), self.world_size)
         sharded = shard(dataloader, self._batch_size, name, needed, is_resumable=self.resume is not None)
@@ -425,6 +427,9 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         return reduce(tensor, reduce_op, group)
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _stage_name(self) -> str:
+        return str(self._trainer.state.stage.dataloader_prefix)
 
     def _end_drawing(self) -> None:
         if self._run is not None:
