@@ -5,6 +5,8 @@
 #              that has everything, without setting up .venv
 # make check-apps  three applications from PyPI that train through a Trainer, unchanged, on two processes as on one;
 #              downloads 600 MB
+# make check-cuts  200 runs of each scenario of Resume that are cut at random moments and go on on another number of
+#              processes; about an hour. CUTS=20 SEED=1 takes fewer, and others
 # make lint    formatting, lint and types only
 # make docs    this documentation as a site, in docs/_build/html
 # make versions  the tests of make test with the oldest and the newest supported torch, Lightning and Python;
@@ -34,10 +36,14 @@ NEWEST = torch==2.13.0 lightning==2.6.6 pytorch-lightning==2.6.6
 # Applications of others, which train through a Trainer; tests/apps has one file for each.
 APPS = chemprop==2.3.1 neuralforecast==3.3.0 pytorch-forecasting==1.8.0 wandb==0.31.0 mlflow-skinny==3.17.2
 
+# How many random cuts of each scenario, and which.
+CUTS ?= 200
+SEED ?= 0
+
 # The Python that runs the tests for a GPU. One of its own needs no network.
 CUDA_PYTHON ?= $(BIN)/python
 
-.PHONY: demo test check check-cuda check-apps lint docs hosts clean versions versions-oldest versions-newest
+.PHONY: demo test check check-cuda check-apps check-cuts lint docs hosts clean versions versions-oldest versions-newest
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -58,6 +64,9 @@ check-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(INSTALLED))
 check-apps: .venv-apps/installed
 	.venv-apps/bin/python -m pytest -n 0 tests/apps
 	.venv-apps/bin/python -m pytest -n 0 tests/test_lightning_features.py -m 'not wide' -k 'rich or device_stats'  # rich and psutil are there
+
+check-cuts: $(INSTALLED)
+	CUTS=$(CUTS) SEED=$(SEED) $(PYTEST) tests/test_random_cuts.py
 
 versions: versions-oldest versions-newest
 

@@ -21,7 +21,7 @@ import logging
 import sys
 
 EXIT_PREEMPTED = 75
-"""Exit code of a process that was asked to stop and has written a checkpoint; EX_TEMPFAIL of sysexits.h: try again."""
+"""The exit code of a process that was asked to stop and has written a checkpoint (EX_TEMPFAIL of sysexits.h)."""
 
 _log = logging.getLogger("ddp_callbacks")
 

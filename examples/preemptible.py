@@ -41,7 +41,8 @@ class Losses(Callback):  # type: ignore[misc]
     """The loss of each batch, over all processes; its state is in the checkpoint.
 
     Args:
-        path: Rank 0 writes the losses there, as JSON, at the end of the run; ``None`` for nowhere.
+        path: Rank 0 writes the losses there, as JSON, at the end of the run, and prints the number of each batch;
+            ``None`` for neither.
         seconds: How long a batch takes at least.
     """
 
@@ -54,7 +55,7 @@ class Losses(Callback):  # type: ignore[misc]
         share = state[SHARE].local / state[SHARE].total if SHARE in state else 1.0
         loss = state[torchbearer.LOSS].detach().reshape(1) * share
         self._losses.append(float(all_reduce(loss, "the loss of a batch")))
-        if get_rank() == 0:
+        if self._path is not None and get_rank() == 0:
             print(f"batch {len(self._losses)}", flush=True)
         time.sleep(self._seconds)
 

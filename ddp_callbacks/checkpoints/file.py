@@ -118,7 +118,7 @@ class CheckpointFile:
             shared: What all ranks have alike; only rank 0's counts. A function is called on rank 0 alone while the
                 others wait, so it must take part in no exchange: what needs all ranks is done before.
             own: What this rank has for itself: tensors and plain data.
-            about: What :func:`require_same` compares: ``{"batch size": "64"}``. The same on every rank.
+            about: What ``require_same`` compares: ``{"batch size": "64"}``. The same on every rank.
 
         Raises:
             CheckpointError: The file cannot be written, because the disk is full for example. What was there still is.

@@ -186,7 +186,7 @@ def resumable_loader(
 ) -> Any:
     """As :func:`ddp_callbacks.shard_loader`, with ``state_dict`` and ``load_state_dict``; also with a single process.
 
-    A later run goes on at the next batch, on any number of processes (:class:`Resumable`). This call is local;
+    A later run goes on at the next batch, on any number of processes (``Resumable``). This call is local;
     iterating over the result is a collective.
 
     Args:

@@ -45,7 +45,7 @@ class Preemption:
     """Lets all ranks stop at the same moment once one of them has been asked to. A context manager.
 
     Inside, the signals only note a request, which :meth:`is_requested` reports on every rank at the same moment. A
-    second signal, :data:`SAME` seconds or more after the first, ends the process at once.
+    second signal, 3 seconds or more after the first, ends the process at once.
 
     Args:
         signals: The signals that ask to stop. They can only be handled if the main thread enters the context.

@@ -118,9 +118,10 @@ class RunState:
 
     def _accumulates(self) -> bool:
         """Whether gradients may outlive a step: Torchbearer's closure sets them to zero at its start."""
-        optimizer = type(self._trial.state[torchbearer.OPTIMIZER]).__module__
-        is_plain = getattr(self._trial.closure, "__module__", "") == "torchbearer.bases"
-        return not (is_plain and optimizer.startswith(("torch.optim", "torchbearer.")))
+        optimizer = self._trial.state[torchbearer.OPTIMIZER]
+        has_own_zero_grad = "zero_grad" in vars(optimizer)
+        is_plain = getattr(self._trial.closure, "__module__", "") == "torchbearer.bases" and not has_own_zero_grad
+        return not (is_plain and type(optimizer).__module__.startswith(("torch.optim", "torchbearer.")))
 
     # --- put back -------------------------------------------------------------------------------------------------
 
