@@ -285,6 +285,8 @@ class ParameterAverager:
                 parameter.copy_(state["parameters"][name])
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
+            for fragment in self._fragments:  # also if there was none yet
+                fragment.load_momentum(self._state().get(OUTER_MOMENTUM, {}))
 
     def close_window(self) -> None:
         """Deprecated name of :meth:`outer_step`."""

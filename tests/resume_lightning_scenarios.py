@@ -342,11 +342,12 @@ LOCAL: dict[str, Scenario] = {}
 def local(name: str, sync: Any) -> None:
     """A scenario with local steps, for as many processes as before."""
 
-    def scenario(cut: int | None, path: str) -> dict[str, Any]:
+    def scenario(cut: int | None, path: str, every: int | None = None) -> dict[str, Any]:
         pl.seed_everything(7, verbose=False)
         module = Classifier(0.3, lambda module: torch.optim.Adam(module.parameters(), 0.02))
         loaders = (DataLoader(Data(41), 8, shuffle=True), DataLoader(Data(9, 9), 5))
-        return run(cut, path, module, loaders, CallbackStrategy(sync=sync), accumulate_grad_batches=2)
+        strategy = CallbackStrategy(sync=sync)
+        return run(cut, path, module, loaders, strategy, accumulate_grad_batches=2, every=every)
 
     LOCAL[name] = scenario
 

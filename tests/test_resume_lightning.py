@@ -143,6 +143,13 @@ def test_a_fit_goes_on_with_another_number_of_processes(cuts: Cuts, world_size: 
             assert_equal(comparable(joined(first, second)), comparable(cuts.on_one[other[0]]), 1e-10, str(other))
 
 
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_file_in_a_window_of_local_steps_changes_nothing(cuts: Cuts, name: str) -> None:
+    requests: list[Request] = [(name, None, cuts.path("every", name), {"every": 2})]
+    for written, whole in zip(on(2, requests)[0], cuts.whole(2)[name], strict=True):
+        assert_equal(comparable(written), comparable(whole), 0.0)
+
+
 def test_a_fit_goes_on_from_every_moment(tmp_path: Path) -> None:
     whole = SCENARIOS["dropout"](None, f"{tmp_path}/whole.ckpt")
     assert whole["moments"] == MOMENTS["dropout"]
