@@ -48,6 +48,7 @@ PRIVATE = (
     "torch.nn.modules.batchnorm:_BatchNorm.forward(self, input)",
     "torch.nn.modules.batchnorm:_BatchNorm._check_input_dim(self, input)",
     "torch.nn.modules.dropout:_DropoutNd",
+    "torch.optim.lr_scheduler:LRScheduler.step uses _opt_called",
     "torch.utils._pytree:TreeSpec.flatten_up_to(self, tree)",
     "torch.utils._pytree:tree_unflatten(leaves, treespec)",
     "torch.utils._pytree:tree_flatten(tree)",

@@ -55,9 +55,9 @@ def _parameters(function: Any) -> set[str]:
 
 
 def _names_in(function: Any) -> tuple[str, ...]:
-    """The attributes and globals used in the code of a function, without its decorators."""
-    names: tuple[str, ...] = importlib.import_module("inspect").unwrap(function).__code__.co_names
-    return names
+    """The attributes and globals used in the code of a function, without its decorators; also those named by a text."""
+    code = importlib.import_module("inspect").unwrap(function).__code__
+    return (*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str)))
 
 
 def _lacks(distribution: str, name: str) -> ImportError:

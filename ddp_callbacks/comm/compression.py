@@ -123,13 +123,13 @@ class PowerSGDBetweenNodes:
 
     def __init__(self, group: dist.ProcessGroup, settings: PowerSGD) -> None:
         self._intra_node, self._groups, self._threads = topology_of(group).open()
-        self._state = None if self._groups is None else _state(settings, self._groups.group)
+        self.state = None if self._groups is None else _state(settings, self._groups.group)
         self._group = weakref.ref(group)
         self._size = group.size()
         self.allocate = self._intra_node.allocate
 
     def __call__(self, _: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        inter_node = None if self._state is None else _PowerSGDAllReduce(self._state, bucket, self._size)
+        inter_node = None if self.state is None else _PowerSGDAllReduce(self.state, bucket, self._size)
         # A single leader: matrices must stay whole, and the hook's state counts steps by seeing every bucket.
         sums = HierarchicalAllReduce(self._intra_node, inter_node, self._threads, exact=False, leaders=1)
         group = self._group()
@@ -195,7 +195,7 @@ def load_state_of_hook(hook: CommHook | None, state: Any, saved: dict[str, Any])
 
 
 def _powersgd_of(hook: CommHook | None, state: Any) -> PowerSGDState | None:
-    kept = hook._state if isinstance(hook, PowerSGDBetweenNodes) else state
+    kept = hook.state if isinstance(hook, PowerSGDBetweenNodes) else state
     return kept if isinstance(kept, PowerSGDState) else None
 
 
