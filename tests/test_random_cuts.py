@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import tempfile
+import unittest.mock
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,10 @@ def on_ranks(size: int, host: str, cuts: list[Cut], folder: str, is_second: bool
     for cut in cuts:
         Path(folder, cut.file).mkdir(exist_ok=True)
     arguments = (host, cuts, folder, is_second)
-    return [run_all(*arguments)] if size == 1 else run_distributed(run_all, size, *arguments, deadline=DEADLINE)
+    if size > 1:
+        return run_distributed(run_all, size, *arguments, deadline=DEADLINE)
+    with unittest.mock.patch.dict(os.environ):  # Lightning leaves its seed there
+        return [run_all(*arguments)]
 
 
 @functools.cache

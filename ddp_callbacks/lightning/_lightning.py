@@ -6,6 +6,7 @@ Lightning comes as two packages. The functions work with the objects of either, 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -138,6 +139,9 @@ PRIVATE = (
 PRIVATE_OF_FABRIC = (
     "utilities.data:_auto_add_worker_init_fn(dataloader, rank)",
     "utilities.imports:_IS_INTERACTIVE",
+    "loggers.csv_logs:CSVLogger.__init__ uses _version",
+    "loggers.csv_logs:_ExperimentWriter._check_log_dir_exists(self)",
+    "loggers.tensorboard:TensorBoardLogger.__init__ uses _version",
     "fabric:Fabric._setup_dataloader(self, dataloader, use_distributed_sampler)",
     "strategies:DDPStrategy.__init__ uses _backward_sync_control, _process_group_backend, _timeout",
     "strategies:DDPStrategy._configure_launcher(self)",
@@ -380,6 +384,30 @@ _OF_CONNECTOR = (
 _OF_EVALUATION = ("_has_run", "_logged_outputs", "_last_val_dl_reload_epoch")
 _OF_CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 """Of ``ModelCheckpoint``, beside its ``state_dict``."""
+
+
+def version_of(logger: Any) -> int | str | None:
+    """The version that a CSVLogger or TensorBoardLogger has been given, or has taken; ``None`` for none so far."""
+    return getattr(logger, "_version", None)
+
+
+def set_version_of(logger: Any, version: int | str) -> None:
+    """Give a logger a version, as its constructor does."""
+    logger._version = version
+
+
+@contextmanager
+def keeping_csv(logger: Any) -> Iterator[None]:
+    """Inside, a CSVLogger that is used for the first time keeps the file that it finds."""
+    modules = (sys.modules[kind.__module__] for kind in type(logger).__mro__)
+    writer = next(found for module in modules if (found := getattr(module, "ExperimentWriter", None)) is not None)
+    check = "_check_log_dir_exists"
+    assert hasattr(writer, check)
+    setattr(writer, check, lambda _: None)
+    try:
+        yield
+    finally:
+        delattr(writer, check)  # that of the class below it
 
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:

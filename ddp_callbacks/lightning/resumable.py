@@ -26,6 +26,12 @@ class ResumableMixin:
     _local: LocalSteps | None
     _synchronizer: GradientSynchronizer | None
 
+    def begin_resuming(self, trainer: Any) -> None:
+        """The processes have met: a callback ``Resume`` of a fit reads its file. A collective if there is one."""
+        for callback in trainer.callbacks if trainer.state.fn == "fit" else ():
+            if hasattr(callback, "begin_fit"):
+                callback.begin_fit(trainer)
+
     @property
     def takes_local_steps(self) -> bool:
         """Whether the parameters of the ranks may differ between two batches."""

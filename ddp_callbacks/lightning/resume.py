@@ -14,7 +14,7 @@ from ddp_callbacks.checkpoints import CheckpointFile, Saved, require_same
 from ddp_callbacks.data.resuming import Resumable, resumable_loader
 from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.lightning import own_state
+from ddp_callbacks.lightning import loggers, own_state
 from ddp_callbacks.lightning._lightning import (
     REGISTER_SIGNALS,
     RESUME_START,
@@ -63,21 +63,23 @@ class ResumeMixin(_Callbacks):  # type: ignore[misc]
         return Preemption(SIGNALS if self._on_signal else (), self._time_limit)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Of a fit: read the file, if there is one. A collective.
+        """At the beginning of a run.
 
         Raises:
-            ConfigurationError: The Trainer has another strategy.
-            CheckpointError: The file belongs to another job or run, or cannot be read.
+            ConfigurationError: Of a fit: the Trainer has another strategy.
         """
-        from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
-
-        if stage != "fit":
-            return
-        if not isinstance(trainer.strategy, CallbackStrategyMixin):
+        if stage == "fit" and self._fit is None:
             raise ConfigurationError(
                 'Resume needs Trainer(strategy="ddp_callbacks"), with a single process, too; this Trainer has '
                 f"{type(trainer.strategy).__name__}."
             )
+
+    def begin_fit(self, trainer: Any) -> None:
+        """The strategy has met the other processes: read the file, if there is one. A collective.
+
+        Raises:
+            CheckpointError: The file belongs to another job or run, or cannot be read.
+        """
         file = CheckpointFile(self.path, async_save=self._async_save, weights_only=self._weights_only)
         self._fit = Fit(trainer, file, self.preemption, self._every)
         trainer.strategy.resume = self._fit
@@ -141,6 +143,7 @@ class Fit:
             self._replace(signal_connector(trainer), REGISTER_SIGNALS, lambda _: None)
         if self._saved is not None:
             self._mine = self._own()[0]
+            loggers.go_on(trainer.loggers, self._saved.own(0)["loggers"])
             if self._mine["place"] != "start":
                 self._going_on = GoingOn(trainer, self._mine, self._restore, self._set_loader)
                 self._exit.callback(self._going_on.close)
@@ -279,6 +282,7 @@ class Fit:
         forget_loaders(trainer, checkpoint)
         if trainer.strategy.takes_local_steps and place != "start":
             trainer.strategy.load_own_state([own["strategy"]] * get_world_size(), True)
+        own["loggers"] = loggers.places_of(trainer.loggers)
         train = self._loaders("train")
         about = self._about(train[0]) if train else _about_module(trainer.lightning_module)
         self._file.write(checkpoint, own, about)

@@ -176,6 +176,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         self._search = BatchSizeSearch(self._trainer, self)
         if self.world_size > 1:
             self._met = [follow_rank_zero(self._trainer)]
+        self.begin_resuming(self._trainer)
 
     # --- a run of the Trainer -----------------------------------------------------------------------------------------
 
