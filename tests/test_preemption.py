@@ -245,14 +245,15 @@ from ddp_callbacks.torchbearer import DDPCallback, Resume
 
 @callbacks.on_sample
 def begin(state):
-    print("rank", os.environ["RANK"], "batch", state[torchbearer.BATCH], "pid", os.getpid(), flush=True)
+    line = f"rank {os.environ['RANK']} batch {state[torchbearer.BATCH]} pid {os.getpid()}\\n"
+    os.write(1, line.encode())  # at once: the other process writes to the same pipe
     time.sleep(float(sys.argv[1]))
 
 
 model = nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 trial = Trial(model, optimizer, nn.MSELoss(), callbacks=[DDPCallback(), begin, Resume("run.pt")])
-trial.with_train_generator(DataLoader(TensorDataset(torch.ones(4000, 2), torch.ones(4000, 1)), batch_size=4))
+trial.with_train_generator(DataLoader(TensorDataset(torch.ones(400, 2), torch.ones(400, 1)), batch_size=4))
 trial.run(1, verbose=0)
 """
 
@@ -264,7 +265,8 @@ def test_the_file_is_there_a_step_after_the_signal_to_any_process(tmp_path: Path
     with start([*TWO_PROCESSES, script, seconds], tmp_path, cold=True) as job:
         assert job.stdout is not None
         lines = iter(job.stdout.readline, "")
-        words = next(line.split() for line in lines if line.startswith("rank 1 batch 5 "))
+        words = next((line.split() for line in lines if line.startswith("rank 1 batch 5 ")), None)
+        assert words is not None
         begin = time.monotonic()
         os.kill(int(words[-1]), signal.SIGUSR1)
         while not (tmp_path / "run.pt").exists() and time.monotonic() - begin < 60:
