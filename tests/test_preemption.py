@@ -13,6 +13,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -188,10 +189,18 @@ def test_a_second_signal_ends_the_process_at_once_unless_it_comes_right_behind_t
     assert (ended.returncode, ended.stdout) == (code, printed), ended.stderr
 
 
+def wait_to_be_terminated(is_ready: Any) -> None:
+    is_ready.set()
+    time.sleep(60)
+
+
 def test_a_forked_child_still_ends_when_it_is_terminated() -> None:
+    context = multiprocessing.get_context("fork")
+    is_ready = context.Event()
     with Preemption() as preemption:
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child = context.Process(target=wait_to_be_terminated, args=(is_ready,))
         child.start()
+        assert is_ready.wait(20)  # Python forgets a signal that comes before it has set the child up
         child.terminate()
         child.join(20)
         assert child.exitcode == -signal.SIGTERM
