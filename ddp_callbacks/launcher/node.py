@@ -110,9 +110,7 @@ class Node:
         self._silence: float | None = None  # seconds
         self._kill_at: float | None = None  # set once the job must end
         self._terminated = False  # whether all processes have got SIGTERM
-        self._grace: float | None = (
-            None  # seconds from a request to stop to SIGKILL; None: as long as for any other end
-        )
+        self._grace: float | None = None  # seconds from a request to stop to SIGKILL; None: as for any other end
         self._request = signal.SIGTERM  # what the ranks get that are asked to stop
         self._is_patient = False  # whether to wait until a rank handles it
         self._to_ask: set[int] = set()  # process ids of ranks

@@ -250,7 +250,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other processes why this one fails; they raise ``PeerError`` within about two seconds."""
-        if dist.is_initialized() and not isinstance(exception, Preempted):  # they stop, too
+        if dist.is_initialized():
             report_failure(exception)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
