@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
@@ -248,6 +249,7 @@ def _become_rank(request: dict[str, Any], rank: int) -> Callable[[], None]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(descriptor, stream)
         os.close(descriptor)
+    faulthandler.dump_traceback_later(0.9 * request["deadline"])  # where a rank hangs that will be killed
     # Where the tests run in the background of a shell, SIGINT is ignored, and Python does not raise for it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(request["environ"])

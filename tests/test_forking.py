@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from nursery import Nursery, note
 
 from ddp_callbacks import join_process_group, leave_process_group
@@ -54,6 +55,21 @@ def test_workers_forked_right_after_collectives_start(nursery: Nursery, tmp_path
         assert "forked" in rank.notes, rank.stderr
 
 
+def exchange_in_a_group_of_ones_own() -> None:
+    hooks = []
+    os.register_at_fork = lambda **given: hooks.extend(hook.__module__ for hook in given.values())
+    dist.init_process_group("gloo")
+    all_gather_json(0, "numbers")
+    note("hooks", hooks)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not HAS_BUG, reason="this Python has no such bug")
+def test_forks_wait_in_a_group_that_the_program_made_itself(nursery: Nursery, tmp_path: Path) -> None:
+    for rank in nursery.run(exchange_in_a_group_of_ones_own, 2, tmp_path):
+        assert rank.notes == {"hooks": ["ddp_callbacks.process_group.forking"]}, rank.stderr
+
+
 def fork_beside_threads(names: list[str]) -> None:
     """Notes of each thread, which computes without the GIL, whether a fork has waited for it."""
     make_forks_wait()
@@ -82,3 +98,41 @@ def test_a_fork_waits_until_torchs_threads_have_let_go_of_the_interpreter(nurser
     names = ["pt_gloo_runloop", "of somebody", "pt_nccl_watchdg"]
     (rank,) = nursery.run(fork_beside_threads, 1, tmp_path, names)
     assert rank.notes == dict(zip(names, [True, False, True], strict=True)), rank.stderr
+
+
+def fork_beside_threads_that_free() -> None:
+    """Notes how many forks have not waited for threads that take the GIL often and for a moment, as gloo's do."""
+    make_forks_wait()
+    early = 0
+    for _ in range(200):
+        started, freed, over = threading.Barrier(9), threading.Semaphore(0), threading.Event()
+
+        def free(
+            started: threading.Barrier = started, freed: threading.Semaphore = freed, over: threading.Event = over
+        ) -> None:
+            ctypes.CDLL(None).prctl(PR_SET_NAME, b"pt_gloo_runloop")
+            started.wait()
+            for _ in range(300):
+                hashlib.sha256(b" " * 4096)  # releases the GIL
+            freed.release()
+            over.wait()
+
+        threads = [threading.Thread(target=free, daemon=True) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        early += not all(freed.acquire(blocking=False) for _ in threads)
+        over.set()
+        assert ends(pid)
+        for thread in threads:
+            thread.join()
+    note("early", early)
+
+
+@pytest.mark.skipif(not HAS_BUG, reason="this Python has no such bug")
+def test_a_thread_that_waits_for_the_interpreter_is_not_taken_for_asleep(nursery: Nursery, tmp_path: Path) -> None:
+    (rank,) = nursery.run(fork_beside_threads_that_free, 1, tmp_path)
+    assert rank.notes == {"early": 0}, rank.stderr

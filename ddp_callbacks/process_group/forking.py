@@ -28,18 +28,22 @@ def make_forks_wait() -> None:
 
 def _await_threads() -> None:
     end = time.monotonic() + _LIMIT
-    while _any_runs() and time.monotonic() < end:
-        time.sleep(_PAUSE)  # releases the GIL, which they may wait for
+    before = None
+    while ((now := _sleeps()) is None or now != before) and time.monotonic() < end:
+        before = now
+        time.sleep(_PAUSE)  # releases the GIL: a thread that has slept to wait for it sleeps once more, or is awake
 
 
-def _any_runs() -> bool:
-    """Whether one of the threads is awake; ``False`` without /proc."""
-    return any(_runs(task) for task in Path("/proc/self/task").glob("*"))
-
-
-def _runs(task: Path) -> bool:
-    try:
-        name, _, fields = (task / "stat").read_text().partition("(")[2].rpartition(")")
-    except OSError:  # the thread has ended
-        return False
-    return name.startswith(_NAMES) and fields.split()[0] != "S"
+def _sleeps() -> dict[str, str] | None:
+    """How often each of the threads has gone to sleep; ``None`` if one is awake. Empty without /proc."""
+    sleeps = {}
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())
+        except OSError:  # the thread has ended
+            continue
+        if status["Name"].startswith(_NAMES):
+            if not status["State"].startswith("S"):
+                return None
+            sleeps[task.name] = status["voluntary_ctxt_switches"]
+    return sleeps

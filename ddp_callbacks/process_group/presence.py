@@ -113,6 +113,7 @@ class Presence:
         self._is_over = False  # the run, for this rank
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        make_forks_wait()
         weakref.finalize(self, self._stop.set)
 
     def enter(self, doing: str) -> None:
@@ -158,7 +159,6 @@ class Presence:
     def start(self, serve: Callable[[weakref.ref[Presence], threading.Event], None]) -> None:
         """Start the thread that serves this rank, unless it runs; it ends with the process group."""
         if self._thread is None:
-            make_forks_wait()
             self._thread = threading.Thread(
                 target=serve, args=(weakref.ref(self), self._stop), name=_THREAD, daemon=True
             )
