@@ -10,7 +10,7 @@
 - :mod:`.votes`: what all ranks may want at the same moment, without a message where nobody wants it
 - :mod:`.preemption`: all ranks stop at the same moment, once one of them has been asked to
 - :mod:`.runs`: a failure ends one run; the next run starts afresh
-- :mod:`.forking`: forks loader workers only while gloo's threads are idle
+- :mod:`.torch_threads`: waits for gloo's threads before a fork, and before the interpreter ends
 """
 
 from ddp_callbacks.process_group.membership import (

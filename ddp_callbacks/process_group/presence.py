@@ -56,7 +56,7 @@ import torch.distributed as dist
 
 from ddp_callbacks._torch import abort_accelerators, known_groups, sequence_number, store_of
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group.forking import make_forks_wait
+from ddp_callbacks.process_group.torch_threads import await_threads, make_forks_wait
 
 OWN_THREADS = "ddp_callbacks"
 """Prefix of the names of this library's threads. Training does not wait for what they wait for."""
@@ -348,12 +348,13 @@ def start_of(pid: int | str) -> str:
 
 @atexit.register
 def _end_threads() -> None:
-    """End the threads: returning from the store during interpreter shutdown would abort the process."""
+    """End the threads: returning from C++ during interpreter shutdown would abort the process."""
     for found in list(_presences.values()):
         found.close()
     for thread in threading.enumerate():
         if thread.name == _THREAD:  # of a group that is gone: it has been told to end
             thread.join(_LEAVES)
+    await_threads()
 
 
 def _of_torch() -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Processes forked beside torch's threads, as the workers of a loader are."""
+"""Processes that are forked, or end, beside torch's threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from nursery import Nursery, note
 
 from ddp_callbacks import join_process_group, leave_process_group
 from ddp_callbacks.comm.collectives import all_gather_json
-from ddp_callbacks.process_group.forking import make_forks_wait
+from ddp_callbacks.process_group import presence
+from ddp_callbacks.process_group.torch_threads import make_forks_wait
 
 HAS_BUG = sys.version_info < (3, 12)
 PR_SET_NAME = 15
@@ -67,7 +68,7 @@ def exchange_in_a_group_of_ones_own() -> None:
 @pytest.mark.skipif(not HAS_BUG, reason="this Python has no such bug")
 def test_forks_wait_in_a_group_that_the_program_made_itself(nursery: Nursery, tmp_path: Path) -> None:
     for rank in nursery.run(exchange_in_a_group_of_ones_own, 2, tmp_path):
-        assert rank.notes == {"hooks": ["ddp_callbacks.process_group.forking"]}, rank.stderr
+        assert rank.notes == {"hooks": ["ddp_callbacks.process_group.torch_threads"]}, rank.stderr
 
 
 def fork_beside_threads(names: list[str]) -> None:
@@ -136,3 +137,24 @@ def fork_beside_threads_that_free() -> None:
 def test_a_thread_that_waits_for_the_interpreter_is_not_taken_for_asleep(nursery: Nursery, tmp_path: Path) -> None:
     (rank,) = nursery.run(fork_beside_threads_that_free, 1, tmp_path)
     assert rank.notes == {"early": 0}, rank.stderr
+
+
+def end_beside_threads_that_free() -> None:
+    """Ends while threads of torch's still need the interpreter; at the very end, notes whether they are done."""
+    done = threading.Event()
+
+    def free() -> None:
+        ctypes.CDLL(None).prctl(PR_SET_NAME, b"pt_gloo_runloop")
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000)
+        done.set()
+
+    join_process_group()
+    threading.Thread(target=free, daemon=True).start()
+    leave_process_group()
+    presence._end_threads()  # what the interpreter calls at its end
+    note("done", done.is_set())
+
+
+def test_the_interpreter_ends_when_torchs_threads_have_let_go_of_it(nursery: Nursery, tmp_path: Path) -> None:
+    for rank in nursery.run(end_beside_threads_that_free, 2, tmp_path):
+        assert rank.notes == {"done": True}, rank.stderr

@@ -1,8 +1,10 @@
-"""Fork the workers of a ``DataLoader`` safely beside gloo's threads.
+"""Wait until gloo's threads have freed the tensors of a collective, for which they need the interpreter.
 
-Up to Python 3.11, a process that is forked while another thread holds the interpreter's list of threads waits for that
-list forever (https://github.com/python/cpython/issues/112275). gloo's threads hold it for some microseconds, without
-the GIL, when they free the tensors of a collective; and loader workers are forked right after collectives.
+- Up to Python 3.11, a process that is forked while another thread holds the interpreter's list of threads waits for
+  that list forever (https://github.com/python/cpython/issues/112275). gloo's threads hold it for some microseconds,
+  without the GIL; and loader workers are forked right after collectives.
+- Up to Python 3.13, a thread that asks for the GIL while the interpreter ends is ended itself, which in C++ aborts the
+  process: "terminate called without an active exception". Threads of a group that nobody refers to have been joined.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ _PAUSE = 1e-4
 def make_forks_wait() -> None:
     """From now on, make forks wait until those threads sleep, as they have then freed their tensors."""
     if _HAS_BUG:
-        os.register_at_fork(before=_await_threads)
+        os.register_at_fork(before=await_threads)
 
 
-def _await_threads() -> None:
+def await_threads() -> None:
+    """Return when torch's threads that complete collectives sleep, or after a second."""
     end = time.monotonic() + _LIMIT
     before = None
     while ((now := _sleeps()) is None or now != before) and time.monotonic() < end:
