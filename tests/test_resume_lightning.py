@@ -256,7 +256,7 @@ def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_settings_of_resume_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="every must be a positive number of batches"):
+    with pytest.raises(ConfigurationError, match="every must be a positive number of training batches"):
         Resume(tmp_path / "run.ckpt", every=0)
     with quiet(), pytest.raises(ConfigurationError, match='Resume needs Trainer\\(strategy="ddp_callbacks"\\)'):
         trainer("auto", callbacks=[Resume(tmp_path / "run.ckpt")]).fit(Net(), loader())

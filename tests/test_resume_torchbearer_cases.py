@@ -35,9 +35,9 @@ from torchbearer.callbacks import CSVLogger, Tqdm
 
 from ddp_callbacks import LocalSGD
 from ddp_callbacks.checkpoints import CheckpointFile
+from ddp_callbacks.checkpoints.intervals import EachTime
 from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted
 from ddp_callbacks.torchbearer import SHARE, DDPCallback, Resume
-from ddp_callbacks.torchbearer.intervals import EachTime
 
 EXIT_PREEMPTED = 75
 

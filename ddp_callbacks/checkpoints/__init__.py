@@ -5,6 +5,7 @@
 - :mod:`.disk`: one process's writes, of which the last two are kept, and reads; :mod:`.claim`: one job writes a path
 - :mod:`.transfer`: what rank 0 does for all, and the bytes between it and the others
 - :mod:`.background`: the copy to memory, and the thread that writes it beside training
+- :mod:`.intervals`: when to write without being asked
 - :mod:`.own_loop`: ``save_checkpoint`` and ``load_checkpoint`` for a loop in plain PyTorch
 """
 

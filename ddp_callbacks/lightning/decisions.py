@@ -22,7 +22,7 @@ from ddp_callbacks.lightning._lightning import (
 from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.process_group.votes import abstain, is_unanimous
 
-NONE = (False,) * 5
+NONE = (False,) * 4
 """No flag is raised."""
 
 
@@ -38,7 +38,6 @@ class Decisions:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._resume = trainer.strategy.resume
         self._sigterm = False
         self._requeue: int | None = None  # the signal that has asked for it
         self._validated = math.inf  # when, by this rank's clock
@@ -59,9 +58,8 @@ class Decisions:
             set_last_validation(self._trainer, self._validated)
 
     def flags(self) -> list[bool]:
-        """This rank's: to stop, as a hook may have set here alone; SIGTERM; to requeue; time to validate; to save."""
+        """This rank's: to stop, as a hook may have set here alone; SIGTERM; to requeue; time to validate."""
         own = [self._trainer.should_stop, self._sigterm, self._requeue is not None, self._is_time_to_validate()]
-        own.append(self._resume is not None and self._resume.is_due_here())
         return [flag or held for flag, held in itertools.zip_longest(own, self.held, fillvalue=False)]
 
     def end_batch(self, flags: Sequence[bool]) -> None:
@@ -86,9 +84,7 @@ class Decisions:
             requeue(self._trainer, number)
 
     def _act(self, flags: Sequence[bool]) -> bool:
-        stop, sigterm, has_to_requeue, validate, save = flags
-        if self._resume is not None:
-            self._resume.note_due(save)
+        stop, sigterm, has_to_requeue, validate = flags
         self._trainer.should_stop, signal_connector(self._trainer).received_sigterm = stop, sigterm
         if self._interval is not None and self._trainer.training:
             # Lightning compares this with its clock: at any moment the answer is the one that was agreed upon.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from ddp_callbacks.checkpoints import CheckpointFile, Saved, require_same
+from ddp_callbacks.checkpoints.intervals import Every, Interval, make_interval
 from ddp_callbacks.data.resuming import Resumable, resumable_loader
 from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.errors import ConfigurationError
@@ -32,8 +32,6 @@ from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.process_group.preemption import SIGNALS, Preemption
 
-Every = int | timedelta | None
-
 _Callbacks: Any = object  # of either package: the class comes after this one
 
 
@@ -49,7 +47,7 @@ class ResumeMixin(_Callbacks):  # type: ignore[misc]
         async_save: bool = False,
         weights_only: bool = True,
     ) -> None:
-        _check_every(every)
+        make_interval(every, None)  # raises if it is invalid
         self.path = os.fspath(path)
         self._every = every
         self._on_signal = on_signal
@@ -81,7 +79,7 @@ class ResumeMixin(_Callbacks):  # type: ignore[misc]
             CheckpointError: The file belongs to another job or run, or cannot be read.
         """
         file = CheckpointFile(self.path, async_save=self._async_save, weights_only=self._weights_only)
-        self._fit = Fit(trainer, file, self.preemption, self._every)
+        self._fit = Fit(trainer, file, self.preemption, make_interval(self._every, None))
         trainer.strategy.resume = self._fit
         self._fit.begin(self._on_signal)
 
@@ -107,24 +105,18 @@ class ResumeMixin(_Callbacks):  # type: ignore[misc]
 
 
 class Fit:
-    """One fit that can stop and go on.
+    """One fit that can stop and go on."""
 
-    Args:
-        every: See ``Resume``.
-    """
-
-    def __init__(self, trainer: Any, file: CheckpointFile, preemption: Preemption, every: Every) -> None:
+    def __init__(self, trainer: Any, file: CheckpointFile, preemption: Preemption, interval: Interval) -> None:
         self._trainer = trainer
         self._file = file
         self.preemption = preemption
-        self._every = every
+        self._interval = interval
         self._saved: Saved | None = None
         self._mine: dict[str, Any] = {}  # of the file: this rank's, or rank 0's
         self._going_on: GoingOn | None = None
         self._taken = {"train": 0, "val": 0}  # loaders that Lightning has asked for
         self._start: dict[str, Any] = {}  # the random state, when hooks began
-        self._last_write = time.monotonic()
-        self._is_due = False  # by the clock of some rank
         self._exit = contextlib.ExitStack()
 
     def begin(self, on_signal: bool) -> None:
@@ -250,30 +242,16 @@ class Fit:
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
-    def is_due_here(self) -> bool:
-        """Whether this rank's clock says that it is time for a file."""
-        return isinstance(self._every, timedelta) and time.monotonic() - self._last_write > self._every.total_seconds()
-
-    def note_due(self, is_due: bool) -> None:
-        """What the clock of some rank has said, on all."""
-        self._is_due |= is_due
-
     def _pass_moment(self, place: Place) -> None:
         is_over = place == "epoch" and self._trainer.fit_loop.done
         if not is_over and self.preemption.is_requested():
             self._write(place)
             self._file.close()  # a thread may still write it
             self.preemption.exit(self._file.path)
-        if is_over or self._is_time(place):
+        is_due = place != "start" and self._interval.is_due(place == "training", place == "epoch")
+        if is_over or is_due:
             self._write(place)
-            self._last_write, self._is_due = time.monotonic(), False
-
-    def _is_time(self, place: Place) -> bool:
-        if self._every is None:
-            return place == "epoch"
-        if isinstance(self._every, int):
-            return place == "training" and (self._trainer.fit_loop.total_batch_idx + 1) % self._every == 0
-        return place != "start" and (self._is_due or (get_world_size() == 1 and self.is_due_here()))
+            self._interval.note_written()
 
     def _write(self, place: Place) -> None:
         trainer = self._trainer
@@ -364,11 +342,3 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 def _about_module(module: Any) -> dict[str, str]:
     numbers = [parameter.numel() for parameter in module.parameters()]
     return {"model": f"{type(module).__name__} with {sum(numbers)} numbers in {len(numbers)} parameters"}
-
-
-def _check_every(every: Every) -> None:
-    is_positive = every is None or (
-        every > timedelta(0) if isinstance(every, timedelta) else isinstance(every, int) and every > 0
-    )
-    if not is_positive:
-        raise ConfigurationError(f"every must be a positive number of batches, a timedelta or None, got {every!r}.")

@@ -13,13 +13,13 @@ import torchbearer
 from torchbearer.callbacks import CallbackList
 
 from ddp_callbacks.checkpoints import CheckpointFile, Saved, require_same
+from ddp_callbacks.checkpoints.intervals import Interval, make_interval
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.preemption import SIGNALS, Preemption
 from ddp_callbacks.torchbearer._torchbearer import advance_bar
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of, wrap_methods
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.decisions import flat_callbacks
-from ddp_callbacks.torchbearer.intervals import Interval, make_interval
 from ddp_callbacks.torchbearer.position import BETWEEN, TRAINING, VALIDATION, Event, Position, enter_pass, skip_training
 from ddp_callbacks.torchbearer.run_state import RunState, describe_run
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
 from ddp_callbacks.comm.collectives import broadcast_tensors
 from ddp_callbacks.errors import ConfigurationError
+
+Every = int | timedelta | None
 
 _DOING = "the time of the next checkpoint"
 _MOST = 1000  # moments between two looks at the clock
@@ -30,8 +32,8 @@ class Interval(Protocol):
         """A file has been written, for whatever reason."""
 
 
-def make_interval(every: Any, group: dist.ProcessGroup | None) -> Interval:
-    """The decision for ``every`` of :class:`Resume`. Local.
+def make_interval(every: Every, group: dist.ProcessGroup | None) -> Interval:
+    """The decision for ``every``, see ``Resume``. Local.
 
     Raises:
         ConfigurationError: It is no positive number of batches, no positive time, and not ``None``.
