@@ -16,7 +16,7 @@ from machine import Slowness
 from test_ddprun_here import DDPRUN, LIMIT, PLAIN
 
 from ddp_callbacks.errors import EXIT_PREEMPTED
-from ddp_callbacks.launcher.batch_job import requeue, seconds_to_end
+from ddp_callbacks.launcher.batch_job import job_end, requeue
 
 # Waits for a signal, and writes for half a second. A process of its own, as a DataLoader's worker, notes signals, too.
 STOPS = """
@@ -419,16 +419,25 @@ def test_a_job_is_requeued_by_its_scheduler_or_one_line_says_why_not(
 
 
 @pytest.mark.parametrize(
-    ("environ", "texts", "left", "name"),
+    ("environ", "texts", "left", "length", "name"),
     [
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "in 100"}, {}, 100, "Slurm job 7"),
-        ({"SLURM_JOB_ID": "7"}, {"squeue": "echo 1-02:03:04"}, 93784, "Slurm job 7"),
-        ({"SLURM_JOB_ID": "7"}, {"squeue": "echo 59:01"}, 3541, "Slurm job 7"),
-        ({"SLURM_JOB_ID": "7"}, {"squeue": "echo UNLIMITED"}, None, ""),
-        ({"SLURM_JOB_ID": "7"}, {}, None, ""),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "in 100"}, {}, 100, None, "Slurm job 7"),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "in 100", "SLURM_JOB_START_TIME": "in -20"},
+            {},
+            100,
+            120,
+            "Slurm job 7",
+        ),
+        ({"SLURM_JOB_ID": "7"}, {"squeue": "echo 1-02:03:04 2-00:00:00"}, 93784, 172800, "Slurm job 7"),
+        ({"SLURM_JOB_ID": "7"}, {"squeue": "echo 59:01 1:00:00"}, 3541, 3600, "Slurm job 7"),
+        ({"SLURM_JOB_ID": "7"}, {"squeue": "echo 59:01 INVALID"}, 3541, None, "Slurm job 7"),
+        ({"SLURM_JOB_ID": "7"}, {"squeue": "echo UNLIMITED UNLIMITED"}, None, None, ""),
+        ({"SLURM_JOB_ID": "7"}, {}, None, None, ""),
         (
             {"PBS_JOBID": "7.s"},
             {"qstat": "printf '    Resource_List.walltime = 01:00:00\\n    stime = NOW\\n'"},
+            3600,
             3600,
             "PBS job 7.s",
         ),
@@ -436,31 +445,39 @@ def test_a_job_is_requeued_by_its_scheduler_or_one_line_says_why_not(
             {"PBS_JOBID": "7"},
             {"qstat": "printf '    Resource_List.walltime = 100:00:00\\n    start_time = NOW\\n'"},
             360000,
+            360000,
             "PBS job 7",
         ),
-        ({"PBS_JOBID": "7"}, {"qstat": "echo nothing"}, None, ""),
-        ({"PBS_JOBID": "7"}, {"qstat": "echo qstat: Unknown Job Id >&2; exit 153"}, None, ""),
-        ({}, {}, None, ""),
+        ({"PBS_JOBID": "7"}, {"qstat": "echo nothing"}, None, None, ""),
+        ({"PBS_JOBID": "7"}, {"qstat": "echo qstat: Unknown Job Id >&2; exit 153"}, None, None, ""),
+        ({}, {}, None, None, ""),
     ],
 )
 def test_the_end_of_a_job_is_found(
-    programs: Callable[..., None], environ: dict[str, str], texts: dict[str, str], left: float | None, name: str
+    programs: Callable[..., None],
+    environ: dict[str, str],
+    texts: dict[str, str],
+    left: float | None,
+    length: float | None,
+    name: str,
 ) -> None:
     now = time.strftime("%a %b %d %H:%M:%S %Y")
     programs(**{program: text.replace("NOW", now) for program, text in texts.items()})
-    if end := environ.get("SLURM_JOB_END_TIME"):
-        environ = {**environ, "SLURM_JOB_END_TIME": str(int(time.time()) + int(end.split()[1]))}
-    found = seconds_to_end(environ)
+    moment = int(time.time())
+    for variable, value in environ.items():
+        if value.startswith("in "):
+            environ = {**environ, variable: str(moment + int(value.split()[1]))}
+    found = job_end(environ)
     if left is None:
         assert found is None
     else:
-        assert found is not None and found[1] == name
-        assert left - 30 < found[0] <= left + 1
+        assert found is not None and (found.length, found.name) == (length, name)
+        assert left - 30 < found.left <= left + 1
 
 
 def test_the_end_of_the_job_counts_if_a_grace_is_given(tmp_path: Path, programs: Callable[..., None]) -> None:
     path = os.environ["PATH"] + ":" + str(Path(sys.executable).parent) + ":/usr/bin:/bin"
-    programs(squeue="case $* in *%L) echo 1:04;; *) echo RUNNING;; esac", scontrol="exit 0")
+    programs(squeue="case $* in *%l) echo 1:04 1:00:00;; *) echo RUNNING;; esac", scontrol="exit 0")
     variables = {"PATH": path, "SLURM_JOB_ID": "7"}
     with running(tmp_path, "--grace", "60", "--requeue", "script.py", **variables) as run:
         assert run.end() == 75
@@ -470,7 +487,19 @@ def test_the_end_of_the_job_counts_if_a_grace_is_given(tmp_path: Path, programs:
         "ddprun: requeued Slurm job 7",
     ]
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls == ["squeue -h -j 7 -o %L", "squeue -h -t all -j 7 -o %T", "scontrol requeue 7"]
+    assert calls == ["squeue -h -j 7 -o %L %l", "squeue -h -t all -j 7 -o %T", "scontrol requeue 7"]
+
+
+def test_a_job_that_is_no_longer_than_the_grace_is_refused_not_requeued_forever(
+    tmp_path: Path, programs: Callable[..., None]
+) -> None:
+    programs(squeue="echo 0:58 1:00", scontrol="exit 0")
+    command = [*DDPRUN, "--grace", "60", "--requeue", "script.py"]
+    variables = {**os.environ, "SLURM_JOB_ID": "7"}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=LIMIT)
+    assert done.stderr == "ddprun: --grace must be shorter than the job, got 60 s; Slurm job 7 has 60 s.\n"
+    assert done.returncode == 2
+    assert (tmp_path / "calls").read_text() == "squeue -h -j 7 -o %L %l\n"
 
 
 @pytest.mark.parametrize(

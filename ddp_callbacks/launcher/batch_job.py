@@ -7,19 +7,34 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 _TIMEOUT = 30.0  # seconds for a command of the scheduler
-_SLURM_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # DAYS-HOURS:MINUTES:SECONDS
+_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # DAYS-HOURS:MINUTES:SECONDS
 _PBS_START = ("stime", "start_time")  # PBS Pro, Torque
 _RESUBMIT = "Let the job script submit itself again after exit code 75, as examples/jobs/preemptible.pbs does"
 
 
-def seconds_to_end(environ: Mapping[str, str]) -> tuple[float, str] | None:
-    """The seconds until the scheduler ends this job, and the job's name; ``None`` if unknown. Asks the scheduler."""
+class JobEnd(NamedTuple):
+    """When the scheduler ends a job.
+
+    Attributes:
+        left: Seconds from now.
+        length: Seconds from the job's start; ``None`` if unknown.
+        name: Of the job.
+    """
+
+    left: float
+    length: float | None
+    name: str
+
+
+def job_end(environ: Mapping[str, str]) -> JobEnd | None:
+    """The end of this job; ``None`` if unknown. Asks the scheduler."""
     if job := environ.get("SLURM_JOB_ID"):
-        return _named(_seconds_of_slurm(job, environ), f"Slurm job {job}")
+        return _end_in_slurm(job, environ)
     if job := environ.get("PBS_JOBID"):
-        return _named(_seconds_of_pbs(job), f"PBS job {job}")
+        return _end_in_pbs(job)
     return None
 
 
@@ -48,35 +63,34 @@ def _requeue_in_slurm(job: str) -> str:
     return f"Slurm job {job} not requeued: {problem}" if problem else f"requeued Slurm job {job}"
 
 
-def _named(seconds: float | None, name: str) -> tuple[float, str] | None:
-    return None if seconds is None else (seconds, name)
-
-
-def _seconds_of_slurm(job: str, environ: Mapping[str, str]) -> float | None:
-    end = environ.get("SLURM_JOB_END_TIME", "")
+def _end_in_slurm(job: str, environ: Mapping[str, str]) -> JobEnd | None:
+    name, start, end = f"Slurm job {job}", *(environ.get(f"SLURM_JOB_{which}_TIME", "") for which in ("START", "END"))
     if end.isdigit():
-        return int(end) - time.time()
-    left, _ = _run("squeue", "-h", "-j", job, "-o", "%L")
-    match = _SLURM_TIME.fullmatch(left)  # or UNLIMITED, NOT_SET, INVALID
-    return None if match is None else _seconds(match)
+        return JobEnd(int(end) - time.time(), int(end) - int(start) if start.isdigit() else None, name)
+    left, length = (_seconds(text) for text in (_run("squeue", "-h", "-j", job, "-o", "%L %l")[0] + " ").split(" ", 1))
+    return None if left is None else JobEnd(left, length, name)
 
 
-def _seconds_of_pbs(job: str) -> float | None:
+def _end_in_pbs(job: str) -> JobEnd | None:
     said, _ = _run("qstat", "-f", job)
     attributes = dict(re.findall(r"^\s*(\S+) = (.*)$", said, re.M))
-    match = _SLURM_TIME.fullmatch(attributes.get("Resource_List.walltime", ""))
+    length = _seconds(attributes.get("Resource_List.walltime", ""))
     start = next((attributes[name] for name in _PBS_START if name in attributes), "")
-    if match is None:
+    if length is None:
         return None
     try:
         began = time.mktime(time.strptime(start, "%a %b %d %H:%M:%S %Y"))
     except (ValueError, OverflowError):
         return None
-    return began + _seconds(match) - time.time()
+    return JobEnd(began + length - time.time(), length, f"PBS job {job}")
 
 
-def _seconds(match: re.Match[str]) -> float:
-    days, hours, minutes, seconds = (int(text or 0) for text in match.groups())
+def _seconds(text: str) -> float | None:
+    """Of a time as schedulers print it; ``None`` for UNLIMITED, NOT_SET, INVALID."""
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(number or 0) for number in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
-from ddp_callbacks.launcher.batch_job import requeue, seconds_to_end
+from ddp_callbacks.launcher.batch_job import job_end, requeue
 from ddp_callbacks.launcher.launch import CannotStart, Interrupted, Launch, Limits
 from ddp_callbacks.launcher.options import (
     Options,
@@ -145,8 +145,14 @@ def _run(launch: Launch, options: Options, make_output: Callable[[Path, Terminal
 def _limits(options: Options) -> Limits:
     if options.time_limit is not None:
         return Limits(options.grace, options.time_limit, f"the time limit of {options.time_limit:g} s")
-    found = None if options.grace is None else seconds_to_end(os.environ)
-    return Limits(options.grace) if found is None else Limits(options.grace, found[0], f"the end of {found[1]}")
+    end = None if options.grace is None else job_end(os.environ)
+    if options.grace is None or end is None:
+        return Limits(options.grace)
+    if end.length is not None and end.length <= options.grace:  # each of its jobs would be asked to stop at once
+        raise ConfigurationError(
+            f"--grace must be shorter than the job, got {options.grace:g} s; {end.name} has {end.length:g} s."
+        )
+    return Limits(options.grace, end.left, f"the end of {end.name}")
 
 
 def _watch(launch: Launch, output: Output) -> int:
