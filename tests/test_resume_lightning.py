@@ -211,6 +211,7 @@ def test_a_finished_fit_does_nothing(tmp_path: Path) -> None:
     assert not again["logged"]
     assert_equal(again["parameters"], whole["parameters"], 0.0)
     assert again["global_step"] == whole["global_step"] == 8
+    assert again["callback_metrics"] == whole["callback_metrics"] != {}
 
 
 @pytest.mark.parametrize("every", [2, timedelta(microseconds=1)])

@@ -517,11 +517,12 @@ def go_on(trainer: Any, is_within_epoch: bool, restore: Callable[[], None]) -> N
     """What ``run`` of the fit loop does, from the middle of an epoch or from the end of one.
 
     Args:
-        restore: Called between epochs, before anything decides whether there is another one.
+        restore: Called between epochs, before anything decides whether there is another one; and if there is none.
     """
     loop = trainer.fit_loop
     loop.setup_data()
     if not is_within_epoch and loop.skip:
+        restore()  # what the fit has logged, which scripts report behind it
         return
     loop.reset()
     loop.on_run_start()
