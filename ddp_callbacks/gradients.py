@@ -93,6 +93,9 @@ class GradientSynchronizer:
     clipping and the optimizer see it. All ranks must call backward equally often and train the same parameters. With a
     single process it does nothing. The constructor is a collective: it blocks until every rank has called it.
 
+    It lives as long as its module, whether you keep it or not. If a program trains several models one after the other,
+    :meth:`close` each synchronizer: torch never frees a parameter with a hook that refers to it.
+
     Attributes:
         rounds: How many synchronizations are complete; 0 with a single process.
         room: As given.
