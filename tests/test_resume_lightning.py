@@ -24,10 +24,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_scenarios import Net, loader, outcome, quiet
 from lightning_scenarios import trainer as make_trainer
 from nursery import HOST, free_port
-from resume_lightning_scenarios import LOCAL, SCENARIOS, comparable, joined
+from resume_lightning_scenarios import LOCAL, SCENARIOS, Collecting, collecting, comparable, joined
 
 from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted
 from ddp_callbacks.lightning import Resume
+from ddp_callbacks.lightning.saved_attributes import checksums_of_attributes, load_attributes, save_attributes
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results]
 
@@ -156,6 +157,62 @@ def test_a_fit_goes_on_from_every_moment(tmp_path: Path) -> None:
     for cut in range(1, whole["moments"] + 1):
         halves = [SCENARIOS["dropout"](at, f"{tmp_path}/{cut}.ckpt") for at in (cut, None)]
         assert_equal(comparable(joined(*halves)), comparable(whole), 0.0, f"cut at {cut}")
+
+
+def collect(folder: str, cuts: list[int]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """On a rank: a fit that is not cut, and those that were."""
+    whole = collecting(None, f"{folder}/whole.ckpt")
+    halves = [[collecting(at, f"{folder}/{cut}.ckpt") for at in (cut, None)] for cut in cuts]
+    return [(joined(*each), whole) for each in halves]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_module_collects_in_its_attributes_goes_on(tmp_path: Path, world_size: int) -> None:
+    cuts = [*range(1, 18)] if world_size == 1 else [3, 8, 9, 16]
+    call = functools.partial(run_distributed, collect, world_size) if world_size > 1 else lambda *args: [collect(*args)]
+    for results in call(str(tmp_path), cuts):
+        for cut, (found, whole) in zip(cuts, results, strict=True):
+            assert whole["callback_metrics"]["outputs"] > 0
+            assert_equal(comparable(found), comparable(whole), 0.0, f"cut at {cut}")
+
+
+def attributes_of(changes: dict[str, Any]) -> dict[str, Any]:
+    module = Collecting()
+    before = checksums_of_attributes(module)
+    vars(module).update(changes)
+    return save_attributes(module, before)
+
+
+def test_only_plain_attributes_that_have_changed_are_saved() -> None:
+    module = Collecting()
+    module.steps, module.weights, module.same = [1, (2.0, "text")], [module.layers[0].weight], 3
+    module.layers.more = torch.nn.Module()
+    before = checksums_of_attributes(module)
+    assert save_attributes(module, before) == {}
+    with torch.no_grad():
+        module.layers[0].weight.add_(1.0)  # of a list that a copy would part from the module
+    module.steps.append(None)
+    module.lock, module.seen = object(), 7
+    saved = save_attributes(module, before)
+    assert {name: entry["value"] for name, entry in saved.items()} == {"steps": [1, (2.0, "text"), None], "seen": 7}
+    module.steps.clear()
+    load_attributes(module, [saved], 0, torch.device("cpu"), True)
+    assert module.steps == [1, (2.0, "text"), None]
+
+
+def test_attributes_that_another_number_of_processes_cannot_have_are_named() -> None:
+    one = attributes_of({"outputs": [torch.ones(2)], "seen": 3})
+    module = Collecting()
+    message = r"Collecting\.outputs: each of the 1 processes of the run that was cut had its own"
+    with pytest.warns(UserWarning, match=message):
+        load_attributes(module, [one], None, torch.device("cpu"), True)
+    assert (module.outputs, module.seen) == ([], 3)
+    two = [attributes_of({"seen": 3, "scores": {"all": [1]}, "ratio": 0.5}), attributes_of({"seen": 4, "ratio": 0.5})]
+    with pytest.warns(UserWarning, match=r"^Collecting\.scores, Collecting\.seen: each of the 2 processes") as caught:
+        load_attributes(module, two, None, torch.device("cpu"), True)
+        load_attributes(module, two, None, torch.device("cpu"), False)  # rank 0 alone says so
+    assert len(caught) == 1
+    assert (module.seen, module.ratio) == (3, 0.5)
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------

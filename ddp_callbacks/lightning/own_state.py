@@ -17,6 +17,7 @@ from ddp_callbacks.lightning._lightning import (
     results_of_training,
     trainer_state,
 )
+from ddp_callbacks.lightning.saved_attributes import Checksums, load_attributes, save_attributes
 from ddp_callbacks.lightning.saved_logs import load_logs, logs_of
 from ddp_callbacks.lightning.saved_metrics import load_metrics, save_metrics
 from ddp_callbacks.lightning.saved_module import load_module, load_optimizers, save_module, save_optimizers
@@ -24,8 +25,12 @@ from ddp_callbacks.lightning.saved_module import load_module, load_optimizers, s
 Own = dict[str, Any]
 
 
-def take(trainer: Any) -> Own:
-    """This rank's, between two batches. A collective."""
+def take(trainer: Any, at_start: Checksums) -> Own:
+    """This rank's, between two batches. A collective.
+
+    Args:
+        at_start: Of the module's attributes when the fit began.
+    """
     strategy = trainer.strategy
     own = {
         "trainer": trainer_state(trainer),
@@ -33,6 +38,7 @@ def take(trainer: Any) -> Own:
         "evaluation": logs_of(results_of_evaluation(trainer)),
         "metrics": save_metrics([trainer.lightning_module, *trainer.callbacks]),
         "module": save_module(trainer),
+        "attributes": save_attributes(trainer.lightning_module, at_start),
         "strategy": strategy.own_state(),
         "optimizers": save_optimizers(trainer),
     }
@@ -70,6 +76,8 @@ class Taken:
             load_logs(results, self._all(name), mine, trainer, batches)
         owners = [trainer.lightning_module, *trainer.callbacks]
         load_metrics(owners, self._all("metrics"), mine, self._rank, self._world_size)
+        attributes = self._all("attributes")
+        load_attributes(trainer.lightning_module, attributes, mine, trainer.strategy.root_device, self._rank == 0)
         weights = [own["trained"] for own in self._all("strategy")]
         load_module(trainer, self._all("module"), mine, weights)
         states = self._all("strategy") * (1 if mine is None else self._world_size)

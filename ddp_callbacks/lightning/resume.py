@@ -29,6 +29,7 @@ from ddp_callbacks.lightning._lightning import (
 )
 from ddp_callbacks.lightning.moments import GoingOn, Moments, Place
 from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.lightning.saved_attributes import Checksums, checksums_of_attributes
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.process_group.preemption import SIGNALS, Preemption
 
@@ -117,6 +118,7 @@ class Fit:
         self._going_on: GoingOn | None = None
         self._taken = {"train": 0, "val": 0}  # loaders that Lightning has asked for
         self._start: dict[str, Any] = {}  # the random state, when hooks began
+        self._attributes: Checksums = {}  # of the module, then
         self._exit = contextlib.ExitStack()
 
     def begin(self, on_signal: bool) -> None:
@@ -155,6 +157,7 @@ class Fit:
         if self._mine.get("place") == "start":
             state.load_state_dict(self._mine["random"])
         self._start = state.state_dict()
+        self._attributes = checksums_of_attributes(self._trainer.lightning_module)
 
     # --- going on -----------------------------------------------------------------------------------------------------
 
@@ -255,7 +258,9 @@ class Fit:
 
     def _write(self, place: Place) -> None:
         trainer = self._trainer
-        own = self._place(place) | (own_state.take(trainer) if place != "start" else {"random": self._start})
+        own = self._place(place) | (
+            own_state.take(trainer, self._attributes) if place != "start" else {"random": self._start}
+        )
         checkpoint = dump_checkpoint(trainer)  # closes a window of local steps
         forget_loaders(trainer, checkpoint)
         if trainer.strategy.takes_local_steps and place != "start":
