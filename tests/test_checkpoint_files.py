@@ -364,7 +364,7 @@ def test_a_path_that_cannot_be_used_is_an_error_that_says_why(tmp_path: Path) ->
 def test_a_file_of_another_run_is_refused_with_both_values() -> None:
     saved = {"model": "Linear", "batch size": "8", "samples": "100"}
     require_same(saved, dict(saved))
-    text = r"run\.pt belongs to another run:\n  batch size: 8 in the file, 16 now\n  samples: 100 in the file"
+    text = r"run\.pt belongs to another run \(batch size: 8 in the file, 16 now; samples: 100 in the file"
     with pytest.raises(CheckpointError, match=text):
         require_same(saved, {"model": "Linear", "batch size": "16"}, "run.pt")
 

@@ -52,7 +52,7 @@ if "deaf" in words and rank == 1:
     wait_for("never")
 os.kill(child, signal.SIGKILL)
 open(f"checkpoint-{rank}-{start}", "w").close()
-code = 0 if "done" in words else 3 if "fails" in words and rank == 1 else 75
+code = 0 if "done" in words else 1 if "full" in words else 3 if "fails" in words and rank == 1 else 75
 sys.exit(code)
 """
 WROTE = "preempted, checkpoint written"
@@ -160,7 +160,7 @@ def test_after_the_grace_all_are_ended_by_force(tmp_path: Path) -> None:
     assert run.written() == {"0-0"}
     assert run.text.splitlines()[-3:] == [
         "ddprun: stopped by SIGTERM",
-        "ddprun: rank 1 on localhost did not end within --grace 3 and was killed",
+        "ddprun: rank 1 on localhost was killed after --grace 3",
         "ddprun: not started again: not every process exited with 75",
     ]
     assert ended(run)
@@ -193,7 +193,7 @@ def test_a_job_that_is_done_while_it_is_asked_to_stop_has_succeeded(tmp_path: Pa
         run.await_files(*UP)
         run.process.send_signal(signal.SIGUSR1)
         assert run.end() == 0
-    assert run.text.splitlines()[-1] == f"ddprun: SIGUSR1: asking all processes to stop within {LIMIT:g} s"
+    assert run.text.splitlines()[-1] == "ddprun: stopped by SIGUSR1, but all processes exited with code 0: done"
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_grace(tmp_path: Path) -> None:
@@ -205,7 +205,25 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace(tmp_path: Path) -> None:
             run.process.send_signal(signal.SIGINT)
             assert run.end() == 130
     assert slowness.took < 3 * slowness.factor
+    assert run.text.splitlines()[-1].endswith(" killed at the second signal")
     assert ended(run)
+
+
+def test_if_no_rank_can_write_its_checkpoint_the_summary_says_so(tmp_path: Path) -> None:
+    with running(tmp_path, "--grace", str(LIMIT), "--requeue", "script.py", "full") as run:
+        run.await_files(*UP)
+        run.process.terminate()
+        assert run.end() == 1
+    assert " failed with exit code 1: no exception was printed\n" in run.text
+    assert run.text.splitlines()[-1] == "ddprun: not started again: not every process exited with 75"
+
+
+def test_a_time_limit_in_which_nothing_begins_does_not_start_the_job_forever(tmp_path: Path) -> None:
+    with running(tmp_path, "--grace", "2", "--time-limit", "2.001", "--requeue", "script.py") as run:
+        assert run.end() == 128 + signal.SIGTERM
+    assert run.text.splitlines()[-1] == (
+        "ddprun: not started again: the time limit of 2.001 s came before any process had begun"
+    )
 
 
 def test_signals_that_come_together_are_one_request(tmp_path: Path) -> None:

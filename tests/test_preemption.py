@@ -163,9 +163,28 @@ def test_the_end_of_a_run_that_was_stopped_has_an_exit_code_and_a_line(caplog: p
     assert re.fullmatch(said, caplog.messages[0])
 
 
-def test_a_time_limit_must_be_longer_than_zero() -> None:
-    with pytest.raises(ConfigurationError, match="time_limit must be longer than zero, got 0:00:00"):
-        Preemption(time_limit=timedelta(0))
+@pytest.mark.parametrize("limit", [timedelta(0), 60, "04:00:00"])
+def test_a_time_limit_must_be_longer_than_zero(limit: Any) -> None:
+    with pytest.raises(ConfigurationError, match="time_limit must be a timedelta longer than zero, or None, got "):
+        Preemption(time_limit=limit)
+
+
+AGAIN = """
+import os, signal
+from ddp_callbacks import Preemption
+from ddp_callbacks.process_group import preemption
+preemption.SAME = 0.0
+asked = Preemption()
+for _ in range(2):
+    with asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print(asked.is_requested(), asked.reason.split()[0], flush=True)
+"""
+
+
+def test_a_signal_to_the_second_run_of_a_program_is_its_first() -> None:
+    ended = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "True SIGTERM\n" * 2), ended.stderr
 
 
 PROGRAM = """

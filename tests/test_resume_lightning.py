@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import os
 import random
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -261,6 +263,30 @@ def test_lightning_alone_loads_the_file(tmp_path: Path) -> None:
     assert "combined_loader" not in loaded["loops"]["fit_loop"]["state_dict"]
 
 
+def test_the_file_is_where_the_script_was_when_it_named_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = trainer("ddp_callbacks", callbacks=[Resume("run.ckpt")])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    with quiet():
+        made.fit(Net(), loader())
+    assert (tmp_path / "run.ckpt").exists() and not list(Path().iterdir())
+
+
+def test_lightning_says_once_that_the_fit_is_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = trainer("ddp_callbacks", callbacks=[Resume(tmp_path / "run.ckpt")])
+    logger = logging.getLogger("lightning.pytorch")
+    logger.addHandler(caplog.handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made.fit(Net(), loader(), loader(13, 5, 9))
+    finally:
+        logger.removeHandler(caplog.handler)
+    records = {id(record): record.getMessage() for record in caplog.records}  # the handlers above have them, too
+    assert sum("`Trainer.fit` stopped: `max_epochs=2` reached." in text for text in records.values()) == 1
+
+
 def test_a_finished_fit_does_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     whole = fit(path)
@@ -316,6 +342,10 @@ def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
 def test_settings_of_resume_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="every must be a positive number of training batches"):
         Resume(tmp_path / "run.ckpt", every=0)
+    several = [Resume(tmp_path / "run.ckpt"), Resume(tmp_path / "other.ckpt")]
+    with quiet(), pytest.raises(ConfigurationError, match="a Trainer takes one callback Resume, got 2"):
+        trainer("ddp_callbacks", callbacks=several).fit(Net(), loader())
+    assert not list(tmp_path.iterdir())
     with quiet(), pytest.raises(ConfigurationError, match='Resume needs Trainer\\(strategy="ddp_callbacks"\\)'):
         trainer("auto", callbacks=[Resume(tmp_path / "run.ckpt")]).fit(Net(), loader())
 

@@ -403,6 +403,12 @@ def test_a_wrong_interval_is_refused(every: Any) -> None:
         Resume("run.pt", every=every)
 
 
+def test_a_trial_takes_one_resume(tmp_path: Path) -> None:
+    made = make(Watch(Resume(tmp_path / "run.pt"), None), Resume(tmp_path / "other.pt"))
+    with pytest.raises(ConfigurationError, match="a Trial takes one callback Resume, got 2"):
+        made.with_generators(loader(), None).run(1)
+
+
 def without_division(path: str) -> str:
     model = Network()
     made = Trial(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), callbacks=[Resume(path)])

@@ -202,7 +202,7 @@ def load_open(file: BinaryIO, path: str, weights_only: bool) -> dict[str, Any]:
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise CheckpointError(
             f"{path} holds objects that are neither tensors nor plain data{f' ({found[1]})' if found else ''}, and to "
-            "read them may run code. If you trust the file, read it with CheckpointFile(path, weights_only=False)."
+            "read them may run code. If you trust the file, pass weights_only=False to Resume or CheckpointFile."
         ) from error
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error

@@ -129,6 +129,6 @@ def require_same(saved: Mapping[str, str], now: Mapping[str, str], path: str = "
     ]
     if differing:
         raise CheckpointError(
-            f"{path} belongs to another run:\n  " + "\n  ".join(differing) + "\nGive the settings that the file was "
-            "written with, or another path to start anew."
+            f"{path} belongs to another run ({'; '.join(differing)}). Give the settings that the file was written "
+            "with, or another path to start anew."
         )

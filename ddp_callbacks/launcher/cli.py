@@ -118,6 +118,8 @@ def _requeue(launch: Launch, code: int) -> str | None:
         return f"not started again: not every process exited with {EXIT_PREEMPTED}"
     if line := requeue(os.environ):
         return line
+    if launch.signal is None and not launch.has_begun:
+        return f"not started again: {launch.stopped_by} came before any process had begun"
     return f"not started again, because {launch.stopped_by} stopped ddprun" if launch.signal in _FINAL else None
 
 

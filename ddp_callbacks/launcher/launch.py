@@ -86,6 +86,7 @@ class Launch:
         self._nodes: list[Connection] = []
         self._round = 0  # how often the workers of all nodes have been restarted
         self._signal: int | None = None
+        self.is_forced = False
         self._stopped_by = ""
         self.has_begun = False  # whether a rank was started
         self._signalled = 0.0  # when it came
@@ -232,7 +233,7 @@ class Launch:
                 self._signal, self._signalled = number, time.monotonic()
                 self.stop(_ASKS.get(signal.Signals(number), signal.SIGTERM))
             elif number == signal.SIGINT or time.monotonic() - self._signalled >= SAME:
-                self._signal = number
+                self._signal, self.is_forced = number, True
                 self.end(at_once=True)
 
         handlers: dict[int, Any] = dict.fromkeys(_STOPS, end)

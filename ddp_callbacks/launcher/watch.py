@@ -243,7 +243,7 @@ class Watch:
             by = self._launch.stopped_by
             self._output.note(f"{f'stopped by {by}: ' if by else ''}preempted, checkpoint written")
             return EXIT_PREEMPTED
-        if self._launch.stopped_by and not self._is_mixture():
+        if self._launch.stopped_by and not self._has_failed():
             return self._conclude_stop()
         return self._conclude_failure()
 
@@ -252,20 +252,24 @@ class Watch:
         codes = {None if rank.report is None else rank.report["code"] for rank in self._ranks.values()}
         return not self._lost and EXIT_PREEMPTED in codes and codes <= {0, EXIT_PREEMPTED}
 
-    def _is_mixture(self) -> bool:
-        """Whether some ranks were preempted, and another one has failed by itself, or a node was lost."""
+    def _has_failed(self) -> bool:
+        """Whether a rank that was asked to stop has failed, or a node was lost while others were preempted."""
         codes = {rank.report["code"] for rank in self._ranks.values() if rank.report is not None}
-        has_failed = any(0 < code < 128 for code in codes - {EXIT_PREEMPTED})
-        return EXIT_PREEMPTED in codes and (has_failed or bool(self._lost))
+        if EXIT_PREEMPTED in codes and self._lost:
+            return True
+        may_write = EXIT_PREEMPTED in codes or self._launch.limits.grace is not None
+        return may_write and any(0 < code < 128 for code in codes - {EXIT_PREEMPTED})
 
     def _conclude_stop(self) -> int:
         if self._ranks and all(rank.report is not None and not rank.report["code"] for rank in self._ranks.values()):
-            return 0  # they were done, or call it that
+            self._output.note(f"stopped by {self._launch.stopped_by}, but all processes exited with code 0: done")
+            return 0
         self._output.note(f"stopped by {self._launch.stopped_by}")
         late = [f"{number} on {rank.node}" for number, rank in sorted(self._ranks.items()) if rank.report is None]
         if self._launch.limits.grace is not None and late and not self._lost:
-            which = f"rank{'' if len(late) == 1 else 's'} {', '.join(late)}"
-            self._output.note(f"{which} did not end within --grace {self._launch.limits.grace:g} and was killed")
+            which, were = ("rank", "was") if len(late) == 1 else ("ranks", "were")
+            when = "at the second signal" if self._launch.is_forced else f"after --grace {self._launch.limits.grace:g}"
+            self._output.note(f"{which} {', '.join(late)} {were} killed {when}")
         return 128 + (self._launch.signal or signal.SIGTERM)
 
     def _conclude_failure(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddp_callbacks.data.random_state import RunRandomState
+from ddp_callbacks.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ddp_callbacks.gradients import GradientSynchronizer
@@ -27,10 +28,16 @@ class ResumableMixin:
     _synchronizer: GradientSynchronizer | None
 
     def begin_resuming(self, trainer: Any) -> None:
-        """The processes have met: a callback ``Resume`` of a fit reads its file. A collective if there is one."""
-        for callback in trainer.callbacks if trainer.state.fn == "fit" else ():
-            if hasattr(callback, "begin_fit"):
-                callback.begin_fit(trainer)
+        """The processes have met: a callback ``Resume`` of a fit reads its file. A collective if there is one.
+
+        Raises:
+            ConfigurationError: There are several.
+        """
+        found = [callback for callback in trainer.callbacks if hasattr(callback, "begin_fit")]
+        if len(found) > 1:
+            raise ConfigurationError(f"a Trainer takes one callback Resume, got {len(found)}. Remove the others.")
+        if found and trainer.state.fn == "fit":
+            found[0].begin_fit(trainer)
 
     @property
     def takes_local_steps(self) -> bool:

@@ -21,6 +21,7 @@ from ddp_callbacks.lightning._lightning import (
     checkpoint_connector,
     dump_checkpoint,
     forget_loaders,
+    is_done,
     loader_of,
     position_in_evaluation,
     position_in_training,
@@ -49,7 +50,7 @@ class ResumeMixin(_Callbacks):  # type: ignore[misc]
         weights_only: bool = True,
     ) -> None:
         make_interval(every, None)  # raises if it is invalid
-        self.path = os.fspath(path)
+        self.path = os.path.abspath(path)
         self._every = every
         self._on_signal = on_signal
         self._time_limit = time_limit
@@ -246,7 +247,7 @@ class Fit:
     # --- stopping -----------------------------------------------------------------------------------------------------
 
     def _pass_moment(self, place: Place) -> None:
-        is_over = place == "epoch" and self._trainer.fit_loop.done
+        is_over = place == "epoch" and is_done(self._trainer.fit_loop)
         if not is_over and self.preemption.is_requested():
             self._write(place)
             self._file.close()  # a thread may still write it

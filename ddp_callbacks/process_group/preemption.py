@@ -66,8 +66,8 @@ class Preemption:
         time_limit: timedelta | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if time_limit is not None and time_limit <= timedelta(0):
-            raise ConfigurationError(f"time_limit must be longer than zero, got {time_limit}.")
+        if time_limit is not None and not (isinstance(time_limit, timedelta) and time_limit > timedelta(0)):
+            raise ConfigurationError(f"time_limit must be a timedelta longer than zero, or None, got {time_limit!r}.")
         self.reason = ""
         self._signals = tuple(signals)
         self._limit = time_limit
@@ -81,6 +81,7 @@ class Preemption:
 
     def __enter__(self) -> Preemption:
         self.reason = self._own = ""
+        self._signalled = 0.0
         if self._limit is not None:
             self._deadline = time.monotonic() + self._limit.total_seconds()
         if get_world_size(self._group) > 1:

@@ -72,7 +72,7 @@ class Resume(DistributedCallback):
     ) -> None:
         super().__init__(process_group)
         self.preemption = Preemption(SIGNALS if on_signal else (), time_limit, process_group)
-        self._path, self._async_save = path, async_save
+        self._path, self._async_save = os.path.abspath(path), async_save
         self._every = every
         make_interval(every, process_group)  # raises if it is invalid
         self._saved: Saved | None = None  # until a run has gone on from it
@@ -101,6 +101,9 @@ class Resume(DistributedCallback):
         data = self._find_data(callbacks)
         data.make_resumable()
         about = describe_run(trial, data)
+        several = sum(isinstance(callback, Resume) for callback in flat_callbacks(callbacks))
+        if several > 1:
+            raise ConfigurationError(f"a Trial takes one callback Resume, got {several}. Remove the others.")
         if not self._has_read:
             self._saved, self._has_read = file.read(), True
         if self._saved is not None:
