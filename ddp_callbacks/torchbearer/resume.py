@@ -14,7 +14,7 @@ from torchbearer.callbacks import CallbackList
 
 from ddp_callbacks.checkpoints import CheckpointFile, Saved, require_same
 from ddp_callbacks.checkpoints.intervals import Interval, make_interval
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import ConfigurationError, say
 from ddp_callbacks.process_group.preemption import SIGNALS, Preemption
 from ddp_callbacks.torchbearer._torchbearer import advance_bar
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of, wrap_methods
@@ -108,6 +108,8 @@ class Resume(DistributedCallback):
             self._saved, self._has_read = file.read(), True
         if self._saved is not None:
             require_same(self._saved.about, about, file.path)
+            if self.rank == 0:
+                say(f"goes on from {file.path}, after epoch {len(self._saved.shared['history'])}")
         interval = make_interval(self._every, self.process_group)
         run_state = RunState(trial, callbacks, data)
         current = _Run(trial, run_state, _Writer(file, about, self.preemption, interval))
