@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning_scenarios import FEATURES, Record, quiet
 from torch import nn
 from torch.nn import functional as F
@@ -368,6 +368,25 @@ class Collecting(Classifier):
 def collecting(cut: int | None, path: str) -> dict[str, Any]:
     pl.seed_everything(7, verbose=False)
     return run(cut, path, Collecting(), (DataLoader(Data(40), 8, shuffle=True), DataLoader(Data(10, 9), 5)))
+
+
+class Freezing(Classifier):
+    """Freezes a layer at the beginning of an epoch, which Lightning's hook does not repeat in the middle of one."""
+
+    def on_train_epoch_start(self) -> None:
+        self.layers[0].requires_grad_(self.current_epoch < 1)
+
+
+def freezing(cut: int | None, path: str) -> dict[str, Any]:
+    pl.seed_everything(7, verbose=False)
+    return run(cut, path, Freezing(0.3), (DataLoader(Data(29), 8, shuffle=True), DataLoader(Data(9, 9), 5)))
+
+
+def averaging(cut: int | None, path: str) -> dict[str, Any]:
+    """The callback validates the average of the weights, and saves both in the places of each other."""
+    pl.seed_everything(7, verbose=False)
+    loaders = (DataLoader(Data(29), 8, shuffle=True), DataLoader(Data(9, 9), 5))
+    return run(cut, path, Classifier(0.3), loaders, callbacks=[EMAWeightAveraging(decay=0.8)])
 
 
 LOCAL: dict[str, Scenario] = {}

@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_scenarios import Net, loader, outcome, quiet
 from lightning_scenarios import trainer as make_trainer
 from nursery import HOST, free_port
-from resume_lightning_scenarios import LOCAL, SCENARIOS, Collecting, collecting, comparable, joined
+from resume_lightning_scenarios import LOCAL, SCENARIOS, Collecting, averaging, collecting, comparable, freezing, joined
 
 from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted
 from ddp_callbacks.lightning import Resume
@@ -176,6 +176,18 @@ def test_what_a_module_collects_in_its_attributes_goes_on(tmp_path: Path, world_
         for cut, (found, whole) in zip(cuts, results, strict=True):
             assert whole["callback_metrics"]["outputs"] > 0
             assert_equal(comparable(found), comparable(whole), 0.0, f"cut at {cut}")
+
+
+@pytest.mark.parametrize("scenario", [freezing, averaging])
+def test_what_hooks_have_done_once_is_there_after_each_cut(tmp_path: Path, scenario: Callable[..., Any]) -> None:
+    whole = scenario(None, f"{tmp_path}/whole.ckpt")
+    assert whole["moments"] == 14
+    for cut in range(1, 15):
+        halves = [scenario(at, f"{tmp_path}/{cut}.ckpt") for at in (cut, None)]
+        assert_equal(comparable(joined(*halves)), comparable(whole), 0.0, f"cut at {cut}")
+    again = scenario(None, f"{tmp_path}/whole.ckpt")
+    assert not again["logged"]
+    assert_equal(again["parameters"], whole["parameters"], 0.0)
 
 
 def attributes_of(changes: dict[str, Any]) -> dict[str, Any]:

@@ -424,7 +424,10 @@ def set_checkpoint(trainer: Any, checkpoint: dict[str, Any], path: str) -> None:
 
 
 def restore_again(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Restore what hooks may have changed since the run began, without the hooks that see the checkpoint."""
+    """Restore what hooks may have changed since the run began.
+
+    Callbacks see the checkpoint once more: that of an average of the weights has both in its file, and swaps them.
+    """
     connector = trainer._checkpoint_connector
     trainer.strategy.load_model_state_dict(checkpoint, strict=trainer.lightning_module.strict_loading)
     before, connector._loaded_checkpoint = connector._loaded_checkpoint, checkpoint
@@ -432,6 +435,8 @@ def restore_again(trainer: Any, checkpoint: dict[str, Any]) -> None:
     connector.restore_optimizers_and_schedulers()
     connector._loaded_checkpoint = before
     call = importlib.import_module(f"{type(connector).__module__.partition('.trainer.')[0]}.trainer.call")
+    with _without_information():
+        call._call_callbacks_on_load_checkpoint(trainer, dict(checkpoint))
     call._call_callbacks_load_state_dict(trainer, checkpoint)
 
 
@@ -516,10 +521,17 @@ def begin_pass(epoch_loop: Any, begin: Callable[..., None], data_fetcher: Any) -
 
 def is_done(fit_loop: Any) -> bool:
     """Whether the fit is over. Lightning says so when it asks itself, and not twice."""
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
+    with _without_information():
         return bool(fit_loop.done)
+
+
+@contextmanager
+def _without_information() -> Iterator[None]:
+    """Inside, nothing of the level INFO is logged: Lightning has said it once."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.INFO))
+    try:
+        yield
     finally:
         logging.disable(before)
 
@@ -527,13 +539,15 @@ def is_done(fit_loop: Any) -> bool:
 def go_on(trainer: Any, is_within_epoch: bool, restore: Callable[[], None]) -> None:
     """What ``run`` of the fit loop does, from the middle of an epoch or from the end of one.
 
+    A fit that is over begins and ends once more, without an epoch: callbacks that put averaged weights in place
+    do it in ``on_train_end``, behind the last file.
+
     Args:
         restore: Called between epochs, before anything decides whether there is another one; and if there is none.
     """
     loop = trainer.fit_loop
     loop.setup_data()
-    if not is_within_epoch and loop.skip:
-        restore()  # what the fit has logged, which scripts report behind it
+    if not is_within_epoch and (trainer.limit_train_batches == 0 or loop.max_batches == 0):
         return
     loop.reset()
     loop.on_run_start()

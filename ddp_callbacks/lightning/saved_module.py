@@ -1,4 +1,5 @@
-"""What a rank's module has for itself in the middle of a run: buffers, modes, and gradients that no engine keeps.
+"""What a rank's module has for itself in the middle of a run: buffers, modes, which parameters are frozen, and
+gradients that no engine keeps.
 
 Parameters and optimizers are alike on all ranks, and in Lightning's part of the file; with local steps they are the
 averager's, except optimizers beyond the first.
@@ -22,6 +23,7 @@ def save_module(trainer: Any) -> dict[str, Any]:
     module = trainer.lightning_module
     return {
         "buffers": {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
+        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
         "modes": [part.training for part in module.modules()],
         "gradients": _gradients(trainer),
     }
@@ -46,6 +48,7 @@ def load_module(trainer: Any, ranks: Sequence[dict[str, Any]], mine: int | None,
     for part, training in zip(module.modules(), own["modes"], strict=False):
         part.training = training
     for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in own["frozen"])
         saved = own["gradients"].get(name)
         parameter.grad = None if saved is None else saved.to(parameter.device)
 
