@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from ddp_callbacks._torch import TreeSpec, leaf_spec
+from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.lightning.which_package import FABRIC, ROOTS
 from ddp_callbacks.versions import require_names
 
@@ -33,6 +34,8 @@ REGISTER_SIGNALS = "register_signal_handlers"  # of the signal connector
 EVALUATION_STEP = "_evaluation_step"  # of an evaluation loop
 SHOULD_VALIDATE = "_should_check_val_fx"  # of the training epoch loop
 STORE_OUTPUTS = "_store_dataloader_outputs"  # of an evaluation loop
+
+_MAX_SIZE = "_MaxSize"  # an iterator over several loaders
 
 # A function that is replaced as long as the program runs: the Tuner asks it before the strategy hears of anything.
 CHECK_SEARCH = "_check_scale_batch_size_configuration"  # of the module of the Tuner
@@ -62,6 +65,9 @@ PRIVATE = (
     "trainer.connectors.checkpoint_connector:_CheckpointConnector.restore_optimizers_and_schedulers(self)",
     "trainer.connectors.checkpoint_connector:_CheckpointConnector.restore_precision_plugin_state(self)",
     "trainer.call:_call_callbacks_load_state_dict(trainer, checkpoint)",
+    "trainer.call:_call_callbacks_on_load_checkpoint(trainer, checkpoint)",
+    "trainer.call:_call_callback_hooks(trainer, hook_name)",
+    "trainer.call:_call_lightning_module_hook(trainer, hook_name)",
     "trainer.setup:_init_debugging_flags uses _val_check_time_interval",
     f"tuner.tuning:{CHECK_SEARCH}(trainer)",
     "tuner.lr_finder:_LRCallback.on_train_batch_end(self, trainer, pl_module, outputs)",
@@ -93,6 +99,7 @@ PRIVATE = (
     "loops.fetchers:_PrefetchDataFetcher.__init__ uses batches, prefetch_batches",
     "utilities.combined_loader:CombinedLoader.__init__ uses _iterator",
     "utilities.combined_loader:_MaxSizeCycle.__init__ uses _consumed",
+    f"utilities.combined_loader:{_MAX_SIZE}.__next__ uses iterators",
     "utilities.combined_loader:_ModeIterator.__init__ uses _idx",
     "loops.fetchers:_DataLoaderIterDataFetcher.__init__ uses _batch_idx",
     "utilities.combined_loader:_Sequential.__init__ uses _iterator_idx",
@@ -434,10 +441,16 @@ def restore_again(trainer: Any, checkpoint: dict[str, Any]) -> None:
     connector.restore_precision_plugin_state()
     connector.restore_optimizers_and_schedulers()
     connector._loaded_checkpoint = before
-    call = importlib.import_module(f"{type(connector).__module__.partition('.trainer.')[0]}.trainer.call")
+    call = _calls(trainer)
     with _without_information():
         call._call_callbacks_on_load_checkpoint(trainer, dict(checkpoint))
     call._call_callbacks_load_state_dict(trainer, checkpoint)
+
+
+def _calls(trainer: Any) -> Any:
+    """The module that calls hooks."""
+    root = type(trainer._checkpoint_connector).__module__.partition(".trainer.")[0]
+    return importlib.import_module(f"{root}.trainer.call")
 
 
 def trainer_state(trainer: Any) -> dict[str, Any]:
@@ -554,9 +567,12 @@ def go_on(trainer: Any, is_within_epoch: bool, restore: Callable[[], None]) -> N
     if not is_within_epoch:
         restore()
     while is_within_epoch or not loop.done:
-        is_within_epoch = False
         try:
+            leaves_out = is_within_epoch and (loop.restarted_mid_epoch or loop.restarted_on_epoch_end)
+            is_within_epoch = False
             loop.on_advance_start()
+            if leaves_out:
+                _start_epoch_again(trainer)
             loop.advance()
             loop.on_advance_end()
         except StopIteration:
@@ -565,6 +581,17 @@ def go_on(trainer: Any, is_within_epoch: bool, restore: Callable[[], None]) -> N
             loop.on_iteration_done()
     loop._restarting = False
     loop.on_run_end()
+
+
+def _start_epoch_again(trainer: Any) -> None:
+    """Call ``on_train_epoch_start``, which Lightning leaves out in mid-epoch. The loggers have its rows."""
+    silent = [Replaced(logger, "log_metrics", lambda *_, **__: None) for logger in trainer.loggers]
+    try:
+        _calls(trainer)._call_callback_hooks(trainer, "on_train_epoch_start")
+        _calls(trainer)._call_lightning_module_hook(trainer, "on_train_epoch_start")
+    finally:
+        for replaced in silent:
+            replaced.undo()
 
 
 def position_in_training(fit_loop: Any) -> dict[str, Any]:
@@ -616,6 +643,13 @@ def set_position(fetcher: Any, combined: Any, position: dict[str, Any]) -> None:
         fetcher._batch_idx = used - 1
     if fetcher.length is not None:
         fetcher.done = fetcher.fetched >= fetcher.length
+
+
+def end_loaders(combined: Any, loaders: Sequence[int]) -> None:
+    """Where several loaders end one by one (``"max_size"``), let those have ended; elsewhere they have begun again."""
+    if type(combined._iterator).__name__ == _MAX_SIZE:
+        for index in loaders:
+            combined._iterator.iterators[index] = iter(())
 
 
 def fetches_ahead(fetcher: Any) -> bool:

@@ -22,6 +22,7 @@ from ddp_callbacks.lightning._lightning import (
     STORE_OUTPUTS,
     begin_pass,
     data_fetcher_of,
+    end_loaders,
     first_of_epoch,
     go_on,
     is_next_of,
@@ -82,7 +83,7 @@ class GoingOn:
 
     Args:
         cut: Where it was cut: ``place``, which is not the start, and ``training_position``, ``evaluation_position``
-            and ``first_of_epoch``.
+            ``first_of_epoch``, and ``loaders``.
         restore: Puts everything back.
         set_loader: Lets the next pass over a loader, given by stage and index, begin where it was cut.
     """
@@ -116,7 +117,9 @@ class GoingOn:
         loop = self._trainer.fit_loop.epoch_loop
         begin_pass(loop, begin, data_fetcher)
         self._restore()
-        set_position(data_fetcher, loader_of(self._trainer.fit_loop), self._cut["training_position"])
+        combined, loaders = loader_of(self._trainer.fit_loop), self._cut["loaders"]["train"]
+        set_position(data_fetcher, combined, self._cut["training_position"])
+        end_loaders(combined, [index for index, state in enumerate(loaders) if state and state["pass"] is None])
         if self._cut["place"] == "evaluation":
             self._go_on_in_validation(loop, data_fetcher)
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ddp_callbacks.lightning.resume import Fit
     from ddp_callbacks.lightning.run import Run
 
+_SEARCHES = ("BatchSizeFinder", "LearningRateFinder")  # of either package; the Tuner's, too
+
 
 class ResumableMixin:
     """Mixed into the strategy.
@@ -31,13 +33,20 @@ class ResumableMixin:
         """The processes have met: a callback ``Resume`` of a fit reads its file. A collective if there is one.
 
         Raises:
-            ConfigurationError: There are several.
+            ConfigurationError: There are several, or a search for a batch size or a learning rate.
         """
         found = [callback for callback in trainer.callbacks if hasattr(callback, "begin_fit")]
         if len(found) > 1:
             raise ConfigurationError(f"a Trainer takes one callback Resume, got {len(found)}. Remove the others.")
-        if found and trainer.state.fn == "fit":
-            found[0].begin_fit(trainer)
+        if not found or trainer.state.fn != "fit" or trainer.fast_dev_run:
+            return
+        for callback in trainer.callbacks:
+            if type(callback).__name__ in _SEARCHES:
+                raise ConfigurationError(
+                    f"Resume cannot tell the trials of {type(callback).__name__} from the fit. Search in a Trainer "
+                    "without Resume, and give what it finds to this one."
+                )
+        found[0].begin_fit(trainer)
 
     @property
     def takes_local_steps(self) -> bool:

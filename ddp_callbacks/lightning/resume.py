@@ -68,7 +68,7 @@ class ResumeMixin(_Callbacks):  # type: ignore[misc]
         Raises:
             ConfigurationError: Of a fit: the Trainer has another strategy.
         """
-        if stage == "fit" and self._fit is None:
+        if stage == "fit" and self._fit is None and not trainer.fast_dev_run:
             raise ConfigurationError(
                 'Resume needs Trainer(strategy="ddp_callbacks"), with a single process, too; this Trainer has '
                 f"{type(trainer.strategy).__name__}."
@@ -249,7 +249,8 @@ class Fit:
     def _pass_moment(self, place: Place) -> None:
         is_over = place == "epoch" and is_done(self._trainer.fit_loop)
         if not is_over and self.preemption.is_requested():
-            self._write(place)
+            if place != "start" or self._mine.get("place", place) == place:  # else the file has come further
+                self._write(place)
             self._file.close()  # a thread may still write it
             self.preemption.exit(self._file.path)
         is_due = place != "start" and self._interval.is_due(place == "training", place == "epoch")
@@ -338,8 +339,7 @@ def _original(loader: Any) -> Any:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+    for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
         set_epoch = getattr(sampler, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)

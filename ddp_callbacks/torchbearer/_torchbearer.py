@@ -133,6 +133,8 @@ def _is_plain(value: object) -> bool:
         return all(_is_plain(item) for pair in value.items() for item in pair)
     if isinstance(value, list | tuple | deque):
         return type(value) in (list, tuple, deque) and all(map(_is_plain, value))
+    if isinstance(value, torch.nn.Parameter):  # of the model: it must stay the same object
+        return False
     return value is None or isinstance(value, bool | int | float | str | torch.Tensor | numbers.Number)
 
 

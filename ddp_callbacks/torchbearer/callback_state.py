@@ -113,7 +113,13 @@ def _pairs(callbacks: list[Any], saved: dict[str, Any]) -> list[tuple[Any, Any]]
 def _is_same(value: Any, other: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return isinstance(other, torch.Tensor) and value.shape == other.shape and torch.equal(value, other)
-    return type(value) is type(other) and bool(value == other)
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_is_same(entry, other[key]) for key, entry in value.items())
+    if isinstance(value, list | tuple | deque):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    return bool(value == other)
 
 
 def _size(callback: CSVLogger) -> int | None:
