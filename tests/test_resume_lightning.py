@@ -22,7 +22,8 @@ import pytest
 import torch
 from comparing import assert_equal
 from distributed import run_distributed
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from lightning_scenarios import Net, loader, outcome, quiet
 from lightning_scenarios import trainer as make_trainer
 from nursery import HOST, free_port
@@ -318,6 +319,70 @@ def test_what_was_written_now_and_then_is_gone_on_from(tmp_path: Path, every: An
     assert len(first["logged"]) == done
     assert_equal(first["logged"] + second["logged"], whole["logged"], 0.0)
     assert_equal(second["parameters"], whole["parameters"], 0.0)
+
+
+class AsksInSanityCheck(pl.Callback):
+    def __init__(self, resume: Any) -> None:
+        self.resume = resume
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.sanity_checking:
+            self.resume.preemption.request("the test")
+
+
+def test_a_cut_in_the_sanity_check_of_a_run_that_goes_on_loses_nothing(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole.ckpt", num_sanity_val_steps=1)
+    first = fit(tmp_path / "run.ckpt", 5, ZeroDivisionError(), num_sanity_val_steps=1)  # the file is of epoch 0
+    before = (tmp_path / "run.ckpt").read_bytes()
+    resume = Resume(tmp_path / "run.ckpt")
+    made = trainer("ddp_callbacks", callbacks=[resume, AsksInSanityCheck(resume)], num_sanity_val_steps=1)
+    with quiet(), pytest.raises(Preempted):
+        made.fit(Net(), loader(shuffle=True), loader(13, 5, 9))
+    assert (tmp_path / "run.ckpt").read_bytes() == before
+    second = fit(tmp_path / "run.ckpt", num_sanity_val_steps=1)
+    assert second["global_step"] == whole["global_step"] == 8
+    assert len(first["logged"] + second["logged"]) >= len(whole["logged"])
+    assert_equal(second["parameters"], whole["parameters"], 0.0)
+
+
+@pytest.mark.parametrize("search", [LearningRateFinder(), BatchSizeFinder()])
+def test_a_search_is_not_taken_for_the_fit(tmp_path: Path, search: Any) -> None:
+    made = trainer("ddp_callbacks", callbacks=[Resume(tmp_path / "run.ckpt"), search])
+    message = f"Resume cannot tell the trials of {type(search).__name__} from the fit"
+    with quiet(), pytest.raises(ConfigurationError, match=message):
+        made.fit(Net(), loader())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
+    made = trainer("ddp_callbacks", callbacks=[Resume(tmp_path / "run.ckpt")], fast_dev_run=True)
+    with quiet():
+        made.fit(Net(), loader(), loader(13, 5, 9))
+    assert made.global_step == 1 and not list(tmp_path.iterdir())
+
+
+class Sizes(Net):
+    """Notes how many samples of each loader a batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.sizes.append([0 if part is None else len(part[0]) for part in batch])
+        return super().training_step(batch[0], batch_idx)
+
+
+def test_a_loader_that_has_ended_beside_a_longer_one_stays_ended(tmp_path: Path) -> None:
+    def sizes(stop: int | None) -> list[list[int]]:
+        resume, module = Resume(tmp_path / "run.ckpt"), Sizes()
+        made = trainer("ddp_callbacks", callbacks=[resume, *([Asks(resume, stop)] if stop else [])], max_epochs=1)
+        with quiet(), contextlib.suppress(Preempted):
+            made.fit(module, CombinedLoader([loader(shuffle=True), loader(13)], "max_size"))
+        return module.sizes
+
+    assert len(sizes(3)) == 3
+    assert sizes(None) == [[8, 8], [8, 5], [8, 0], [5, 0]]
 
 
 def test_a_time_limit_stops_a_fit(tmp_path: Path) -> None:

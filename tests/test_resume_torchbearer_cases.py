@@ -31,7 +31,7 @@ from resume_torchbearer_scenarios import (
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Callback, Trial
-from torchbearer.callbacks import CSVLogger, Tqdm
+from torchbearer.callbacks import CSVLogger, GradientClipping, Tqdm
 
 from ddp_callbacks import LocalSGD
 from ddp_callbacks.checkpoints import CheckpointFile
@@ -286,7 +286,13 @@ def per_process(watch: Watch) -> Trial:
     return make(watch, batch_size="per_process").with_generators(loader(), loader(13, 5, 1))
 
 
+def clipped(watch: Watch) -> Trial:
+    """Torchbearer keeps the model's parameters in the callback."""
+    return make(watch, GradientClipping(0.3)).with_generators(loader(), loader(13, 5, 1))
+
+
 KINDS = (
+    clipped,
     more_steps_than_batches,
     fewer_steps_than_batches,
     a_list_of_batches,
