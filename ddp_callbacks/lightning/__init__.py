@@ -20,8 +20,8 @@ many steps and at the moments in ``local_steps``, and the ranks meet in those st
 What is logged travels as ``rows`` say, and ``combine`` and ``history`` are the arithmetic of a step and of an epoch.
 
 With the callback ``Resume`` a fit can stop at the ``moments`` and go on there: ``resume`` reads and writes the file;
-``own_state`` is what the ranks have beside Lightning's checkpoint: ``saved_logs``, ``saved_metrics``, ``saved_module``.
-``resumable`` is the strategy's part.
+``own_state`` is what the ranks have beside Lightning's checkpoint: ``saved_logs``, ``saved_metrics``, ``saved_module``,
+``saved_attributes``. ``resumable`` is the strategy's part.
 
 ``package`` makes ``classes`` for both packages, and ``which_package`` says which the program uses; ``callback`` is for
 a Trainer whose strategy is another; ``reductions`` are what users ask the strategies for.

@@ -83,14 +83,15 @@ class Resume(ResumeMixin):
 
     The file is the Trainer's own checkpoint, which Lightning alone can load. Beside that it has what Lightning does not
     save: the position in the loaders, logged values and metrics of the pass under way, accumulated gradients, running
-    statistics and random states. On as many processes the fit goes on with the same
-    bits; on others, each rank draws other dropout masks than before, and the rest is equal but for rounding. Hooks that
-    open the fit, the epoch or the validation are called again; then everything is put back as it was.
+    statistics, random states, and the module's plain attributes that the fit has changed. On as many processes the fit
+    goes on with the same bits; on others, each rank draws other dropout masks than before, and the rest is equal but for
+    rounding. Hooks that open the fit, the epoch or the validation are called again; then everything is put back as it
+    was. A fit that had ended begins and ends once more, without an epoch. With ``fast_dev_run`` it does nothing.
 
     Args:
         path: Of the file; only rank 0 needs to see it. The file before it is kept as ``run.previous.ckpt``.
-        every: When to write the file, beside when all stop: after so many batches of the training, after a time by the
-            clock of any rank, or at the end of each epoch (``None``). It is written when the fit ends, too.
+        every: When to write the file, beside when all stop: after so many batches of the training, after a time by rank
+            0's clock, or at the end of each epoch (``None``). It is written when the fit ends, too.
         on_signal: Whether signals ask to stop. Then Lightning handles none of its own, and requeues no job of Slurm.
         time_limit: From the start of the fit, after which to stop.
         async_save: Let a thread write the file while the training goes on.
@@ -98,7 +99,8 @@ class Resume(ResumeMixin):
             reading it runs its code.
 
     Raises:
-        ConfigurationError: A setting is invalid. At the start of a fit: the Trainer has another strategy.
+        ConfigurationError: A setting is invalid. At the start of a fit: the Trainer has another strategy, several
+            ``Resume``, or searches for a batch size or a learning rate.
         CheckpointError: At the start of a fit: the file is of another model, data or batch size, or another job writes
             it. Later: it cannot be written.
         Preempted: In a fit, on every rank: asked to stop, and the file is written.
