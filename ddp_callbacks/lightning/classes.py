@@ -83,10 +83,12 @@ class Resume(ResumeMixin):
 
     The file is the Trainer's own checkpoint, which Lightning alone can load. Beside that it has what Lightning does not
     save: the position in the loaders, logged values and metrics of the pass under way, accumulated gradients, running
-    statistics, random states, and the module's plain attributes that the fit has changed. On as many processes the fit
-    goes on with the same bits; on others, each rank draws other dropout masks than before, and the rest is equal but for
-    rounding. Hooks that open the fit, the epoch or the validation are called again; then everything is put back as it
-    was. A fit that had ended begins and ends once more, without an epoch. With ``fast_dev_run`` it does nothing.
+    statistics, random states, and the module's plain attributes that the fit has changed.
+
+    On as many processes the fit goes on with the same bits; on others, each rank draws other dropout masks than before,
+    and the rest is equal but for rounding. Hooks that open the fit, the epoch or the validation are called again; then
+    everything is put back as it was. A fit that had ended begins and ends once more, without an epoch. With
+    ``fast_dev_run`` it does nothing.
 
     Args:
         path: Of the file; only rank 0 needs to see it. The file before it is kept as ``run.previous.ckpt``.
