@@ -272,7 +272,7 @@ def test_a_loop_is_refused_what_it_cannot_go_on_from(tmp_path: Path) -> None:
         ),
         "loader": (
             resumable_loader(DataLoader(data, 16)),
-            r"samples in the data set of loader: 34 in the file, 35 now\n  batch size of loader: 8 in the file, 16 now",
+            r"samples in the data set of loader: 34 in the file, 35 now; batch size of loader: 8 in the file, 16 now",
         ),
         "another": ({}, r"must hold the objects \['another', 'engine', .*\], got \['engine', .*\]"),
     }
