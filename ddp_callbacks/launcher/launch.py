@@ -86,7 +86,7 @@ class Launch:
         self._nodes: list[Connection] = []
         self._round = 0  # how often the workers of all nodes have been restarted
         self._signal: int | None = None
-        self.is_forced = False
+        self.is_forced = False  # a second signal has ended it at once
         self._stopped_by = ""
         self.has_begun = False  # whether a rank was started
         self._signalled = 0.0  # when it came
