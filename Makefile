@@ -1,13 +1,16 @@
 # make demo    train on two processes, on this machine
-# make test    formatting, lint, types, and the tests that prove the promises on this machine: 9 minutes on two cores
-# make check   the same with all tests; with SETUP_HOSTS=1, also those between real hosts (Debian, root)
+# make parts   the tests that start no process: a minute
+# make test    formatting, lint, types, and the tests that prove the promises on this machine: 5 minutes on two cores
+# make check   also real interpreters, hosts, MPI and pages: 17 minutes; SETUP_HOSTS=1 installs what hosts need
+#              (Debian, root)
+# make night   also what repeats these many times: random cuts, many generated examples (SEED=1 takes others, the date
+#              by default), applications from PyPI, and the oldest and newest versions; hours
 # make check-cuda  the tests for a GPU, on a machine that has one: 10 minutes; with CUDA_PYTHON=python3, by a Python
 #              that has everything, without setting up .venv
 # make check-apps  three applications from PyPI that train through a Trainer, unchanged, on two processes as on one;
 #              downloads 600 MB
-# make check-cuts  200 runs of each scenario of Resume that are cut at random moments and go on on another number of
-#              processes; about an hour. CUTS=20 SEED=1 takes fewer, and others
 # make lint    formatting, lint and types only
+# make promises  write the list of promises in tests/README.md again
 # make docs    this documentation as a site, in docs/_build/html
 # make versions  the tests of make test with the oldest and the newest supported torch, Lightning and Python;
 #                downloads several gigabytes. One of the two: make versions-oldest, make versions-newest
@@ -23,8 +26,6 @@ INSTALLED = $(VENV)/installed
 TORCHVISION = $(VENV)/torchvision
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input
 
-# What make test leaves out, by what a test does: pyproject.toml says what these words mean.
-QUICK = smoke or not (apps or cold or cuda or hosts or mpi or pages or wide)
 PYTEST = TORCHVISION_PATH=$(abspath $(TORCHVISION)) $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The ends of the ranges in pyproject.toml.
@@ -36,24 +37,28 @@ NEWEST = torch==2.13.0 lightning==2.6.6 pytorch-lightning==2.6.6
 # Applications of others, which train through a Trainer; tests/apps has one file for each.
 APPS = chemprop==2.3.1 neuralforecast==3.3.0 pytorch-forecasting==1.8.0 wandb==0.31.0 mlflow-skinny==3.17.2
 
-# How many random cuts of each scenario, and which.
-CUTS ?= 200
-SEED ?= 0
-
 # The Python that runs the tests for a GPU. One of its own needs no network.
 CUDA_PYTHON ?= $(BIN)/python
 
-.PHONY: demo test check check-cuda check-apps check-cuts lint docs hosts clean versions versions-oldest versions-newest
+.PHONY: demo parts test check night check-cuda check-apps lint promises docs hosts clean \
+	versions versions-oldest versions-newest
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/ddprun --nproc-per-node 2 examples/digits/train.py
 
+parts: $(INSTALLED)
+	$(PYTEST) --tier parts
+
 test: lint
-	$(PYTEST) -m '$(QUICK)'
+	$(PYTEST) --tier test
 
 check: lint $(TORCHVISION)/installed $(if $(SETUP_HOSTS)$(CI),hosts)
-	$(PYTEST)
+	$(PYTEST) --tier check
+
+night: lint $(TORCHVISION)/installed $(if $(SETUP_HOSTS)$(CI),hosts)
+	SEED=$${SEED:-$$(date +%Y%m%d)} $(PYTEST) --tier night
+	$(MAKE) check-apps versions
 
 # PYTHONPATH: the package need not be installed there.
 check-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(INSTALLED))
@@ -63,22 +68,22 @@ check-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(INSTALLED))
 
 check-apps: .venv-apps/installed
 	.venv-apps/bin/python -m pytest -n 0 tests/apps
-	.venv-apps/bin/python -m pytest -n 0 tests/test_lightning_features.py -m 'not wide' -k 'rich or device_stats'  # rich and psutil are there
-
-check-cuts: $(INSTALLED)
-	CUTS=$(CUTS) SEED=$(SEED) $(PYTEST) tests/test_random_cuts.py
+	.venv-apps/bin/python -m pytest -n 0 tests/trainer/test_lightning_equivalence.py -m 'not wide' -k 'rich or device_stats'  # rich and psutil are there
 
 versions: versions-oldest versions-newest
 
 versions-oldest versions-newest: versions-%: .venv-%/installed
 	@.venv-$*/bin/python -c 'import lightning, platform, torch; print("the $* supported versions: Python", \
 		platform.python_version(), "torch", torch.__version__, "Lightning", lightning.__version__)'
-	.venv-$*/bin/python -m pytest -n 2 --dist loadgroup -m '$(QUICK)'
+	.venv-$*/bin/python -m pytest -n 2 --dist loadgroup --tier test tests  # named: the budget is that of another torch
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+promises: $(INSTALLED)
+	cd tests && $(abspath $(BIN))/python -m kit.promises
 
 docs: $(INSTALLED)
 	$(BIN)/python -m sphinx -b html -W --keep-going -q -d docs/_build/doctrees docs docs/_build/html

@@ -31,8 +31,3 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.apps)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def nursery() -> None:
-    """The processes here are not forked: they are commands of this environment, as a user starts them."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from commands import DEADLINE, run, start
+from kit.commands import DEADLINE, run, start
 
 HERE = Path(__file__).parent
 

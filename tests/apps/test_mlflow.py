@@ -10,6 +10,7 @@ PROGRAM = ["train_with_logger.py", "mlflow"]
 
 
 def test_mlflow_gets_the_values_of_one_process_in_one_run(tmp_path: Path) -> None:
+    """MLflow gets one run with one process's values."""
     expected = on_one(PROGRAM, tmp_path)
     first, second = on_two(PROGRAM, "divided", tmp_path)
     assert [len(values) for name, values in expected["history"].items() if name == "loss_step"] == [10]

@@ -10,6 +10,7 @@ PROGRAM = "train_neuralforecast.py"
 
 
 def test_neuralforecast_trains_predicts_and_saves_on_two_processes_as_on_one(tmp_path: Path) -> None:
+    """Unchanged neuralforecast trains, predicts and saves, too."""
     expected, named = on_one(PROGRAM, tmp_path), "its own validation losses"
     losses = expected.pop(named)
     for actual in on_two(PROGRAM, "divided", tmp_path):

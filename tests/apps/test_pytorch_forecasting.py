@@ -19,6 +19,7 @@ def without_roots(history: list[Any]) -> list[Any]:
 
 
 def test_a_temporal_fusion_transformer_trains_and_predicts_on_two_processes_as_on_one(tmp_path: Path) -> None:
+    """pytorch-forecasting's Temporal Fusion Transformer does, too."""
     expected, actual = on_one(PROGRAM, tmp_path), on_two(PROGRAM, "weighted", tmp_path)
     series = expected.pop("by series")
     expected["history"] = without_roots(expected["history"])

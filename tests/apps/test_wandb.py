@@ -10,6 +10,7 @@ PROGRAM = ["train_with_logger.py", "wandb"]
 
 
 def test_wandb_gets_the_values_of_one_process_in_one_run(tmp_path: Path) -> None:
+    """wandb gets one run with one process's values."""
     expected = on_one(PROGRAM, tmp_path)
     first, second = on_two(PROGRAM, "divided", tmp_path)
     assert {"loss_step", "loss_epoch", "norm", "val_loss"} < set(expected["summary"])

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from worlds import Fresh, World, why_not
+from kit.ranks import Nursery
+from kit.worlds import World, why_not
 
 
 class _WithoutGpu(pytest.File):
@@ -29,8 +30,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nursery() -> None:
-    """The ranks here are not forked."""
+def server() -> None:
+    """Nothing here is forked."""
 
 
 @pytest.fixture(scope="session")
@@ -77,11 +78,11 @@ def one(worlds: Callable[[str], World]) -> World:
 
 
 @pytest.fixture(params=["gloo", "nccl"])
-def fresh(request: pytest.FixtureRequest) -> Fresh:
+def fresh(request: pytest.FixtureRequest) -> Nursery:
     """Ranks on the GPU that may fail."""
     if request.param == "nccl":
         request.getfixturevalue("nccl")
-    return Fresh(request.param)
+    return Nursery(request.param)
 
 
 @pytest.fixture(autouse=True)

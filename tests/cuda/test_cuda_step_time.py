@@ -15,6 +15,7 @@ pytest.importorskip("matplotlib", reason="the benchmark draws its ratios by matp
 def test_on_a_gpu_the_step_of_each_model_is_compared_with_ddp_by_gloo(
     tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
+    """The benchmark compares steps on a GPU with DDP's."""
     output = run_step_time(2, tmp_path, "--device", "cuda", "--backend", "gloo")
     record_property("ratios", output)
     assert_all_are_compared(output)

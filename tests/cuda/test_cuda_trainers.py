@@ -7,8 +7,8 @@ from typing import Any
 
 import device_trainers as trainers
 import pytest
-from comparing import assert_equal
-from worlds import World, WorldFailed
+from kit.compare import assert_equal
+from kit.worlds import World, WorldFailed
 
 RELATIVE = 1e-10
 GPU = "gpu"
@@ -28,6 +28,7 @@ def _in_one_process(one: World, body: Any, arguments: tuple[Any, ...]) -> Any:
 
 @pytest.mark.parametrize("name", trainers.NAMES)
 def test_a_trainer_on_a_gpu_gives_the_numbers_of_one_process(pair: World, one: World, name: str) -> None:
+    """A Trainer on a GPU gives one process's numbers."""
     assert_equals_one(pair, one, trainers.run_scenario, name)
 
 
@@ -57,6 +58,7 @@ def test_in_16_mixed_a_loss_that_overflows_on_one_rank_skips_the_step_on_all(pai
 
 @pytest.mark.parametrize("between", [False, True], ids=["within batches", "between them, too"])
 def test_a_trainer_that_logs_in_each_step_never_makes_the_host_wait(nccl: World, one: World, between: bool) -> None:
+    """A Trainer that logs never makes its host wait."""
     try:
         _in_one_process(one, trainers.steady_batches, (between,))
     except WorldFailed as error:

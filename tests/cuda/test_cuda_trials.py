@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 import pytest
-from comparing import assert_equal
-from worlds import World
+from kit.compare import assert_equal
+from kit.worlds import World
 
 pytest.importorskip("torchbearer", reason="Torchbearer is not installed")
 
@@ -23,5 +23,6 @@ def in_one_process(one: World, name: str) -> Any:
 
 @pytest.mark.parametrize("name", trials.NAMES)
 def test_a_trial_on_a_gpu_gives_the_numbers_of_one_process(pair: World, one: World, name: str) -> None:
+    """A Trial on a GPU gives one process's numbers."""
     for rank, found in enumerate(pair.run(trials.run_scenario, "cuda", name, True)):
         assert_equal(found, in_one_process(one, name), RELATIVE, f"rank {rank}")

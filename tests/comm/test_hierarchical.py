@@ -1,0 +1,239 @@
+"""Sums between hosts: within each through shared memory, between them over the network, whole or rounded."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.ranks import Nursery, live_on_hosts, note
+from shared_worlds import TWO, WIDE, World, by_rank
+from test_shared_memory import summand
+from torch import Tensor
+from ways import Way
+
+from ddp_callbacks.comm import topology as topology_module
+from ddp_callbacks.comm.collectives import new_subgroup
+from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce
+from ddp_callbacks.comm.topology import Topology
+from ddp_callbacks.errors import ConfigurationError, PeerError
+from ddp_callbacks.process_group import join_process_group, resolve_group
+
+pytestmark = pytest.mark.shares_results()
+WORLD = World(__name__)
+CPU = torch.device("cpu")
+SIZES = [0, 1, 65, 1000, 200_001]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+HALF = (torch.bfloat16, torch.float16)
+FOUR = Way(4, tier="night")
+
+# By the number of ranks: how many each host has, what is sent between hosts, and in pieces of how many bytes.
+CASES: dict[int, list[tuple[tuple[int, ...], torch.dtype | None, int | None]]] = {
+    2: [((1, 1), torch.bfloat16, None), ((1, 1), torch.float16, None), ((1, 1), torch.bfloat16, 1)],
+    3: [
+        ((2, 1), None, None),
+        ((1, 2), None, None),
+        ((2, 1), torch.float16, None),
+        ((1, 1, 1), torch.bfloat16, None),
+        ((2, 1), None, 1),
+        ((2, 1), torch.bfloat16, 1),
+    ],
+    4: [((2, 2), None, None), ((2, 1, 1), None, None), ((2, 2), None, 1), ((2, 1, 1), None, 1)],
+}
+
+
+def expected(layout: tuple[int, ...], size: int, kind: torch.dtype, wire: torch.dtype | None) -> Tensor:
+    """Sums of the hosts in the order of the ranks, then over the hosts; half precision in float32 each time."""
+    wide = torch.float32 if kind in HALF else kind
+    rank, hosts = 0, []
+    for count in layout:
+        total = summand(rank, size, kind).to(wide)
+        for other in range(rank + 1, rank + count):
+            total = total + summand(other, size, kind).to(wide)
+        hosts.append(total.to(kind))
+        rank += count
+    sent = [part.to(wide) if wire is None else part.to(wire).float() for part in hosts]
+    total = sent[0]
+    for part in sent[1:]:
+        total = total + part
+    return total
+
+
+def summed(way: HierarchicalAllReduce) -> Iterator[tuple[torch.dtype, int, Tensor]]:
+    """Each size and dtype, in a segment and elsewhere, all under way at a time."""
+    rank, tensors = dist.get_rank(), []
+    for kind in DTYPES:
+        for size in SIZES:
+            tensors.append((kind, size, way.allocate(size, kind, CPU).copy_(summand(rank, size, kind))))
+            tensors.append((kind, size, summand(rank, size, kind)))
+    pending = [way.launch(tensor) for _, _, tensor in tensors]
+    for sum_ in pending:
+        sum_.wait("the test")
+    yield from tensors
+
+
+def sums_beside_their_truth(layout: tuple[int, ...], wire: torch.dtype | None, piece: int | None) -> None:
+    """Twice, with the same bits on all ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        if piece is not None:
+            patch.setattr(topology_module, "CHUNK_NBYTES", piece)
+        way = live_on_hosts(layout, dist.new_group()).all_reduce(wire)
+    assert isinstance(way, HierarchicalAllReduce) and way.exact == (wire is None)
+    bits = []
+    for kind, size, tensor in [*summed(way), *summed(way)]:
+        half = [dtype for dtype in (wire, kind) if dtype in HALF]  # what the sum is rounded to at the end
+        relative = max(torch.finfo(dtype).eps for dtype in half or [kind])
+        absolute = 1e-4 if not half and kind == torch.float32 else 1e-12  # terms of some hundred cancel out
+        wanted = expected(layout, size, kind, wire)
+        torch.testing.assert_close(tensor.to(wanted.dtype), wanted, rtol=relative, atol=absolute)
+        bits.append(hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest())
+    assert bits[: len(bits) // 2] == bits[len(bits) // 2 :], "the second time the bits are others"
+    assert by_rank(bits) == [bits] * dist.get_world_size()
+
+
+@WORLD.on(TWO, WIDE, FOUR)
+def test_every_rank_gets_the_same_bits_and_they_are_the_sum_rounded_once_on_each_way() -> None:
+    """Sums between hosts give all the same bits."""
+    for case in CASES[dist.get_world_size()]:
+        sums_beside_their_truth(*case)
+
+
+@WORLD
+def test_a_sum_has_pieces_of_4_mib_and_at_most_8() -> None:
+    full = (4 << 20) // 8
+    way = live_on_hosts((1, 1), dist.new_group()).all_reduce(torch.float16)
+    launched = [way.launch(torch.zeros(size, dtype=torch.float64)) for size in (0, full, full + 1, 8 * full, 9 * full)]
+    for sum_ in launched:
+        sum_.wait("the test")
+    assert [len(sum_.chunks) for sum_ in launched] == [1, 1, 2, 8, 8]
+
+
+def sum_of_ones(topology: Topology) -> float:
+    tensor = torch.ones(1000)
+    topology.all_reduce().launch(tensor).wait("the test")
+    return float(tensor.sum())
+
+
+@WORLD.on(WIDE)
+def test_groups_that_only_some_ranks_have_made_do_not_let_the_others_wait() -> None:
+    """Groups of some ranks keep no other waiting."""
+    # torch names a group by the number of those before it: the ranks would wait for different names.
+    dist.new_group([0, 2])
+    part, same = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    assert sum_of_ones(live_on_hosts((2, 1), resolve_group())) == 3000
+    assert dist.get_rank() == 2 or sum_of_ones(live_on_hosts((1, 1), part)) == 2000
+    assert sum_of_ones(live_on_hosts((2, 1), same)) == 3000
+    if dist.get_rank() == 0:
+        dist.new_group([0])  # after which no group of all can be made: no test comes after this one
+    with pytest.raises(ConfigurationError, match="call new_group for the same groups") as refused:
+        new_subgroup([[0, 1, 2]], resolve_group())
+    assert "have made different numbers of groups: [" in str(refused.value)
+    assert by_rank(str(refused.value)) == [str(refused.value)] * 3
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def sum_twice(layout: tuple[int, ...], seconds: float, how: str) -> None:
+    """The last rank comes to grief between two sums. With two ranks, what is sent is rounded, by the same threads."""
+    env = join_process_group(timeout=timedelta(seconds=seconds))
+    way = live_on_hosts(layout, resolve_group()).all_reduce(torch.bfloat16 if len(layout) == sum(layout) else None)
+    way.launch(torch.ones(10), "the first sum").wait("the first sum")
+    if env.rank == sum(layout) - 1:
+        HAPPENS[how]()
+    way.launch(torch.ones(1_000_000), "the second sum").wait("the second sum")
+
+
+def boom() -> None:
+    raise ValueError("boom")
+
+
+HAPPENS = {
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "raises": boom,
+    "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+LAYOUTS = [
+    (1, 1),
+    pytest.param((2, 1), marks=pytest.mark.wide),
+    pytest.param((1, 2), marks=pytest.mark.wide),
+    pytest.param((2, 2), marks=pytest.mark.night),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_killed_on_one_host_is_named_on_all_hosts(
+    nursery: Nursery, tmp_path: Path, layout: tuple[int, ...]
+) -> None:
+    """All hosts hear of a failure on one."""
+    *ranks, dead = nursery.run_watched(sum_twice, sum(layout), tmp_path, layout, 300, "is killed")
+    for rank in ranks:
+        assert f"PeerError: rank {len(ranks)} (host {os.uname().nodename}, pid {dead.pid}) died" in rank.stderr
+        assert rank.code == 1 and rank.ended - dead.ended < 8 * rank.slowness
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+def test_an_exception_on_one_host_ends_all_and_the_threads_end_in_peace(
+    nursery: Nursery, tmp_path: Path, layout: tuple[int, ...]
+) -> None:
+    ranks = nursery.run(sum_twice, sum(layout), tmp_path, layout, 300, "raises", finalize=True)
+    for rank in ranks[:-1]:
+        assert f"rank {len(ranks) - 1} (host" in rank.stderr and "failed with ValueError: boom" in rank.stderr
+    for rank in ranks:
+        assert rank.code == 1
+        assert "terminate called" not in rank.stderr and "Fatal" not in rank.stderr
+
+
+@pytest.mark.waits(5)
+@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[3]])
+def test_a_rank_that_goes_silent_on_one_of_two_hosts_is_named_by_all_others(
+    nursery: Nursery, tmp_path: Path, layout: tuple[int, ...]
+) -> None:
+    # Those that wait for it directly are not all: each group between hosts may have nobody missing.
+    ended: list[int] = []
+
+    def kill_the_stopped(rank: int, pids: list[int]) -> None:
+        ended.append(rank)
+        if len(ended) == len(pids) - 1:
+            os.kill(pids[-1], signal.SIGKILL)
+
+    *ranks, silent = nursery.run(sum_twice, sum(layout), tmp_path, layout, 5, "stops", on_end=kill_the_stopped)
+    for rank in ranks:
+        assert rank.code == 1
+        place = f"rank {len(ranks)} (host {os.uname().nodename}, pid {silent.pid})"
+        assert f"PeerError: {place} died or went silent" in rank.stderr
+
+
+def die_beyond_a_carrier_that_stays() -> None:
+    """Rank 1 waits for rank 0 in the memory of their host, and rank 0, which lives, for rank 2 on the other."""
+    env = join_process_group()
+    way = live_on_hosts((2, 1), resolve_group()).all_reduce()
+    way.launch(torch.ones(10)).wait("the first sum")
+    if env.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    told = Path("told")
+    try:
+        way.launch(torch.ones(1_000_000)).wait("the second sum")
+    except PeerError:
+        end = time.monotonic() + 20
+        while env.rank == 0 and not told.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        note("told", told.exists())
+        told.touch()
+        raise
+
+
+@pytest.mark.wide
+def test_a_rank_hears_of_a_death_although_the_one_that_it_waits_for_lives(nursery: Nursery, tmp_path: Path) -> None:
+    # It said that the store could not be reached where rank 0, which had it, was slow to end.
+    first, second, dead = nursery.run(die_beyond_a_carrier_that_stays, 3, tmp_path)
+    assert first.notes["told"] and not second.notes["told"]
+    for rank in (first, second):
+        assert f"PeerError: rank 2 (host {os.uname().nodename}, pid {dead.pid}) died" in rank.stderr

@@ -1,0 +1,376 @@
+"""Sums through the memory of a host are those of one process, and what happens where it cannot be had."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.ranks import Nursery, Rank, noting_errors
+from shared_worlds import TWO, WIDE, World
+from torch import Tensor
+
+from ddp_callbacks import GradientSynchronizer, environment, join_process_group
+from ddp_callbacks.comm import memfd
+from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
+from ddp_callbacks.comm.shared_memory import SWITCH, SharedMemoryAllReduce
+from ddp_callbacks.comm.topology import choose_all_reduce
+from ddp_callbacks.process_group import resolve_group
+
+pytestmark = pytest.mark.shares_results()
+WORLD = World(__name__)
+SIZES = [0, 1, 63, 64, 65, 129, 1000, 100_003]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int64]
+CPU = [torch.device("cpu")]
+
+
+def opened(group: dist.ProcessGroup | None = None) -> SharedMemoryAllReduce:
+    """Of a group of its own, all of whose ranks are on this host."""
+    memory = choose_all_reduce(group or dist.new_group(), CPU)
+    assert isinstance(memory, SharedMemoryAllReduce)
+    return memory
+
+
+def descriptors() -> int:
+    gc.collect()  # those of other tests
+    return len(os.listdir("/proc/self/fd"))
+
+
+# --- where it cannot be shared: first, as each way is said once in a process ------------------------------------------
+
+
+def switch_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    if rank == 1:
+        patch.setenv(SWITCH, "0")
+
+
+def live_on_two_hosts(patch: pytest.MonkeyPatch, rank: int) -> None:
+    patch.setattr(environment, "host_identity", lambda: f"host of rank {rank}")
+
+
+def open_nothing(patch: pytest.MonkeyPatch, rank: int) -> None:
+    if rank == 1:
+        patch.setattr(memfd, "path_of", lambda pid, fd: f"/proc/{pid}/fd/nothing")
+
+
+def have_no_memfd(patch: pytest.MonkeyPatch, rank: int) -> None:
+    if rank == 0:
+        patch.delattr(os, "memfd_create")
+
+
+WAYS: dict[str, tuple[Callable[[pytest.MonkeyPatch, int], None], str]] = {
+    "shared": (lambda patch, rank: None, "shared memory"),
+    "switch": (switch_off, f"gloo: {SWITCH}=0 is set"),
+    "hosts": (live_on_two_hosts, "gloo: every rank is on a different host"),
+    "open": (open_nothing, "gloo: rank 1 cannot open what rank 0 shares: "),
+    "memfd": (have_no_memfd, "gloo: this system has no memfd_create"),
+}
+
+
+@WORLD.each(WAYS)
+def test_the_ranks_agree_how_they_sum_and_rank_0_says_it(name: str) -> None:
+    """Rank 0 prints how gradients travel, and why."""
+    texts: list[str] = []
+    handler, logger, rank = logging.Handler(), logging.getLogger("ddp_callbacks"), dist.get_rank()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    model = torch.nn.Linear(3, 2).double()
+    with pytest.MonkeyPatch.context() as patch:
+        WAYS[name][0](patch, rank)
+        patch.setattr(logger, "level", logging.INFO)
+        logger.addHandler(handler)
+        synchronizer = GradientSynchronizer(model, process_group=dist.new_group())
+        model(torch.full((1, 3), float(rank)).double()).sum().backward()
+        synchronizer.close()
+        logger.removeHandler(handler)
+    assert model.weight.grad is not None and model.weight.grad.tolist() == [[0.5] * 3] * 2
+    said = [text.startswith(f"summing CPU tensors using {WAYS[name][1]}") for text in texts]
+    assert said == [True] * (rank == 0), texts
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
+def summand(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(17 * size + rank)
+    values = torch.randn(size, 2, generator=generator, dtype=torch.float64)
+    return torch.view_as_complex(values).to(dtype) if dtype.is_complex else (100 * values[:, 0]).to(dtype)
+
+
+def sum_by_rank(world_size: int, size: int, dtype: torch.dtype) -> Tensor:
+    """The sum in the order of the ranks; half precision in float32."""
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = summand(0, size, dtype).to(wide)
+    for rank in range(1, world_size):
+        total = total + summand(rank, size, dtype).to(wide)
+    return total.to(dtype)
+
+
+@WORLD.on(TWO, WIDE)
+def test_every_rank_gets_the_sum_in_the_order_of_the_ranks_bit_for_bit() -> None:
+    """Shared memory sums by rank, half precision in float32."""
+    memory, rank, size = opened(), dist.get_rank(), dist.get_world_size()
+    for dtype in DTYPES:
+        shared = [memory.allocate(count, dtype).copy_(summand(rank, count, dtype)) for count in SIZES]
+        private = [summand(rank, count, dtype) for count in SIZES]
+        pending = [memory.launch(tensor) for tensor in [*shared, *private]]
+        for sum_ in pending:
+            sum_.wait("the test")
+        expected = [sum_by_rank(size, count, dtype) for count in SIZES] * 2
+        for actual, wanted in zip([*shared, *private], expected, strict=True):
+            assert actual.dtype == dtype and torch.equal(actual, wanted), (dtype, len(wanted))
+
+
+@WORLD.on(TWO, WIDE)
+def test_sums_that_are_abandoned_on_every_rank_disturb_no_later_one() -> None:
+    """Abandoned sums disturb no later one."""
+    # Two memories in turns, as where gradients are kept, and a sum in between that nobody waits for.
+    memory, rank = opened(), dist.get_rank()
+    tensors = [memory.allocate(500, torch.float64) for _ in range(2)]
+    for step in range(20):
+        if step % 5 == 3:
+            memory.launch(memory.allocate(77, torch.float64).fill_(1e9))
+        mine = tensors[(step + rank) % 2].fill_(10**rank * step)
+        memory.launch(mine).wait("the test")
+        assert (mine == sum(10.0**other * step for other in range(dist.get_world_size()))).all()
+
+
+@WORLD
+def test_a_sum_that_is_waited_for_twice_keeps_its_value() -> None:
+    """You may wait for a sum twice."""
+    memory, first, second = opened(), torch.ones(100), torch.full((100,), 5.0)
+    one = memory.launch(first)
+    one.wait("the test")
+    two = memory.launch(second)  # lies in the memory of the first
+    two.wait("the test")
+    one.wait("the test")
+    three, third = memory.launch(torch.zeros(100)), memory.launch(fourth := torch.full((100,), 7.0))
+    three.wait("the test")
+    third.wait("the test")
+    assert [tensor.sum().item() for tensor in (first, second, fourth)] == [200, 1000, 1400]
+
+
+# --- memory and descriptors -------------------------------------------------------------------------------------------
+
+
+def shared_bytes() -> int:
+    """Shared memory that this process has mapped."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem")]
+    return int(line.split()[1]) * 1024
+
+
+@WORLD
+def test_memory_that_is_dropped_takes_its_descriptors_and_mappings_with_it() -> None:
+    """Tensors and groups release their shared memory."""
+    memory = opened()
+    for count in (3, 40):
+        before = descriptors(), shared_bytes()
+        for _ in range(count):
+            memory.launch(memory.allocate(1 << 18, torch.float32).zero_()).wait("the test")
+    assert descriptors() <= before[0]
+    dist.barrier()
+    assert shared_bytes() - before[1] < 4 << 20  # 40 segments of 1 MiB were used, on each of two ranks
+
+
+@WORLD
+def test_every_step_sums_in_the_same_memory() -> None:
+    """Gradients stay in the same memory."""
+    model = torch.nn.Linear(300, 300)
+    synchronizer = GradientSynchronizer(model, process_group=dist.new_group())
+    addresses, open_files = [], []
+    for _ in range(6):
+        model.zero_grad()
+        model(torch.ones(1, 300)).sum().backward()
+        assert model.weight.grad is not None
+        addresses.append(model.weight.grad.data_ptr())
+        open_files.append(descriptors())
+    synchronizer.close()
+    assert len(set(addresses)) == 1 and open_files[1] == open_files[-1]
+
+
+@WORLD
+def test_a_gradient_can_be_sent_to_another_process() -> None:
+    """You can send a gradient to another process."""
+    model = torch.nn.Linear(3, 2)
+    synchronizer = GradientSynchronizer(model)
+    model(torch.ones(1, 3)).sum().backward()
+    synchronizer.close()
+    queue = torch.multiprocessing.SimpleQueue()
+    queue.put(model.weight.grad)
+    received = queue.get()
+    queue.close()
+    assert received.sum() == 6
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@WORLD
+def test_a_sum_that_is_interrupted_half_done_is_an_error_not_a_wrong_sum() -> None:
+    """A sum that Ctrl-C interrupts raises an error."""
+    # Ctrl-C on rank 0, as if it came when the slice was summed.
+    reduction = opened().launch(torch.ones(100))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(SharedMemoryAllReduce, "all_gather", interrupted)
+            reduction.wait("the test")
+        with pytest.raises(RuntimeError, match=r"interrupted halfway \(Ctrl-C\).* Restart all processes"):
+            reduction.wait("the test")
+
+
+@WORLD
+def test_memory_that_cannot_be_used_after_all_leaves_no_descriptor() -> None:
+    """Unusable memory leaves no descriptor."""
+
+    def raises(self: SharedMemoryAllReduce, *_: object) -> None:
+        raise OSError(38, "sem_init between processes")
+
+    group, before = dist.new_group(), descriptors()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedMemoryAllReduce, "__init__", raises)
+        assert isinstance(choose_all_reduce(group, CPU), ProcessGroupAllReduce)
+    assert descriptors() == before
+
+
+@WORLD
+def test_ranks_that_sum_different_sizes_are_named_with_both() -> None:
+    """Failed allocations and unequal sizes raise errors."""
+    memory, own, nbytes = opened(), dist.get_rank(), (12, 16)
+    other = 1 - own
+    says = f"rank {other} sums {nbytes[other]} bytes of gradients, but rank {own} sums {nbytes[own]}"
+    with pytest.raises(ValueError, match=says):
+        memory.launch(torch.zeros(nbytes[own] // 4)).wait("the test")
+
+
+@WORLD
+def test_more_sums_under_way_than_there_is_room_for_is_an_error() -> None:
+    memory = opened()
+    tensor = memory.allocate(1, torch.float32)
+    with pytest.raises(ValueError, match=r"^more than 8192 sums are in flight: raise bucket_cap_mb"):
+        for _ in range(10_000):
+            memory.launch(tensor)
+
+
+@WORLD
+def test_memory_that_cannot_be_had_is_an_error_with_the_remedy() -> None:
+    memory, limit = opened(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    for spare, cause in enumerate(("Too many open files", "could not duplicate a shared memory file descriptor")):
+        before = descriptors()
+        probe = os.dup(0)  # the lowest free number
+        os.close(probe)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (probe + spare, limit[1]))
+        with pytest.raises(ValueError) as caught:
+            memory.allocate(10, torch.float32)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        said = str(caught.value)
+        assert said.startswith("no shared memory of 40 bytes for gradients: ")
+        assert cause in said and "ulimit -n" in said and f"{SWITCH}=0" in said
+        assert descriptors() == before
+
+
+@WORLD
+def test_a_group_that_is_destroyed_takes_its_shared_memory_with_it() -> None:
+    seen = []  # behind the other tests: its connections may take a moment to close
+    for _ in range(4):
+        group = dist.new_group()
+        memory = opened(group)
+        memory.launch(torch.ones(10)).wait("the test")  # by way of memory that is kept for the next time
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del memory, group
+        seen.append((descriptors(), Path("/proc/self/maps").read_text().count("memfd:")))
+    assert seen[0] == seen[-1]
+
+
+# --- ranks that die ---------------------------------------------------------------------------------------------------
+
+ENDS = {"raises": "failed with ValueError: boom", "is killed": "died"}
+
+
+def end(how: str) -> None:
+    if how == "raises":
+        raise ValueError("boom")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def assert_named(ranks: list[Rank], rank: int, victim: int, how: str) -> None:
+    kind, message = ranks[rank].notes["error"]
+    assert kind == "PeerError"
+    assert f"rank {victim} (host {os.uname().nodename}, pid {ranks[victim].pid}) {ENDS[how]}" in message
+
+
+def end_while_others_wait() -> None:
+    env = join_process_group()
+    memory = opened(resolve_group())
+    memory.launch(torch.ones(10)).wait("the first sum")
+    if env.rank == 1:
+        end("is killed")
+    with noting_errors():
+        memory.launch(torch.ones(10))
+        memory.launch(torch.ones(10)).wait("the second sum")
+
+
+def test_a_rank_killed_while_others_wait_in_shared_memory_is_named_and_leaves_nothing(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """Killed ranks leave nothing in `/dev/shm`."""
+    ranks = nursery.run_watched(end_while_others_wait, 2, tmp_path)
+    assert ranks[1].code == -signal.SIGKILL
+    assert_named(ranks, 0, 1, "is killed")
+    assert ranks[0].ended - ranks[1].ended < 5 * ranks[0].slowness
+
+
+def end_before_others_have_opened_its_memory(how: str) -> None:
+    env = join_process_group()
+    memory = opened(resolve_group())
+    if env.rank == 1:
+        memory.launch(torch.ones(10))
+        end(how)
+    while not Path("ended").exists():
+        time.sleep(0.01)  # bounded by the deadline of the ranks
+    with noting_errors():
+        memory.launch(torch.ones(10)).wait("the first sum")
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_ends_before_others_have_opened_its_memory_is_named(
+    nursery: Nursery, tmp_path: Path, how: str
+) -> None:
+
+    def touch(rank: int, pids: list[int]) -> None:
+        (tmp_path / "ended").touch()
+
+    ranks = nursery.run(end_before_others_have_opened_its_memory, 2, tmp_path, how, on_end=touch)
+    assert_named(ranks, 0, 1, how)
+
+
+def end_in_a_sub_group(how: str) -> None:
+    env = join_process_group()
+    group = dist.new_group([1, 2])
+    if env.rank == 0:
+        return
+    memory = opened(group)
+    memory.launch(torch.ones(10)).wait("the first sum")
+    if env.rank == 2:
+        end(how)
+    with noting_errors():
+        memory.launch(torch.ones(10)).wait("the second sum")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("how", ENDS)
+def test_in_a_sub_group_a_rank_is_named_by_its_number_in_the_world(nursery: Nursery, tmp_path: Path, how: str) -> None:
+    ranks = nursery.run(end_in_a_sub_group, 3, tmp_path, how)
+    assert_named(ranks, 1, 2, how)
+    assert f"rank 1 (host {os.uname().nodename}, pid {ranks[1].pid})" in ranks[1].notes["error"][1]

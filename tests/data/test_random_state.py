@@ -1,0 +1,132 @@
+"""Draws that all ranks share are those of one process; outside of them each rank draws its own."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from shared_worlds import World, by_rank
+
+from ddp_callbacks.data.random_state import (
+    SharedRandomState,
+    broadcast_rng_state,
+    get_global_state,
+    seed_by_rank,
+    set_global_state,
+)
+
+pytestmark = pytest.mark.shares_results()
+WORLD = World(__name__)
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def draw() -> list[float]:
+    return [torch.rand(()).item(), random.random(), float(np.random.rand()), torch.randn(()).item(), random.gauss(0, 1)]
+
+
+def draws(seed: int, count: int) -> list[list[float]]:
+    """What one process draws."""
+    before = get_global_state(False)
+    seed_all(seed)
+    found = [draw() for _ in range(count)]
+    set_global_state(before)
+    return found
+
+
+@WORLD
+def test_inside_all_ranks_draw_what_one_process_draws_and_outside_each_its_own() -> None:
+    """Shared draws give all ranks one process's numbers."""
+    rank, one_process = dist.get_rank(), draws(100, 5)
+    seed_all(100 + rank)
+    draw()
+    shared = SharedRandomState()
+    with shared.drawing():
+        assert draw() == one_process[1]
+    own = [draw()]
+    with shared.drawing():
+        assert draw() == one_process[2]
+    own.append(draw())
+    # Rank 0 draws from the shared state, which is its own; from then on they go apart.
+    assert own == (draws(101, 3)[1:] if rank else one_process[2:4])
+
+
+@WORLD
+def test_rank_0_moves_on_with_the_shared_state_as_one_process_does() -> None:
+    rank, one_process = dist.get_rank(), draws(200, 4)
+    seed_all(200 + rank)
+    shared = SharedRandomState()
+    for expected in one_process[:3]:
+        with shared.drawing():
+            assert draw() == expected
+    assert draw() == (draws(201, 1)[0] if rank else one_process[3])
+
+
+@WORLD
+def test_sharing_torchs_state_alone_leaves_the_others_in_their_places() -> None:
+    rank = dist.get_rank()
+    seed_all(300 + rank)
+    shared = SharedRandomState(torch_only=True)
+    generators = [torch.Generator().manual_seed(300 + other) for other in range(2)]
+    expected = torch.rand(3, generator=generators[0])
+    with shared.drawing():
+        assert torch.equal(torch.rand(3), expected)
+    assert random.random() == random.Random(300 + rank).random()
+    assert torch.equal(torch.rand(2), torch.rand(2, generator=generators[rank]))
+
+
+@WORLD
+def test_after_an_exception_inside_each_rank_has_its_own_state_back() -> None:
+    rank = dist.get_rank()
+    seed_all(400 + rank)
+    shared = SharedRandomState()
+    with pytest.raises(KeyError), shared.drawing():
+        draw()
+        raise KeyError
+    own = draw()
+    assert rank == 0 or own == draws(401, 1)[0]
+    with shared.drawing():
+        assert draw() == draws(400, 2)[1]
+
+
+@WORLD
+def test_generators_of_the_sources_get_rank_0s_state_for_good() -> None:
+    """Generators of loaders get rank 0's state."""
+    rank = dist.get_rank()
+    sampler = SimpleNamespace(generator=torch.Generator().manual_seed(rank), python=random.Random(rank), other="text")
+    dataset = SimpleNamespace(new=np.random.default_rng(rank), old=np.random.RandomState(rank))
+    SharedRandomState([sampler, dataset, object()])
+    own = torch.Generator().manual_seed(0)
+    assert torch.equal(torch.rand(2, generator=sampler.generator), torch.rand(2, generator=own))
+    assert sampler.python.random() == random.Random(0).random()
+    assert dataset.new.random() == np.random.default_rng(0).random()
+    assert dataset.old.rand() == np.random.RandomState(0).rand()
+
+
+@WORLD
+def test_distinct_states_differ_repeat_themselves_and_leave_rank_0s_alone() -> None:
+    """`seed_by_rank` makes each process draw apart."""
+    found = []
+    for _ in range(2):
+        seed_all(500)
+        seed_by_rank()
+        found.append(draw())
+    assert found[0] == found[1]
+    first, second = by_rank(found[0])
+    assert first == draws(500, 1)[0] and not set(first) & set(second)
+
+
+@WORLD
+def test_equal_states_are_rank_0s() -> None:
+    seed_all(600 + dist.get_rank())
+    draw()
+    broadcast_rng_state()
+    assert draw() == draws(600, 2)[1]

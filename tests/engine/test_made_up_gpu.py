@@ -1,0 +1,131 @@
+"""The path of GPUs, without one: tensors claim to be on a GPU, and what would make the host wait for it raises."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.made_up_gpu import CUDA, HostWaits, MadeUpGpu, put_on_gpu
+from shared_worlds import World
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from ddp_callbacks import GradientSynchronizer
+from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, broadcast
+from ddp_callbacks.comm.cpu_group import cpu_group
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group import resolve_group
+
+pytestmark = pytest.mark.shares_results()
+WORLD = World(__name__)
+
+MANY_BUCKETS = 1e-5  # MiB, so that each parameter has its own
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)]
+    return nn.Sequential(*layers).double()
+
+
+def part(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def backward(model: nn.Module, step: int, device: Any = CUDA) -> None:
+    model.zero_grad()
+    loss_of(model, part(step, dist.get_rank()).to(device)).backward()
+
+
+def flat_gradient(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.cpu().view(-1) for p in model.parameters() if p.grad is not None])
+
+
+@WORLD
+def test_what_would_wait_is_noticed() -> None:
+    with MadeUpGpu() as gpu:
+        model = put_on_gpu(network())
+        GradientSynchronizer(model)
+        for step in range(2):
+            backward(model, step)
+        x = part(2, dist.get_rank()).to(CUDA)
+        with gpu.forbid_waiting(), pytest.raises(HostWaits, match=r"^item$"):
+            loss_of(model, x).item()
+
+
+@WORLD
+def test_a_gradient_is_in_memory_once() -> None:
+    """Gradients are in memory once, even those you keep."""
+    found = []  # which parameters have a gradient when the middle layer's backward begins
+    with MadeUpGpu():
+        model = put_on_gpu(network())
+        GradientSynchronizer(model, bucket_cap_mb=MANY_BUCKETS)
+
+        def look(_: nn.Module, __: Any) -> None:
+            found.append([parameter.grad is not None for parameter in model.parameters()])
+
+        model[2].register_full_backward_pre_hook(look)
+        for step in range(2):
+            backward(model, step)
+    assert found == [[False] * 6] * 2, found  # those of the last layer are in their buffer and nowhere else
+
+
+@WORLD
+def test_a_hook_whose_futures_communicate_gives_the_same_on_a_gpu() -> None:
+    found = []
+    for device in (torch.device("cpu"), CUDA):
+        with MadeUpGpu():
+            model = network() if device != CUDA else put_on_gpu(network())
+            state = PowerSGDState(resolve_group(), matrix_approximation_rank=1, start_powerSGD_iter=2)
+            GradientSynchronizer(model, bucket_cap_mb=MANY_BUCKETS, comm_hook=powerSGD_hook, comm_state=state)
+            for step in range(5):
+                backward(model, step, device)
+            found.append(flat_gradient(model))
+    on_cpu, on_gpu = found
+    torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=1e-12)
+
+
+@WORLD
+def test_a_cuda_graph_of_a_backward_is_refused() -> None:
+    """An error refuses a backward in a CUDA graph."""
+    with MadeUpGpu():
+        model = put_on_gpu(network())
+        GradientSynchronizer(model)
+        torch.cuda.is_current_stream_capturing = lambda: True
+        with pytest.raises(ConfigurationError) as caught:
+            backward(model, 0)
+    assert "a CUDA graph cannot contain the synchronization of gradients" in str(caught.value)
+    assert "make_graphed_callables" in str(caught.value)
+
+
+@WORLD
+def test_a_group_for_gpus_alone_gets_one_for_messages() -> None:
+    """A GPU group gets one of gloo for messages."""
+    from ddp_callbacks import _torch
+    from ddp_callbacks.comm import cpu_group as module
+
+    real = _torch.devices_of
+    world, rank = resolve_group(), dist.get_rank()
+    # As after init_process_group("nccl"): the group takes no tensor of the CPU.
+    with mock.patch.object(module, "devices_of", lambda group: [CUDA] if group is world else real(group)):
+        beside = cpu_group(world)
+        assert beside is not world and cpu_group(world) is beside and dist.get_backend(beside) == "gloo"
+        assert all_gather_json(rank, "ranks") == [0, 1]
+        assert float(all_reduce(torch.tensor([1.0 + rank]), "a sum")) == 3.0
+        assert float(broadcast(torch.tensor([7.0 - rank]), "a number")) == 7.0
+        with MadeUpGpu():
+            model = put_on_gpu(network())
+            GradientSynchronizer(model)
+            backward(model, 0)
+            found = flat_gradient(model)
+    truth = network()
+    loss_of(truth, torch.cat([part(0, rank) for rank in range(2)])).backward()
+    torch.testing.assert_close(found, flat_gradient(truth), rtol=0, atol=1e-12)

@@ -1,0 +1,156 @@
+"""Where processes of several hosts meet when the first host's name or address is not what it seems; real hosts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from jobs import LIMIT, on_hosts
+from kit.hosts import Host, HostBed
+
+pytestmark = [*on_hosts("meeting"), pytest.mark.cold]
+
+# Says where the processes met, what they sum, and on how many ports each listens once it has synchronized gradients.
+PROGRAM = """
+import os
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from ddp_callbacks import GradientSynchronizer, join_process_group
+
+env = join_process_group()
+total = torch.tensor([env.rank + 1.0])
+dist.all_reduce(total)
+model = torch.nn.Linear(2, 2)
+synchronizer = GradientSynchronizer(model)
+model(torch.ones(1, 2)).sum().backward()
+rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+ports = sum(row[3] == "0A" and f"socket:[{row[9]}]" in own for row in rows)
+dist.barrier()
+print("met at", env.host, "sum", total.item(), "ports", ports)
+"""
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[HostBed]:
+    """Debian hosts: the name of each means 127.0.1.1 to itself."""
+    with HostBed(3, own_name="127.0.1.1") as made:
+        yield made
+
+
+def start(host: Host, **variables: str) -> subprocess.Popen[bytes]:
+    environ = host.environ(OMP_NUM_THREADS="1", **variables)
+    return host.start(sys.executable, "-c", PROGRAM, environ=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def ends(ranks: list[subprocess.Popen[bytes]]) -> list[tuple[str, str]]:
+    """What each has printed, and said on standard error."""
+    try:
+        said = [tuple(stream.decode() for stream in rank.communicate(timeout=LIMIT)) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * len(ranks), said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [(out, error) for out, error in said]
+
+
+def of_srun(rank: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "42",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_LOCALID": str(rank % 2),
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "h[1-2]",
+        "SLURM_JOB_NODELIST": "h[1-2]",  # without scontrol nobody can read it
+    }
+
+
+def test_a_host_whose_own_name_is_127_0_1_1_is_reached_by_the_others(bed: HostBed) -> None:
+    """Others reach a host whose own name means 127.0.1.1."""
+    first, second, _ = bed.hosts
+    said = ends([start(host, **of_srun(rank)) for rank, host in enumerate((first, first, second))])
+    assert [out for out, _ in said] == [
+        "met at 10.83.0.1 sum 6.0 ports 4\n",  # one is the store's; one rank of each host carries its sums
+        "met at 10.83.0.1 sum 6.0 ports 1\n",
+        "met at h1 sum 6.0 ports 3\n",
+    ]
+    assert "h1 resolves to this machine only; the processes meet at 10.83.0.1" in said[0][1]
+
+    by_hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "h1", "MASTER_PORT": "29533"}
+    said = ends([start(host, RANK=str(rank), **by_hand) for rank, host in enumerate((first, second))])
+    assert [out for out, _ in said] == ["met at 10.83.0.1 sum 3.0 ports 2\n", "met at h1 sum 3.0 ports 1\n"]
+
+
+def test_a_name_that_does_not_resolve_yet_is_waited_for(bed: HostBed) -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "trainer-0.trainer", "MASTER_PORT": "29534"}
+    hosts = bed.hosts[:2]
+    ranks = [start(host, RANK=str(rank), **place) for rank, host in enumerate(hosts)]
+    for rank in ranks:
+        assert rank.stderr is not None
+        line = rank.stderr.readline().decode()
+        assert line.startswith("ddp_callbacks: the name trainer-0.trainer does not resolve yet ("), line
+    for host in hosts:
+        with (host.folder / "hosts").open("a") as names:
+            names.write("10.83.0.1 trainer-0.trainer\n")
+    assert [out.partition(" ports")[0] for out, _ in ends(ranks)] == ["met at trainer-0.trainer sum 3.0"] * 2
+
+
+# What connects to the first address is passed on to the second, as by a Service of Kubernetes.
+FORWARDER = """
+import socket
+import sys
+import threading
+import time
+
+def reach(address):
+    while True:
+        try:
+            return socket.create_connection(address)
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+
+def pass_on(source, target):
+    while data := source.recv(65536):
+        target.sendall(data)
+    target.shutdown(socket.SHUT_WR)
+
+listener = socket.create_server((sys.argv[1], 29535))
+print("listens", flush=True)
+while True:
+    here, _ = listener.accept()
+    there = reach((sys.argv[2], 29535))
+    for pair in ((here, there), (there, here)):
+        threading.Thread(target=pass_on, args=pair, daemon=True).start()
+"""
+
+
+def test_behind_an_address_that_is_none_of_its_own_rank_0_listens_where_the_variable_says(bed: HostBed) -> None:
+    """Behind a Service, rank 0 listens at `DDP_CALLBACKS_BIND`."""
+    first, second, service = bed.hosts
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": service.address, "MASTER_PORT": "29535"}
+    refused = start(first, RANK="0", **place)
+    _, error = refused.communicate(timeout=LIMIT)
+    assert refused.returncode == 1
+    assert f"{service.address} is not an address of this machine".encode() in error
+    assert b"let rank 0 listen on another address: DDP_CALLBACKS_BIND=0.0.0.0 for all interfaces" in error
+
+    forwarder = service.start(sys.executable, "-c", FORWARDER, service.address, first.address, stdout=subprocess.PIPE)
+    try:
+        assert forwarder.stdout is not None and forwarder.stdout.readline() == b"listens\n"
+        ranks = [
+            start(host, RANK=str(rank), DDP_CALLBACKS_BIND="0.0.0.0", **place)
+            for rank, host in enumerate((first, second))
+        ]
+        expected = [f"met at {service.address} sum 3.0"] * 2
+        assert [out.partition(" ports")[0] for out, _ in ends(ranks)] == expected
+    finally:
+        bed.end_all()
+        forwarder.wait(LIMIT)
+        assert forwarder.stdout is not None
+        forwarder.stdout.close()

@@ -1,0 +1,358 @@
+"""Ranks that live and are not where the others expect them: told by name if they never will be, else left in peace."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.ranks import HOSTNAME, Nursery, Rank, note, noting_errors
+from misfortunes import believe_in_hosts, my_rank
+from side_by_side import World, run_side_by_side
+
+from ddp_callbacks import join_process_group
+from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, any_rank, broadcast, broadcast_tensors
+from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
+from ddp_callbacks.comm.protocol import allocate
+from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.comm.topology import choose_all_reduce
+from ddp_callbacks.process_group import resolve_group
+from ddp_callbacks.process_group.failures import enter, wait
+from ddp_callbacks.process_group.runs import begin_run
+
+pytestmark = pytest.mark.shares_results()
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+Exchange = Callable[[str], Any]  # of a name, which messages say
+
+
+def sum_in_shared_memory(name: str) -> Any:
+    return choose_all_reduce(dist.group.WORLD, [torch.device("cpu")]).launch(torch.ones(1000), name).wait(name)
+
+
+def sum_by_gloo(numel: int) -> Exchange:
+    return lambda name: ProcessGroupAllReduce(dist.group.WORLD, allocate).launch(torch.ones(numel), name).wait(name)
+
+
+def vote(name: str) -> Any:
+    return any_rank(True, name)
+
+
+def gather(name: str) -> Any:
+    return all_gather_json(1, name)
+
+
+def send(name: str) -> Any:
+    return broadcast_tensors(1, [], name)
+
+
+def send_and_vote(name: str) -> Any:
+    """Who sends does not hear of it until it waits for an answer."""
+    return send(name), any_rank(False, "what comes next")
+
+
+ROWS: list[ScalarExchange] = []
+
+
+def exchange_rows(name: str) -> Any:
+    return ROWS[0].exchange([1.0], name)
+
+
+DIFFERENT: dict[str, tuple[Exchange, Exchange]] = {
+    "one message, two meanings": (vote, vote),
+    "a decision and a message": (vote, gather),
+    "two broadcasts": (send_and_vote, send),
+    "two kinds of message": (gather, lambda name: broadcast(torch.ones(3), name)),
+    "rows of numbers": (exchange_rows, exchange_rows),
+    "shared memory and gloo": (exchange_rows, send),
+    "sums in shared memory": (sum_in_shared_memory, sum_in_shared_memory),
+    "small sums by gloo": (lambda name: all_reduce(torch.ones(10), name),) * 2,
+    "a small and a large sum by gloo": (sum_by_gloo(10), sum_by_gloo(1 << 20)),
+}
+
+
+def meet_in_different_exchanges(names: list[str], layout: list[int]) -> None:
+    """Rank 1 is in another exchange; afterwards, as in a sweep that goes on, the ranks can exchange again."""
+    torch.set_num_threads(1)
+    believe_in_hosts(layout)
+    join_process_group()
+    begin_run()
+    for name in names:
+        ROWS[:] = [ScalarExchange()]
+        any_rank(False, "the start of an exchange")
+        begin = time.monotonic()
+        try:
+            DIFFERENT[name][my_rank() == 1]("the right" if my_rank() == 1 else "the left")
+        except Exception as error:
+            note(name, [type(error).__name__, str(error), time.monotonic() - begin])
+        begin_run()
+    note("sum", float(all_reduce(torch.tensor([my_rank() + 1.0]), "the sum at the end")))
+
+
+class Late:
+    """Something that comes after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.at = time.monotonic() + seconds
+
+    def wait_slice(self, seconds: float) -> bool:
+        time.sleep(max(0.0, min(seconds, self.at - time.monotonic())))
+        return time.monotonic() >= self.at
+
+
+def wait_for(seconds: float, name: str) -> None:
+    enter(name)
+    wait(Late(seconds), name, resolve_group())
+
+
+def wait_in_a_thread_of_autograd() -> None:
+    """Python has not made this thread: so it is for hooks that backward calls where the gradients are on a GPU."""
+    join_process_group()
+    begin_run()
+    ended = threading.Event()
+
+    def backward() -> None:
+        note("thread", type(threading.current_thread()).__name__)
+        try:
+            wait_for(60, "the right" if my_rank() == 1 else "the left")
+        except Exception as error:
+            note("error", [type(error).__name__, str(error)])
+        ended.set()
+
+    note("begin")
+    _thread.start_new_thread(backward, ())
+    assert ended.wait(90)
+
+
+def wait_for_one_in_torchs_collective() -> None:
+    join_process_group(timeout=timedelta(seconds=120))
+    begin_run()
+    note("begin")
+    with noting_errors():
+        if my_rank() == 1:
+            dist.all_reduce(torch.ones(3))  # torch's own, on this rank alone
+        any_rank(False, "the left")
+
+
+def be_ahead() -> None:
+    """Rank 0 has sent its broadcast and waits in the next exchange while the other still receives."""
+    join_process_group()
+    begin_run()
+    if my_rank() == 0:
+        enter("a large broadcast")
+        wait_for(5, "what comes next")
+    else:
+        wait_for(4, "a large broadcast")
+        wait_for(1, "what comes next")
+    note("sum", float(all_reduce(torch.ones(1), "a sum")))
+
+
+def take_a_long_step() -> None:
+    join_process_group()
+    begin_run()
+    if my_rank() == 1:
+        time.sleep(5)
+    note("sum", float(all_reduce(torch.ones(1), "a sum")))
+
+
+def die_while_one_computes() -> None:
+    os.environ["DDP_CALLBACKS_SHARED_MEMORY"] = "0"
+    join_process_group()
+    begin_run()
+    if my_rank() == 2:
+        note("happens")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if my_rank() == 1:
+        time.sleep(8)
+    with noting_errors():
+        sum_by_gloo(1 << 20)("a large sum")
+
+
+def be_late() -> None:
+    """Rank 1 waits in the standard library, as for the workers of a loader, until rank 0 has given up."""
+    os.environ["DDP_CALLBACKS_SHARED_MEMORY"] = "0"
+    join_process_group(timeout=timedelta(seconds=3))
+    begin_run()
+    any_rank(False, "the first message")
+    end = time.monotonic() + 60
+    while my_rank() == 1 and not Path("notes-0").exists() and time.monotonic() < end:
+        threading.Event().wait(0.2)
+    with noting_errors():
+        any_rank(False, "the second message")
+
+
+def leave_while_the_other_receives() -> None:
+    join_process_group()
+    begin_run()
+    if my_rank() == 0:
+        enter("the last broadcast")
+    else:
+        wait_for(4, "the last broadcast")  # its link is slow; rank 0 has sent all, and ends
+        note("received")
+
+
+def count_requests() -> dict[str, int]:
+    """Of this process to the store, by method, from now on."""
+    counts: dict[str, int] = {}
+
+    def counting(name: str, method: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return method(*args)
+
+        return counted
+
+    for name in ("add", "check", "get", "multi_get", "set", "compare_set"):
+        setattr(dist.PrefixStore, name, counting(name, getattr(dist.PrefixStore, name)))
+    return counts
+
+
+def wait_for_rank_0() -> None:
+    join_process_group()
+    begin_run()
+    any_rank(False, "the first message")
+    counts = count_requests()
+    for _ in range(20):
+        any_rank(False, "a quick message")
+    note("quick", sum(counts.values()))
+    if my_rank() == 0:
+        time.sleep(6.5)
+    any_rank(False, "a late message")
+    note("late", sum(counts.values()))
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rank]]:
+    bodies = (wait_in_a_thread_of_autograd, wait_for_one_in_torchs_collective, be_ahead, take_a_long_step, be_late)
+    worlds = {body.__name__: World(body) for body in (*bodies, leave_while_the_other_receives)}
+    worlds |= {name: World(meet_in_different_exchanges, ([name], [])) for name in DIFFERENT}
+    return run_side_by_side(nursery, tmp_path_factory.mktemp("two"), worlds)
+
+
+@pytest.fixture(scope="module")
+def wide(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rank]]:
+    worlds = {
+        "exchanges": World(meet_in_different_exchanges, (list(DIFFERENT), [2, 1]), size=3),
+        "death": World(die_while_one_computes, size=3),
+        "store of 2": World(wait_for_rank_0, size=2),
+        "store of 4": World(wait_for_rank_0, size=4),
+    }
+    return run_side_by_side(nursery, tmp_path_factory.mktemp("wide"), worlds)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_in_different_exchanges_are_told_both_names(two: dict[str, list[Rank]], name: str) -> None:
+    """Ranks in different exchanges hear both names."""
+    assert_told(two[name], name)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_of_two_hosts_in_different_exchanges_are_told_both_names(wide: dict[str, list[Rank]], name: str) -> None:
+    assert_told(wide["exchanges"], name)
+
+
+def assert_told(ranks: list[Rank], name: str) -> None:
+    assert [rank.code for rank in ranks] == [0] * len(ranks), [rank.stderr for rank in ranks]
+    for rank in ranks:
+        kind, text, took = rank.notes[name]
+        assert kind == "MismatchError", text
+        assert_names_both(text, ranks)
+        assert took < 3 * rank.slowness
+        assert rank.notes["sum"] == len(ranks) * (len(ranks) + 1) / 2
+
+
+def assert_names_both(text: str, ranks: list[Rank]) -> None:
+    left, right = text.split(", while ")
+    if "the right" in left:
+        left, right = right, left
+    assert "the left" in left and "the right" in right, text
+    others = "|".join(str(rank.pid) for rank in ranks if rank is not ranks[1])
+    assert re.search(rf"rank [02] \(host \S+, pid ({others})\)", left), text
+    assert f"pid {ranks[1].pid})" in right and "rank 1 (host" in right, text
+    assert "Every rank must make the same calls in the same order" in text
+
+
+def test_a_wait_in_a_thread_of_autograd_is_one_of_training(two: dict[str, list[Rank]]) -> None:
+    """Waits in autograd's threads count, too."""
+    ranks = two["wait_in_a_thread_of_autograd"]
+    for rank in ranks:
+        assert rank.notes["thread"] == "_DummyThread"
+        kind, text = rank.notes["error"]
+        assert kind == "MismatchError"
+        assert_names_both(text, ranks)
+        assert rank.noted_at["error"] - rank.noted_at["begin"] < 3 * rank.slowness
+
+
+def test_a_rank_in_torchs_own_collective_is_named_with_its_line(two: dict[str, list[Rank]]) -> None:
+    """An error names the line of a late rank."""
+    first, second = two["wait_for_one_in_torchs_collective"]
+    assert (first.code, second.code) == (1, 1)
+    kind, text = first.notes["error"]
+    assert kind == "MismatchError", text
+    assert f"rank 1 (host {HOSTNAME}, pid {second.pid}) is not in any collective of ddp_callbacks" in text
+    assert "it last was in the begin of a run" in text
+    assert re.search(r"waits in torch.distributed's all_reduce at .*test_mismatch\.py:\d+", text), text
+    assert first.noted_at["error"] - first.noted_at["begin"] < 10 * first.slowness
+
+
+def test_a_rank_that_is_late_is_named_alive_with_its_line(two: dict[str, list[Rank]]) -> None:
+    first, second = two["be_late"]
+    kind, text = first.notes["error"]
+    assert kind == "PeerError" and "waited for the second message in vain, though every rank is alive" in text, text
+    assert f"pid {second.pid}) is not in any collective of ddp_callbacks: it last was in the first message" in text
+    assert re.search(r"is at .*test_mismatch\.py:\d+\.", text), text
+
+
+@pytest.mark.waits(5)
+@pytest.mark.parametrize("body", [be_ahead, take_a_long_step])
+def test_a_rank_that_is_ahead_or_computes_for_long_is_no_mismatch(two: dict[str, list[Rank]], body: Any) -> None:
+    """A rank in a long step raises nothing."""
+    ranks = two[body.__name__]
+    assert [rank.notes.get("sum") for rank in ranks] == [2.0, 2.0], [rank.stderr for rank in ranks]
+
+
+def test_a_rank_that_has_sent_all_may_leave_while_the_other_still_receives(two: dict[str, list[Rank]]) -> None:
+    first, second = two["leave_while_the_other_receives"]
+    assert (first.code, second.code) == (0, 0), second.stderr
+    assert "received" in second.notes and second.stderr == ""
+    assert first.ended > second.noted_at["received"] - 1, "the store was there as long as somebody looked into it"
+
+
+@pytest.mark.wide
+def test_a_rank_in_a_long_step_is_not_named_dead_beside_one_that_is(wide: dict[str, list[Rank]]) -> None:
+    ranks = wide["death"]
+    assert [rank.code for rank in ranks] == [1, 1, -signal.SIGKILL], [rank.stderr for rank in ranks]
+    for rank in ranks[:2]:
+        kind, text = rank.notes["error"]
+        assert kind == "PeerError" and text.startswith(f"rank 2 (host {HOSTNAME}, pid {ranks[2].pid}) died")
+        assert "rank 1 (" not in text.split(" was waiting for ")[0].split(" died or went silent while ")[0]
+    assert ranks[0].noted_at["error"] - ranks[2].noted_at["happens"] < 6 * ranks[0].slowness
+
+
+@pytest.mark.wide
+def test_who_waits_asks_the_store_as_often_beside_many_ranks_as_beside_one(wide: dict[str, list[Rank]]) -> None:
+    """A step asks the store nothing."""
+    asked = {}
+    for size in (2, 4):
+        ranks = wide[f"store of {size}"]
+        assert [rank.code for rank in ranks] == [0] * size, [rank.stderr for rank in ranks]
+        assert [rank.notes["quick"] for rank in ranks] == [0] * size, "a step sends no message to the store"
+        asked[size] = max(rank.notes["late"] for rank in ranks[1:])
+    # One rank asks where the others are, which costs it some requests for each of them.
+    assert asked[4] <= asked[2] + 4 * 4, asked
+    assert asked[4] < 90, asked

@@ -1,0 +1,371 @@
+"""All ranks stop at the same moment once one of them has been asked to."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torchbearer
+from kit.commands import start
+from kit.ranks import Nursery, note, run_distributed
+from misfortunes import Misfortune, Module, batches, my_rank, new_model, sgd
+from shared_worlds import TWO, WIDE, Bodies, in_ways
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+from torchbearer import Trial
+from torchbearer.callbacks import on_sample
+from ways import Way
+
+from ddp_callbacks import Preemption, lightning
+from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, any_rank
+from ddp_callbacks.errors import EXIT_PREEMPTED, PeerError, Preempted
+from ddp_callbacks.process_group.failures import report_failure
+from ddp_callbacks.process_group.votes import abstain, is_unanimous
+from ddp_callbacks.torchbearer import DDPCallback, Resume
+
+WORLD = Bodies(__name__)
+pytestmark = pytest.mark.shares_results()
+
+
+def steps_until_a_stop(preemption: Preemption, most: int = 10_000) -> int:
+    """How many steps this rank takes, of which each waits for all ranks."""
+    for step in range(1, most + 1):
+        all_reduce(torch.ones(1), "a step")
+        if preemption.is_requested():
+            return step
+    return 0
+
+
+@WORLD.runs(TWO, WIDE)
+def stop_by_a_signal() -> list[tuple[int, str]]:
+    """To one rank, while the others are in a step."""
+    ends = []
+    for rank, number in ((1, signal.SIGUSR1), (0, signal.SIGTERM)):
+        with Preemption() as preemption:
+            assert not preemption.is_requested()  # a moment of its own before the others' first
+            if dist.get_rank() == rank:
+                os.kill(os.getpid(), number)
+            ends.append((steps_until_a_stop(preemption), preemption.reason))
+            assert preemption.is_requested()  # it stays so
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    return ends
+
+
+@in_ways(TWO, WIDE)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_is_named_on_all(way: Way) -> None:
+    """Signals, time limits and requests stop all at one step."""
+    first, *others = WORLD.returned(stop_by_a_signal, way)
+    assert all(ends == first for ends in others)
+    (steps_one, reason_one), (steps_two, reason_two) = first
+    assert steps_one > 0 and steps_two > 0
+    assert reason_one.startswith("SIGUSR1 on rank 1 (host ") and reason_two.startswith("SIGTERM on rank 0 (host ")
+
+
+@WORLD
+def stop_ranks_that_do_not_wait_for_each_other() -> int:
+    """Rank 0 is far ahead when rank 1 is asked to stop, as with local steps."""
+    taken = 0
+    with Preemption() as preemption:
+        if dist.get_rank() == 0:
+            while taken < 500:
+                assert not preemption.is_requested()
+                taken += 1
+        all_reduce(torch.ones(1), "a meeting")
+        if dist.get_rank() == 1:
+            preemption.request("the budget is spent")
+        while not preemption.is_requested():
+            taken += 1
+            if dist.get_rank() == 0:
+                time.sleep(1e-3)
+        assert preemption.reason.startswith("the budget is spent on rank 1 (host ")
+    return taken
+
+
+def test_ranks_that_are_far_apart_stop_where_the_first_of_them_is() -> None:
+    one, other = WORLD.returned(stop_ranks_that_do_not_wait_for_each_other)
+    assert one == other >= 500
+
+
+@WORLD
+def ask_when_another_rank_has_ended() -> list[bool]:
+    answers = []
+    with Preemption() as preemption:
+        if dist.get_rank() == 1:
+            answers = [preemption.is_requested() for _ in range(2)]
+            preemption.request("too late for rank 0")
+            answers += [preemption.is_requested()]
+        else:
+            answers = [preemption.is_requested() for _ in range(3)]
+    all_gather_json(None, "the end")
+    return answers
+
+
+def test_a_request_behind_the_last_moment_of_another_rank_stops_nobody_and_blocks_nobody() -> None:
+    assert WORLD.returned(ask_when_another_rank_has_ended) == [[False] * 3] * 2
+
+
+@WORLD
+def stop_by_time() -> str:
+    """Only the clock of one rank says so."""
+    limit = timedelta(seconds=0.3) if dist.get_rank() == 1 else timedelta(hours=1)
+    with Preemption(time_limit=limit) as preemption:
+        begin = time.monotonic()
+        steps_until_a_stop(preemption, 10**6)
+        assert 0.2 < time.monotonic() - begin < 20
+        return preemption.reason
+
+
+def test_a_time_limit_stops_all() -> None:
+    one, other = WORLD.returned(stop_by_time)
+    assert one == other and one.startswith("the time limit on rank 1")
+
+
+@WORLD.runs(TWO, WIDE)
+def vote() -> list[bool]:
+    results = [is_unanimous("the decision to stop")]
+    for absent in (0, 1):  # it goes on, and meets the other only in the exchange behind
+        if dist.get_rank() == absent:
+            abstain()
+        else:
+            results.append(is_unanimous("the decision to stop"))
+        any_rank(False, "an exchange")
+    return [*results, is_unanimous("the decision to stop")]
+
+
+@in_ways(TWO, WIDE)
+def test_a_vote_is_unanimous_only_where_all_ranks_cast_it_at_that_moment(way: Way) -> None:
+    for rank, results in enumerate(WORLD.returned(vote, way)):
+        assert results == [True, *([False] if rank < 2 else [False, False]), True]
+
+
+def hear_of_a_failure(wait: Any) -> str:
+    """Of rank 1, which comes to no moment: its process may have died as well."""
+    text, begin = "", time.monotonic()
+    if dist.get_rank() == 1:
+        report_failure(RuntimeError("the disk is full"))
+    else:
+        with pytest.raises(PeerError) as caught:
+            wait()
+        text = str(caught.value)
+        assert time.monotonic() - begin < 20
+    return text
+
+
+def wait_to_stop() -> None:
+    with Preemption() as preemption:
+        preemption.request("a test")
+        while not preemption.is_requested():
+            time.sleep(1e-3)
+
+
+def fail_while_another_votes() -> str:
+    return hear_of_a_failure(lambda: is_unanimous("the decision to stop"))
+
+
+def fail_while_another_wants_to_stop() -> str:
+    return hear_of_a_failure(wait_to_stop)
+
+
+@pytest.mark.parametrize("body", [fail_while_another_votes, fail_while_another_wants_to_stop])
+def test_a_rank_that_wants_to_stop_hears_of_one_that_fails_instead(body: Any) -> None:
+    text, _ = run_distributed(body, 2)
+    assert text.startswith("rank 1 failed with RuntimeError: the disk is full")
+
+
+# --- a Trial and a Trainer --------------------------------------------------------------------------------------------
+
+
+def signal_in_a_long_step() -> None:
+    model = new_model()
+
+    @on_sample
+    def sample(state: Any) -> None:
+        if state[torchbearer.BATCH] == 5:
+            if my_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(2)
+            note("in the step")
+
+    trial = Trial(model, sgd(model), mse_loss, callbacks=[DDPCallback(), sample, Resume("run.pt")], verbose=0)
+    rows = TensorDataset(torch.ones(400, 3), torch.ones(400, 1))
+    trial.to(torch.float64).with_train_generator(DataLoader(rows, 4))
+    try:
+        trial.run(1)
+    except Preempted:
+        note("stopped")
+        raise
+
+
+@pytest.mark.waits(2)
+def test_the_file_is_there_after_the_step_in_which_the_signal_came(nursery: Nursery, tmp_path: Path) -> None:
+    """The checkpoint is there a step after the signal."""
+    ranks = nursery.run_watched(signal_in_a_long_step, 2, tmp_path)
+    assert [rank.code for rank in ranks] == [EXIT_PREEMPTED] * 2, [rank.stderr for rank in ranks]
+    position = torch.load(tmp_path / "run.pt", weights_only=False)["ddp_callbacks"]
+    own = torch.load(io.BytesIO(position["ranks"][0].numpy().tobytes()), weights_only=False)
+    assert own["position"]["batches"] == 6, "the batch under way is the last one"
+    for rank in ranks:
+        assert rank.noted_at["stopped"] - rank.noted_at["in the step"] < 2 * rank.slowness
+
+
+class Signals(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        signal_myself(trainer.global_step)
+
+
+def signal_myself(step: int) -> None:
+    if step == 2 and my_rank() == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def leave_signals_alone() -> None:
+    """Two runs of two epochs of three steps, in which a signal comes that the program handles itself."""
+    signal.signal(signal.SIGUSR1, lambda *_: note(f"handled in {place}"))
+    place, model = "Trial", new_model()
+    callbacks = [DDPCallback(), on_sample(lambda state: signal_myself(state[torchbearer.BATCH]))]
+    trial = Trial(model, sgd(model), mse_loss, callbacks=[*callbacks, Resume("trial.pt", on_signal=False)], verbose=0)
+    note("Trial", len(trial.to(torch.float64).with_train_generator(batches(Misfortune())).run(2)))
+    place = "Trainer"
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    options["callbacks"] = [Signals(), lightning.Resume("trainer.ckpt", on_signal=False)]
+    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", strategy="ddp_callbacks", **options)
+    trainer.fit(Module(Misfortune()), batches(Misfortune()))
+    note("Trainer", trainer.current_epoch)
+
+
+def test_signals_are_left_alone_where_the_user_says_so(nursery: Nursery, tmp_path: Path) -> None:
+    """With `on_signal=False` signals remain your program's."""
+    for number, rank in enumerate(nursery.run(leave_signals_alone, 2, tmp_path)):
+        assert rank.code == 0, rank.stderr
+        assert (rank.notes["Trial"], rank.notes["Trainer"]) == (2, 2)
+        assert {"handled in Trial", "handled in Trainer"} <= rank.notes.keys() or number == 0
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_stops_by_a_signal_a_request_and_time_without_a_group() -> None:
+    with Preemption() as preemption:
+        assert not preemption.is_requested()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.is_requested()
+        assert preemption.reason.startswith("SIGTERM on rank 0 (host ")
+    with Preemption() as preemption:
+        assert not preemption.is_requested()
+        preemption.request("a test")
+        assert preemption.is_requested()
+    with Preemption(time_limit=timedelta(microseconds=1)) as preemption:
+        assert preemption.is_requested()
+        assert preemption.reason.startswith("the time limit")
+
+
+def test_the_end_of_a_run_that_was_stopped_has_an_exit_code_and_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    """A run that you stop exits with code 75."""
+    with Preemption() as preemption, caplog.at_level("INFO"), pytest.raises(Preempted) as caught:
+        preemption.request("the budget is spent")
+        assert preemption.is_requested()
+        preemption.exit("run.pt")
+    assert caught.value.code == EXIT_PREEMPTED == 75
+    place = rf"rank 0 \(host {socket.gethostname()}, pid {os.getpid()}\)"
+    said = rf"stopped by the budget is spent on {place}; run\.pt is written, from which .* goes on"
+    assert re.fullmatch(said, caplog.messages[0])
+
+
+SIGNALLED = """
+import os, signal, sys
+from ddp_callbacks import Preemption
+from ddp_callbacks.process_group import preemption
+preemption.SAME = float(sys.argv[1])
+asked = Preemption()
+for _ in range(2):
+    with asked:
+        for _ in range(int(sys.argv[2])):
+            os.kill(os.getpid(), signal.SIGTERM)
+        print(asked.is_requested(), asked.reason.split()[0], flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("same", "signals", "code", "runs"),
+    [
+        pytest.param(3.0, 2, 0, 2, id="right behind the first"),
+        pytest.param(0.0, 2, -signal.SIGTERM, 0, id="later"),
+        pytest.param(0.0, 1, 0, 2, id="in the second run"),
+    ],
+)
+def test_a_second_signal_ends_the_process_at_once(
+    tmp_path: Path, same: float, signals: int, code: int, runs: int
+) -> None:
+    """A second signal ends a process at once."""
+    with start(["python", "-c", SIGNALLED, same, signals], tmp_path) as program:
+        printed, _ = program.communicate(timeout=60)
+    assert (program.returncode, printed) == (code, "True SIGTERM\n" * runs)
+
+
+def wait_to_be_terminated(is_ready: Any) -> None:
+    is_ready.set()
+    time.sleep(60)
+
+
+def test_a_forked_child_still_ends_when_it_is_terminated() -> None:
+    """A forked child still ends on SIGTERM."""
+    context = multiprocessing.get_context("fork")
+    is_ready = context.Event()
+    with Preemption() as preemption:
+        child = context.Process(target=wait_to_be_terminated, args=(is_ready,))
+        child.start()
+        assert is_ready.wait(20)  # Python forgets a signal that comes before it has set the child up
+        child.terminate()
+        child.join(20)
+        assert child.exitcode == -signal.SIGTERM
+        assert not preemption.is_requested()
+
+
+SPAWNING = """
+import sys, time, torch
+from ddp_callbacks import Preemption, spawn
+from ddp_callbacks.comm.collectives import all_reduce
+
+
+def train(stops):
+    if not stops:
+        print("ready", flush=True)
+        time.sleep(60)
+    with Preemption() as preemption:
+        print("ready", flush=True)
+        while not preemption.is_requested():
+            all_reduce(torch.ones(1), "a step")
+        preemption.exit("run.pt")
+
+
+if __name__ == "__main__":
+    spawn(train, 2, (sys.argv[1] == "stops",))
+"""
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize(("does", "code"), [("stops", 75), ("ends", -signal.SIGTERM)])
+def test_a_signal_to_a_script_that_spawns_reaches_its_processes_whose_end_is_its_own(
+    tmp_path: Path, does: str, code: int
+) -> None:
+    """A signal reaches the processes that you spawned."""
+    (tmp_path / "train.py").write_text(SPAWNING)
+    with start(["python", "train.py", does], tmp_path) as job:
+        assert job.stdout is not None
+        lines = iter(job.stdout.readline, "")
+        for _ in range(2):
+            next(line for line in lines if line == "ready\n")
+        job.terminate()
+        assert job.wait(60) == code

@@ -1,0 +1,152 @@
+"""Processes that are forked, or end, beside torch's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from kit.ranks import Nursery, note
+
+from ddp_callbacks import join_process_group, leave_process_group
+from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.process_group.torch_threads import make_forks_wait
+
+HAS_BUG = sys.version_info < (3, 12)
+PR_SET_NAME = 15
+FORKS = 20
+LIMIT = 60.0  # seconds
+
+
+def ends(pid: int) -> bool:
+    """Whether a child ends by itself."""
+    end = time.monotonic() + LIMIT
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return False
+        time.sleep(1e-3)
+    return True
+
+
+def fork_after_collectives(joins: bool) -> None:
+    """In a group of the library's, or in one that the program has made itself."""
+    join_process_group() if joins else dist.init_process_group("gloo")
+    for number in range(FORKS):
+        for _ in range(3):
+            all_gather_json(number, "numbers")
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        assert ends(pid), f"fork {number}"
+    leave_process_group() if joins else dist.destroy_process_group()
+    note("forked")
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_workers_forked_right_after_collectives_start(nursery: Nursery, tmp_path: Path, joins: bool) -> None:
+    for rank in nursery.run(fork_after_collectives, 2, tmp_path, joins):
+        assert "forked" in rank.notes, rank.stderr
+
+
+def compute_as(name: str, started: threading.Event | None = None) -> None:
+    """In a thread: without the GIL, under the name of one of torch's."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+    if started is not None:
+        started.set()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000)
+
+
+def fork_beside_threads(names: list[str]) -> None:
+    """Notes of each thread, which computes without the GIL, whether a fork has waited for it."""
+    make_forks_wait()
+    for name in names:
+        started, done = threading.Event(), threading.Event()
+
+        def compute(name: str = name, started: threading.Event = started, done: threading.Event = done) -> None:
+            compute_as(name, started)
+            done.set()
+            threading.Event().wait()  # a thread that sleeps holds up nothing
+
+        threading.Thread(target=compute, daemon=True).start()
+        started.wait()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        note(name, done.is_set())
+        assert ends(pid)
+        done.wait()
+
+
+@pytest.mark.skipif(not HAS_BUG, reason="this Python has no such bug")
+def test_a_fork_waits_until_torchs_threads_have_let_go_of_the_interpreter(nursery: Nursery, tmp_path: Path) -> None:
+    names = ["pt_gloo_runloop", "of somebody", "pt_nccl_watchdg"]
+    (rank,) = nursery.run(fork_beside_threads, 1, tmp_path, names)
+    assert rank.notes == dict(zip(names, [True, False, True], strict=True)), rank.stderr
+
+
+def fork_beside_threads_that_free(times: int) -> None:
+    """Notes how many forks have not waited for threads that take the GIL often and for a moment, as gloo's do."""
+    make_forks_wait()
+    early = 0
+    for _ in range(times):
+        started, freed, over = threading.Barrier(9), threading.Semaphore(0), threading.Event()
+
+        def free(
+            started: threading.Barrier = started, freed: threading.Semaphore = freed, over: threading.Event = over
+        ) -> None:
+            ctypes.CDLL(None).prctl(PR_SET_NAME, b"pt_gloo_runloop")
+            started.wait()
+            for _ in range(300):
+                hashlib.sha256(b" " * 4096)  # releases the GIL
+            freed.release()
+            over.wait()
+
+        threads = [threading.Thread(target=free, daemon=True) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        early += not all(freed.acquire(blocking=False) for _ in threads)
+        over.set()
+        assert ends(pid)
+        for thread in threads:
+            thread.join()
+    note("early", early)
+
+
+@pytest.mark.skipif(not HAS_BUG, reason="this Python has no such bug")
+@pytest.mark.parametrize("times", [40, pytest.param(400, marks=pytest.mark.night)])
+def test_a_thread_that_waits_for_the_interpreter_is_not_taken_for_asleep(
+    nursery: Nursery, tmp_path: Path, times: int
+) -> None:
+    (rank,) = nursery.run(fork_beside_threads_that_free, 1, tmp_path, times)
+    assert rank.notes == {"early": 0}, rank.stderr
+
+
+def end_beside_a_thread_that_frees() -> None:
+    """Ends while a thread of torch's still needs the interpreter, which notes that it had it."""
+
+    def free() -> None:
+        compute_as("pt_gloo_runloop")
+        note("done")
+
+    join_process_group()
+    threading.Thread(target=free, daemon=True).start()
+    leave_process_group()
+
+
+def test_the_interpreter_ends_when_torchs_threads_have_let_go_of_it(nursery: Nursery, tmp_path: Path) -> None:
+    """Processes fork and end only while torch's threads sleep."""
+    for rank in nursery.run(end_beside_a_thread_that_frees, 2, tmp_path):
+        assert rank.code == 0 and "done" in rank.notes, rank.stderr

@@ -1,0 +1,291 @@
+"""Real hosts on one machine: each has its own network, host name, processes, home and sshd. Linux, root.
+
+Every namespace lives as long as a process of ours: there are no global names, and when the tests end, however they do,
+the pipes to these processes close and the kernel takes the hosts apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+NEEDS = ("sshd", "ssh", "ssh-keygen", "ip", "tc", "nft", "unshare", "nsenter", "mount")
+NAMESPACES = ("--net", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
+_LIMIT = 300.0  # seconds, for one command of the set-up
+
+# The first process of a host, whose end is the host's: it ends with its standard input.
+_HOST = """
+set -e
+mount --make-rprivate /
+mount -t tmpfs tmpfs /run
+mkdir /run/sshd
+hostname "$1"
+mount --bind "$2/passwd" /etc/passwd
+mount --bind "$2/hosts" /etc/hosts
+echo ready
+read -r _
+"$3" -D -e -f "$2/sshd_config" 2>"$2/sshd.log" &
+read -r _ || true
+"""
+_PASSWD = """\
+root:x:0:0:root:{home}:/bin/bash
+sshd:x:105:65534::/run/sshd:/bin/false
+"""
+_SSHD_CONFIG = """\
+ListenAddress {address}
+HostKey {folder}/hostkey
+PidFile none
+UsePAM no
+StrictModes no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+MaxStartups 100
+UseDNS no
+SetEnv TMPDIR={folder}/tmp
+"""
+_SWITCH = "ip link add br0 type bridge && ip link set br0 up && echo ready && { read -r _ || true; }"
+
+
+def missing() -> str | None:
+    """Why hosts cannot be made here; ``None`` if they can."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "hosts are made of Linux's namespaces, by root"
+    lacking = [name for name in NEEDS if _find(name) is None]
+    if lacking:
+        return f"needs {', '.join(lacking)}"
+    trial = [_find("unshare") or "", *NAMESPACES, "sh", "-c", "mount --make-rprivate / && mount -t tmpfs tmpfs /run"]
+    tried = subprocess.run(trial, capture_output=True, text=True, timeout=_LIMIT, stdin=subprocess.DEVNULL)
+    return f"hosts cannot be made here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+def _find(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
+class Host:
+    """One host: ``name`` resolves to ``address`` on all of them."""
+
+    def __init__(self, name: str, address: str, folder: Path) -> None:
+        self.name, self.address, self.folder = name, address, folder
+        self.home = folder / "home"
+        self.init: subprocess.Popen[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The host's first process, seen from outside."""
+        assert self.init is not None
+        children = Path(f"/proc/{self.init.pid}/task/{self.init.pid}/children").read_text().split()
+        return int(children[0])
+
+    def command(self, *argv: str, cwd: Path | str = "/") -> list[str]:
+        """What runs ``argv`` on the host."""
+        return [_find("nsenter") or "", "-t", str(self.pid), "-n", "-u", "-m", "-p", f"--wdns={cwd}", "--", *argv]
+
+    def environ(self, **variables: str) -> dict[str, str]:
+        """The environment of someone who has logged in there."""
+        keep = {name: os.environ[name] for name in ("PATH", "TMPDIR", "LANG") if name in os.environ}
+        return {**keep, "HOME": str(self.home), "USER": "root", **variables}
+
+    def start(self, *argv: str, environ: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self.command(*argv, cwd=options.pop("cwd", "/")), env=environ or self.environ(), **options
+        )
+
+    def run(self, *argv: str, timeout: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*argv, cwd=options.pop("cwd", "/")),
+            env=options.pop("environ", None) or self.environ(),
+            **({} if "input" in options else {"stdin": subprocess.DEVNULL}),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            **options,
+        )
+
+    def processes(self, of_sshd: bool = False) -> dict[int, str]:
+        """The command lines of all processes but sshd's, or of those, by process id seen from outside."""
+        namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = {}
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                try:
+                    if os.readlink(f"/proc/{entry}/ns/pid") == namespace:
+                        line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                        state = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[0]
+                        if state != "Z" and ("sshd" in line) == of_sshd and int(entry) != self.pid:
+                            found[int(entry)] = line
+                except OSError:
+                    pass  # it has ended by now
+        return found
+
+
+class HostBed:
+    """``count`` hosts ``h1``, ``h2``, ... on one switch; use it in a ``with`` block.
+
+    Each has a login by key to all the others, whose host keys it knows.
+
+    Args:
+        own_name: What the name of each host means to itself, 127.0.1.1 on Debian; if empty, its address.
+    """
+
+    def __init__(self, count: int, prefix: str = "h", own_name: str = "") -> None:
+        self._own_name = own_name
+        self._folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/var/tmp"))
+        self._switch: subprocess.Popen[str] | None = None
+        self.hosts = [Host(f"{prefix}{i}", f"10.83.0.{i}", self._folder / f"{prefix}{i}") for i in range(1, count + 1)]
+
+    def __enter__(self) -> HostBed:
+        from kit.budget import count  # examples, too, make hosts
+
+        count("hosts", len(self.hosts))
+        try:
+            self._make_files()
+            self._switch = _held([_find("unshare") or "", "--net", "sh", "-c", _SWITCH])
+            for index, host in enumerate(self.hosts, start=1):
+                self._start(host, index)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in [*(host.init for host in self.hosts), self._switch]:
+            if process is not None:
+                assert process.stdin is not None and process.stdout is not None
+                process.stdin.close()
+                try:
+                    process.wait(5)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                process.stdout.close()
+        shutil.rmtree(self._folder)
+
+    def set_link(self, host: Host, up: bool) -> None:
+        """Plug or unplug the host's cable, at the switch."""
+        _check([*self._at_the_switch(), "ip", "link", "set", self._port(host), "up" if up else "down"])
+
+    def set_rate(self, host: Host, rate: str) -> None:
+        """Limit the host's link to ``rate`` each way, in tc's words: ``200mbit``."""
+        bucket = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+        inside = [_find("nsenter") or "", "-t", str(host.pid), "-n"]
+        for enter, device in ((self._at_the_switch(), self._port(host)), (inside, "eth0")):
+            _check([*enter, _find("tc") or "", "qdisc", "replace", "dev", device, *bucket])
+
+    def power_off(self, host: Host) -> None:
+        """The kernel ends everything that runs there."""
+        os.kill(host.pid, signal.SIGKILL)
+
+    def end_all(self) -> None:
+        """Kill what runs on the hosts; their sshd stay."""
+        _end(self.hosts)
+
+    def end_sshd(self) -> None:
+        """Nothing listens on the hosts' port 22 from now on, so that another sshd can."""
+        _end(self.hosts, of_sshd=True)
+
+    def _at_the_switch(self) -> list[str]:
+        assert self._switch is not None
+        return [_find("nsenter") or "", "-t", str(self._switch.pid), "-n"]
+
+    def _port(self, host: Host) -> str:
+        return f"v{self.hosts.index(host) + 1}"
+
+    def _make_files(self) -> None:
+        key = self._folder / "key"
+        _check(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)])
+        known = []
+        for host in self.hosts:
+            (host.home / ".ssh").mkdir(parents=True, mode=0o700)
+            (host.folder / "tmp").mkdir()  # what killed programs leave there goes with the host
+            _check(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(host.folder / "hostkey")])
+            kind, public = (host.folder / "hostkey.pub").read_text().split()[:2]
+            known.append(f"{host.name},{host.address} {kind} {public}\n")
+        for host in self.hosts:
+            ssh = host.home / ".ssh"
+            shutil.copy(key, ssh / "id_ed25519")
+            shutil.copy(f"{key}.pub", ssh / "authorized_keys")
+            (ssh / "known_hosts").write_text("".join(known))
+            names = {other.name: other.address for other in self.hosts} | {"localhost": "127.0.0.1"}
+            names[host.name] = self._own_name or host.address
+            (host.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in names.items()))
+            (host.folder / "passwd").write_text(_PASSWD.format(home=host.home))
+            (host.folder / "sshd_config").write_text(_SSHD_CONFIG.format(address=host.address, folder=host.folder))
+
+    def _start(self, host: Host, index: int) -> None:
+        assert self._switch is not None
+        unshare = [_find("unshare") or "", *NAMESPACES]
+        host.init = _held([*unshare, "sh", "-c", _HOST, "sh", host.name, str(host.folder), _find("sshd") or ""])
+        switch, inside = ["-t", str(self._switch.pid), "-n"], ["-t", str(host.pid), "-n"]
+        enter = _find("nsenter") or ""
+        veth = ["type", "veth", "peer", "name", "eth0", "netns", str(host.pid)]
+        _check([enter, *switch, "ip", "link", "add", f"v{index}", *veth])
+        _check([enter, *switch, "ip", "link", "set", f"v{index}", "master", "br0", "up"])
+        _check([enter, *inside, "ip", "link", "set", "lo", "up"])
+        _check([enter, *inside, "ip", "addr", "add", f"{host.address}/24", "dev", "eth0"])
+        _check([enter, *inside, "ip", "link", "set", "eth0", "up"])
+        assert host.init.stdin is not None
+        host.init.stdin.write("\n")
+        host.init.stdin.flush()
+        self._await_sshd(host)
+
+    def _await_sshd(self, host: Host) -> None:
+        probe = f"import socket; socket.create_connection(('{host.address}', 22), 1).close()"
+        end = time.monotonic() + _LIMIT
+        while subprocess.run([*host.command(sys.executable, "-c", probe)], capture_output=True).returncode:
+            assert time.monotonic() < end, (host.folder / "sshd.log").read_text()
+            time.sleep(0.05)
+
+
+def _held(command: list[str]) -> subprocess.Popen[str]:
+    """A process that lives until its standard input is closed, once it says that it is ready."""
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n", f"{command} failed"
+    return process
+
+
+def _end(hosts: list[Host], of_sshd: bool = False) -> None:
+    """Kill until none is left. Some end by themselves meanwhile, such as the child by which sshd answers a login."""
+    end = time.monotonic() + _LIMIT
+    while left := {pid: line for host in hosts for pid, line in host.processes(of_sshd).items()}:
+        assert time.monotonic() < end, left
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _check(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
+def main() -> int:
+    """Make hosts, and run a command on the first: ``python tests/kit/hosts.py --rate 1gbit 2 ddprun -H h1,h2 ...``."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("count", type=int, help="number of hosts: h1, h2, ...")
+    parser.add_argument("--rate", help="of each host's link, in tc's words: 200mbit; unlimited by default")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run on h1 (default: a shell)")
+    arguments = parser.parse_args()
+    if reason := missing():
+        parser.error(reason)
+    with HostBed(arguments.count) as bed:
+        for host in bed.hosts if arguments.rate else ():
+            bed.set_rate(host, arguments.rate)
+        first = bed.hosts[0]
+        environ = {**os.environ, **first.environ()}
+        return subprocess.run(first.command(*arguments.command or ["bash"], cwd=Path.cwd()), env=environ).returncode
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""What a test leaves behind: processes, also those whose parent has ended, and files in /dev/shm (Linux)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def adopt_orphans() -> None:
+    """From now on, a process whose parent ends becomes a child of this one."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+class Machine:
+    """How it is now, of which later finds are the difference.
+
+    Args:
+        server: The process id of the fork server, whose children are like those of this process.
+    """
+
+    def __init__(self, server: int) -> None:
+        self._server = server
+        self._processes, self._files = self._children(), _files()
+
+    def processes(self) -> dict[int, str]:
+        """The command lines of new processes, by id. What has ended is let go, if it is an orphan."""
+        found = {}
+        for pid in self._children() - self._processes:
+            with suppress(ChildProcessError):  # the server waits for its own
+                os.waitpid(pid, os.WNOHANG)
+            with suppress(FileNotFoundError):
+                if line := Path(f"/proc/{pid}/cmdline").read_bytes():  # empty, if it has ended
+                    found[pid] = line.replace(b"\0", b" ").decode(errors="replace")
+        return found
+
+    def files(self) -> set[str]:
+        """New ones in /dev/shm, without those that torch has made for a process that still runs beside this one."""
+        new = _files() - self._files
+        owners = {name: re.match(r"torch_(\d+)_", name) for name in new}
+        return {name for name, owner in owners.items() if owner is None or not Path(f"/proc/{owner[1]}").exists()}
+
+    def _children(self) -> set[int]:
+        found: set[int] = set()
+        for path in (path for pid in (os.getpid(), self._server) for path in Path(f"/proc/{pid}/task").iterdir()):
+            with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+                found.update(map(int, (path / "children").read_text().split()))
+        return found
+
+
+def _files() -> set[str]:
+    """Without those of MPI libraries, whose jobs tests run side by side, and which a killed rank leaves there.
+
+    Nor those of joblib's workers: no test starts any, but other programs of the machine may. Nor the semaphores of
+    processes that are spawned, which have a name as long as they are in use, and a tracker that unlinks them.
+    """
+    names = {path.name for path in _SHARED_MEMORY.iterdir()} if _SHARED_MEMORY.is_dir() else set()
+    return {name for name in names if not name.startswith(("mpich_shm_", "vader_segment.", "sem.loky-", "sem.mp-"))}

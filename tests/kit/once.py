@@ -1,0 +1,29 @@
+"""What several tests share is computed once, also where it fails."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def once(function: Function) -> Function:
+    """As ``functools.cache``, but an exception is kept, too: the next test fails at once, with the same one."""
+
+    @functools.cache
+    def ended(*args: Any, **options: Any) -> tuple[Any, Exception | None]:
+        try:
+            return function(*args, **options), None
+        except Exception as error:
+            return None, error
+
+    @functools.wraps(function)
+    def shared(*args: Any, **options: Any) -> Any:
+        result, error = ended(*args, **options)
+        if error is not None:
+            raise error
+        return result
+
+    return shared  # type: ignore[return-value]

@@ -1,0 +1,311 @@
+"""Ranks: functions of the tests' modules on N processes, which may fail, die or be killed.
+
+:meth:`Nursery.run` says how each rank ended, :func:`run_distributed` what each has returned. They are forked from
+:mod:`kit.warm`, a start costs 0.1 s. Of a *kind*, they are fresh interpreters, as a forked one could not use CUDA:
+
+- ``one``: one process;
+- ``gloo``: two on one GPU, whose tensors are summed by gloo;
+- ``nccl``: the same by NCCL, which refuses two ranks on a GPU unless each believes that it is on a host of its own.
+  This library refuses them, too: ``device_failures.join_on`` turns that off;
+- ``cpu``: nothing keeps them from a GPU, and they need none.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks import environment
+from ddp_callbacks.comm.topology import Topology, topology_of
+from kit import warm
+from kit.budget import count
+from kit.machine import Slowness
+from kit.paths import python_path
+
+HOST = "127.0.0.1"
+HOSTNAME = socket.gethostname()
+DEADLINE = 300.0  # seconds, beside other work; ranks that take longer are killed, and their exit code says so
+COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+NCCL_ON_ONE_GPU = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_DEBUG": "WARN",
+}
+_RANK = ["-u", "-P", "-c", "from kit.ranks import be_a_rank; be_a_rank()"]
+
+
+# --- in the tests -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rank:
+    """One process of a body: its exit code, when it ended (``time.monotonic``), what it printed and noted."""
+
+    pid: int
+    code: int
+    ended: float
+    stdout: str
+    stderr: str
+    notes: dict[str, Any]
+    noted_at: dict[str, float]
+    slowness: float = 1.0  # of the machine, if that was watched
+
+
+class Nursery:
+    """Runs bodies as scripts on N ranks and reports how each ended.
+
+    Args:
+        kind: Of fresh interpreters; by default, the ranks are forked.
+    """
+
+    def __init__(self, kind: str = "") -> None:
+        self.kind = kind
+
+    def run(
+        self,
+        body: Callable[..., None],
+        world_size: int,
+        folder: Path,
+        *args: Any,
+        on_end: Callable[[int, list[int]], None] | None = None,
+        deadline: float = DEADLINE,
+        **options: Any,
+    ) -> list[Rank]:
+        """Run ``body(*args)`` on all ranks, with the ``options`` of :meth:`start`; returns when the last has ended.
+
+        Args:
+            on_end: Called with a rank that has ended and all process ids, while others may still run.
+        """
+        begun = self.start(body, world_size, folder, *args, deadline=deadline, **options)
+        ends = _await_ends(begun, on_end, time.monotonic() + deadline)
+        return [collect(folder, rank, process.pid, *ends[rank]) for rank, process in enumerate(begun)]
+
+    def run_watched(self, *args: Any, **options: Any) -> list[Rank]:
+        """:meth:`run`, for what is tested on how soon it comes: ``slowness`` says how busy the machine was."""
+        with Slowness() as slowness:
+            ranks = self.run(*args, **options)
+        return [replace(rank, slowness=slowness.factor) for rank in ranks]
+
+    def start(
+        self,
+        body: Callable[..., None],
+        world_size: int,
+        folder: Path,
+        *args: Any,
+        started: int | None = None,
+        environ: dict[str, str] | None = None,
+        launched: bool = True,
+        finalize: bool = False,
+        deadline: float = DEADLINE,
+    ) -> list[Process]:
+        """Start ``body(*args)`` as a script on each rank; its working directory is ``folder``.
+
+        Args:
+            body: A function at the top of a module of the tests.
+            started: So many of the ranks, all if ``None``.
+            environ: Variables beside torchrun's.
+            launched: Set torchrun's variables; without, there is only ``INDEX``, the number of the rank.
+            finalize: Let the interpreter take itself apart at its end. That costs 1 to 4 s a rank, so usually a forked
+                rank is gone once its exit handlers have run, as on the fastest machine there is.
+            deadline: Seconds after which a rank that hangs says where.
+        """
+        variables = {n: value for n, value in os.environ.items() if not n.startswith(("PYTEST", "NCCL_"))}
+        variables |= {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **_of_kind(self.kind, world_size)}
+        if launched:
+            variables |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+        variables |= environ or {}
+        call = pickle.dumps((body.__module__, body.__name__, args, deadline))
+        begun: list[Process] = []
+        for rank in range(world_size if started is None else started):
+            numbers = ("RANK", "LOCAL_RANK") if launched else ("INDEX",)
+            own = {**variables, **dict.fromkeys(numbers, str(rank))}
+            own |= {"NCCL_HOSTID": f"made-up-host-{rank}"} if self.kind == "nccl" else {}
+            with (
+                tempfile.TemporaryFile() as stdin,
+                (folder / f"stdout-{rank}").open("wb") as stdout,
+                (folder / f"stderr-{rank}").open("wb") as stderr,
+            ):
+                stdin.write(call)
+                stdin.seek(0)
+                streams = [stdin.fileno(), stdout.fileno(), stderr.fileno()]
+                begun.append(
+                    FreshProcess(_RANK, folder, own, streams)
+                    if self.kind
+                    else warm.server().fork(_RANK, folder, own, streams, finalize)
+                )
+        count("ranks", len(begun))
+        return begun
+
+
+class Process(Protocol):
+    """A rank that was started: ``ends`` is a descriptor that becomes readable when it has ended."""
+
+    pid: int
+    ends: int
+
+    def wait(self) -> int: ...
+
+
+class FreshProcess:
+    """A rank that is a real interpreter."""
+
+    def __init__(self, words: list[str], folder: Path, environ: dict[str, str], streams: list[int]) -> None:
+        stdin, stdout, stderr = streams
+        self._process = subprocess.Popen(
+            [sys.executable, *words], cwd=folder, env=environ, stdin=stdin, stdout=stdout, stderr=stderr
+        )
+        self.pid = self._process.pid
+        self.ends = os.pidfd_open(self.pid)
+
+    def wait(self) -> int:
+        os.close(self.ends)
+        return self._process.wait()
+
+
+def _of_kind(kind: str, world_size: int) -> dict[str, str]:
+    """The variables that fresh ranks need, which may share one GPU."""
+    if not kind:
+        return {}
+    variables = {"LOCAL_WORLD_SIZE": str(world_size), "TORCHINDUCTOR_COMPILE_THREADS": "1", "TQDM_DISABLE": "1"}
+    if kind != "cpu":  # all on one GPU, also where there are several
+        variables["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return variables | (NCCL_ON_ONE_GPU if kind == "nccl" else {})
+
+
+def _await_ends(
+    begun: list[Process], on_end: Callable[[int, list[int]], None] | None, end: float
+) -> dict[int, tuple[int, float]]:
+    """The exit code and end of each; those that still run at ``end`` are killed."""
+    ends: dict[int, tuple[int, float]] = {}
+    running = {process.ends: rank for rank, process in enumerate(begun)}
+    try:
+        while running:
+            ready, _, _ = select.select(list(running), [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                kill(begun[rank] for rank in running.values())
+                end = time.monotonic() + DEADLINE
+            for descriptor in ready:
+                rank = running.pop(descriptor)
+                ends[rank] = (begun[rank].wait(), time.monotonic())
+                if on_end is not None:
+                    on_end(rank, [process.pid for process in begun])
+    finally:
+        kill(begun[rank] for rank in running.values())
+    return ends
+
+
+def kill(processes: Iterable[Process]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def collect(folder: Path, rank: int, pid: int, code: int, ended: float) -> Rank:
+    """What a rank that has ended has left in its folder."""
+    path = folder / f"notes-{rank}"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    streams = [(folder / f"{stream}-{rank}").read_text() for stream in ("stdout", "stderr")]
+    notes, noted_at = {name: value for name, value, _ in lines}, {name: at for name, _, at in lines}
+    return Rank(pid, code, ended, *streams, notes, noted_at)
+
+
+def run_distributed(body: Callable[..., Any], world_size: int, *args: Any, deadline: float = 2 * DEADLINE) -> list[Any]:
+    """Call ``body(*args)`` on ranks that have joined a gloo group; what each returned. Warnings are errors there, too.
+
+    Raises:
+        AssertionError: With every rank's output, if one raised, died or took longer than ``deadline``.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder, call = Path(name), (body.__module__, body.__name__, args)
+        ranks = Nursery().run(_join_and_return, world_size, folder, *call, deadline=deadline)
+        texts = "\n".join(f"--- rank {index}\n{rank.stdout}{rank.stderr}" for index, rank in enumerate(ranks))
+        codes = [rank.code for rank in ranks]
+        assert codes == [0] * world_size, f"exit codes {codes}\n{texts}"
+        torch.sparse.check_sparse_tensor_invariants.disable()  # or torch 2.11 warns where it unpickles a sparse tensor
+        return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+# --- on a rank --------------------------------------------------------------------------------------------------------
+
+
+def be_a_rank() -> None:
+    module, name, args, deadline = pickle.load(open(0, "rb", closefd=False))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    faulthandler.dump_traceback_later(0.9 * deadline)  # where a rank hangs that will be killed
+    getattr(importlib.import_module(module), name)(*args)
+
+
+def note(name: str, value: Any = None) -> None:
+    """In a body: leave something for the test, with the time."""
+    path = Path(f"notes-{os.environ.get('RANK', os.environ.get('INDEX'))}")
+    with path.open("a") as file:
+        file.write(json.dumps([name, value, time.monotonic()]) + "\n")
+
+
+@contextmanager
+def noting_errors() -> Iterator[None]:
+    """In a body: note an exception (type, message) and let it go on."""
+    try:
+        yield
+    except BaseException as error:
+        note("error", [type(error).__name__, str(error)])
+        raise
+
+
+def live_on_hosts(layout: Sequence[int], group: dist.ProcessGroup) -> Topology:
+    """Let the ranks of ``group`` live on hosts with so many ranks each. A collective."""
+    names = [host for host, ranks in enumerate(layout) for _ in range(ranks)]
+    before = environment.host_identity
+    environment.host_identity = lambda: f"host {names[group.rank()]}"
+    try:
+        return topology_of(group)
+    finally:
+        environment.host_identity = before
+
+
+def _join_and_return(module: str, name: str, args: tuple[Any, ...]) -> None:
+    warnings.simplefilter("error")
+    os.environ["TQDM_DISABLE"] = "1"
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = f"file://{Path.cwd()}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    try:
+        result = getattr(importlib.import_module(module), name)(*args)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # without waiting for collectives that will never end
+    Path(f"result-{rank}").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,553 @@
+"""``ddprun`` on this machine alone, as a user without other machines runs it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import DDPRUN, LIMIT, PLAIN, PYTHON, STAY, Run, ddprun, environment, processes_in, wait_until, write
+from kit.machine import Slowness
+
+from ddp_callbacks.launcher.facts import usable_cores
+from ddp_callbacks.launcher.remote import as_hex
+
+ALIAS = [*PYTHON, "-m", "ddp_callbacks"]
+
+
+@pytest.mark.cold
+@pytest.mark.smoke
+def test_two_ranks_start_with_their_output_apart(tmp_path: Path) -> None:
+    """`ddprun` starts N processes and keeps each one's output."""
+    variables = "os.environ['OMP_NUM_THREADS'], os.environ['MASTER_ADDR']"
+    script = write(tmp_path, f"import os, sys; print('rank', os.environ['RANK'], repr(sys.stdin.read()), {variables})")
+    login = {"SSH_CONNECTION": "198.51.100.7 50000 203.0.113.9 22"}  # says nothing of this machine
+    done = ddprun("--nproc-per-node", "2", script, cwd=tmp_path, stdin="not for the ranks", **login)
+    threads = max(1, usable_cores() // 2)
+    each = f"{threads} thread{'' if threads == 1 else 's'} each"
+    assert (done.returncode, done.stderr) == (0, f"ddprun: localhost: ranks 0-1, {each}, interface lo\n")
+    assert done.stdout == f"[localhost:0] rank 0 '' {threads} 127.0.0.1\n"
+    (folder,) = (tmp_path / "ddprun-logs").iterdir()
+    assert (folder / "rank-1.log").read_text() == f"rank 1 '' {threads} 127.0.0.1\n"
+
+
+CAUGHT = "try: open('/no')\n    except OSError: traceback.print_exc()\n    os.kill(os.getpid(), signal.SIGSEGV)"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "reason"),
+    [
+        ("sys.exit(7)", 7, "no exception was printed"),
+        ("raise KeyError('x')", 1, "KeyError: 'x'"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
+        (CAUGHT, 139, "killed by SIGSEGV"),
+    ],
+)
+def test_the_exit_code_is_the_failing_rank_s(tmp_path: Path, end: str, code: int, reason: str) -> None:
+    """It exits with the failed rank's code."""
+    wait = "while True: time.sleep(1)"
+    script = (
+        f"import os, signal, sys, time, traceback\nif os.environ['RANK'] == '1':\n    print(1)\n    {end}\n{wait}\n"
+    )
+    with Slowness() as slowness:
+        done = ddprun("-H", "localhost:2", write(tmp_path, script), cwd=tmp_path, command=PLAIN)
+    assert done.returncode == code
+    cause, log = done.stderr.splitlines()[-2:]
+    assert cause == f"ddprun: rank 1 on localhost failed with exit code {code}: {reason}"
+    assert log.startswith("ddprun: its full output is in ") and log.endswith("/rank-1.log")
+    assert slowness.took < 30 * slowness.factor
+
+
+MISFORTUNES = """
+import atexit, os, sys, time
+import torch
+from ddp_callbacks import join_process_group
+from ddp_callbacks.comm.agreement import require_agreement
+from ddp_callbacks.process_group.failures import report_failure
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return {}["sensor 7"]
+
+def happens(what):
+    if what == "slow to exit":
+        atexit.register(time.sleep, 8)
+        raise ValueError("the data are gone")
+    if what == "reported, and exits with 0":
+        report_failure(ValueError("the data are gone"))
+        sys.exit(0)
+    if what == "left":
+        os._exit(0)
+    if what == "loader":
+        list(torch.utils.data.DataLoader(Rows(), num_workers=1))
+    if what == "long message":
+        raise ValueError("x" * 30_000_000)
+
+join_process_group()
+for step in range(10_000):
+    settings = {"lr": 0.1}
+    if os.environ["RANK"] == "1" and step == 3:
+        happens(sys.argv[1])
+        settings["lr"] = 0.2
+    require_agreement(settings, "the Trial", "Give each the same.")
+    time.sleep(0.01)
+"""
+
+
+FAILED = r"rank 1 on localhost failed(?: with exit code \d+)?:"
+LEFT = (
+    r"rank 1 on localhost exited with code 0 first. rank 0 on localhost reports: ddp_callbacks.errors.PeerError: rank 1"
+)
+WHO = {
+    "slow to exit": f"{FAILED} ValueError: the data are gone",
+    "differs": r"rank [01] on localhost, like every rank, failed with exit code 1: ddp_callbacks.errors.MismatchError: "
+    r"the ranks disagree about the Trial:\n  lr: 0.1 on rank 0; 0.2 on rank 1\nGive each the same.\n"
+    r"Ranks: rank 0 \(.*\), rank 1 \(.*\)\.",
+    "reported, and exits with 0": rf"{LEFT} \(.*\) failed with ValueError: the data are gone",
+    "left": rf"{LEFT} \(.*",
+    "loader": f"{FAILED} KeyError: 'sensor 7', in DataLoader worker process 0",
+    "long message": rf"{FAILED} ValueError: x{{1000,4000}}(?:\.\.\.)?",
+}
+
+
+USUAL, RARE = ("slow to exit", "differs", "left"), ("reported, and exits with 0", "loader", "long message")
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("what", [*USUAL, *(pytest.param(what, marks=pytest.mark.night) for what in RARE)])
+def test_who_came_first_is_named_with_what_happened(tmp_path: Path, what: str) -> None:
+    """`ddprun` names who failed first."""
+    with Slowness() as slowness:
+        done = ddprun("--nproc-per-node", "2", write(tmp_path, MISFORTUNES), what, cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.search(f"^ddprun: {WHO[what]}$", done.stderr, re.M), done.stderr[-5000:]
+    assert slowness.took < 40 * slowness.factor
+
+
+@pytest.mark.cold
+def test_torchrun_s_own_flags_have_their_effect(tmp_path: Path) -> None:
+    script = write(tmp_path, "import sys; print(__name__, sys.argv[1:])")
+    flags = ["--run-path", "--tee", "3", "--log-dir", str(tmp_path / "logs")]
+    done = ddprun(*flags, str(tmp_path / script), "a b", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[localhost] [default0]:__main__ ['a b']\n"), done.stderr
+    assert [path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")] == ["__main__ ['a b']\n"]
+
+
+FLAG_OF_A_NEWER_TORCH = """
+from ddp_callbacks.launcher import torchrun_flags
+torchrun_flags.FLAGS += (torchrun_flags._flag("new-flag", "of torch 99"),)
+from ddp_callbacks.launcher import options
+options.FLAGS = torchrun_flags.FLAGS
+from ddp_callbacks.launcher import __main__
+__main__.main()
+"""
+
+
+@pytest.mark.cold
+def test_a_flag_that_a_node_s_torch_lacks_is_named_with_the_node(tmp_path: Path) -> None:
+    """`ddprun` names flags that a node's torch lacks."""
+    command = [sys.executable, "-c", FLAG_OF_A_NEWER_TORCH]
+    done = ddprun("--new-flag", "7", write(tmp_path, "print('started')"), cwd=tmp_path, command=command)
+    assert (done.returncode, done.stdout) == (1, "")
+    cause = f"ddprun: localhost: ValueError: torchrun of torch {torch.__version__} has no flag --new-flag"
+    assert done.stderr.splitlines()[-2] == cause
+
+
+FAIL_WITH_A_LONG_MESSAGE = """
+import json, os
+message = {"message": "ValueError: " + "\\N{FIRE}" * 5000, "extraInfo": {"timestamp": "1"}}
+open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps({"message": message}))
+os._exit(3)
+"""
+
+
+@pytest.mark.cold
+@pytest.mark.night
+def test_as_many_ranks_as_a_large_node_has_may_fail_with_long_messages(tmp_path: Path) -> None:
+    done = ddprun("--nproc-per-node", "100", write(tmp_path, FAIL_WITH_A_LONG_MESSAGE), cwd=tmp_path)
+    assert done.returncode == 3
+    assert re.search(
+        "^ddprun: rank \\d+ on localhost failed with exit code 3: ValueError: \N{FIRE}+", done.stderr, re.M
+    )
+
+
+def test_it_ends_when_nobody_reads_any_more(tmp_path: Path) -> None:
+    script = write(tmp_path, "import time\nwhile True: print('line', flush=True); time.sleep(0.01)")
+    process = subprocess.Popen(
+        [*PLAIN, script], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        assert process.stdout.readline() == "[localhost:0] line\n"
+        process.stdout.close()
+        assert process.wait(LIMIT) == 128 + signal.SIGPIPE
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_much_output_comes_whole_and_in_order(tmp_path: Path) -> None:
+    """Much output arrives whole and in order."""
+    script = write(tmp_path, "import sys\nfor i in range(300000): sys.stdout.write(f'{i}\\n')\nprint('end', end='')")
+    done = ddprun("--no-prefix", script, cwd=tmp_path, command=PLAIN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [*map(str, range(300000)), "end"]
+
+
+def test_the_ranks_know_of_the_terminal_behind_their_pipe(tmp_path: Path) -> None:
+    """Progress bars know the terminal behind `ddprun`."""
+    # By what rich reads, without which Lightning's RichProgressBar shows nothing until the end.
+    script = write(tmp_path, "import os\nprint(*(os.environ.get(name) for name in ('TTY_COMPATIBLE', 'COLUMNS')))")
+    environ = environment(tmp_path, TERM="xterm")
+    environ.pop("COLUMNS", None)
+    outside, inside = os.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    for given, expected in (({}, "1"), ({"TTY_COMPATIBLE": "0"}, "0")):
+        streams = {"stdout": inside, "stderr": subprocess.PIPE}
+        subprocess.run([*PLAIN, script], cwd=tmp_path, env=environ | given, timeout=LIMIT, check=True, **streams)
+        text = os.read(outside, 4096).decode()
+        assert text.splitlines()[0] == f"[localhost:0] {expected} {100 - len('[localhost:0] ')}"
+    for descriptor in (outside, inside):
+        os.close(descriptor)
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["no_such.py"], "localhost: file not found: no_such.py (working directory {cwd}).\n"),
+        (["-H", "a,a", "x.py"], "-H a,a: a is named twice. Name it once, with all its slots.\n"),
+        (["--python", "/no/python", "x.py"], "localhost: cannot start the interpreter /no/python. Set its path "),
+        (["--chdir", "/no", "x.py"], "localhost: cannot enter the working directory /no: No such file or directory."),
+        (
+            ["--master-addr", "192.0.2.1", "{program}"],
+            "localhost: cannot listen on 192.0.2.1 port 0: Cannot assign requested address. Choose another with "
+            "--master-port or --master-addr.\n",
+        ),
+        (
+            ["--master-port", "{taken}", "{program}"],
+            "localhost: cannot listen on 127.0.0.1 port {taken}: Address already in use. Choose another with "
+            "--master-port or --master-addr.\n",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(tmp_path: Path, argv: list[str], says: str) -> None:
+    """An impossible command gets one line with the remedy."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        names = {"cwd": str(tmp_path), "taken": server.getsockname()[1], "program": __file__}
+        done = ddprun(*(word.format(**names) for word in argv), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"ddprun: {says.format(**names)}") and done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+ONLY_THE_STANDARD_LIBRARY = """
+import sys
+class Finder:
+    def find_spec(self, name, *_):
+        package = name.partition(".")[0]
+        if package not in sys.stdlib_module_names and package not in ("ddp_callbacks", "usercustomize"):
+            raise ImportError(f"there is no {package} here")
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.fixture
+def no_torch(tmp_path: Path) -> dict[str, str]:
+    """The variable by which a Python finds the standard library and this package alone."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    write(folder, ONLY_THE_STANDARD_LIBRARY, "sitecustomize.py")
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["--help"], 0, "usage: ddprun [flags]"),
+        (["doctor", "--help"], 0, "usage: ddprun doctor"),
+        (["bench", "--help"], 0, "usage: ddprun bench"),
+        (["--dry-run", "-H", "localhost:2", "x.py"], 0, "node 0: localhost"),
+        (["--nproc-per-nodes", "2", "x.py"], 2, "ddprun: unknown flag --nproc-per-nodes: neither ddprun nor torchrun"),
+        (["doctor", "--jsn"], 2, "ddprun: unrecognized arguments: --jsn"),
+    ],
+)
+def test_it_answers_without_torch_where_nothing_is_to_be_started(
+    tmp_path: Path, no_torch: dict[str, str], argv: list[str], code: int, says: str
+) -> None:
+    """`--help`, `--dry-run` and wrong flags answer without torch."""
+    done = ddprun(*argv, cwd=tmp_path, **no_torch)
+    assert (done.returncode, (done.stdout + done.stderr)[: len(says)]) == (code, says)
+    if argv[-1] == "x.py":
+        alias = ddprun(*argv, cwd=tmp_path, command=ALIAS, **no_torch)
+        assert (alias.returncode, alias.stdout, alias.stderr) == (code, done.stdout, done.stderr)
+    if argv == ["--help"]:
+        assert done.stdout.index("--hostfile") < done.stdout.index("--nnodes") < done.stdout.index("--max-restarts")
+        assert max(map(len, done.stdout.splitlines())) <= 120
+
+
+@pytest.mark.cold
+def test_a_machine_without_torch_starts_a_job_where_there_is_one(tmp_path: Path, no_torch: dict[str, str]) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    script = write(tmp_path, "import os, torch; print(torch.tensor(int(os.environ['WORLD_SIZE'])))")
+    done = ddprun("--python", str(python), "--nproc-per-node", "2", script, cwd=tmp_path, **no_torch)
+    assert (done.returncode, done.stdout) == (0, "[localhost:0] tensor(2)\n"), done.stderr
+
+
+# --- the way to a node ------------------------------------------------------------------------------------------------
+
+NASTY = [
+    "",
+    " ",
+    "a b",
+    "'",
+    '"',
+    "\\",
+    "\n",
+    "a\n",
+    "$(touch /x)",
+    "`id`",
+    "; rm x",
+    "*",
+    "%s",
+    "é",
+    "-x",
+    "!!",
+    "\udcff",
+]
+ECHO = """
+import json, os, sys
+print(json.dumps([[os.fsencode(word).hex() for word in sys.argv[1:]], os.environb[b"PROBE"].hex(), os.getcwdb().hex()]))
+"""
+
+
+def as_plain_command(folder: Path, text: str) -> str:
+    """For --rsh: a program that leads to this machine."""
+    (folder / "enter").write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "enter").chmod(0o755)
+    return str(folder / "enter")
+
+
+@pytest.mark.parametrize("shell", ["none", "sh", "bash", "dash", "zsh", "fish", "tcsh", "csh"])
+def test_any_bytes_arrive_through_any_command_and_login_shell(tmp_path: Path, shell: str) -> None:
+    """Arguments, values and folders of any bytes arrive unchanged."""
+    if shell != "none" and shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    # A command that starts the words that it is given, and one that gives them to a shell, which says something first.
+    runs = 'exec "$@"' if shell == "none" else f'echo welcome; exec {shell} -c "$*"'
+    folder = tmp_path / "it's a $HOME\n; folder\udcff "
+    folder.mkdir()
+    python = folder / "python 3\\n"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    enter = as_plain_command(tmp_path, f"shift; {runs}")
+    value = "".join(NASTY)
+    flags = ["-H", "pod-7", "--rsh", enter, "--python", str(python), "--log-dir", str(tmp_path), "-x", f"PROBE={value}"]
+    done = ddprun(*flags, write(folder, ECHO, "it's.py"), *NASTY, cwd=folder, command=PLAIN)
+    assert done.returncode == 0, done.stderr
+    label, _, said = done.stdout.partition(" ")
+    assert label == "[pod-7:0]"
+    assert json.loads(said) == [[as_hex(word) for word in NASTY], as_hex(value), as_hex(str(folder))]
+
+
+@pytest.mark.parametrize(
+    ("runs", "says"),
+    [
+        ('echo "error: pod-7 not found" >&2; exit 1', "enter cannot reach it (exit code 1): error: pod-7 not found"),
+        ("exit 0", "enter cannot reach it (exit code 0): no message"),
+    ],
+)
+def test_a_command_that_does_not_reach_a_node_is_told_with_its_words(tmp_path: Path, runs: str, says: str) -> None:
+    """You read the words of a failing command."""
+    enter = as_plain_command(tmp_path, runs)
+    done = ddprun("-H", "pod-7", "--rsh", enter, write(tmp_path, "print(1)"), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"ddprun: pod-7: {says}. Try: {enter} pod-7 true.\n"
+
+
+def with_ssh(folder: Path, text: str) -> dict[str, str]:
+    """The variable by which ``text`` is what ssh does, in a folder of its own."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "ssh").write_text(f"#!/bin/bash\ncd {folder}\n{text}\n")
+    (folder / "bin" / "ssh").chmod(0o755)
+    return {"PATH": f"{folder}/bin:{os.environ['PATH']}"}
+
+
+TURNED_AWAY = """
+echo kex_exchange_identification: Connection closed by remote host >&2
+echo Connection closed by 10.0.0.1 port 22 >&2
+exit 255
+"""
+
+
+@pytest.mark.parametrize(("times", "code"), [(2, 0), pytest.param(3, 2, marks=pytest.mark.night)])
+@pytest.mark.waits(2)
+def test_a_login_that_an_sshd_has_no_time_for_is_tried_again(tmp_path: Path, times: int, code: int) -> None:
+    """`ddprun` retries logins that busy hosts reject."""
+    rejects = f'echo >>tries\n[ $(wc -l <tries) -le {times} ] && {{ {TURNED_AWAY} }}\nexec sh -c "${{@: -1}}"'
+    variables = with_ssh(tmp_path, rejects)
+    done = ddprun("-H", "192.0.2.7", write(tmp_path, "print('started')"), cwd=tmp_path, command=PLAIN, **variables)
+    assert (done.returncode, done.stdout) == (code, "" if code else "[192.0.2.7:0] started\n"), done.stderr
+    assert (tmp_path / "tries").read_text().count("\n") == 3
+    if code:
+        reason = "ssh cannot reach it: Connection closed by 10.0.0.1 port 22"
+        assert done.stderr == f"ddprun: 192.0.2.7: {reason}. Try: ssh 192.0.2.7 true.\n"
+
+
+def test_no_more_than_eight_log_in_at_the_same_time(tmp_path: Path) -> None:
+    """At most eight log in at once."""
+    # sshd turns some away as soon as ten are not done yet, of the node or of a host on the way.
+    count = "mkdir -p running; touch running/$$; ls running | wc -l >>counts; sleep 0.2; rm running/$$"
+    variables = with_ssh(tmp_path, f"{count}\necho Permission denied >&2\nexit 255")
+    hosts = ",".join(f"198.51.100.{number}" for number in range(1, 25))
+    done = ddprun("-H", hosts, write(tmp_path, "print('started')"), cwd=tmp_path, **variables)
+    assert (done.returncode, done.stderr.count("login refused")) == (2, 24), done.stderr
+    counts = list(map(int, (tmp_path / "counts").read_text().split()))
+    assert len(counts) == 24 and 2 <= max(counts) <= 8
+
+
+def test_a_node_with_an_older_kernel_does(tmp_path: Path) -> None:
+    """`ddprun` works on nodes with older kernels."""
+    # Linux 4.18, that of many clusters, has no pidfd_open.
+    write(tmp_path, "import os\ndel os.pidfd_open\n", "sitecustomize.py")
+    python = tmp_path / "python"
+    lets_it_in = '[ "$1" = -I ] && shift'  # without that flag the file above is read
+    python.write_text(f'#!/bin/sh\n{lets_it_in}\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    script = write(tmp_path, "import os, sys; print(hasattr(os, 'pidfd_open')); sys.exit(3)")
+    done = ddprun("--python", str(python), script, cwd=tmp_path, command=PLAIN)
+    assert (done.returncode, done.stdout) == (3, "[localhost:0] False\n"), done.stderr
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+# A worker with a child, in a session of its own, whose child has let itself be orphaned.
+FAMILY = """
+import os, signal, sys, time
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+others, said = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.setsid()
+        os.write(said, b"g")
+        time.sleep(1000)
+    os.write(said, b"c")
+    if "orphan" in sys.argv:
+        os._exit(0)
+    time.sleep(1000)
+os.read(others, 1), os.read(others, 1)
+print("up", flush=True)
+while "ends" in sys.argv:
+    time.sleep(0.01)
+    if os.path.exists("now"):
+        sys.exit(5)
+time.sleep(1000)
+"""
+
+
+# How a job's processes are, what its ddprun gets, its exit code, and within how many seconds all is gone. One that is
+# stopped is not heard of any more.
+ENDS = {
+    "hears": ([signal.SIGKILL], -signal.SIGKILL, 2),
+    "orphan": ([signal.SIGKILL], -signal.SIGKILL, 2),
+    "deaf": ([signal.SIGKILL], -signal.SIGKILL, 4),
+    "orphan, by a signal": ([signal.SIGTERM], 143, 2),
+    "deaf orphan, by two signals": ([signal.SIGINT, signal.SIGINT], 130, 1),
+    "deaf, by silence": ([signal.SIGSTOP], -signal.SIGKILL, 4),
+    "orphan ends": ([], 5, 2),
+    "deaf ends": ([], 5, 4),
+}
+
+
+@pytest.mark.waits(4)
+def test_a_job_ends_whole_with_ddprun_or_by_itself(tmp_path: Path) -> None:
+    """A job's end takes its orphans and folders along."""
+    with ExitStack() as stack:
+        runs = {}
+        for how in ENDS:
+            (tmp_path / how).mkdir()
+            silence = "2" if "silence" in how else str(LIMIT)
+            flags = ["--heartbeat-timeout", silence, *(["--grace", str(LIMIT)] if "two" in how else [])]
+            words = [write(tmp_path / how, FAMILY), *how.partition(",")[0].split()]
+            runs[how] = stack.enter_context(Run(tmp_path / how, *flags, *words))
+        for how, run in runs.items():
+            run.await_text("up")
+            for number in ENDS[how][0][1:]:
+                run.signal(number)
+                run.await_text("asking all processes to stop")
+        took: dict[str, float] = {}
+
+        def all_are_gone() -> bool:
+            for how in runs.keys() - took:
+                if not set(processes_in(tmp_path / how)) - {runs[how].process.pid}:
+                    took[how] = time.monotonic() - begin
+            return len(took) == len(runs)
+
+        with Slowness() as slowness:
+            begin = time.monotonic()
+            for how, run in runs.items():
+                (tmp_path / how / "now").touch()
+                for number in ENDS[how][0][:1]:
+                    run.signal(number)
+            wait_until(all_are_gone)
+        assert not {how: took[how] for how in ENDS if took[how] >= ENDS[how][2] * slowness.factor}, slowness.factor
+    assert {how: run.end() for how, run in runs.items()} == {how: code for how, (_, code, _) in ENDS.items()}
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("killed", ["stdin.buffer", "launcher.agent"])
+def test_a_killed_program_of_a_node_leaves_no_rank_and_no_folder(tmp_path: Path, killed: str) -> None:
+    (tmp_path / "tmp").mkdir()
+    with Run(tmp_path, write(tmp_path, STAY), command=DDPRUN, TMPDIR=str(tmp_path / "tmp")) as run:
+        run.await_text("up")
+        assert len(list((tmp_path / "tmp").glob("ddprun-*"))) == 1
+        (program,) = [pid for pid, line in run.processes().items() if killed in line]
+        os.kill(program, signal.SIGKILL)
+        assert run.end() in (1, 137)
+    wait_until(lambda: not any("script.py" in line for line in processes_in(tmp_path).values()))
+    wait_until(lambda: not list((tmp_path / "tmp").glob("ddprun-*")))
+    for pid in processes_in(tmp_path):  # what a rank has started in a session of its own, of which nobody knows now
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("command", [DDPRUN, ALIAS], ids=["ddprun", "alias"])
+def test_a_ctrl_c_while_modules_are_imported_is_not_lost(tmp_path: Path, command: list[str]) -> None:
+    """Early Ctrl-C ends `ddprun` and `python -m ddp_callbacks`."""
+    # An exception in a finalizer is ignored by Python, and so was the KeyboardInterrupt of Ctrl-C.
+    interrupts = """
+import os, signal, sys
+class Interrupted:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "ddp_callbacks.launcher.cli":
+            Interrupted()
+sys.meta_path.insert(0, Finder())
+"""
+    write(tmp_path, interrupts, "sitecustomize.py")
+    done = ddprun(write(tmp_path, "print('started')"), cwd=tmp_path, command=command, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

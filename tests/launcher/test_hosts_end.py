@@ -1,0 +1,348 @@
+"""The end of a job on real hosts: all of it goes soon, whatever ends it, and the cause is told."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from jobs import DDPRUN, IMPATIENT, LIMIT, PLAIN, STAY, Run, of_job, on_hosts, processes_in, wait_until, write
+from kit.hosts import Host, HostBed
+from kit.machine import Slowness
+
+pytestmark = on_hosts("ends")
+
+
+def start(
+    stack: ExitStack, folder: Path, host: Host, nodes: str, *flags: str, command: list[str] = PLAIN, how: str = ""
+) -> Run:
+    """Ranks that stay, in a folder of their own."""
+    folder.mkdir(exist_ok=True)
+    argv = ["-H", nodes, "--show-ranks", "all", *flags, write(folder, STAY), *how.split()]
+    return stack.enter_context(Run(folder, *argv, host=host, command=command))
+
+
+def kill_in(folder: Path, host: Host, words: str) -> None:
+    """Every process of the job in ``folder`` on a host whose command line has these words."""
+    there = host.processes()
+    for pid, line in processes_in(folder).items():
+        if pid in there and words in line:
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_login(folder: Path, host: Host, _: str) -> None:
+    """The sshd that leads to the node's program of the job."""
+    (program,) = [
+        pid for pid, line in processes_in(folder).items() if "stdin.buffer" in line and pid in host.processes()
+    ]
+    parent = program
+    while "sshd" not in Path(f"/proc/{parent}/cmdline").read_text():
+        parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent, signal.SIGKILL)
+
+
+SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGKILL: 137}
+
+
+@pytest.mark.parametrize(
+    ("command", "numbers"),
+    [
+        pytest.param(PLAIN, list(SIGNALS), id="plain"),
+        pytest.param(DDPRUN, [signal.SIGINT, signal.SIGKILL], id="torchrun", marks=pytest.mark.cold),
+    ],
+)
+def test_all_is_gone_soon_after_a_signal(
+    bed: HostBed, tmp_path: Path, command: list[str], numbers: list[signal.Signals]
+) -> None:
+    """Signals to `ddprun`, even SIGKILL, end all nodes."""
+    h1, options = bed.hosts[0], {"command": command, "how": "deaf"}
+    with ExitStack() as stack:
+        runs = {number: start(stack, tmp_path / number.name, h1, "h1:1,h2:2", **options) for number in numbers}
+        for run in runs.values():
+            run.await_text("up ", 3)
+        with Slowness() as slowness:
+            for number, run in runs.items():
+                run.signal(number)
+            wait_until(lambda: not of_job(*bed.hosts))
+        assert slowness.took < 5 * slowness.factor
+        for number, run in runs.items():
+            assert run.end() in (SIGNALS[number], -number)
+            if number != signal.SIGKILL:
+                assert run.lines[-1] == f"ddprun: stopped by {number.name}"
+
+
+def test_all_is_gone_at_once_after_a_second_ctrl_c(bed: HostBed, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        run = start(stack, tmp_path, bed.hosts[0], "h1:1,h2:2", how="deaf")
+        run.await_text("up ", 3)
+        run.signal(signal.SIGINT)
+        run.await_text("deaf", 3)  # two signals at the same moment would be one
+        with Slowness() as slowness:
+            run.signal(signal.SIGINT)
+            wait_until(lambda: not of_job(*bed.hosts))
+        assert slowness.took < 1.5 * slowness.factor
+        assert run.end() == 130
+
+
+def test_a_closed_terminal_does_not_end_what_nohup_has_started(bed: HostBed, tmp_path: Path) -> None:
+    script = """
+import os, time
+print("up", flush=True)
+while not os.path.exists("closed"):
+    time.sleep(0.05)
+print("done", flush=True)
+"""
+    command = ["env", "--ignore-signal=HUP", *PLAIN[2:]]
+    with Run(tmp_path, write(tmp_path, script), host=bed.hosts[0], command=command) as run:
+        run.await_text("up")
+        run.signal(signal.SIGHUP)
+        (tmp_path / "closed").touch()
+        assert run.end() == 0 and "[localhost:0] done" in run.text
+
+
+# Who is killed, and on which host; the exit code, and what is told.
+KILLED: dict[str, tuple[Callable[[Path, Host, str], None], int, str, int, str]] = {
+    "ssh": (kill_in, 0, "ssh -T", 1, "h2: the connection was lost"),
+    "sshd": (kill_login, 1, "", 1, "h2: the connection was lost"),
+    "rank": (kill_in, 1, "script.py", 137, r"rank [12] on h2 failed with exit code 137: killed by SIGKILL"),
+    "agent": (kill_in, 1, "launcher.agent", 137, "h2: torchrun's agent ended with exit code 137"),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "whom"),
+    [
+        pytest.param(PLAIN, ["ssh", "sshd"], id="plain"),
+        pytest.param(DDPRUN, ["rank", "agent"], id="torchrun", marks=pytest.mark.cold),
+    ],
+)
+def test_what_ends_one_node_ends_all(bed: HostBed, tmp_path: Path, command: list[str], whom: list[str]) -> None:
+    """A killed rank, ssh or sshd ends all nodes."""
+    h1, options = bed.hosts[0], {"command": command, "how": "deaf"}
+    with ExitStack() as stack:
+        runs = {name: start(stack, tmp_path / name, h1, "h1:1,h2:2", **options) for name in whom}
+        for run in runs.values():
+            run.await_text("up ", 3)
+        with Slowness() as slowness:
+            for name, run in runs.items():
+                kill, where, words, *_ = KILLED[name]
+                kill(run.folder, bed.hosts[where], words)
+            wait_until(lambda: not of_job(*bed.hosts))
+        assert slowness.took < 5 * slowness.factor
+        for name, run in runs.items():
+            *_, code, says = KILLED[name]
+            assert run.end() == code, run.text
+            assert re.match(f"ddprun: {says}", run.lines[-2]), run.lines
+
+
+# One rank fails, and its node's other one takes its time to end. What starts again has fewer nodes, and ends.
+FAIL_BEFORE_THE_NODE = """
+import os, signal, sys, time
+rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+if world_size == "1":
+    sys.exit()
+if rank == "2":
+    signal.signal(signal.SIGTERM, lambda *_: open("asked-2", "w").close())
+open(f"up-{rank}", "w").close()
+while rank != "1" or not os.path.exists("now"):
+    time.sleep(0.05)
+sys.exit(3)
+"""
+
+
+@pytest.mark.cold
+def test_a_job_whose_node_is_lost_after_one_of_its_ranks_failed_ends_unless_elastic(
+    bed: HostBed, tmp_path: Path
+) -> None:
+    elastic = ["--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=1"]
+    with ExitStack() as stack:
+        runs = {}
+        for name, flags in {"fixed": [], "elastic": elastic}.items():
+            (tmp_path / name).mkdir()
+            script = write(tmp_path / name, FAIL_BEFORE_THE_NODE)
+            argv = ["-H", "h1:1,h2:2", *flags, "--shutdown-timeout", "60", script]
+            run = Run(tmp_path / name, *argv, host=bed.hosts[0], command=DDPRUN)
+            runs[name] = stack.enter_context(run)
+        for run in runs.values():
+            run.await_files("up-0", "up-1", "up-2")
+            (run.folder / "now").touch()
+            run.await_files("asked-2")  # by torchrun, which has noticed the end of rank 1, and waits for rank 2
+            kill_in(run.folder, bed.hosts[0], "ssh -T")
+        assert {name: run.end() for name, run in runs.items()} == {"fixed": 3, "elastic": 0}
+    says = "ddprun: rank 1 on h2 failed with exit code 3: no exception was printed"
+    assert says in runs["fixed"].lines
+    assert re.search("^ddprun: h2: the connection was lost.*; continuing without it$", runs["elastic"].text, re.M)
+
+
+@pytest.mark.waits(4)
+def test_a_node_that_is_cut_off_or_without_power_ends_all(tmp_path: Path) -> None:
+    """A lost node ends the job after `--heartbeat-timeout`."""
+    with HostBed(6) as bed, ExitStack() as stack:
+        runs = []
+        for index, (first, second) in enumerate(zip(bed.hosts[::2], bed.hosts[1::2], strict=True)):
+            if index == 2:  # ssh's own signs of life are then those of the connection that is shared
+                (first.home / ".ssh" / "config").write_text(f"ControlPath {tmp_path}/master\n")
+                master = stack.enter_context(first.start("ssh", "-M", "-N", second.name, stdin=subprocess.DEVNULL))
+                stack.callback(master.kill)
+                wait_until((tmp_path / "master").exists)
+            nodes = f"{first.name}:1,{second.name}:2"
+            runs.append(start(stack, tmp_path / first.name, first, nodes, *IMPATIENT))
+        for run in runs:
+            run.await_text("up ", 3)
+        with Slowness() as slowness:
+            bed.set_link(bed.hosts[1], up=False)
+            bed.power_off(bed.hosts[3])
+            bed.set_link(bed.hosts[5], up=False)
+            wait_until(lambda: not of_job(bed.hosts[1], bed.hosts[5]))
+            codes = [run.end() for run in runs]
+        assert slowness.took < 9 * slowness.factor
+        assert codes == [1, 1, 1]
+        for run, second in zip(runs, bed.hosts[1::2], strict=True):
+            assert run.lines[-2].startswith(f"ddprun: {second.name}: the connection was lost"), run.lines
+        assert "(silent for 3.5 s)" in runs[2].lines[-2]
+        assert not [line for line in of_job(*bed.hosts[::2]) if "ssh -M" not in line]
+
+
+EXCHANGE = """
+import time
+from ddp_callbacks import join_process_group, leave_process_group
+from ddp_callbacks.comm.collectives import all_gather_json
+join_process_group()
+print("up", flush=True)
+last, longest, end = time.monotonic(), 0.0, time.monotonic() + 10
+while not any(all_gather_json(time.monotonic() > end, "whether it is over")):
+    longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    time.sleep(0.1)
+leave_process_group()
+print("longest", longest, flush=True)
+"""
+
+
+@pytest.mark.cold
+@pytest.mark.waits(12)
+def test_what_is_away_for_less_than_the_silence_that_is_borne_ends_nothing(tmp_path: Path) -> None:
+    """A shorter outage or pause ends nothing."""
+    silence, away = 8.0, 4.0  # TCP tries again some seconds after the network is back
+    with HostBed(4) as bed, ExitStack() as stack:
+        runs = []
+        for first, second in ((bed.hosts[0], bed.hosts[1]), (bed.hosts[2], bed.hosts[3])):
+            (tmp_path / first.name).mkdir()
+            argv = ["-H", f"{first.name}:1,{second.name}:1", "--show-ranks", "all", "--heartbeat-timeout", str(silence)]
+            script = write(tmp_path / first.name, EXCHANGE)
+            run = Run(tmp_path / first.name, *argv, script, host=first, command=DDPRUN)
+            runs.append(stack.enter_context(run))
+        for run in runs:
+            run.await_text("up", 2)
+        paused = [*bed.hosts[3].processes(), *bed.hosts[3].processes(of_sshd=True)]
+        bed.set_link(bed.hosts[1], up=False)
+        for pid in paused:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(away)
+        bed.set_link(bed.hosts[1], up=True)
+        for pid in paused:
+            os.kill(pid, signal.SIGCONT)
+        for run in runs:
+            assert run.end() == 0, run.text
+            gaps = [float(gap) for gap in re.findall(r"longest ([0-9.]+)", run.text)]
+            assert len(gaps) == 2 and min(gaps) > away - 1
+
+
+def test_a_terminal_that_takes_nothing_does_not_keep_anything_running(bed: HostBed, tmp_path: Path) -> None:
+    script = write(tmp_path, "import sys\nwhile True: print('x' * 1000, flush=True)")
+    host = bed.hosts[0]
+    terminal = {"stdout": subprocess.PIPE, "pipesize": 4096}  # takes one piece at a time
+    argv = [*PLAIN, "-H", "h1:1,h2:1", script]
+    with ExitStack() as stack:
+        streams = {"stdin": subprocess.DEVNULL, "stderr": stack.enter_context((tmp_path / "err").open("wb"))}
+        process = stack.enter_context(host.start(*argv, cwd=tmp_path, **streams, **terminal))
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert select.select([process.stdout], [], [], LIMIT)[0]
+        with Slowness() as slowness:
+            os.kill(min(pid for pid, line in host.processes().items() if PLAIN[-1] in line), signal.SIGTERM)
+            wait_until(lambda: not of_job(*bed.hosts))
+        assert slowness.took < 9 * slowness.factor
+        process.stdout.read()
+        assert process.wait(LIMIT) == 143
+    assert "Traceback" not in (tmp_path / "err").read_text()
+
+
+# --- the cause --------------------------------------------------------------------------------------------------------
+
+# A rank fails once all are up, and its neighbour takes its time to end.
+FAIL = """
+import os, signal, time
+rank = os.environ["RANK"]
+if rank == "2":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+open("up-" + rank, "w").close()
+while rank == "1":
+    time.sleep(0.05)
+    if all(os.path.exists(f"up-{other}") for other in range(3)):
+        raise ValueError("the data of rank 1 are gone")
+time.sleep(1000)
+"""
+
+
+@pytest.mark.cold
+def test_the_last_lines_name_node_rank_exception_and_log(bed: HostBed, tmp_path: Path) -> None:
+    """The last lines name node, rank, exception and log."""
+    with Run(tmp_path, "-H", "h1:1,h2:2", write(tmp_path, FAIL), host=bed.hosts[0], command=DDPRUN) as run:
+        run.await_files("up-0", "up-1", "up-2")
+        with Slowness() as slowness:
+            assert run.end() == 1
+    assert slowness.took < 9 * slowness.factor
+    *_, quoted, cause, log = run.lines
+    assert quoted == "[h2:1] ValueError: the data of rank 1 are gone"
+    assert cause == "ddprun: rank 1 on h2 failed with exit code 1: ValueError: the data of rank 1 are gone"
+    path = Path(log.removeprefix("ddprun: its full output is in "))
+    assert path.read_text().splitlines()[0] == "up" and path.is_relative_to(tmp_path / "ddprun-logs")
+    assert not of_job(*bed.hosts)
+
+
+# --- at any moment ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "count"),
+    [
+        pytest.param(PLAIN, 6, id="few"),
+        pytest.param(PLAIN, 30, id="many", marks=pytest.mark.night),
+        pytest.param(DDPRUN, 3, id="torchrun", marks=[pytest.mark.cold, pytest.mark.night]),
+    ],
+)
+def test_starts_that_are_ended_at_any_moment_leave_nothing(
+    bed: HostBed, tmp_path: Path, command: list[str], count: int
+) -> None:
+    """A start that you interrupt leaves nothing."""
+    # Spread over a whole start and a little more. DDPRUN_STARTS says how many; many need --timeout=0.
+    count = int(os.environ.get("DDPRUN_STARTS", count))
+    h1, moments = bed.hosts[0], random.Random(7)
+    begin = time.monotonic()
+    with ExitStack() as stack:
+        run = start(stack, tmp_path, h1, "h1:1,h2:1", command=command)
+        run.await_text("up ", 2)
+        whole = 1.2 * (time.monotonic() - begin)
+        run.signal(signal.SIGTERM)
+        assert run.end() == 143
+    numbers = [signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]
+    for i in range(count):
+        with ExitStack() as stack:
+            run = start(stack, tmp_path, h1, "h1:1,h2:1", command=command)
+            run.pid()
+            time.sleep(whole * moments.uniform(i, i + 1) / count)
+            with Slowness() as slowness:
+                run.signal(numbers[i % len(numbers)])
+                wait_until(lambda: not of_job(*bed.hosts))
+            assert slowness.took < 6 * slowness.factor
+            run.end()

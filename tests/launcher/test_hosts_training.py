@@ -1,0 +1,137 @@
+"""A Trial and a Trainer on two real hosts: their numbers, what ends them, and how they go on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import DDPRUN, IMPATIENT, Run, kill_on, of_job, on_hosts, write
+from kit import commands
+from kit.hosts import Host, HostBed
+from kit.machine import Slowness
+
+pytestmark = [*on_hosts("training"), pytest.mark.cold]
+
+SCRIPT = str(Path(__file__).with_name("train_on_hosts.py"))
+PROGRAMS = ("trial", "trainer")
+
+
+# --- misfortunes while gradients travel between the hosts -------------------------------------------------------------
+
+
+def kill_rank(bed: HostBed, host: Host) -> None:
+    kill_on(host, SCRIPT)
+
+
+def cut_cable(bed: HostBed, host: Host) -> None:
+    bed.set_link(host, up=False)
+
+
+def power_off(bed: HostBed, host: Host) -> None:
+    bed.power_off(host)
+
+
+LOST = "the connection was lost"
+# What happens to the second host of a job, its exit code, who is named, and how soon all has ended.
+MISFORTUNES: dict[str, tuple[Callable[[HostBed, Host], None], int, str, float]] = {
+    "killed": (kill_rank, 137, "rank 1 on {host} failed with exit code 137: killed by SIGKILL", 6),
+    "cut off": (cut_cable, 1, f"{{host}}: {LOST}", 9),
+    "without power": (power_off, 1, f"{{host}}: {LOST}", 9),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.waits(4)
+def test_a_rank_or_host_that_is_lost_in_an_all_reduce_between_hosts_is_named(tmp_path: Path, program: str) -> None:
+    with HostBed(2 * len(MISFORTUNES)) as bed, ExitStack() as stack:
+        runs = {}
+        for index, what in enumerate(MISFORTUNES):
+            first, second = bed.hosts[2 * index : 2 * index + 2]
+            bed.set_rate(second, "20mbit")  # a sum takes a second, a step without it some milliseconds
+            (tmp_path / what).mkdir()
+            argv = ["-H", f"{first.name}:1,{second.name}:1", *IMPATIENT, SCRIPT, program, "0", "0"]
+            runs[what] = stack.enter_context(Run(tmp_path / what, *argv, host=first, command=DDPRUN))
+        for run in runs.values():
+            run.await_text("batch ", 3)
+        for (what, run), second in zip(runs.items(), bed.hosts[1::2], strict=True):
+            happens, code, says, seconds = MISFORTUNES[what]
+            with Slowness() as slowness:
+                happens(bed, second)
+                ended = run.end()
+            assert ended == code, run.text
+            assert any(line.startswith(f"ddprun: {says.format(host=second.name)}") for line in run.lines[-3:]), run.text
+            assert slowness.took < seconds * slowness.factor
+            assert run.host is not None and not of_job(run.host)
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+def trained(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "parameters.pt")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("program", "killed"), [("trial", 0), ("trainer", 1)])
+def test_a_run_that_is_restarted_in_mid_epoch_has_the_numbers_of_one_process(
+    bed: HostBed, tmp_path: Path, program: str, killed: int
+) -> None:
+    """Training over hosts gives one process's numbers, even restarted."""
+    (tmp_path / "one").mkdir()
+    commands.run(["python", SCRIPT, program, "2", "0"], tmp_path / "one")
+    flags = ["-H", "h1:1,h2:1", "--max-restarts", "1"]
+    with Run(tmp_path, *flags, SCRIPT, program, "2", "0.1", host=bed.hosts[0], command=DDPRUN) as run:
+        run.await_text("batch 4.")
+        kill_on(bed.hosts[killed], f"-u {SCRIPT}")
+        assert run.end() == 0, run.text
+    assert "restart 1 of 1" in run.text
+    assert run.text.count("batch 0.") == 2, run.text  # at the begin of each epoch, and not after the restart
+    torch.testing.assert_close(trained(tmp_path), trained(tmp_path / "one"), rtol=1e-10, atol=1e-12)
+
+
+# --- with fewer hosts -------------------------------------------------------------------------------------------------
+
+WAIT = """
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+print("up", rank, "of", world_size, "attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+dist.barrier()
+if world_size > 1:
+    store = dist.distributed_c10d._get_default_store()
+    store.wait(["never"]) if rank else dist.barrier()
+dist.barrier()
+print("done", rank, flush=True)
+"""
+
+
+@pytest.mark.waits(6)
+def test_an_elastic_run_goes_on_within_seconds_without_a_host(tmp_path: Path) -> None:
+    """An elastic run goes on without a lost host."""
+    # Rank 0 waits in a collective of torch's for 30 minutes; nothing tells it that the other host is cut off.
+    elastic = ["--nnodes", "1:2", "--max-restarts", "1", "--rdzv-conf", "last_call_timeout=2,keep_alive_interval=2"]
+    with HostBed(4) as bed, ExitStack() as stack:
+        runs = []
+        for first, second in zip(bed.hosts[::2], bed.hosts[1::2], strict=True):
+            (tmp_path / first.name).mkdir()
+            argv = ["-H", f"{first.name}:1,{second.name}:1", *elastic, "--show-ranks", "all", *IMPATIENT]
+            script = write(tmp_path / first.name, WAIT)
+            run = Run(tmp_path / first.name, *argv, script, host=first, command=DDPRUN)
+            runs.append(stack.enter_context(run))
+        for run in runs:
+            run.await_text("up ", 2)
+        with Slowness() as slowness:
+            cut_cable(bed, bed.hosts[1])
+            power_off(bed, bed.hosts[3])
+            for run in runs:
+                run.await_text("continuing without it")
+                run.await_text("up 0 of 1 attempt 1")
+        assert slowness.took < 9 * slowness.factor
+        for run, (first, second) in zip(runs, (bed.hosts[:2], bed.hosts[2:]), strict=True):
+            assert run.end() == 0, run.text
+            assert re.search(rf"ddprun: {second.name}: {LOST} .*; continuing without it", run.text)
+            assert f"ddprun: {first.name}: rank 0, " in run.text and "eth0, restart 1 of 1" in run.text

@@ -1,0 +1,220 @@
+"""What the tests start is what users start: forked interpreters are like real ones, and nothing stays unseen."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import device_bodies
+import pytest
+import torch
+from jobs import DDPRUN, PLAIN, ddprun, write
+from kit import warm, worlds
+from kit.commands import environment, run
+from kit.leftovers import Machine
+from kit.ranks import Nursery, note, run_distributed
+from kit.worlds import World, WorldFailed, why_not
+
+LIMIT = 300.0  # seconds
+IDENTITY = "import sys; print(sys.executable)"
+
+SHOWS_ALL = """
+import os, sys
+print(__name__, sys.argv, os.getcwd(), sys.path[0], __doc__, type(__loader__), __spec__ is None)
+print(sys.warnoptions, sys.dont_write_bytecode, [s.line_buffering for s in (sys.stdout, sys.stderr)])
+print(sys.stdin.read(), sorted(os.listdir("/proc/self/fd"))[:-1])
+"""
+SPAWNS = """
+import multiprocessing, os, sys
+
+def square(x):
+    print("squares", __name__, os.path.basename(sys.executable), flush=True)
+    return x * x
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(square, [3, 4]))
+"""
+LEAVES = """
+import atexit, threading, time
+file = open("left.txt", "w")
+file.write("not closed")
+atexit.register(lambda: print("registered", open("left.txt").read() == ""))
+threading.Thread(target=lambda: (time.sleep(0.1), print("the thread ends"))).start()
+"""
+RAISES = "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('sensor 7') from error\n"
+PROGRAMS: dict[str, list[str]] = {
+    "-c": ["-c", SHOWS_ALL, "one"],
+    "-m": ["-u", "-m", "shows", "one"],
+    "a script": ["-W", "error", "shows.py", "--one", "", "a b"],
+    "processes that are spawned": ["spawns.py"],
+    "what is left at the end": ["leaves.py"],
+    "an exception": ["raises.py"],
+    "an exit": ["-c", "import sys; sys.exit('text')"],
+    "an interrupt": ["-c", "import os, signal; os.kill(os.getpid(), signal.SIGINT); input()"],
+    "an abort": ["-c", "import os; os.abort()"],
+    "no program": ["nothing.py"],
+    "an unknown option": ["-Z"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("programs").resolve()
+    for name, text in {"shows": SHOWS_ALL, "raises": RAISES, "leaves": LEAVES, "spawns": SPAWNS}.items():
+        (made / f"{name}.py").write_text(text)
+    return made
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_forked_interpreter_does_what_the_real_one_does(folder: Path, name: str) -> None:
+    """Forked interpreters do what real ones do."""
+    found = []
+    for python in ("python", sys.executable):
+        done = subprocess.run(
+            [python, *PROGRAMS[name]], cwd=folder, env=environment(), input=b"given", capture_output=True, timeout=LIMIT
+        )
+        told = [text.decode().replace(sys.executable, "python") for text in (done.stdout, done.stderr)]
+        found.append((done.returncode, *told))
+    assert found[0] == found[1]
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [(["-X", "utf8", "-c", IDENTITY], {}), (["-c", IDENTITY], {"TQDM_DISABLE": "1"}), (["hides.py"], {})],
+)
+def test_what_cannot_be_imitated_is_left_to_the_real_one(
+    server: warm.Server, tmp_path: Path, words: list[str], variables: dict[str, str]
+) -> None:
+    (tmp_path / "hides.py").write_text(IDENTITY)
+    (tmp_path / "tqdm.py").write_text("")
+    done = subprocess.run(
+        ["python", *words], cwd=tmp_path, env=environment() | variables, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert (done.stdout, done.stderr) == (f"{sys.executable}\n", "")
+    assert len(server.cold_starts()) == 1
+
+
+@contextmanager
+def waiting(script: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A forked interpreter that has said its process id, behind its wrapper."""
+    program = f"import os, signal, time\nprint(os.getpid(), flush=True)\n{script}"
+    with subprocess.Popen(["python", "-c", program], env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_signals_go_on_to_the_forked_one_and_its_end_comes_back() -> None:
+    script = "signal.signal(signal.SIGUSR1, lambda *_: print('told', flush=True))\nprint('up', flush=True)"
+    with waiting(f"{script}\ntime.sleep(1000)") as (process, _):
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout.readline() == "told\n"
+        process.terminate()
+        assert process.wait(LIMIT) == -signal.SIGTERM
+    with waiting("time.sleep(1000)") as (process, pid):
+        os.kill(pid, signal.SIGKILL)
+        assert process.wait(LIMIT) == -signal.SIGKILL
+    with waiting("time.sleep(1000)") as (process, pid):
+        process.kill()
+        end = time.monotonic() + LIMIT
+        while Path(f"/proc/{pid}").exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize(("script", "code"), [("print('done')", 0), ("import os; 1 / int(os.environ['RANK'])", 1)])
+def test_ddprun_with_the_plain_agent_is_like_ddprun(tmp_path: Path, script: str, code: int) -> None:
+    """The tests' agent prints and ends like torchrun's."""
+    found = []
+    for command in (PLAIN, DDPRUN):
+        words = ["--nproc-per-node", "2", "--show-ranks", "all", write(tmp_path, script)]
+        done = ddprun(*words, cwd=tmp_path, command=command)
+        lines = sorted(done.stdout.splitlines()), re.sub(r"\d{8}\S*", "...", done.stderr)
+        found.append((done.returncode, *lines))
+    assert found[0] == found[1] and found[0][0] == code
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def say_who(number: int) -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    print("printed by", rank, flush=True)
+    return {"pid": os.getpid(), "numbers": [torch.tensor(number + rank)]}
+
+
+def fail_on_rank_1() -> None:
+    note("begins")
+    if os.environ["RANK"] == "1":
+        raise ValueError("sensor 7 gave nothing")
+
+
+def take_too_long() -> None:
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("kind", ["", pytest.param("cpu", marks=pytest.mark.cold)])
+def test_ranks_end_as_scripts_do(tmp_path: Path, kind: str) -> None:
+    ranks = Nursery(kind).run(fail_on_rank_1, 2, tmp_path)
+    assert [rank.code for rank in ranks] == [0, 1] and [rank.notes for rank in ranks] == [{"begins": None}] * 2
+    assert ranks[1].stderr.endswith("ValueError: sensor 7 gave nothing\n")
+    assert [rank.code for rank in Nursery(kind).run(take_too_long, 1, tmp_path, deadline=1.0)] == [-signal.SIGKILL]
+
+
+def test_what_ranks_return_comes_back_or_their_output() -> None:
+    assert [int(found["numbers"][0]) for found in run_distributed(say_who, 2, 5)] == [5, 6]
+    with pytest.raises(AssertionError, match=r"exit codes(?s:.*)sensor 7 gave nothing"):
+        run_distributed(fail_on_rank_1, 2)
+
+
+@pytest.mark.cold
+def test_a_world_runs_bodies_in_the_same_processes_until_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worlds, "GRACE", 3.0)
+    world = World("cpu", tmp_path)
+    try:
+        first, second = world.run(say_who, 5)
+        assert [int(found["numbers"][0]) for found in (first, second)] == [5, 6]
+        assert [found["pid"] for found in world.run(say_who, 1)] == [first["pid"], second["pid"]] == world.pids()
+        with pytest.raises(WorldFailed, match=r"'failed'(?s:.*)ValueError: sensor 7 gave nothing") as raised:
+            world.run(fail_on_rank_1)
+        assert "printed by" not in str(raised.value), "of an earlier body"
+        with pytest.raises(WorldFailed, match="in take_too_long"):
+            world.run(take_too_long, deadline=1.0)
+        assert world.run(say_who, 1)[0]["pid"] not in (first["pid"], second["pid"])
+        assert why_not(world, device_bodies.a_sum, "cpu") == ""
+    finally:
+        world.close()
+
+
+def leave_an_orphan() -> None:
+    note("left", subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+
+
+def test_processes_whose_parent_has_ended_are_seen(server: warm.Server, tmp_path: Path) -> None:
+    """Tests see processes that they leave behind."""
+    machine = Machine(server.pid)
+    (rank,) = Nursery().run(leave_an_orphan, 1, tmp_path)
+    of_a_command = run(["sh", "-c", "sleep 1000 > /dev/null 2>&1 & echo $!"], tmp_path)
+    left = {rank.notes["left"], int(of_a_command)}
+    assert set(machine.processes()) == left
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    while machine.processes():
+        time.sleep(0.01)

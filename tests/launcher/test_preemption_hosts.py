@@ -1,0 +1,168 @@
+"""``ddprun`` on several hosts is asked to stop: the request reaches all of them, wherever it arrives first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from jobs import DDPRUN, IMPATIENT, LIMIT, PLAIN, Run, of_job, on_hosts, wait_until, write
+from kit.hosts import Host, HostBed
+from kit.paths import ROOT
+from test_ddprun_preemption import PATIENT, STOPS, WROTE, got, written
+
+pytestmark = on_hosts("preemption")
+
+HOSTS = ("h1", "h2", "h2")  # of the ranks
+ALL = {f"{rank}-0" for rank in range(3)}
+UP = [f"up-{key}" for key in ALL]
+JOBS = ROOT / "examples" / "jobs"
+
+
+@contextmanager
+def start(
+    bed: HostBed, folder: Path, *words: str, flags: tuple[str, ...] = (), command: list[str] = PLAIN
+) -> Iterator[Run]:
+    """A run of three ranks that are up."""
+    argv = ["-H", "h1:1,h2:2", *PATIENT, *flags, write(folder, STOPS), *words]
+    with Run(folder, *argv, host=bed.hosts[0], command=command) as run:
+        run.await_files(*UP)
+        yield run
+
+
+def signal_rank(bed: HostBed, folder: Path, rank: int, number: int) -> None:
+    """The rank has written its process id as its host sees it."""
+    host = next(host for host in bed.hosts if host.name == HOSTS[rank])
+    assert host.run("kill", f"-{number}", (folder / f"up-{rank}-0").read_text()).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        pytest.param(PLAIN, signal.SIGTERM, id="SIGTERM"),
+        pytest.param(DDPRUN, signal.SIGUSR1, id="SIGUSR1 torchrun", marks=[pytest.mark.cold, pytest.mark.night]),
+    ],
+)
+def test_a_signal_reaches_each_rank_of_each_host_once(
+    bed: HostBed, tmp_path: Path, command: list[str], number: signal.Signals
+) -> None:
+    with start(bed, tmp_path, command=command) as run:
+        run.signal(number)
+        assert run.end() == 75
+    assert run.lines[-1] == f"ddprun: stopped by {number.name}: {WROTE}"
+    assert got(tmp_path) == {key: [number.name] for key in ALL}
+    assert written(tmp_path) == ALL
+
+
+def test_a_rank_that_is_signalled_on_one_host_takes_all_along(bed: HostBed, tmp_path: Path) -> None:
+    with start(bed, tmp_path) as run:
+        signal_rank(bed, tmp_path, 2, signal.SIGUSR1)
+        assert run.end() == 75
+    assert run.lines[-1] == f"ddprun: {WROTE}"
+    assert got(tmp_path) == {"0-0": ["SIGTERM"], "1-0": ["SIGTERM"], "2-0": ["SIGUSR1"]}
+
+
+@pytest.mark.cold
+def test_no_host_starts_again_before_all_have_written(bed: HostBed, tmp_path: Path) -> None:
+    # The agent of h2 has lost all its ranks while the one of h1 still writes.
+    with start(bed, tmp_path, "slow", flags=("--max-restarts", "1"), command=DDPRUN) as run:
+        signal_rank(bed, tmp_path, 2, signal.SIGTERM)
+        run.await_files("checkpoint-1-0", "checkpoint-2-0")
+        assert written(tmp_path) == {"1-0", "2-0"}
+        (tmp_path / "written").touch()
+        run.await_files("up-0-1", "up-1-1", "up-2-1")
+        assert written(tmp_path) == ALL, run.text
+        run.signal(signal.SIGTERM)
+        assert run.end() == 75
+    assert run.lines[-1] == f"ddprun: stopped by SIGTERM: {WROTE}"
+    assert got(tmp_path) == {f"{rank}-{times}": ["SIGTERM"] for rank in range(3) for times in (0, 1)}
+    assert run.text.count("restart 1 of 1") == 2
+
+
+def test_a_rank_that_fails_on_another_host_is_the_cause(bed: HostBed, tmp_path: Path) -> None:
+    with start(bed, tmp_path, "fails") as run:
+        run.signal(signal.SIGTERM)
+        assert run.end() == 3
+    assert run.lines[-2] == "ddprun: rank 1 on h2 failed with exit code 3: no exception was printed"
+
+
+@pytest.mark.cold
+@pytest.mark.waits(3)
+def test_a_rank_that_does_not_follow_a_preempted_one_is_named(bed: HostBed, tmp_path: Path) -> None:
+    with start(bed, tmp_path, "deaf", flags=("--grace", "3"), command=DDPRUN) as run:
+        signal_rank(bed, tmp_path, 0, signal.SIGTERM)
+        assert run.end() == 137
+    reason = "did not end within 3 s after another rank was preempted"
+    assert run.lines[-2] == f"ddprun: rank 1 on h2 failed with exit code 137: {reason}"
+    assert written(tmp_path) == {"0-0", "2-0"}
+
+
+def test_a_host_that_is_lost_while_all_write_is_the_cause(tmp_path: Path) -> None:
+    """An error names a host lost while writing."""
+    with HostBed(2) as bed, start(bed, tmp_path, flags=tuple(IMPATIENT)) as run:
+        bed.power_off(bed.hosts[1])
+        run.signal(signal.SIGTERM)
+        assert run.end() == 1
+        assert not of_job(bed.hosts[0])
+    assert run.lines[-2].startswith("ddprun: h2: the connection was lost"), run.lines
+
+
+def pbs(host: Host, folder: Path, qstat: str) -> dict[str, str]:
+    """The environment of a PBS job, with stand-ins for the programs of PBS."""
+    (folder / "bin").mkdir()
+    for name, text in {"qstat": qstat, "qsub": f'echo "$*" >>{folder}/submitted'}.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "nodes").write_text("h1\nh2\nh2\n")
+    (folder / "script.py").write_text(STOPS)
+    return host.environ(
+        PBS_ENVIRONMENT="PBS_BATCH",
+        PBS_JOBID="12.server",
+        PBS_NODEFILE=str(folder / "nodes"),
+        PBS_O_WORKDIR=str(folder),
+        PATH=f"{folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        SCRIPT="script.py",
+    )
+
+
+ENDS_SOON = "echo Resource_List.walltime = 00:01:38; echo stime = $(date '+%a %b %d %H:%M:%S %Y')"
+
+
+@pytest.mark.cold
+@pytest.mark.waits(8)
+def test_the_pbs_job_submits_itself_again_before_its_end(bed: HostBed, tmp_path: Path) -> None:
+    # ddprun asks for its end once, when it begins: some seconds later, it asks all to stop.
+    host = bed.hosts[0]
+    script = str(JOBS / "preemptible.pbs")
+    done = host.run("bash", script, environ=pbs(host, tmp_path, ENDS_SOON), timeout=LIMIT)
+    assert done.returncode == 75, done.stderr
+    assert done.stderr.splitlines()[-1] == f"ddprun: stopped by the end of PBS job 12.server: {WROTE}"
+    assert got(tmp_path) == {key: ["SIGTERM"] for key in ALL}
+    assert (tmp_path / "submitted").read_text() == f"-v SCRIPT=script.py {tmp_path}/preemptible.pbs\n"
+
+
+@pytest.mark.cold
+def test_a_pbs_job_that_is_deleted_writes_its_checkpoint_and_ends(bed: HostBed, tmp_path: Path) -> None:
+    # qdel sends SIGCONT and SIGTERM to each process of the job's session, here of the whole host.
+    host = bed.hosts[0]
+    environ = pbs(host, tmp_path, "exit 1")
+    with (tmp_path / "err").open("wb") as err:
+        job = host.start("bash", str(JOBS / "preemptible.pbs"), environ=environ, stdout=err, stderr=err)
+    try:
+        wait_until(lambda: all((tmp_path / name).exists() for name in UP) or job.poll() is not None)
+        for number in (signal.SIGCONT, signal.SIGTERM):
+            for pid in host.processes():
+                os.kill(pid, number)
+        assert job.wait(LIMIT) == 75, (tmp_path / "err").read_text()
+    finally:
+        job.kill()
+        job.wait()
+    assert {name: set(signals) for name, signals in got(tmp_path).items() if name in ALL} == {
+        key: {"SIGTERM"} for key in ALL
+    }
+    assert (tmp_path / "err").read_text().splitlines()[-1] == f"ddprun: stopped by SIGTERM: {WROTE}"
+    assert not (tmp_path / "submitted").exists()

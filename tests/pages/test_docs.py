@@ -1,0 +1,385 @@
+"""README.md and the pages of the site: their code runs, their links lead somewhere, and the site builds."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import importlib
+import importlib.util
+import inspect
+import re
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.commands import run
+from kit.pages import (
+    COLD,
+    LANGUAGES,
+    ROOT,
+    Block,
+    Page,
+    Running,
+    agrees,
+    figures,
+    page_named,
+    pages,
+    patched,
+    sides,
+)
+from kit.ranks import Nursery
+
+import ddp_callbacks
+import ddp_callbacks.errors
+import ddp_callbacks.lightning
+import ddp_callbacks.torchbearer
+
+DOCS = ROOT / "docs"
+PAGES = pages()
+BLOCKS = [block for page in PAGES for block in page.blocks]
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def _run_together(page: Page) -> list[Any]:
+    """The blocks of a page run one after the other, on one of pytest's workers."""
+    blocks = [block for block in page.blocks if (block.is_python or block.is_commands) and block.not_run is None]
+    return [pytest.param(block, marks=list(_marks(page, block)), id=str(block)) for block in blocks]
+
+
+def _marks(page: Page, block: Block) -> Iterator[pytest.MarkDecorator]:
+    yield pytest.mark.pages
+    yield pytest.mark.xdist_group(page.name)
+    if block.needs_mpi:
+        yield pytest.mark.mpi
+    if page.name == COLD:
+        yield pytest.mark.cold
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[dict[str, Running]]:
+    """Each page as its code runs, made when it is first asked for."""
+    folder = tmp_path_factory.mktemp("pages")
+
+    class Made(dict[str, Running]):
+        def __missing__(self, name: str) -> Running:
+            self[name] = made = Running(page_named(name), folder / name.replace("/", "-"), nursery)
+            return made
+
+    yield Made()
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("block", [each for page in PAGES for each in _run_together(page)])
+def test_block_runs(block: Block, running: dict[str, Running]) -> None:
+    """The code of all pages prints what they show."""
+    failure = running[block.page].failure_of(block)
+    if failure is not None:
+        pytest.fail(f"{block}\n{failure}", pytrace=False)
+
+
+@EVERY_PAGE
+def test_blocks_are_of_known_languages(page: Page) -> None:
+    unknown = [
+        f"{block}: {block.language!r}"
+        for block in page.blocks
+        if block.language not in LANGUAGES and not re.fullmatch(r"\{[a-z-]+\}.*", block.language)
+    ]
+    assert not unknown
+    for block in page.blocks:
+        if block.file is not None:
+            assert len(re.findall(re.escape(block.file), "\n".join(page.lines))) > 1, f"{block}: nothing uses the file"
+
+
+def test_blocks_that_are_not_run_are_few_and_say_why() -> None:
+    """Code that does not run says why."""
+    left_out = [block for block in BLOCKS if block.not_run is not None]
+    assert not [str(block) for block in left_out if len((block.not_run or "").split()) < 3]
+    runnable = [block for block in BLOCKS if block.language in ("python", "diff", "sh", "console")]
+    assert len(left_out) < len(runnable) / 8, [str(block) for block in left_out]
+
+
+def test_python_that_is_not_run_compiles_and_imports_what_exists() -> None:
+    for block in BLOCKS:
+        if block.is_python and block.not_run is not None:
+            block.code()
+            for node in ast.walk(ast.parse(sides(block.text)[1] if block.language == "diff" else block.text)):
+                if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ddp_callbacks"):
+                    module = importlib.import_module(str(node.module))
+                    assert all(hasattr(module, name.name) for name in node.names), f"{block}: {ast.unparse(node)}"
+
+
+def test_make_has_the_targets_that_pages_name() -> None:
+    rules = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = {name for names in rules for name in names.split()}
+    texts = ["\n".join(page.lines) for page in _tracked_pages()]
+    named = {name for text in texts for name in re.findall(r"(?:^|`)(?:\w+=\S+ )*make ([\w-]+)", text, re.MULTILINE)}
+    assert named and named <= targets
+
+
+def _tracked_pages() -> list[Page]:
+    """Those of the examples and of the root folder as well."""
+    root = [Page(path) for path in sorted(ROOT.glob("*.md")) if path.name != "README.md"]
+    return [*PAGES, *root, *(Page(path) for path in sorted((ROOT / "examples").rglob("*.md")))]
+
+
+@pytest.mark.parametrize("page", _tracked_pages(), ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Page) -> None:
+    """Links and `make` targets of pages exist."""
+    for link in page.links:
+        path, _, anchor = link.partition("#")
+        target = (page.path.parent / path).resolve() if path else page.path
+        assert target.is_file(), f"{page.name}: no file {link}"  # a folder cannot be offered by the site
+        if anchor and target.suffix == ".md":
+            assert anchor in Page(target).anchors, f"{page.name}: no heading {link}"
+
+
+def test_every_page_is_named_on_the_landing_page() -> None:
+    """The landing page names every page."""
+    index = page_named("docs/index.md")
+    named = [(DOCS / link).resolve() for link in index.links]
+    listed = {path for path in named if path.is_relative_to(DOCS)}
+    listed |= {path for page in PAGES if page.path in listed for path in _toctree(page)}
+    assert {page.path for page in PAGES if page.path.is_relative_to(DOCS)} - {index.path} <= listed
+
+
+def _toctree(page: Page) -> set[Path]:
+    blocks = [block for block in page.blocks if block.language == "{toctree}"]
+    names = [line.strip() for block in blocks for line in block.text.splitlines() if line and line[0] != ":"]
+    return {(page.path.parent / f"{name}.md").resolve() for name in names}
+
+
+def test_the_torchbearer_page_lists_every_callback() -> None:
+    text = (DOCS / "how_to" / "torchbearer.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    public = set(ddp_callbacks.torchbearer.__all__) - {"SHARE", "DDPCallback", "DistributedCallback"}
+    assert set(listed) == public and len(listed) == len(public)
+
+
+# --- the reference ---------------------------------------------------------------------------------------------------
+
+API = sorted((DOCS / "reference" / "api").glob("*.md"))
+LISTED = [
+    name
+    for path in API
+    for name in re.findall(r"^\.\. auto(?:class|function|data):: (\S+)", path.read_text(), re.MULTILINE)
+]
+
+
+def _find(name: str) -> Any:
+    """What a dotted name of the reference stands for."""
+    found: Any = ddp_callbacks
+    path = "ddp_callbacks"
+    for part in name.split(".")[1:]:
+        path += f".{part}"
+        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(path)
+    return found
+
+
+def test_the_reference_lists_every_public_name() -> None:
+    for module in ("ddp_callbacks", *(f"ddp_callbacks.{name}" for name in ("comm", "torchbearer", "lightning", "mpi"))):
+        path = ROOT / module.replace(".", "/")
+        source = path / "__init__.py" if (path / "__init__.py").exists() else path.with_suffix(".py")
+        text = source.read_text()  # to import mpi would change this process
+        names = re.findall(r'"(\w+)"', re.findall(r"__all__ = \[(.*?)\]", text, re.DOTALL)[0])
+        assert {f"{module}.{name}" for name in names} - {"ddp_callbacks.__version__"} <= set(LISTED)
+
+
+def test_the_reference_lists_what_pages_and_examples_import() -> None:
+    """The reference lists public names and what pages import."""
+    examples = [path for path in (ROOT / "examples").rglob("*.py") if "benchmarks" not in path.parts]
+    sources = [path.read_text() for path in examples]
+    sources += [sides(block.text)[1] if block.language == "diff" else block.text for block in BLOCKS if block.is_python]
+    imported = {
+        f"{node.module}.{name.name}"
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ddp_callbacks")
+        for name in node.names
+    }
+    kinds = ("Error", "Warning")
+    errors = {f"ddp_callbacks.errors.{name}" for name in vars(ddp_callbacks.errors) if name.endswith(kinds)}
+    assert imported <= set(LISTED) | errors
+
+
+def _described() -> Iterator[tuple[str, Any, str]]:
+    """Every public class, function, method and property, with its name and the text that describes it."""
+    for name in LISTED:
+        found = None if name.startswith("ddp_callbacks.mpi.") else _find(name)
+        if not callable(found) or isinstance(found, str):
+            continue
+        yield name, found, inspect.getdoc(found) or ""
+        if inspect.isclass(found):
+            for attribute, value in vars(found).items():
+                inherited = any(hasattr(base, attribute) for base in found.__mro__[1:])
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                ours = inspect.isfunction(function) and function.__module__.startswith("ddp_callbacks")
+                if ours and not attribute.startswith("_") and not inherited:
+                    yield f"{name}.{attribute}", value, inspect.getdoc(value) or ""
+
+
+DESCRIBED = list(_described())
+
+
+@pytest.mark.parametrize(("name", "thing", "text"), DESCRIBED, ids=[name for name, _, _ in DESCRIBED])
+def test_public_names_are_described_with_all_their_parameters(name: str, thing: Any, text: str) -> None:
+    """Each public name documents all its parameters."""
+    assert text, f"{name} has no docstring"
+    if isinstance(thing, property):
+        return
+    parameters = inspect.signature(getattr(thing, "__func__", thing)).parameters
+    named = [parameter for parameter in parameters if parameter not in ("self", "cls")]
+    missing = [parameter for parameter in named if not re.search(rf"(?<!\w){re.escape(parameter)}\b", text)]
+    assert not missing, f"{name} does not say what {missing} are"
+
+
+PACKAGE = ROOT / "ddp_callbacks"
+LEAVES = ("launcher.bench",)  # folders within folders that stand on a level of their own
+
+
+def _imports() -> dict[str, set[str]]:
+    """What each module of the package imports of the others when it is imported itself."""
+    sources = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in sources.items() if name != "__init__"}
+    found: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ddp_callbacks"):
+                inner = str(node.module).removeprefix("ddp_callbacks").removeprefix(".")
+                inside = [f"{inner}.{part.name}".strip(".") for part in node.names]
+                found[name] |= {other if other in modules else inner for other in inside} - {"", name}
+    return found
+
+
+def _entry(module: str) -> str:
+    """What stands on the map for a module."""
+    leaf = next((leaf for leaf in LEAVES if f"{module}.".startswith(f"{leaf}.")), "")
+    return leaf or module.partition(".")[0]
+
+
+def test_the_map_of_the_code_has_every_module_above_what_it_imports() -> None:
+    """Imports go in one direction, as the map shows."""
+    text = (DOCS / "reference" / "contributing.md").read_text()
+    levels = {name: int(level) for level, name in re.findall(r"^\| (\d) \| `([\w.]+)` \|", text, re.MULTILINE)}
+    imports = {name: others for name, others in _imports().items() if name != "__main__"}
+    assert set(levels) == set(map(_entry, imports))
+    for name, others in imports.items():
+        for other in others:
+            here, there = _entry(name), _entry(other)
+            assert here == there or levels[there] < levels[here], f"{name} imports {other}"
+
+
+def test_the_modules_of_a_folder_import_each_other_in_one_direction() -> None:
+    imports = _imports()
+    ends = graphlib.TopologicalSorter({name: others - {_entry(name)} for name, others in imports.items()})
+    assert len(list(ends.static_order())) >= len(imports)  # raises CycleError
+
+
+def test_the_file_list_is_short() -> None:
+    entries = [path for path in PACKAGE.iterdir() if not path.name.startswith("__")]
+    modules = [path.stem for path in entries if path.suffix == ".py"]
+    folders = [path.name for path in entries if (path / "__init__.py").exists()]  # not what Git has left of an old one
+    assert len(modules) <= 14 and len(folders) <= 7, (modules, folders)
+
+
+# --- the site --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="needs Sphinx: the extra docs")
+@pytest.mark.pages
+def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """The site builds without a warning."""
+    command = ["python", "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-d", tmp_path / "doctrees"]
+    run([*command, DOCS, tmp_path / "html"], ROOT)
+    described = _inventory(tmp_path / "html" / "objects.inv")
+    assert set(LISTED) <= described
+    assert not [name for name in described if re.search(r"\._", name)], "private names are on the site"
+
+
+def _inventory(path: Path) -> set[str]:
+    """The Python names that a site describes: four lines of text, then compressed ones, ``NAME DOMAIN:ROLE ...``."""
+    lines = zlib.decompress(path.read_bytes().split(b"\n", 4)[4]).decode().splitlines()
+    return {line.split()[0] for line in lines if " py:" in line}
+
+
+# --- how blocks are read and compared --------------------------------------------------------------------------------
+
+
+def test_a_page_is_read_with_its_hidden_comments(tmp_path: Path) -> None:
+    text = """\
+# A page
+<!-- setup
+import torch
+-->
+```python
+x = torch.ones(2)
+```
+<!-- file: train.py
+print("trained")
+-->
+<!-- not run: it needs a cluster -->
+
+```sh
+qsub job.pbs
+```
+Text ends the reach of a comment.
+1. In a list:
+   ```console
+   $ python train.py \\
+       --fast   # a remark
+   trained
+   ```
+"""
+    path = ROOT / "docs" / "page.md"
+    page = Page(path)
+    page.__dict__["lines"] = text.splitlines()
+    setup, code, file, left_out, commands = page.blocks
+    assert (setup.line, setup.text, setup.is_python) == (3, "import torch\n", True)
+    assert (code.line, code.language) == (6, "python")
+    assert (file.file, file.text, file.is_python) == ("train.py", 'print("trained")\n', False)
+    assert left_out.not_run == "it needs a cluster"
+    assert commands.not_run is None
+    assert commands.commands() == [("python train.py --fast   # a remark", ["trained"])]
+
+
+def test_a_diff_has_two_sides() -> None:
+    assert sides("+ import a\n\n- f(1)\n+ f(2)\n  g()") == ("\n\nf(1)\n\ng()", "import a\n\n\nf(2)\ng()")
+    assert patched("import b\nf(1)\n\ng()\n", "+ import a\n  import b\n  ...\n- g()\n+ g(2)") == (
+        "import a\nimport b\nf(1)\n\ng(2)\n"
+    )
+    assert sides("@@ -1 +1 @@\n f(\n-    1)\n+    2)") == ("f(\n    1)\n", "f(\n\n    2)")
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        ("loss 0.25, 7 of 10", "loss 0.31, 9 of 12", True),
+        ("(checksum d2d9e948)", "(checksum 01234567)", True),
+        ("100%|██▌  | 10/10 [00:07<00:00, 1.41it/s]", "\r 10%|█\r100%|████| 9/9 [01:00<00:00, 1.1s/it]", True),
+        ("a\n...\nd", "a\nb\nc\nd", True),
+        ("a\n...\nd", "a\nd", True),
+        ("a ... c", "a b c", True),
+        ("a\n\nb", "a\nb", True),
+        ("a\nddp_callbacks: summed\nb", "ddp_callbacks: summed\na\nb", True),
+        ("a\n[h1:0] ddp_callbacks: summed\nb", "a\nb\n[h1:0] ddp_callbacks: summed", True),
+        ("a\nddp_callbacks: summed\nb", "a\nb", False),
+        ("a\nb", "a\nddp_callbacks: summed\nb", False),
+        ("a", "a\nb", False),
+        ("loss 1", "lost 1", False),
+        ("...\nb", "a\nc", False),
+    ],
+)
+def test_output_agrees_but_for_its_numbers(shown: str, printed: str, same: bool) -> None:
+    """Tests compare output with pages, but for numbers."""
+    assert agrees(shown.splitlines(), printed) is same
+
+
+def test_figures_are_those_of_lines_about_processes() -> None:
+    lines = [
+        "1 process: accuracy 0.969, loss 0.1154; logs",
+        "epoch 1 loss 0.3",
+        "2 processes; accuracy on 360 digits: 0.97",
+    ]
+    assert figures(lines) == [(("accuracy", "0.969"), ("loss", "0.1154")), (("accuracy", "0.97"),)]

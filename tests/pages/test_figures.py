@@ -1,0 +1,31 @@
+"""Drawings and tables of pages are what their code makes of what was measured."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable
+from xml.etree import ElementTree
+
+import pytest
+from kit.paths import ROOT
+
+STATIC = ROOT / "docs" / "_static"
+DRAWINGS: dict[str, Callable[[], str]] = runpy.run_path(str(STATIC / "drawings.py"))["DRAWINGS"]
+GAIN = ROOT / "examples" / "benchmarks" / "gain"
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_a_drawing_is_what_the_code_draws(name: str) -> None:
+    """Drawings and tables match their data."""
+    drawn = DRAWINGS[name]()
+    assert (STATIC / f"{name}.svg").read_text() == drawn, "draw it again: python docs/_static/drawings.py"
+    assert ElementTree.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_the_tables_are_what_was_measured() -> None:
+    found, benchmark = json.loads((GAIN / "gain.json").read_text()), runpy.run_path(str(GAIN / "main.py"))
+    for page in benchmark["PAGES"]:
+        for name, table in benchmark["tables"](found).items():
+            shown = f"<!-- gain.json: {name} -->\n\n{table}\n\n<!-- end -->"
+            assert shown in page.read_text(), f"{page.name}: run main.py --draw in examples/benchmarks/gain"

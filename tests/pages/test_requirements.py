@@ -1,0 +1,196 @@
+"""Versions: what is used of other libraries beside their public names, and what messages say to install."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning.fabric.strategies
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+import torch.distributed as dist
+from kit.paths import ROOT
+from lightning.pytorch.trainer.connectors.logger_connector import result
+
+from ddp_callbacks import _torch, join_process_group
+from ddp_callbacks.lightning import _lightning, _torchmetrics, package
+from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin
+from ddp_callbacks.lightning.logs import JointResults
+from ddp_callbacks.lightning.processes import ProcessesMixin
+from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
+from ddp_callbacks.torchbearer import _torchbearer
+from ddp_callbacks.versions import how_to_install, how_to_install_this, require_names
+
+CONTRACTS = {
+    _torch: _torch.PRIVATE,
+    _lightning: _lightning.PRIVATE + _lightning.PRIVATE_OF_FABRIC,
+    _torchmetrics: _torchmetrics.PRIVATE,
+    _torchbearer: _torchbearer.PRIVATE,
+}
+DOCUMENTED = {"_fields", "_fields_"}  # of namedtuple and ctypes: public in spite of their names
+BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "Replaced"}  # their second argument is an attribute's name
+
+
+def test_the_private_names_of_torch_and_lightning_are_there() -> None:
+    require_names("torch", _torch.PRIVATE)
+    require_names("torchmetrics", _torchmetrics.PRIVATE)
+    require_names("torchbearer", _torchbearer.PRIVATE)
+    require_names("lightning", _lightning.names_in("lightning"))
+    require_names("pytorch-lightning", _lightning.names_in("pytorch_lightning"))
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")
+@pytest.mark.parametrize("home", [lightning.pytorch, pytorch_lightning], ids=lambda home: str(home.__name__))
+def test_the_private_attributes_of_a_trainer_are_there(home: Any) -> None:
+    trainer = home.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    module = home.LightningModule()
+    assert type(_lightning.logger_connector(trainer)).__name__ == "_LoggerConnector"
+    assert _lightning.signal_connector(trainer).received_sigterm is False
+    assert _lightning.accelerator_connector(trainer).use_distributed_sampler is True
+    assert _lightning.results_of(trainer) is None
+    assert _lightning.validation_interval(trainer) is None
+    assert _lightning.skips_backward(trainer) is False
+    assert _lightning.predictions_of(trainer.predict_loop) == []
+    assert _lightning.trainer_of(module) is None
+    for loop in (trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        assert _lightning.loader_of(loop) is None
+    trainer.training = True
+    assert _lightning.active_loader(trainer) is None
+    assert type(_lightning.results_of(trainer)).__name__ == "_ResultCollection"
+    _lightning.replace_results(trainer.fit_loop.epoch_loop, lambda training: {"training": training})
+    assert _lightning.results_of(trainer) == {"training": True}
+
+
+@pytest.mark.parametrize("home", CONTRACTS, ids=lambda home: str(home.__name__.rpartition(".")[2]))
+def test_a_contract_names_each_private_name_that_its_file_uses(home: ModuleType) -> None:
+    used = {name for _, name in _private_names_of_others(inspect.getsource(home))}
+    named = set(re.findall(r"\w+", " ".join(CONTRACTS[home])))
+    assert used and used <= named, used - named
+
+
+def test_a_contract_names_what_is_overridden_in_classes_of_lightning() -> None:
+    of_trainer, of_fabric = _lightning.PRIVATE, _lightning.PRIVATE_OF_FABRIC
+    for ours, base, contract in (
+        (CallbackStrategyMixin, lightning.pytorch.strategies.DDPStrategy, of_trainer),
+        (ProcessesMixin, lightning.pytorch.strategies.DDPStrategy, of_trainer),
+        (ProcessesMixin, lightning.fabric.strategies.DDPStrategy, of_fabric),
+        (CallbackFabricMixin, lightning.fabric.strategies.DDPStrategy, of_fabric),
+        (JointResults, result._ResultCollection, of_trainer),
+    ):
+        named = set(re.findall(r"\w+", " ".join(contract)))
+        overridden = {name for name in vars(ours) if _is_private(name) and hasattr(base, name)}
+        assert overridden and overridden <= named, overridden - named
+
+
+def test_private_names_of_others_stand_in_one_file_for_each_library() -> None:
+    """One file holds and lists another library's private names."""
+    homes = {Path(inspect.getfile(home)) for home in CONTRACTS}
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sorted((ROOT / "ddp_callbacks").rglob("*.py"))
+        if path not in homes
+        for line, name in _private_names_of_others(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("self._one; cls._two; super()._three; sys._getframe(1); x.__dict__; getattr(self, '_four')", []),
+        ("trainer._results.log", ["_results"]),
+        ("self.trainer._results = 1", ["_results"]),
+        ("getattr(loop, '_mode', None); Replaced(loop, '_predict_step', f)", ["_mode", "_predict_step"]),
+        ("from argparse import _ActionsContainer; from ddp_callbacks._torch import Node", []),
+        ("from torch.utils._pytree import TreeSpec; import torch._C", ["_pytree", "_C"]),
+        ("from torch.nn.modules.dropout import _DropoutNd as Dropout", ["_DropoutNd"]),
+    ],
+)
+def test_what_counts_as_a_private_name_of_another(source: str, names: list[str]) -> None:
+    assert [name for _, name in _private_names_of_others(source)] == names
+
+
+def _private_names_of_others(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of what is private in other objects than ``self``, and not in Python's own modules."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[Any] = []
+        if isinstance(node, ast.Attribute) and not _is_own(node.value):
+            names = [node.attr]
+        elif (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME and node.args[1:]
+        ):
+            owner, name = node.args[:2]
+            names = [name.value] if isinstance(name, ast.Constant) and not _is_own(owner) else []
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            from_module = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
+            paths = [[*from_module, *alias.name.split(".")] for alias in node.names]
+            outside = (path for path in paths if path[0] not in {"ddp_callbacks", *sys.stdlib_module_names})
+            names = [part for path in outside for part in path]
+        yield from ((node.lineno, name) for name in names if _is_private(name))
+
+
+def _is_own(owner: ast.expr) -> bool:
+    name = owner.func if isinstance(owner, ast.Call) else owner
+    own = {"super"} if isinstance(owner, ast.Call) else {"self", "cls", *sys.stdlib_module_names}
+    return isinstance(name, ast.Name) and name.id in own
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in DOCUMENTED
+
+
+def test_a_lightning_that_lacks_one_is_named_with_the_versions_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(result, "_ResultCollection")
+    with pytest.raises(ImportError) as caught:
+        package.make("lightning", __name__)
+    lacks = r"lightning 2\.\d+\.\d+ has no lightning\.pytorch\.\S+\.result\._ResultCollection\.__init__, which ddp"
+    assert re.match(lacks, str(caught.value)), caught.value
+    assert "It supports lightning" in str(caught.value) and 'pip install "lightning' in str(caught.value)
+
+
+def test_a_missing_attribute_or_parameter_is_named() -> None:
+    with pytest.raises(
+        ImportError, match=r"lightning 2\.\S+ has no _gone in lightning\.pytorch\.Trainer\.__init__, which"
+    ):
+        require_names("lightning", ["lightning.pytorch:Trainer.__init__ uses _signal_connector, _gone"])
+    with pytest.raises(ImportError, match=r"has no lightning\.pytorch\.Trainer\.fit\(self, gone\), which"):
+        require_names("lightning", ["lightning.pytorch:Trainer.fit(self, gone)"])
+
+
+def test_a_torch_that_lacks_one_is_named_before_the_processes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error names versions that lack one."""
+    monkeypatch.setattr(_torch, "PRIVATE", ("torch.distributed:ProcessGroup._gone",))
+    with pytest.raises(
+        ImportError, match=r"torch 2\S+ has no torch\.distributed\.ProcessGroup\._gone, which ddp_callb"
+    ):
+        join_process_group(0, 2, "127.0.0.1")
+    assert not dist.is_initialized()
+
+
+def test_a_torch_that_lacks_one_is_named_at_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.modules.dropout, "_DropoutNd")
+    spec = importlib.util.spec_from_file_location("a_second_torch", _torch.__file__)
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(ImportError, match=r"torch 2\S+ has no torch\.nn\.modules\.dropout\._DropoutNd, which"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_no_message_or_page_tells_to_install_a_package_that_no_index_has() -> None:
+    """Messages name only packages that you can install."""
+    texts = [*ROOT.glob("*.md"), *(path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md"))]
+    for path in [*(ROOT / "ddp_callbacks").rglob("*.py"), *texts]:
+        assert not re.search(r"pip install [^{]?ddp_callbacks", path.read_text()), path
+    assert how_to_install_this("ssh n1 python") == (
+        f"ssh n1 python -m pip install {ROOT} (the folder of its repository; no package index has it)"
+    )
+    assert how_to_install("no-such-package") == 'pip install "no-such-package"'
+    assert how_to_install("mpi4py").startswith('pip install "mpi4py')

@@ -1,0 +1,127 @@
+"""Which parameters travel together: every one once, one kind per bucket, sizes kept, the order fixed."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_callbacks.comm.buckets import FIRST_BUCKET_MB, MB, Forecast, ParameterSpec, assign_buckets
+
+CPU = torch.device("cpu")
+KB = MB // 1024
+
+specs_strategy = st.lists(
+    st.builds(
+        ParameterSpec,
+        numel=st.one_of(st.integers(0, 2000), st.integers(0, 2_000_000)),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.complex128]),
+        device=st.sampled_from([CPU, torch.device("cuda", 0), torch.device("cuda", 1)]),
+        trainable=st.booleans(),
+    ),
+    max_size=40,
+)
+caps_strategy = st.floats(1e-6, 100.0)
+
+
+def sized(*kilobytes: float, trainable: bool = True, dtype: torch.dtype = torch.float32) -> list[ParameterSpec]:
+    return [ParameterSpec(int(size * KB / dtype.itemsize), dtype, CPU, trainable) for size in kilobytes]
+
+
+@settings(max_examples=100, deadline=None)
+@given(specs_strategy, caps_strategy)
+def test_every_parameter_is_in_one_bucket_of_its_kind_in_the_reverse_of_registration(
+    specs: list[ParameterSpec], cap: float
+) -> None:
+    """Every bucket holds one dtype and device."""
+    buckets = assign_buckets(specs, cap)
+    assert sorted(itertools.chain(*buckets)) == list(range(len(specs)))
+    assert all(buckets)
+    for bucket in buckets:
+        assert len({(specs[i].dtype, specs[i].device, specs[i].trainable) for i in bucket}) == 1
+    for of_kind in by_kind(specs, buckets):
+        indices = [*itertools.chain(*of_kind)]
+        assert indices == sorted(indices, reverse=True)
+    again = [ParameterSpec(spec.numel, spec.dtype, torch.device(str(spec.device)), spec.trainable) for spec in specs]
+    assert assign_buckets(again, cap) == buckets  # by the parameters alone
+
+
+def by_kind(specs: list[ParameterSpec], buckets: list[list[int]]) -> list[list[list[int]]]:
+    kinds = dict.fromkeys(specs[bucket[0]].kind for bucket in buckets)
+    return [[bucket for bucket in buckets if specs[bucket[0]].kind == kind] for kind in kinds]
+
+
+@settings(max_examples=50, deadline=None)
+@given(specs_strategy, caps_strategy)
+def test_a_bucket_is_closed_by_the_parameter_that_reaches_the_cap(specs: list[ParameterSpec], cap: float) -> None:
+    """Buckets close at `bucket_cap_mb`, the first at 1 MiB."""
+    for buckets in by_kind(specs, assign_buckets(specs, cap)):
+        for position, bucket in enumerate(buckets):
+            limit = (min(cap, FIRST_BUCKET_MB) if position == 0 else cap) * MB
+            assert sum(specs[i].nbytes for i in bucket[:-1]) < limit
+            if position < len(buckets) - 1:
+                assert sum(specs[i].nbytes for i in bucket) >= limit
+
+
+@settings(max_examples=50, deadline=None)
+@given(specs_strategy, caps_strategy)
+def test_buckets_that_fill_up_come_in_the_order_in_which_backward_fills_them(
+    specs: list[ParameterSpec], cap: float
+) -> None:
+    kinds = {spec.kind for spec in specs}
+    buckets = assign_buckets(specs, cap)
+    closed = buckets[: len(buckets) - len(kinds)]  # at most one bucket per kind stays open
+    assert [bucket[-1] for bucket in closed] == sorted((bucket[-1] for bucket in closed), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("specs", "cap", "expected"),
+    [
+        pytest.param([], 25, [], id="no parameters"),
+        pytest.param(sized(10, 10, 10), 25, [[2, 1, 0]], id="small ones share a bucket"),
+        pytest.param(sized(10, 10, 10), 10 / 1024, [[2], [1], [0]], id="each reaches the cap"),
+        pytest.param(sized(10, 10, 10), 11 / 1024, [[2, 1], [0]], id="the one that reaches the cap is in"),
+        pytest.param(sized(1, 5000, 1), 2, [[2, 1], [0]], id="a large one closes its bucket"),
+        pytest.param(sized(1500, 1500, 700, 700), 25, [[3, 2], [1, 0]], id="the first is closed at 1 MiB already"),
+        pytest.param(sized(0, 0), 1e-6, [[1, 0]], id="parameters without elements reach nothing"),
+        pytest.param(sized(1) + sized(1, dtype=torch.float64) + sized(1), 25, [[2, 0], [1]], id="dtypes do not mix"),
+        pytest.param(sized(1) + sized(1, trainable=False) + sized(1), 25, [[2, 0], [1]], id="frozen ones are apart"),
+        pytest.param(
+            sized(2000) + sized(2000, dtype=torch.float64) + sized(1),
+            1,
+            [[1], [2, 0]],
+            id="a bucket that fills first goes first",
+        ),
+    ],
+)
+def test_examples(specs: list[ParameterSpec], cap: float, expected: list[list[int]]) -> None:
+    assert assign_buckets(specs, cap) == expected
+
+
+def test_the_size_of_a_parameter_is_in_bytes_of_its_dtype() -> None:
+    sizes = {torch.bfloat16: 20, torch.float32: 40, torch.complex128: 160}
+    assert {dtype: ParameterSpec(10, dtype, CPU).nbytes for dtype in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    "pattern", [[(0, 1)], [(0,), (1,)], [(0,), (0,), (1,)], [(0,), (0,), (0,), (1,)], [(0,), (1,), (0, 1)]]
+)
+def test_what_follows_is_guessed_from_what_followed_before(pattern: list[tuple[int, ...]]) -> None:
+    """Backwards predict what the next one sends."""
+    forecast, guesses = Forecast((0, 1)), []
+    for filled in pattern * 8:
+        guesses.append(forecast.guess)
+        forecast.note(filled)
+    assert guesses[-4 * len(pattern) :] == pattern * 4
+
+
+def test_a_forecast_of_what_never_repeats_stays_small() -> None:
+    forecast, generator = Forecast(()), random.Random(0)
+    for _ in range(2000):
+        forecast.note(tuple(generator.sample(range(9), 4)))
+    assert len(pickle.dumps(forecast)) < 20_000  # unbounded it would be 60,000

@@ -1,0 +1,132 @@
+"""What travels between ranks keeps every bit, and is only tensors and plain data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ddp_callbacks.comm.codec import decode, encode, pack, unpack
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+
+CPU = torch.device("cpu")
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.complex128, torch.complex64, torch.complex32, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+]
+SHAPES: list[tuple[int, ...]] = [(), (0,), (3, 0, 2), (2, 3)]
+
+plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5))
+
+
+def nested(*, in_json: bool) -> st.SearchStrategy[Any]:
+    """Plain data in lists and dicts; beyond JSON also in tuples, and under other keys than text."""
+    keys = st.text(max_size=3) if in_json else st.one_of(st.integers(), st.text(max_size=3), st.none(), st.booleans())
+
+    def around(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        lists = st.lists(inner, max_size=3)
+        kinds = [lists, st.dictionaries(keys, inner, max_size=3)]
+        return st.one_of(kinds if in_json else [*kinds, lists.map(tuple)])
+
+    return st.recursive(plain, around, max_leaves=8)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Any bits of any dtype and shape: NaN, infinities, empty ones and those without dimensions, also transposed."""
+    dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 4), max_size=4))
+    count = math.prod(shape)
+    if dtype is torch.bool:
+        return torch.tensor(draw(st.lists(st.booleans(), min_size=count, max_size=count)), dtype=dtype).view(shape)
+    size = count * dtype.itemsize
+    content = bytearray(draw(st.binary(min_size=size, max_size=size)))
+    tensor = torch.frombuffer(content, dtype=dtype) if size else torch.empty(0, dtype=dtype)
+    tensor = tensor.view(shape)
+    return tensor.mT if len(shape) >= 2 and draw(st.booleans()) else tensor
+
+
+def bits(tensor: Tensor) -> tuple[torch.dtype, list[int], list[int]]:
+    content = tensor.contiguous().reshape(-1)
+    return tensor.dtype, list(tensor.shape), content.view(torch.uint8).tolist() if tensor.numel() else []
+
+
+def received(tensor: Tensor) -> Tensor:
+    _, (found,) = decode(encode("header", [tensor]), CPU)
+    return found
+
+
+@settings(max_examples=100, deadline=None)  # the machine is shared
+@given(nested(in_json=True), st.lists(tensors(), max_size=4))
+def test_decode_is_the_inverse_of_encode_for_every_bit(header: Any, sent: list[Tensor]) -> None:
+    """Messages of JSON and raw bytes keep every bit."""
+    message = encode(header, sent)
+    assert message.dtype is torch.uint8 and message.dim() == 1
+    received_header, found = decode(message, CPU)
+    assert received_header == header
+    assert [*map(bits, found)] == [*map(bits, sent)]
+
+
+def test_every_dtype_and_shape_travels() -> None:
+    for dtype, shape in itertools.product(DTYPES, SHAPES):
+        sent = torch.ones(shape).to(dtype)
+        assert bits(received(sent)) == bits(sent)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(torch.arange(6.0).view(2, 3).t(), id="transposed"),
+        pytest.param(torch.tensor([1.0, 2.0]).expand(3, 2), id="expanded"),
+        pytest.param(torch.arange(10)[::3], id="strided"),
+        pytest.param(torch.tensor([1 + 2j, 3 - 4j]).conj(), id="conjugated lazily"),
+        pytest.param(torch.tensor([1 + 2j]).conj().imag, id="negated lazily"),
+        pytest.param(nn.Parameter(torch.ones(2)), id="parameter"),
+        pytest.param(torch.tensor([math.nan, math.inf, -math.inf, -0.0]), id="not finite"),
+    ],
+)
+def test_views_and_special_values_travel(sent: Tensor) -> None:
+    found = received(sent)
+    torch.testing.assert_close(found, sent.detach(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(torch.signbit(found.real), torch.signbit(sent.detach().real))
+
+
+def test_numbers_in_a_header_keep_every_bit() -> None:
+    numbers = [math.inf, -math.inf, 0.1 + 0.2, 5e-324, -0.0, 2**70, math.nan]
+    header, _ = decode(encode(numbers, []), CPU)
+    assert repr(header) == repr(numbers)
+
+
+@settings(max_examples=100, deadline=None)  # the machine is shared
+@given(nested(in_json=False))
+def test_unpack_is_the_inverse_of_pack_also_through_json(value: Any) -> None:
+    header, found = decode(encode(pack(value, []), []), CPU)
+    unpacked = unpack(header, found)
+    assert unpacked == value
+    assert repr(unpacked) == repr(value)  # tuples stay tuples, True stays True, and 1 as a key stays a number
+
+
+def test_tensors_are_packed_aside_and_put_back_in_their_places() -> None:
+    one, two = torch.ones(2), torch.tensor(3)
+    aside: list[Tensor] = []
+    packed = pack({0: {"step": two, "both": (one, [two])}, "tensor": "a word"}, aside)
+    assert [id(tensor) for tensor in aside] == [id(two), id(one), id(two)]
+    unpacked = unpack(packed, aside)
+    assert unpacked == {0: {"step": two, "both": (one, [two])}, "tensor": "a word"} and unpacked[0]["both"][0] is one
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(object(), "object"), ({1, 2}, "set"), (b"bytes", "bytes"), (1j, "complex")]
+)
+def test_what_cannot_travel_is_refused_with_its_type_and_value(value: Any, kind: str) -> None:
+    """Nothing is unpickled; only tensors and plain data travel."""
+    with pytest.raises(TypeError) as caught:
+        pack({"key": [value]}, [])
+    assert str(caught.value) == f"only tensors and plain data can be sent between processes, got a {kind}: {value!r}"

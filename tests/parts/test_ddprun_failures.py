@@ -1,0 +1,245 @@
+"""Which of several failures ``ddprun`` tells, and in which words."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ddp_callbacks.launcher.failures import End, first_cause
+from ddp_callbacks.launcher.tracebacks import Printed, Reader, printed_in
+
+CHAIN = """\
+some warning: not this
+Traceback (most recent call last):
+  File "train.py", line 7, in <module>
+    raise KeyError('x')
+KeyError: 'x'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+torch.cuda.OutOfMemoryError: out of memory. Tried
+to allocate much
+"""
+LOADER = """\
+Traceback (most recent call last):
+  File "train.py", line 11, in <module>
+    raise exception
+KeyError: Caught KeyError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "worker.py", line 374, in _worker_loop
+    data = fetcher.fetch(index)
+           ^^^^^^^^^^^^^^^^^^^^
+KeyError: 'missing'
+
+"""
+DISK = """\
+Traceback (most recent call last):
+  File "serialization.py", line 1003, in save
+    _save(
+RuntimeError: basic_ios::clear: iostream error
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "train.py", line 6, in <module>
+    torch.save(model, path)
+RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534
+"""
+DISAGREE = """\
+the ranks disagree about the Trial:
+  lr: 0.1 on rank 0; 0.2 on rank 1
+Give each the same.
+Ranks: rank 0 (host a, pid 1), rank 1 (host b, pid 2)."""
+MISMATCH = f"""\
+Traceback (most recent call last):
+  File "train.py", line 6, in <module>
+    trial.run(3)
+ddp_callbacks.errors.MismatchError: {DISAGREE}
+"""
+QUOTED = "rank 1 (host b, pid 2) failed with ValueError: x"
+PEER = f"""\
+Traceback (most recent call last):
+  File "failures.py", line 6, in wait
+RuntimeError: Connection closed by peer
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "train.py", line 6, in <module>
+    trial.run(3)
+ddp_callbacks.errors.PeerError: {QUOTED}
+This is rank 0 (host a, pid 1), which stops because the run cannot continue without it. The other rank's traceback:
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+KeyError: 'y'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "train.py", line 4, in <module>
+ValueError: x
+"""
+
+
+def prefixed(text: str) -> str:
+    """As torch's hook prints it in a process group."""
+    return "".join(f"[rank12]: {line}\n" if line else "\n" for line in text.splitlines())
+
+
+def read(text: str, seed: int = 0) -> Printed | None:
+    """In pieces of any size."""
+    reader, data, pieces = Reader(), text.encode(), random.Random(seed)
+    while data:
+        size = pieces.randint(1, 300)
+        reader.feed(data[:size], 7.0)
+        data = data[size:]
+    return reader.last
+
+
+@pytest.mark.parametrize("change", [str, prefixed], ids=["plain", "prefixed"])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        pytest.param(CHAIN, "torch.cuda.OutOfMemoryError: out of memory. Tried (after KeyError: 'x')", id="chain"),
+        pytest.param(
+            "Traceback (most recent call last):\n  File 'x'\nKeyboardInterrupt\n", "KeyboardInterrupt", id="-"
+        ),
+        pytest.param(LOADER, "KeyError: 'missing', in DataLoader worker process 0", id="loader"),
+        pytest.param(MISMATCH, f"ddp_callbacks.errors.MismatchError: {DISAGREE}", id="mismatch"),
+        pytest.param(PEER, f"ddp_callbacks.errors.PeerError: {QUOTED}", id="peer"),
+    ],
+)
+def test_an_exception_is_told_in_few_words_and_one_of_ours_whole(text: str, change: type, reason: str) -> None:
+    """The last lines tell an exception briefly."""
+    for seed in range(5):
+        printed = read(change(text), seed)
+        assert printed is not None and printed.reason == reason
+
+
+def test_a_full_disk_is_guessed_from_torch_s_words() -> None:
+    printed = read(prefixed(DISK))
+    assert printed is not None
+    assert printed.reason.endswith(
+        "unexpected pos 576 vs 534 (after RuntimeError: basic_ios::clear: iostream error). "
+        "torch could not write a file: is its disk full?"
+    )
+
+
+def test_the_last_traceback_counts_also_behind_a_progress_bar() -> None:
+    printed = read(f"{CHAIN}going on\n 50%|##  | 3/6{prefixed(LOADER)}wandb: Run history:\nTotal: 7\n")
+    assert printed is not None and printed.reason == "KeyError: 'missing', in DataLoader worker process 0"
+
+
+@pytest.mark.parametrize("text", ["no traceback\nValueError: quoted by somebody\n", "", "Traceback (most recent call"])
+def test_what_is_no_traceback_is_no_exception(text: str) -> None:
+    assert read(text) is None
+
+
+def test_a_message_of_30_megabytes_is_told_by_its_beginning() -> None:
+    reader = Reader()
+    reader.feed(b"[rank0]: Traceback (most recent call last):\n[rank0]:   File 'x'\n[rank0]: ValueError: large ", 1.0)
+    for _ in range(480):
+        reader.feed(b"x" * (1 << 16), 2.0)
+    reader.feed(b"\n", 3.0)
+    assert reader.last is not None and reader.last.reason.startswith("ValueError: large xxx")
+    assert len(reader.last.reason) < 3000 and reader.last.began == 1.0
+
+
+@pytest.mark.parametrize(
+    ("message", "ranks"),
+    [
+        ("rank 3 (host h2, pid 7) died or went silent while rank 0 (host h1, pid 1) was waiting for it", (3,)),
+        ("rank 1 (host h1, pid 2), rank 3 left the run while rank 0 (host h1, pid 1) still waits for it", (1, 3)),
+        ("the rendezvous store at h1:1 can no longer be reached", ()),
+        ("nothing came from rank 4 (host h2, pid 7)", (4,)),
+    ],
+)
+def test_the_rank_for_which_another_one_has_waited_is_read_off_its_error(message: str, ranks: tuple[int, ...]) -> None:
+    printed = printed_in(f"PeerError: {message}")
+    assert printed is not None and printed.blames == ranks
+
+
+def peer(message: str) -> Printed | None:
+    return printed_in(f"ddp_callbacks.errors.PeerError: {message}")
+
+
+def own(text: str = "ValueError: x") -> Printed | None:
+    printed = printed_in(text)
+    assert printed is not None
+    printed.began = 0.5
+    return printed
+
+
+FAILED, SILENT, LEFT = (
+    QUOTED,
+    "rank 1 (host b, pid 2) died or went silent while rank 0 waits",
+    "rank 1 (host b, pid 2) left the run while rank 0 waits for x",
+)
+SAYS_FAILED, SAYS_SILENT, SAYS_LEFT = (End("a", 0, 1.0, 1, printed=peer(text)) for text in (FAILED, SILENT, LEFT))
+TOO = End("a", 2, 0.9, 1, printed=peer("rank 0 (host a, pid 1) left the run while rank 2 waits for x"))
+BROKEN = End("a", 0, 1.0, 1, printed=own("RuntimeError: Connection closed by peer"))
+NODE = End("b", None, 0.5, 1, "torchrun's agent ended with exit code 1")
+LOST = End("b", None, 6.0, 1, "the connection was lost", is_ours=True)
+REPORTS = "first. rank 0 on a reports: ddp_callbacks.errors.PeerError:"
+FIRST = {
+    "what failed itself": (
+        [SAYS_FAILED, End("b", 1, 3.0, 1, printed=own())],
+        (1, "rank 1 on b failed with exit code 1: ValueError: x"),
+    ),
+    "takes long to exit, and is ended": (
+        [SAYS_FAILED, TOO, End("b", 1, 9.0, 143, printed=own(), is_ours=True)],
+        (1, "rank 1 on b failed: ValueError: x"),
+    ),
+    "has printed nothing yet": ([SAYS_FAILED, End("b", 1, 9.0)], (1, f"rank 1 on b failed {REPORTS} {FAILED}")),
+    "left with code 0": (
+        [SAYS_LEFT, TOO, End("b", 1, 0.5, 0)],
+        (1, f"rank 1 on b exited with code 0 {REPORTS} {LEFT}"),
+    ),
+    "failed, and left with code 0": (
+        [SAYS_FAILED, End("b", 1, 0.5, 0, printed=own())],
+        (1, "rank 1 on b exited with code 0: ValueError: x"),
+    ),
+    "silent, and killed by ddprun": (
+        [SAYS_SILENT, End("b", 1, 5.0, 137, is_ours=True)],
+        (1, f"rank 1 on b failed {REPORTS} {SILENT}"),
+    ),
+    "killed by someone else": (
+        [SAYS_SILENT, End("b", 1, 0.5, 137, "killed by SIGKILL")],
+        (137, "rank 1 on b failed with exit code 137: killed by SIGKILL"),
+    ),
+    "its node is lost": ([SAYS_SILENT, End("b", 1, 5.0), LOST], (1, "b: the connection was lost")),
+    "neither says why: the first": (
+        [BROKEN, End("b", 1, 2.0, 7)],
+        (1, "rank 0 on a failed with exit code 1: RuntimeError: Connection closed by peer"),
+    ),
+    "a broken connection follows from a signal": (
+        [BROKEN, End("b", 1, 2.0, 1, "killed by SIGSEGV")],
+        (1, "rank 1 on b failed with exit code 1: killed by SIGSEGV"),
+    ),
+    "noticed late, on a busy machine": (
+        [BROKEN, End("b", 1, 3.0, 1, printed=own(), is_ours=True)],
+        (1, "rank 1 on b failed with exit code 1: ValueError: x"),
+    ),
+    "agent": ([SAYS_FAILED, NODE, End("b", 1, 9.0)], (1, "b: torchrun's agent ended with exit code 1")),
+    "the silent one is busy": (
+        [SAYS_SILENT, End("b", 1, 9.0, 143, is_ours=True), End("c", 3, 8.0, 1, printed=own("KeyError: 3"))],
+        (1, "rank 3 on c failed with exit code 1: KeyError: 3"),
+    ),
+    "every rank": (
+        [End("a", 0, 1.0, 1, printed=own(f"MismatchError: {DISAGREE}"))],
+        (1, f"rank 0 on a, like every rank, failed with exit code 1: MismatchError: {DISAGREE}"),
+    ),
+    "-": ([End("a", 0, 1.0, 7)], (7, "rank 0 on a failed with exit code 7: no exception was printed")),
+    "nobody": ([End("a", 0, 1.0, 0), End("b", 1, 2.0, 0, printed=own())], None),
+}
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_the_first_cause_is_not_who_tells_of_it(case: str) -> None:
+    ends, expected = FIRST[case]
+    for order in (ends, ends[::-1]):
+        cause = first_cause(order)
+        assert (None if cause is None else (cause.code, str(cause))) == expected

@@ -1,0 +1,268 @@
+"""Who am I: a launcher's variables or explicit arguments; each mistake is a ValueError that says what to do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_callbacks import WorkerEnv
+from ddp_callbacks.environment import DEFAULT_PORT, processes_on_host, worker_env
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.schedulers import hosts_of_job
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29511"}
+
+
+def without(*names: str, **changed: str) -> dict[str, str]:
+    return {name: value for name, value in (TORCHRUN | changed).items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"RANK": "", "WORLD_SIZE": ""},
+        {"MASTER_ADDR": "node0"},
+        {"LOCAL_RANK": "3"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+    ],
+)
+def test_without_a_launcher_it_is_a_world_of_one(environ: dict[str, str]) -> None:
+    """Without a launcher you have a world of one."""
+    alone = WorkerEnv(rank=0, world_size=1, local_rank=0, host=None, port=None)
+    assert worker_env(environ=environ) == alone == worker_env(0, 1, environ={})
+
+
+def test_explicit_arguments_win_over_the_environment() -> None:
+    """`join_process_group` takes a launcher's variables, or your arguments."""
+    assert worker_env(environ=TORCHRUN) == WorkerEnv(5, 8, local_rank=1, host="node0", port=29511)
+    assert WorkerEnv.from_environ(without("LOCAL_RANK")).local_rank == 0
+    assert worker_env(0, 2, "10.0.0.1", 4000, environ=TORCHRUN) == WorkerEnv(0, 2, 1, "10.0.0.1", 4000)
+    assert worker_env(rank=0, world_size=2, host="127.0.0.1", environ={}).port == DEFAULT_PORT == 29500
+
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "181403649",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SLURM = {
+    "SLURM_JOB_ID": "42",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+ORTED_IN_SLURM = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # mpirun starts its daemons by srun
+SRUN_PMI2 = {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}
+CRAY = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+PALS = {"PMI_RANK": "5", "PMI_SIZE": "8", "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PALS_APID": "99.pbs"}
+FLUX = {
+    "FLUX_TASK_RANK": "5",
+    "FLUX_JOB_SIZE": "8",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "1",
+    "FLUX_JOB_ID": "42.0",
+}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "1",
+    "MV2_COMM_WORLD_SIZE": "2",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "5",
+    "JSM_NAMESPACE_SIZE": "8",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "LSB_JOBID": "99.pbs",
+    "LSB_MCPU_HOSTS": "batch1 1 h1 42 h2 42",  # jsrun starts nothing on the first
+}
+# CRC-32 of "181403649" is 2682416830, of "42.0" 1413265556, of "99.pbs" 3026040015.
+PORT_OPEN_MPI, PORT_SLURM, PORT_PBS = 26830, 25556, 20015
+
+LAUNCHED: list[tuple[dict[str, str], WorkerEnv]] = [
+    ({**OPEN_MPI, "MASTER_ADDR": "node0"}, WorkerEnv(3, 4, 1, "node0", PORT_OPEN_MPI)),
+    ({**OPEN_MPI, "MASTER_ADDR": "node0", "MASTER_PORT": "4000"}, WorkerEnv(3, 4, 1, "node0", 4000)),
+    ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, WorkerEnv(3, 4, 1, "127.0.0.1", PORT_OPEN_MPI)),
+    ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, WorkerEnv()),
+    ({**OPEN_MPI, **ORTED_IN_SLURM}, WorkerEnv(3, 4, 1, "gpu07", PORT_OPEN_MPI)),
+    (MPICH, WorkerEnv(1, 2, 1, "127.0.0.1", 29500)),
+    ({**MPICH, "MPI_LOCALNRANKS": "1", "LSB_MCPU_HOSTS": "a 1 b 1", "LSB_JOBID": ""}, WorkerEnv(1, 2, 1, "a", 29500)),
+    (SLURM, WorkerEnv(5, 8, 1, "gpu07", PORT_SLURM)),
+    (SRUN_PMI2, WorkerEnv(5, 8, 1, "gpu07", PORT_SLURM)),
+    ({**SLURM, "SLURM_STEP_NODELIST": "rack[1-2]n[9,11-12],x"}, WorkerEnv(5, 8, 1, "rack1n9", PORT_SLURM)),
+    ({**SLURM, "SLURM_STEP_NODELIST": "b,a[1-2]"}, WorkerEnv(5, 8, 1, "b", PORT_SLURM)),
+    ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, WorkerEnv(5, 8, 1, "127.0.0.1", PORT_SLURM)),
+    (BATCH_SCRIPT, WorkerEnv()),
+    ({**PALS, "PALS_LOCAL_SIZE": "8"}, WorkerEnv(5, 8, 1, "127.0.0.1", PORT_PBS)),
+    ({**PALS, "MASTER_ADDR": "node0"}, WorkerEnv(5, 8, 1, "node0", PORT_PBS)),
+    (
+        {**MPICH, "MPI_LOCALRANKID": "", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"},
+        WorkerEnv(1, 2, 1, "127.0.0.1", 29500),
+    ),
+    (FLUX, WorkerEnv(5, 8, 1, "127.0.0.1", PORT_SLURM)),
+    ({**FLUX, "FLUX_JOB_NNODES": "2", "MASTER_ADDR": "node0"}, WorkerEnv(5, 8, 1, "node0", PORT_SLURM)),
+    (MVAPICH, WorkerEnv(1, 2, 1, "127.0.0.1", 29500)),
+    (JSRUN, WorkerEnv(5, 8, 1, "h1", PORT_PBS)),
+    ({"PMI_RANK": "0", "PMI_SIZE": "1"}, WorkerEnv()),
+    (
+        {"PMIX_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        WorkerEnv(1, 2, 0, "a", 1),
+    ),
+    ({**SLURM, **TORCHRUN}, WorkerEnv(5, 8, 1, "node0", 29511)),
+]
+
+
+@pytest.mark.parametrize(("environ", "expected"), LAUNCHED)
+def test_the_variables_of_mpi_and_slurm_give_the_place_in_the_world(
+    environ: dict[str, str], expected: WorkerEnv
+) -> None:
+    """Processes of Open MPI, MPICH, Slurm, PBS, Flux and LSF find their rank."""
+    assert worker_env(environ=environ) == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        {"PMIX_RANK": "1"},
+        {"PALS_RANKID": "1"},
+        {"FLUX_TASK_RANK": "1"},
+        {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4"},
+        {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
+        {"ALPS_APP_PE": "3"},
+    ],
+)
+def test_processes_of_an_unknown_launcher_do_not_train_alone_in_silence(environ: dict[str, str]) -> None:
+    """Processes of an unknown launcher never train alone."""
+    with pytest.raises(ConfigurationError) as caught:
+        worker_env(environ=environ)
+    name, value = next(iter(environ.items()))
+    assert_says(caught.value, [f"{name}={value} means", "one of several", "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"])
+    assert_says(caught.value, [f"RANK=${name}", "single process: RANK=0 WORLD_SIZE=1"])
+    assert worker_env(environ={**environ, "RANK": "0", "WORLD_SIZE": "1"}) == WorkerEnv()
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, None),  # its nodes may be one machine
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, False),
+        (TORCHRUN, None),
+        ({**OPEN_MPI, "MASTER_ADDR": "a"}, True),
+        (MPICH, False),
+        (SLURM, True),
+        (FLUX, False),
+        ({**PALS, "MASTER_ADDR": "a"}, True),
+    ],
+)
+def test_whether_the_processes_are_on_several_hosts_is_known(environ: dict[str, str], expected: bool | None) -> None:
+    assert worker_env(environ=environ).several_hosts is expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, 4),
+        (TORCHRUN, None),
+        ({}, None),
+        (OPEN_MPI, 2),
+        ({**MPICH, "MPI_LOCALNRANKS": "3"}, 3),
+        (SLURM, None),  # on several hosts
+        ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, 8),
+        (FLUX, 8),
+    ],
+)
+def test_the_number_of_processes_on_this_host_is_known(environ: dict[str, str], expected: int | None) -> None:
+    assert processes_on_host(environ) == expected
+
+
+def test_in_a_pbs_job_rank_0_is_on_the_first_host_of_the_node_file(tmp_path: Path) -> None:
+    """PBS's first host gets rank 0."""
+    nodes = tmp_path / "nodes"
+    nodes.write_text("n1.cluster\nn1.cluster\nn2.cluster\nn2.cluster\n")
+    environ = {**OPEN_MPI, "PMIX_NAMESPACE": "", "PBS_JOBID": "99.pbs", "PBS_NODEFILE": str(nodes)}
+    assert worker_env(environ=environ) == WorkerEnv(3, 4, 1, "n1.cluster", PORT_PBS)
+    with pytest.raises(ConfigurationError, match=r"PBS_NODEFILE='/nowhere' cannot be read: .*No such file"):
+        worker_env(environ={**environ, "PBS_NODEFILE": "/nowhere"})
+
+
+def test_mpi_on_several_hosts_without_an_address_says_how_to_give_it() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        worker_env(environ=OPEN_MPI)
+    assert_says(
+        caught.value, ["OMPI_COMM_WORLD_SIZE=4", "several hosts", "mpirun -x MASTER_ADDR=", "-genv MASTER_ADDR"]
+    )
+
+
+def test_a_worker_env_cannot_be_changed() -> None:
+    """Nothing changes a `WorkerEnv`."""
+    with pytest.raises(AttributeError, match="rank"):
+        WorkerEnv(0, 1).rank = 1  # type: ignore[misc]
+
+
+def assert_says(error: Exception, parts: list[str]) -> None:
+    missing = [part for part in parts if part not in str(error)]
+    assert not missing, f"{error!s} does not say {missing}"
+
+
+# --- the hosts of a job -----------------------------------------------------------------------------------------------
+
+
+JOB = {"SLURM_JOB_NODELIST": "a,b,c", "SLURM_NTASKS": "10", "SLURM_TASKS_PER_NODE": "4(x2),2"}
+LSF = "LSB_MCPU_HOSTS"
+HOSTS: list[tuple[dict[str, str], list[tuple[str, int | None]]]] = [
+    ({}, []),
+    (JOB, [("a", 4), ("b", 4), ("c", 2)]),
+    ({**JOB, "SLURM_TASKS_PER_NODE": "1(x3)", "SLURM_NTASKS": "3"}, [("a", None), ("b", None), ("c", None)]),
+    ({**JOB, "SLURM_NTASKS": ""}, [("a", None), ("b", None), ("c", None)]),
+    ({LSF: "hostA 4 hostB 2"}, [("hostA", 4), ("hostB", 2)]),
+]
+
+
+@pytest.mark.parametrize(("environ", "expected"), HOSTS)
+def test_the_hosts_of_a_job_are_those_of_its_variables(environ: dict[str, str], expected: list[Any]) -> None:
+    assert hosts_of_job(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("n1\nn1\nn2\nn2\nn2\n", [("n1", 2), ("n2", 3)]),
+        ("n1.cluster\nn2.cluster\n", [("n1.cluster", None), ("n2.cluster", None)]),
+    ],
+)
+def test_the_hosts_of_a_pbs_job_are_those_of_its_file(tmp_path: Path, lines: str, expected: list[Any]) -> None:
+    (tmp_path / "nodes").write_text(lines)
+    assert hosts_of_job({"PBS_NODEFILE": str(tmp_path / "nodes")}) == expected
+
+
+def test_a_pbs_node_file_that_says_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("\n")
+    for path, says in ((tmp_path / "nodes", "names no host"), (tmp_path / "none", "cannot be read: .*No such file")):
+        with pytest.raises(ConfigurationError, match=f"PBS_NODEFILE='.*{path.name}' {says}"):
+            hosts_of_job({"PBS_NODEFILE": str(path)})
+
+
+def test_slurms_own_program_expands_its_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's own program expands its lists."""
+    bracketed = {**JOB, "SLURM_JOB_NODELIST": "gpu[07-09]"}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"SLURM_JOB_NODELIST='gpu\[07-09\]' needs the program scontrol"):
+        hosts_of_job(bracketed)
+    program = tmp_path / "scontrol"
+    program.write_text('#!/bin/sh\n[ "$*" = "show hostnames gpu[07-09]" ] && printf "gpu07\\ngpu08\\ngpu09\\n"\n')
+    os.chmod(program, 0o755)
+    assert hosts_of_job(bracketed) == [("gpu07", 4), ("gpu08", 4), ("gpu09", 2)]
+    program.write_text('#!/bin/sh\necho "Invalid node list" >&2; exit 1\n')
+    with pytest.raises(ConfigurationError, match="failed: Invalid node list"):
+        hosts_of_job(bracketed)

@@ -1,0 +1,189 @@
+"""Loaders that are cut in one process, and states that are refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loaders import LOADERS, SAMPLES, Endless, Lazy, seed_all
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+
+from ddp_callbacks import LazyRandomSampler, resumable_loader
+from ddp_callbacks.data.random_state import get_global_state, set_global_state
+from ddp_callbacks.errors import ConfigurationError
+
+NUMBERS: Any = range(SAMPLES)
+
+
+def cut(loader: Any, used: int) -> Any:
+    """The state after a number of batches of the first pass."""
+    batches = iter(loader)
+    for _ in range(used):
+        next(batches)
+    state = loader.state_dict()
+    loader.end()
+    return state
+
+
+def left(loader: Any, state: Any) -> list[Any]:
+    """What is left of the pass."""
+    loader.load_state_dict(state)
+    return list(loader)
+
+
+def lists(batches: Any) -> list[Any]:
+    return [batch.tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("name", ["shuffle", "lazy", "stream", "one by one", "stateful stream"])
+def test_a_host_may_draw_a_batch_ahead(name: str) -> None:
+    def loader() -> Any:
+        seed_all(0)
+        return resumable_loader(LOADERS[name]())
+
+    def samples(batches: list[Any]) -> list[Any]:
+        return [(batch if batch.dim() == 2 else batch[None])[:, 0].tolist() for batch in batches]
+
+    expected = samples(list(loader()))
+    drawn = loader()
+    batches = iter(drawn)
+    for _ in range(6):
+        next(batches)
+    state = drawn.state_dict(5)
+    drawn.end()
+    assert samples(left(loader(), state)) == expected[5:]
+
+
+def test_between_passes_the_next_one_begins_afresh() -> None:
+    generator = torch.Generator().manual_seed(1)
+    loader = resumable_loader(DataLoader(NUMBERS, 4, shuffle=True, generator=generator))
+    first = lists(loader)
+    state = loader.state_dict()
+    second = lists(loader)
+    assert state["pass"] is None and first != second
+    assert lists(left(loader, state)) == second
+    state = loader.state_dict()
+    third = lists(loader)
+    state_in_pass = cut(loader, 3)
+    loader.load_state_dict(state_in_pass)
+    assert loader.state_dict()["pass"]["batches"] == 3  # nothing has been drawn since
+    loader.load_state_dict(state)
+    loader.start_afresh()
+    assert lists(loader) == third
+    loader.load_state_dict(state_in_pass)
+    loader.start_afresh()
+    assert len(list(loader)) == len(third)
+
+
+def test_a_pass_cut_twice_goes_on() -> None:
+    torch.manual_seed(0)
+    loader = resumable_loader(DataLoader(NUMBERS, batch_sampler=Lazy()))
+    state = loader.state_dict()
+    before = get_global_state(False)
+    whole = lists(left(loader, state))
+    set_global_state(before)
+    batches, state = iter(loader), None
+    for used in (2, 3, 1):
+        for _ in range(used):
+            whole.remove(next(batches).tolist())
+            torch.rand(2)
+        loader.load_state_dict(loader.state_dict())
+        random_state = get_global_state(False)
+        batches = iter(loader)
+        assert repr(get_global_state(False)) == repr(random_state)
+    assert lists(batches) == whole
+
+
+@pytest.mark.parametrize("cut_after", [0, 1, 4, 5, 9])
+def test_two_loaders_may_share_a_generator(cut_after: int) -> None:
+    def passes(cut_after: int | None) -> list[Any]:
+        generator = torch.Generator().manual_seed(1)
+        one, other = (resumable_loader(DataLoader(NUMBERS, 4, shuffle=True, generator=generator)) for _ in range(2))
+        drawn, batches = [], iter(one)
+        for number in range(10):
+            if number == 4:
+                drawn += lists(other)
+            if number == cut_after:
+                states = one.state_dict(), other.state_dict()
+                generator.manual_seed(17)
+                one.load_state_dict(states[0])
+                other.load_state_dict(states[1])
+                batches = iter(one)
+            drawn.append(next(batches).tolist())
+        return drawn + lists(one)
+
+    assert passes(cut_after) == passes(None)
+
+
+def test_an_endless_stream_goes_on() -> None:
+    def loader() -> Any:
+        seed_all(0)
+        return resumable_loader(DataLoader(Endless(), 4))
+
+    expected = lists(itertools.islice(loader(), 12))
+    state, resumed = cut(loader(), 7), loader()
+    torch.rand(3)
+    resumed.load_state_dict(state)
+    assert lists(itertools.islice(resumed, 5)) == expected[7:]
+
+
+class Noisy(Dataset[float]):
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(4)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> float:
+        return float(index + self.generator.random())
+
+
+def test_what_a_data_set_draws_from_a_generator_of_its_own_goes_on() -> None:
+    expected = lists(resumable_loader(DataLoader(Noisy(), 4)))
+    state = cut(resumable_loader(DataLoader(Noisy(), 4)), 6)
+    assert lists(left(resumable_loader(DataLoader(Noisy(), 4)), state)) == expected[6:]
+
+
+SHUFFLED = DataLoader(NUMBERS, 4, shuffle=True, generator=torch.Generator().manual_seed(1))
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "order": (
+        SHUFFLED,
+        DataLoader(NUMBERS, 4, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)),
+        "WeightedRandomSampler does not draw the batches of the run that was saved: batch 2 of the pass",
+    ),
+    "epoch": (
+        DataLoader(NUMBERS, 4, sampler=LazyRandomSampler(NUMBERS, seed=1)),
+        DataLoader(NUMBERS, 4, sampler=LazyRandomSampler(NUMBERS, seed=2)),
+        r"LazyRandomSampler does not .* If it depends on the epoch, call set_",
+    ),
+    "data": (
+        SHUFFLED,
+        DataLoader(range(SAMPLES - 1), 4, shuffle=True),  # type: ignore[arg-type]
+        r"samples in the data set must be 37, .* got 36",
+    ),
+    "batch size": (SHUFFLED, DataLoader(NUMBERS, 5, shuffle=True), r"samples in a batch must be 4, .* got 5"),
+    "batches": (
+        [torch.ones(3), torch.zeros(3), torch.ones(3), torch.ones(3)],
+        [torch.ones(3), torch.zeros(3), torch.zeros(3), torch.ones(3)],
+        "list does not draw the batches",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_state_of_another_order_or_data_set_is_refused(name: str) -> None:
+    """A loader refuses the state of other data."""
+    saved, other, message = REFUSED[name]
+    state = cut(resumable_loader(saved), 3)
+    with pytest.raises(ConfigurationError, match=message):
+        left(resumable_loader(other), state)
+
+
+def test_a_state_of_batches_that_were_not_handed_out_is_refused() -> None:
+    loader = resumable_loader(DataLoader(NUMBERS, 4, shuffle=True))
+    next(iter(loader))
+    with pytest.raises(ConfigurationError, match="at most 1, which were handed out, and at least 0, got 2"):
+        loader.state_dict(2)

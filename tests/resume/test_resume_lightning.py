@@ -1,0 +1,378 @@
+"""The file of Resume in a Trainer: when it is written and read, by whom, and what is refused.
+
+That scripts go on with the numbers of one process is shown by test_lightning_equivalence.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib
+import logging
+import os
+import signal
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from kit.compare import assert_equal
+from kit.ranks import Nursery, note, run_distributed
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import CombinedLoader
+from trainers import Net, loader, outcome, quiet
+from trainers import trainer as make_trainer
+from trainers_apart import run
+from ways import Way, new_folder
+
+from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted
+from ddp_callbacks.lightning import Resume
+
+pytestmark = pytest.mark.usefixtures("seed_variables")
+
+
+@pytest.mark.wide
+def test_a_fit_goes_on_from_every_moment() -> None:
+    """A fit may stop at any moment."""
+    name = "dropout_and_attributes"
+    whole, moments = run(name, None)
+    for cut in range(1, moments):
+        folder = new_folder([])
+        with pytest.raises(Preempted):
+            run(name, Way(1, resumed_on=1), folder, cut)
+        assert_equal(run(name, Way(1, resumed_on=1), folder)[0], whole, 0.0, f"cut at {cut}")
+
+
+def fit_on_all(path: str) -> None:
+    """On a rank."""
+    fit(Path(path))
+
+
+@pytest.mark.xfail(reason="the file of one process says that sync_dist was given, that of several never", strict=True)
+def test_what_is_logged_with_sync_dist_goes_on_on_another_number_of_processes(tmp_path: Path) -> None:
+    fit(tmp_path / "run.ckpt", 6)
+    run_distributed(fit_on_all, 2, str(tmp_path / "run.ckpt"))
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def trainer(strategy: str, **options: Any) -> pl.Trainer:
+    with quiet():
+        return make_trainer(strategy, **options)
+
+
+def fit_plainly(made: pl.Trainer, module: Any = None, train: Any = None, **options: Any) -> None:
+    with quiet():
+        made.fit(module or Net(), train or loader(shuffle=True), loader(13, 5, 9), **options)
+
+
+class Asks(pl.Callback):
+    """Asks to stop behind a batch of the training, or fails there."""
+
+    def __init__(self, resume: Any, batch: int | None, error: BaseException | None = None) -> None:
+        self.resume, self.batch, self.error = resume, batch, error
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batch:
+            if self.error is not None:
+                raise self.error
+            self.resume.preemption.request("the test")
+
+
+class AsksInSanityCheck(Asks):
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.sanity_checking:
+            self.resume.preemption.request("the test")
+
+
+def fit(
+    path: Path, stop: int | None = None, error: BaseException | None = None, asks: Any = Asks, **options: Any
+) -> dict[str, Any]:
+    """On one process; what it leaves behind, also if it is stopped."""
+    resume = Resume(path, **{name: options.pop(name) for name in ("every", "time_limit") if name in options})
+    module = options.pop("module", None) or Net()
+    callbacks = [resume, asks(resume, stop, error), *options.pop("callbacks", [])]
+    made = trainer("ddp_callbacks", callbacks=callbacks, **options)
+    with contextlib.suppress(Preempted, ZeroDivisionError):
+        fit_plainly(made, module)
+    return outcome(made, module)
+
+
+def test_lightning_alone_loads_the_file(tmp_path: Path) -> None:
+    """Lightning alone loads the file of `Resume`."""
+    path = tmp_path / "run.ckpt"
+    cut = fit(path, 6)
+    made = trainer("auto")
+    fit_plainly(made, ckpt_path=path, weights_only=True)
+    assert made.global_step == 8  # with other batches: it begins the epoch's loader anew
+    loaded = torch.load(path, weights_only=True)
+    assert_equal(loaded["state_dict"], cut["parameters"], 0.0)
+    assert loaded["global_step"] == 6
+    assert "combined_loader" not in loaded["loops"]["fit_loop"]["state_dict"]
+
+
+def test_the_file_is_where_the_script_was_when_it_named_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = trainer("ddp_callbacks", callbacks=[Resume("run.ckpt")])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    fit_plainly(made)
+    assert (tmp_path / "run.ckpt").exists() and not list(Path().iterdir())
+
+
+def test_lightning_says_once_that_the_fit_is_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = trainer("ddp_callbacks", callbacks=[Resume(tmp_path / "run.ckpt")])
+    logger = logging.getLogger("lightning.pytorch")
+    logger.addHandler(caplog.handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made.fit(Net(), loader(), loader(13, 5, 9))
+    finally:
+        logger.removeHandler(caplog.handler)
+    records = {id(record): record.getMessage() for record in caplog.records}  # the handlers above have them, too
+    assert sum("`Trainer.fit` stopped: `max_epochs=2` reached." in text for text in records.values()) == 1
+
+
+def test_a_finished_fit_does_nothing(tmp_path: Path) -> None:
+    """A finished fit does nothing more."""
+    path = tmp_path / "run.ckpt"
+    whole = fit(path)
+    again = fit(path)
+    assert not again["logged"]
+    assert_equal(again["parameters"], whole["parameters"], 0.0)
+    assert again["global_step"] == whole["global_step"] == 8
+    assert again["callback_metrics"] == whole["callback_metrics"] != {}
+
+
+@pytest.mark.parametrize("every", [2, timedelta(microseconds=1)])
+def test_what_was_written_now_and_then_is_gone_on_from(tmp_path: Path, every: Any) -> None:
+    """A fit resumes from what `every` wrote."""
+    whole = fit(tmp_path / "whole.ckpt")
+    first = fit(tmp_path / "run.ckpt", 7, ZeroDivisionError(), every=every)
+    second = fit(tmp_path / "run.ckpt", every=every)
+    done = 4 + 1 + 1 + 2  # rows before the last file: of an epoch, its validation, its end, and of two batches
+    assert len(first["logged"]) == done
+    assert_equal(first["logged"] + second["logged"], whole["logged"], 0.0)
+    assert_equal(second["parameters"], whole["parameters"], 0.0)
+
+
+def test_a_cut_in_the_sanity_check_of_a_run_that_goes_on_loses_nothing(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole.ckpt", num_sanity_val_steps=1)
+    path = tmp_path / "run.ckpt"
+    fit(path, 5, ZeroDivisionError(), num_sanity_val_steps=1)  # the file is of epoch 0, whose rows are six
+    before = path.read_bytes()
+    assert not fit(path, asks=AsksInSanityCheck, num_sanity_val_steps=1)["logged"]
+    assert path.read_bytes() == before
+    second = fit(path, num_sanity_val_steps=1)
+    assert second["global_step"] == whole["global_step"] == 8
+    assert_equal(second["logged"], whole["logged"][6:], 0.0)
+    assert_equal(second["parameters"], whole["parameters"], 0.0)
+
+
+def test_a_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
+    made = trainer("ddp_callbacks", callbacks=[Resume(tmp_path / "run.ckpt")], fast_dev_run=True)
+    fit_plainly(made)
+    assert made.global_step == 1 and not list(tmp_path.iterdir())
+
+
+class Sizes(Net):
+    """Notes how many samples of each loader a batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.sizes.append([0 if part is None else len(part[0]) for part in batch])
+        return super().training_step(batch[0], batch_idx)
+
+
+def test_a_loader_that_has_ended_beside_a_longer_one_stays_ended(tmp_path: Path) -> None:
+    def sizes(stop: int | None) -> list[list[int]]:
+        resume, module = Resume(tmp_path / "run.ckpt"), Sizes()
+        made = trainer("ddp_callbacks", callbacks=[resume, Asks(resume, stop)], max_epochs=1)
+        with quiet(), contextlib.suppress(Preempted):
+            made.fit(module, CombinedLoader([loader(shuffle=True), loader(13)], "max_size"))
+        return module.sizes
+
+    assert len(sizes(3)) == 3
+    assert sizes(None) == [[8, 8], [8, 5], [8, 0], [5, 0]]
+
+
+def test_a_time_limit_stops_a_fit(tmp_path: Path) -> None:
+    """A fit stops at its time limit."""
+    whole = fit(tmp_path / "whole.ckpt", num_sanity_val_steps=0)
+    limit = timedelta(microseconds=1)
+    parts = [fit(tmp_path / "run.ckpt", time_limit=limit, num_sanity_val_steps=0) for _ in range(16)]
+    assert [row for part in parts for row in part["logged"]] == whole["logged"]
+    assert_equal(parts[-1]["parameters"], whole["parameters"], 0.0)
+
+
+def test_model_checkpoints_have_no_states_of_loaders(tmp_path: Path) -> None:
+    fit(tmp_path / "run.ckpt", callbacks=[ModelCheckpoint(tmp_path, "model")], enable_checkpointing=True)
+    made = trainer("auto", max_epochs=3)
+    fit_plainly(made, ckpt_path=tmp_path / "model.ckpt")
+    assert made.global_step == 12
+
+
+# --- loggers ----------------------------------------------------------------------------------------------------------
+
+
+class Late(Net):
+    """A column comes later."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.current_epoch == 1:
+            self.log("late", 1.0)
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize(("version", "cut", "error"), [(None, 3, None), (7, 7, None), (7, 8, ZeroDivisionError())])
+def test_a_csv_file_goes_on_where_it_was_cut(tmp_path: Path, version: Any, cut: int, error: Any) -> None:
+    """CSV files, TensorBoard's folders and `ModelCheckpoint`'s files go on."""
+
+    def fit_with(name: str, version: Any, stop: int | None = None) -> ModelCheckpoint:
+        saving = ModelCheckpoint(monitor="val_loss", save_top_k=2)
+        logger = CSVLogger(tmp_path / name, version=version, flush_logs_every_n_steps=2)
+        options = {"callbacks": [saving], "enable_checkpointing": True, "logger": logger, "every": 3}
+        fit(tmp_path / f"{name}.ckpt", stop, error, module=Late(), max_epochs=3, **options)
+        return saving
+
+    whole = fit_with("whole", None)
+    fit_with("cut", version, cut)
+    saving = fit_with("cut", version)
+    folder = tmp_path / "cut/lightning_logs"
+    assert [path.name for path in folder.iterdir()] == [f"version_{version or 0}"]
+    expected = rows(tmp_path / "whole/lightning_logs/version_0")
+    assert any("late" in row for row in expected)
+    assert rows(folder / f"version_{version or 0}") == expected
+    assert {Path(path).name for path in saving.best_k_models} == {Path(path).name for path in whole.best_k_models}
+
+
+def test_tensorboard_goes_on_in_the_same_version(tmp_path: Path) -> None:
+    for stop in (3, None):
+        fit(tmp_path / "run.ckpt", stop, logger=TensorBoardLogger(tmp_path))
+    assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
+    """`Resume` refuses files of another model or data set."""
+    path = tmp_path / "run.ckpt"
+    fit(path, 6)
+    wide = Net()
+    wide.more = torch.nn.Linear(2, 2)
+    others = {
+        r"model: Net with 83 numbers in 4 parameters in the file, Net with 89": (wide, loader()),
+        "samples of the training: 29 in the file, 30 now": (Net(), loader(30)),
+        "batch size of the training: 8 in the file, 4 now": (Net(), loader(29, 4)),
+    }
+    for message, (module, train) in others.items():
+        with pytest.raises(CheckpointError, match=message):
+            fit_plainly(trainer("ddp_callbacks", callbacks=[Resume(path)]), module, train)
+
+
+def test_settings_of_resume_are_checked(tmp_path: Path) -> None:
+    """`Resume` refuses other strategies, a second `Resume`, and searches."""
+    path = tmp_path / "run.ckpt"
+    with pytest.raises(ConfigurationError, match="every must be a positive number of training batches"):
+        Resume(path, every=0)
+    refused = {
+        "a Trainer takes one callback Resume, got 2": ("ddp_callbacks", [Resume(tmp_path / "other.ckpt")]),
+        'Resume needs Trainer\\(strategy="ddp_callbacks"\\)': ("auto", []),
+        "Resume cannot tell the trials of LearningRateFinder from the fit": ("ddp_callbacks", [LearningRateFinder()]),
+        "Resume cannot tell the trials of BatchSizeFinder from the fit": ("ddp_callbacks", [BatchSizeFinder()]),
+    }
+    for message, (strategy, callbacks) in refused.items():
+        with pytest.raises(ConfigurationError, match=message):
+            fit_plainly(trainer(strategy, callbacks=[Resume(path), *callbacks]))
+    assert not list(tmp_path.iterdir())
+
+
+# --- both packages ----------------------------------------------------------------------------------------------------
+
+
+def test_either_package_goes_on_from_the_file_of_the_other(tmp_path: Path) -> None:
+    """Either package of Lightning resumes the other's file."""
+    packages = ["lightning.pytorch", "pytorch_lightning"]
+    whole = fit_by(packages[0], tmp_path / "whole.ckpt", None)
+    for first, second in (packages, packages[::-1]):
+        fit_by(first, tmp_path / first, 6)
+        assert_equal(fit_by(second, tmp_path / first, None), whole, 0.0)
+
+
+def fit_by(package: str, path: Path, stop: int | None) -> dict[str, torch.Tensor]:
+    """The parameters that a package has trained."""
+    lightning = importlib.import_module(package)
+    home = "for_lightning" if package.startswith("lightning") else "for_pytorch_lightning"
+    resume = importlib.import_module(f"ddp_callbacks.lightning.{home}").Resume.exactly(path)
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.layer = torch.nn.Linear(6, 3).double()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 0.05)
+
+    class Stops(lightning.Callback):  # type: ignore[misc, name-defined]
+        on_train_batch_end = Asks.on_train_batch_end
+
+    stops = Stops()
+    stops.resume, stops.batch, stops.error = resume, stop, None
+    lightning.seed_everything(3, verbose=False)
+    module = Module()
+    options = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    with quiet(), contextlib.suppress(Preempted):
+        options |= {"strategy": "ddp_callbacks", "accelerator": "cpu", "logger": False, "max_epochs": 3}
+        lightning.Trainer(callbacks=[resume, stops], **options).fit(module, loader(shuffle=True))
+    return dict(module.state_dict())
+
+
+# --- a program --------------------------------------------------------------------------------------------------------
+
+
+class SignalsItself(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_rank == trainer.world_size - 1 and trainer.fit_loop.total_batch_idx + 1 == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def program(path: str, is_signalled: bool) -> None:
+    """On a rank: a script."""
+    callbacks = [Resume(path), *([SignalsItself()] if is_signalled else [])]
+    module = Net()
+    made = trainer("ddp_callbacks", callbacks=callbacks, max_epochs=3)
+    fit_plainly(made, module)
+    note("steps", len(made.logger.lines))
+    note("parameters", [value.tolist() for value in module.state_dict().values()])
+
+
+def test_a_program_that_is_terminated_ends_with_75_and_goes_on(tmp_path: Path, nursery: Nursery) -> None:
+    """After SIGTERM all exit with 75, and can resume."""
+    path = str(tmp_path / "run.ckpt")
+    for rank in nursery.run(program, 2, tmp_path, path, True):
+        assert (rank.code, rank.notes) == (75, {}), rank.stderr
+    whole = fit(tmp_path / "whole.ckpt", max_epochs=3)
+    for rank in nursery.run(program, 2, tmp_path, path, False):
+        assert rank.code == 0, rank.stderr
+        assert 0 < rank.notes["steps"] < len(whole["logged"])
+        assert_equal(rank.notes["parameters"], [value.tolist() for value in whole["parameters"].values()], 1e-10)

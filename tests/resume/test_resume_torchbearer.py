@@ -1,0 +1,312 @@
+"""What ``Resume`` promises a Trial beside the numbers: files, refusals, a bar, and a program with real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torchbearer
+from kit.commands import DEADLINE, run, start
+from kit.compare import assert_equal
+from kit.ranks import run_distributed
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchbearer import Callback, Trial
+from torchbearer.callbacks import CSVLogger, Tqdm
+from trials import CLASSES, Extra, data, network, normalized, outcome, own_metrics, parameters, train, trial
+from ways import Way
+
+from ddp_callbacks import LocalSGD
+from ddp_callbacks.checkpoints import CheckpointFile
+from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted
+from ddp_callbacks.torchbearer import SHARE, Resume
+
+EXIT_PREEMPTED = 75
+RUN = "1.pt"  # the file of the first Trial of a run
+
+
+def loader(samples: int = 30, batch_size: int = 6, seed: int = 0) -> DataLoader[Any]:
+    return DataLoader(data(samples, seed), batch_size, shuffle=True)
+
+
+def make(
+    folder: Path | str, *callbacks: Any, cut: int | None = None, resume: dict[str, Any] | None = None, **options: Any
+) -> Trial:
+    """A Trial with ``Resume``, which is asked to stop at a moment."""
+    way = Way(1, resumed_on=1, resume=tuple((resume or {}).items()))
+    made = trial(Extra(way, str(folder), cut, resumes=True)(**options), callbacks=callbacks)
+    return made.with_train_generator(loader())
+
+
+def cut(made: Trial, epochs: int = 3) -> Preempted:
+    with pytest.raises(Preempted) as caught:
+        made.run(epochs)
+    return caught.value
+
+
+def position_in(path: Path) -> tuple[int, str, int]:
+    """Number of whole epochs, phase, and batches of the pass."""
+    saved = CheckpointFile(path, weights_only=False).read()
+    assert saved is not None
+    position = saved.own(0)["position"]
+    return len(saved.shared["history"]), position["phase"], position["batches"]
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def plain(*callbacks: Any) -> Trial:
+    """Without ``DDPCallback``."""
+    model = nn.Sequential(network(), nn.Dropout(0.2), nn.Linear(CLASSES, CLASSES).double())
+    made = trial(list(callbacks), model=model, metrics=["acc", "loss", *own_metrics()])
+    return made.with_generators(loader(), loader(13, 5, 1))
+
+
+def result(made: Trial) -> Any:
+    history = made.run(3)
+    return outcome(made, history, all_of_it=[dict(epoch) for epoch in history])
+
+
+def test_a_single_process_needs_no_ddp_callback(tmp_path: Path) -> None:
+    """`Resume` alone keeps the bits of a Trial."""
+    expected = result(plain())
+    assert_equal(result(plain(Resume(tmp_path / "whole.pt"))), expected, relative=0.0)
+    for batch in (0, 2, 4):
+        path = tmp_path / f"{batch}.pt"
+        resume = Resume(path)
+
+        @torchbearer.callbacks.on_step_training
+        def ask(state: Any, resume: Resume = resume, batch: int = batch) -> None:
+            if (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == (1, batch):
+                resume.preemption.request("the test")
+
+        preempted = cut(plain(resume, ask))
+        assert (preempted.code, preempted.path) == (EXIT_PREEMPTED, str(path))
+        assert "the test on rank 0" in str(preempted)
+        again = torchbearer.callbacks.on_step_training(lambda state: None)
+        assert_equal(result(plain(Resume(path), again)), expected, relative=0.0)
+
+
+def test_torchbearer_alone_goes_on_from_the_file(tmp_path: Path) -> None:
+    """Torchbearer alone loads the file of `Resume`."""
+    plain(Resume(tmp_path / "run.pt")).run(2)
+    alone = plain()
+    alone.load_state_dict(torch.load(tmp_path / "run.pt", weights_only=False))
+    assert len(alone.state[torchbearer.HISTORY]) == 2
+    assert len(alone.run(3)) == 3
+
+
+class Unreadable(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("nothing is to be loaded")
+
+
+def test_a_finished_run_does_nothing_and_returns_its_history(tmp_path: Path) -> None:
+    """A finished Trial only returns its history."""
+    first = result(plain(Resume(tmp_path / "run.pt")))
+    again = plain(Resume(tmp_path / "run.pt"))
+    again.with_generators(DataLoader(Unreadable(*data(30).tensors), 6, shuffle=True), loader(13, 5, 1))
+    assert_equal(result(again), first, relative=0.0)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_few_batches_a_file_is_written_from_which_a_run_that_died_goes_on(tmp_path: Path) -> None:
+    """A killed Trial resumes from its last file."""
+
+    class Dies(Callback):  # type: ignore[misc]
+        def on_step_training(self, state: Any) -> None:
+            if (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == (1, 4):
+                raise KeyError("a crash")
+
+    def train_in(name: str, *more: Any) -> Any:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        log = CSVLogger(str(folder / "log.csv"), batch_granularity=True)
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: log.csvfile.close())
+            found = train(make(folder, log, *more, resume={"every": 4}), loader(), epochs=3)
+            return found | {"csv": (folder / "log.csv").read_text()}
+
+    expected = train_in("whole")
+    with pytest.raises(KeyError, match="a crash"):
+        train_in("died", Dies())
+    assert position_in(tmp_path / "died" / RUN) == (1, "training", 3)
+    assert position_in(tmp_path / "died" / "1.previous.pt") == (0, "training", 4)
+    assert_equal(train_in("died", Callback()), expected, relative=0.0)
+    assert len(expected["csv"].splitlines()) == 1 + 3 * (5 + 1)
+
+
+def test_by_default_the_end_of_each_epoch_is_written(tmp_path: Path) -> None:
+    """`Resume` writes each epoch by default."""
+    make(tmp_path).run(2)
+    assert position_in(tmp_path / RUN) == (2, "between epochs", 0)
+    assert position_in(tmp_path / "1.previous.pt") == (1, "between epochs", 0)
+
+
+def test_a_time_limit_stops_the_run(tmp_path: Path) -> None:
+    assert "the time limit" in str(cut(make(tmp_path, resume={"time_limit": timedelta(microseconds=1)})))
+    assert position_in(tmp_path / RUN) == (0, "training", 1)
+
+
+class Bar:
+    """In place of tqdm's."""
+
+    made: ClassVar[list[Bar]] = []
+
+    def __init__(self, total: int, **_: Any) -> None:
+        self.total, self.updates = total, []
+        self.made.append(self)
+
+    def update(self, batches: int) -> None:
+        self.updates.append(batches)
+
+    def set_postfix_str(self, _: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_bar_begins_where_the_run_goes_on(tmp_path: Path) -> None:
+    for moment, bars in ((3, [(5, [1] * 3)]), (None, [(5, [3, 1, 1])])):
+        Bar.made.clear()
+        with contextlib.suppress(Preempted):
+            make(tmp_path, Tqdm(tqdm_module=Bar), cut=moment).run(1)
+        assert [(bar.total, bar.updates) for bar in Bar.made] == bars
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def cut_in_a_window(folder: str) -> Any:
+    """This rank's own model in the middle of a window, and the samples that it has used there."""
+    seen = []
+    count = torchbearer.callbacks.on_step_training(lambda state: seen.append(state[SHARE].local))
+    made = make(folder, count, cut=2, sync=LocalSGD(every=10**6)).with_train_generator(loader(27, 9))
+    with contextlib.suppress(Preempted):
+        made.for_train_steps(10**6).run(1)
+    return parameters(made), sum(seen)
+
+
+def test_on_another_number_a_window_of_local_steps_is_closed(tmp_path: Path) -> None:
+    """Another number of processes closes an open window."""
+    (first, samples), (second, other_samples) = run_distributed(cut_in_a_window, 2, str(tmp_path))
+    alone = make(tmp_path / "other")
+    alone.load_state_dict(torch.load(tmp_path / RUN, weights_only=False))
+    for name, value in parameters(alone).items():
+        assert not torch.equal(first[name], second[name])
+        mean = (samples * first[name] + other_samples * second[name]) / (samples + other_samples)
+        torch.testing.assert_close(value, mean, rtol=1e-12, atol=1e-14)
+
+
+def message_of(made: Trial) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        made.run(1)
+    return str(caught.value)
+
+
+def messages(folder: str) -> list[str]:
+    """Of a Trial whose data nobody divides, and of one that has run on one process until now."""
+    undivided = trial([Resume(f"{folder}/other.pt")]).with_train_generator(loader())
+    return [message_of(undivided), message_of(make(folder, batch_size="per_process"))]
+
+
+def test_several_processes_are_refused_where_the_position_has_no_meaning(tmp_path: Path) -> None:
+    """`Resume` refuses several processes where positions mean nothing."""
+    cut(make(tmp_path, cut=3, batch_size="per_process"))
+    for undivided, per_process in run_distributed(messages, 2, str(tmp_path)):
+        assert "Resume needs DDPCallback" in undivided
+        assert re.search(r"the number of processes must be 1, .* got 2", per_process)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def other(folder: Path, batches: Any, **options: Any) -> Trial:
+    callbacks = Extra(Way(1, resumed_on=1), str(folder), resumes=True)()
+    return trial(callbacks, **options).with_train_generator(batches)
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda f: other(f, loader(), metrics=["loss"]), r"metrics: .* in the file, metric_list"),
+        (lambda f: other(f, loader(31)), r"train_data: samples: 30 in the file, 31 now"),
+        (lambda f: other(f, loader(30, 5)), r"train_data: batch size: 6 in the file, 5 now"),
+        (lambda f: other(f, loader(), model=normalized()), r"model: Sequential with 146 .* in the file, .* with 174 p"),
+    ],
+    ids=["metrics", "data", "batch size", "model"],
+)
+def test_a_file_of_another_run_is_refused(tmp_path: Path, made: Any, says: str) -> None:
+    cut(make(tmp_path, cut=3))
+    before = (tmp_path / RUN).read_bytes()
+    with pytest.raises(CheckpointError, match=says):
+        made(tmp_path).run(1)
+    assert (tmp_path / RUN).read_bytes() == before
+
+
+def test_a_trial_takes_one_resume(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="a Trial takes one callback Resume, got 2"):
+        make(tmp_path, Resume(tmp_path / "other.pt")).run(1)
+
+
+# --- a program --------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, signal, sys
+import torch, torchbearer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from ddp_callbacks import get_rank
+from ddp_callbacks.torchbearer import DDPCallback, Resume
+
+path, rank, epoch, batch, number = sys.argv[1], *map(int, sys.argv[2:])
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(48, 6, dtype=torch.float64), torch.arange(48) % 3)
+model = nn.Linear(6, 3).double()
+
+@torchbearer.callbacks.on_step_training
+def tell(state):
+    now = state[torchbearer.EPOCH], state[torchbearer.BATCH]
+    print("batch", *now, flush=True)
+    if now == (epoch, batch) and get_rank() == rank:
+        os.kill(os.getpid(), number)
+
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+trial = torchbearer.Trial(model, optimizer, nn.CrossEntropyLoss(), metrics=["loss"],
+                          callbacks=[DDPCallback(), Resume(path), tell], verbose=0).to("cpu", torch.float64)
+history = trial.with_train_generator(DataLoader(data, 4, shuffle=True)).run(6)
+if get_rank() == 0:
+    print("ended", len(history), *(f"{epoch['loss']:.15g}" for epoch in history), flush=True)
+"""
+NEVER = [0, -1, -1, 0]
+
+
+def preempted(command: list[Any], folder: Path) -> str:
+    with start(command, folder) as process:
+        text, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == EXIT_PREEMPTED, text
+    assert "ended" not in text
+    return str(text)
+
+
+@pytest.mark.cold
+def test_a_program_that_gets_a_signal_exits_with_75_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (whole,) = re.findall("ended 6 (.*)", run(["python", "train.py", "whole.pt", *NEVER], tmp_path))
+    text = preempted(["python", "train.py", "run.pt", 0, 1, 3, int(signal.SIGTERM)], tmp_path)
+    assert re.search(r"stopped by SIGTERM on rank 0 .*run\.pt", text)
+    ddprun = ["ddprun", "--nproc-per-node", 2, "--grace", 60]
+    text = preempted([*ddprun, "train.py", "run.pt", 1, 3, 5, int(signal.SIGUSR1)], tmp_path)
+    assert re.search(r"stopped by SIGUSR1 on rank 1 .*run\.pt", text)
+    assert not re.search(r"batch 1 [0-3]$", text, re.MULTILINE)
+    (gone_on,) = re.findall("ended 6 (.*)", run(["python", "train.py", "run.pt", *NEVER], tmp_path))
+    assert list(map(float, gone_on.split())) == pytest.approx(list(map(float, whole.split())), rel=1e-10)

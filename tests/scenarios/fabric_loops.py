@@ -1,0 +1,422 @@
+"""Loops of Fabric for the equivalence suite: each is a user's, whose Fabric may be given a strategy.
+
+``scenario(strategy)`` builds everything from fixed seeds, trains and returns what must not depend on the way, see
+ways.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchmetrics
+from lightning.fabric import Fabric
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from ways import Way
+
+import ddp_callbacks.lightning  # noqa: F401  it makes the strategy known
+from ddp_callbacks import BatchNormSynchronizer
+
+Scenario = Callable[[Any], Any]
+SCENARIOS: dict[str, Scenario] = {}
+APART: dict[str, Scenario] = {}
+FEATURES, CLASSES = 6, 3
+
+
+def names(way: Way) -> list[str]:
+    return list(SCENARIOS)
+
+
+def refusal(name: str, way: Way) -> str:
+    return ""
+
+
+def run(name: str, way: Way | None, folder: str = "", cut: int | None = None) -> tuple[Any, int]:
+    """See :class:`ways.Table`; a loop has no moment at which it is cut."""
+    with quiet():
+        return SCENARIOS[name]("auto" if way is None else "ddp_callbacks"), 0
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what Lightning says about how it is used here."""
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The `srun` command is available")
+        warnings.filterwarnings("ignore", "Metric `.*` will save all targets and predictions")
+        warnings.filterwarnings("ignore", "No (positive|negative) samples in targets|.*these classes")
+        warnings.filterwarnings("ignore", "torch.distributed.nn.functional.* is deprecated")
+        warnings.filterwarnings(
+            "ignore", "The ``compute`` method of metric .* was called before"
+        )  # a rank had no sample
+        yield
+
+
+def fabric(strategy: Any, **options: Any) -> Fabric:
+    """Launched and seeded."""
+    made = Fabric(**({"accelerator": "cpu", "devices": 1, "strategy": strategy} | options))
+    made.launch()
+    made.seed_everything(7, verbose=False)
+    return made
+
+
+def network(seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+
+
+def data(samples: int, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, FEATURES, dtype=torch.float64, generator=generator)
+    return TensorDataset(x, torch.randint(0, CLASSES, (samples,), generator=generator))
+
+
+def loader(samples: int = 29, batch_size: int = 7, seed: int = 0, **options: Any) -> DataLoader[Any]:
+    """By default five batches, the last one of a single sample."""
+    return DataLoader(data(samples, seed), batch_size, **options)
+
+
+def values(*models: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for model in models for parameter in model.parameters()]
+
+
+def train(
+    made: Fabric, batches: Any, model: Any, optimizer: Any, epochs: int = 2, clip: dict[str, float] | None = None
+) -> list[Any]:
+    """The norms before clipping, and the parameters."""
+    norms = []
+    for _ in range(epochs):
+        for x, y in batches:
+            made.backward(F.cross_entropy(model(x), y))
+            if clip:
+                norms.append(made.clip_gradients(model, optimizer, **clip))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [norms, values(model)]
+
+
+def fit(strategy: Any, batches: Any = None, clip: dict[str, float] | None = None, **options: Any) -> Any:
+    made = fabric(strategy, **options)
+    model = network()
+    model, optimizer = made.setup(model, sgd(model))
+    batches = made.setup_dataloaders(loader(shuffle=True) if batches is None else batches)
+    return train(made, batches, model, optimizer, clip=clip)
+
+
+@scenario
+def ragged_batches_and_empty_parts(strategy: Any) -> Any:
+    return fit(strategy)
+
+
+@scenario
+def clipping(strategy: Any) -> Any:
+    return [fit(strategy, clip={"max_norm": 0.05}), fit(strategy, clip={"clip_val": 0.01})]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for index in torch.randperm(29).tolist():
+            yield data(29)[index]
+
+
+@scenario
+def iterable_data(strategy: Any) -> Any:
+    return [fit(strategy, DataLoader(Stream(), 7)), fit(strategy, DataLoader(Stream(), 7, num_workers=1))]
+
+
+@scenario
+def workers(strategy: Any) -> Any:
+    return fit(strategy, loader(shuffle=True, num_workers=1))
+
+
+@scenario
+def gradient_accumulation(strategy: Any) -> Any:
+    made = fabric(strategy)
+    model = network()
+    model, optimizer = made.setup(model, sgd(model))
+    batches = made.setup_dataloaders(loader(shuffle=True))
+    for index, (x, y) in enumerate(itertools.chain(batches, batches)):
+        is_last = index % 3 == 2
+        with made.no_backward_sync(model, enabled=not is_last):
+            made.backward(F.cross_entropy(model(x), y) / 3)
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(model)
+
+
+@scenario
+def two_optimizers(strategy: Any) -> Any:
+    """Set up apart, and with a scheduler."""
+    made = fabric(strategy)
+    model: Any = network()
+    first, second = sgd(model[0], 0.2), torch.optim.Adam(model[2].parameters(), 0.02)
+    scheduler = torch.optim.lr_scheduler.StepLR(first, 3, 0.5)
+    model = made.setup_module(model)
+    first, second = made.setup_optimizers(first, second)
+    for x, y in made.setup_dataloaders(loader(shuffle=True)):
+        made.backward(F.cross_entropy(model(x), y))
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+    return values(model)
+
+
+@scenario
+def gan(strategy: Any) -> Any:
+    """Two models, each with an optimizer; the loss of one passes through the other, and one steps less often."""
+    made = fabric(strategy)
+    generator: Any = network(1)
+    judge: Any = nn.Linear(CLASSES, 1).double()
+    generator, of_generator = made.setup(generator, torch.optim.Adam(generator.parameters(), 0.02))
+    judge, of_judge = made.setup(judge, sgd(judge))
+    batches = made.setup_dataloaders(loader(shuffle=True))
+    for index, (x, y) in enumerate(itertools.chain(batches, batches)):
+        fake = generator(x)
+        of_generator.zero_grad()
+        with made.no_backward_sync(judge, enabled=index % 2 == 0):  # its gradients are not wanted
+            made.backward(F.softplus(-judge(fake)).mean())
+        of_generator.step()
+        of_judge.zero_grad()
+        real = F.one_hot(y, CLASSES).double()
+        made.backward((F.softplus(-judge(real)).mean() + F.softplus(judge(fake.detach())).mean()) / 2)
+        if index % 2:
+            of_judge.step()
+    return values(generator, judge)
+
+
+class Sometimes(nn.Module):
+    """Two models in one loop, of which some batches on some ranks use only one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        return found
+
+
+@scenario
+def a_model_that_some_ranks_do_not_use(strategy: Any) -> Any:
+    made = fabric(strategy)
+    first, second = network(), Sometimes()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+    model, extra = made.setup_module(first), made.setup_module(second)
+    optimizer = made.setup_optimizers(optimizer)
+    for x, y in made.setup_dataloaders(loader(shuffle=True)):
+        loss = F.cross_entropy(model(x), y, reduction="none")
+        chosen = x[:, 0] > 0.9
+        if chosen.any():
+            loss = loss + torch.where(chosen, F.cross_entropy(extra(x), y, reduction="none"), 0.0)
+        made.backward(loss.mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model, extra)
+
+
+def evaluate(model: Any, batches: Any) -> list[float]:
+    """As a user does, who knows of no processes; the metrics live in variables, and keep states of every kind."""
+    loss, accuracy = (
+        torchmetrics.MeanMetric().set_dtype(torch.float64),
+        torchmetrics.Accuracy("multiclass", num_classes=CLASSES),
+    )
+    auroc = torchmetrics.AUROC("multiclass", num_classes=CLASSES)
+    both = torchmetrics.MetricCollection(
+        [
+            torchmetrics.F1Score("multiclass", num_classes=CLASSES),
+            torchmetrics.Precision("multiclass", num_classes=CLASSES),
+        ]
+    )
+    for x, y in batches:
+        logits = model(x)
+        loss.update(F.cross_entropy(logits, y), len(y))
+        for metric in (accuracy, auroc, both):
+            metric.update(logits, y)
+    return [
+        *(metric.compute().item() for metric in (loss, accuracy, auroc)),
+        *(v.item() for v in both.compute().values()),
+    ]
+
+
+@scenario
+def evaluation(strategy: Any) -> Any:
+    """In the middle of an epoch, between drawing, forward and backward, with gradients on and off."""
+    made = fabric(strategy)
+    model = network()
+    model, optimizer = made.setup(model, sgd(model))
+    batches, few, more = made.setup_dataloaders(loader(30, shuffle=True), loader(2, 2, 9), loader(13, 4, 5))
+    found = []
+    for index, (x, y) in enumerate(batches):
+        found.append(evaluate(model, few))
+        loss = F.cross_entropy(model(x), y)
+        with torch.no_grad():
+            found.append(evaluate(model, more))
+        if index == 3:
+            next(iter(more))
+        made.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.inference_mode():
+        found.append(evaluate(model, more))
+    return [found, values(model)]
+
+
+@scenario
+def several_loaders(strategy: Any) -> Any:
+    """Drawn in turn, and at once where the batches are divided alike."""
+    made = fabric(strategy)
+    model = network()
+    model, optimizer = made.setup(model, sgd(model))
+    first, second = made.setup_dataloaders(loader(shuffle=True), loader(23, 5, 9))
+    others = iter(second)
+    for x, y in first:
+        made.backward(F.cross_entropy(model(x), y))
+        other, labels = next(others)
+        made.backward(0.5 * F.cross_entropy(model(other), labels))
+        optimizer.step()
+        optimizer.zero_grad()
+    alike = made.setup_dataloaders(loader(36, 12), loader(24, 12, 9))
+    for (x, y), (other, labels) in zip(*alike, strict=False):
+        made.backward(F.cross_entropy(model(x), y) + F.cross_entropy(model(other), labels))
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+@scenario
+def lbfgs(strategy: Any) -> Any:
+    made = fabric(strategy)
+    model: Any = network()
+    model, optimizer = made.setup(model, torch.optim.LBFGS(model.parameters(), 0.5, max_iter=4))
+    for x, y in made.setup_dataloaders(loader(23, 11)):
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            made.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+    return values(model)
+
+
+@scenario
+def save_and_resume(strategy: Any) -> Any:
+    """In another loop, from a file of one epoch."""
+    made = fabric(strategy)
+    with tempfile.TemporaryDirectory() as folder:
+        path = made.broadcast(str(Path(folder) / "checkpoint.pt"))
+        trained = save(made, path)
+        made.barrier()
+        return [trained, resume(made, path)]
+
+
+def save(made: Fabric, path: str) -> Any:
+    model = network()
+    model, optimizer = made.setup(model, sgd(model))
+    outcome = train(made, made.setup_dataloaders(loader()), model, optimizer, epochs=1)
+    made.save(path, {"model": model, "optimizer": optimizer, "epoch": 1})
+    return outcome
+
+
+def resume(made: Fabric, path: str) -> Any:
+    model = network(seed=5)
+    model, optimizer = made.setup(model, sgd(model, 0.7))
+    state = {"model": model, "optimizer": optimizer, "epoch": 0}
+    left = made.load(path, state)
+    batches = made.setup_dataloaders(loader())
+    return [
+        left,
+        state["epoch"],
+        train(made, batches, model, optimizer, epochs=1),
+        optimizer.state_dict()["param_groups"][0]["lr"],
+    ]
+
+
+@scenario
+def folds(strategy: Any) -> Any:
+    """Models that come and go in one Fabric, random numbers between the passes, and a loop that is left early."""
+    made = fabric(strategy)
+    found = []
+    for fold in range(3):
+        made.seed_everything(fold, verbose=False)
+        model: Any = network(fold)
+        model, optimizer = made.setup(model, sgd(model))
+        batches = made.setup_dataloaders(loader(shuffle=True))
+        found.append(train(made, batches, model, optimizer, epochs=1))
+        found.append(torch.rand(2, dtype=torch.float64))
+        for x, _ in batches:
+            found.append(F.mse_loss(model(x[:1]) * 0, torch.zeros(1, CLASSES, dtype=torch.float64)))
+            break
+    return found
+
+
+@scenario
+def batch_norm_of_whole_batches(strategy: Any) -> Any:
+    made = fabric(strategy)
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Linear(5, CLASSES)).double()
+    model, optimizer = made.setup(module, sgd(module))
+    layers = BatchNormSynchronizer(module, counts=lambda: made.strategy.share.local > 0)
+    trained = train(made, made.setup_dataloaders(loader(30)), model, optimizer, epochs=1)
+    layers.close()
+    return [trained, list(module.buffers())]
+
+
+@scenario
+def frozen_layers_and_a_compiled_model(strategy: Any) -> Any:
+    made = fabric(strategy)
+    model: Any = network()
+    model[0].requires_grad_(False)
+    optimizer: Any = torch.optim.SGD(model[2].parameters(), 0.1)
+    model = torch.compile(model, backend="aot_eager")
+    model, optimizer = made.setup(model, optimizer)
+    return train(made, made.setup_dataloaders(loader(24, 8)), model, optimizer, epochs=1)
+
+
+@scenario
+def samples_that_no_loader_gave(strategy: Any) -> Any:
+    """Each process makes the same batch itself: all count the same."""
+    made = fabric(strategy)
+    model: Any = network()
+    model, optimizer = made.setup(model, sgd(model))
+    x, y = data(8).tensors
+    made.backward(F.cross_entropy(model(x), y))
+    optimizer.step()
+    return values(model)
+
+
+@scenario
+def what_processes_ask(strategy: Any) -> Any:
+    """Only what is the same on one process and on many."""
+    made = fabric(strategy)
+    with made.rank_zero_first():
+        first = made.global_rank
+    return [
+        made.all_reduce(torch.tensor([3.0, 4.0])),
+        made.all_reduce({"a": 2.0, "b": [torch.tensor(3)]}),
+        made.broadcast({"name": 5, "values": torch.arange(3)})["values"],
+        float(made.broadcast(made.global_rank)),
+        float(first * 0),
+        float(made.strategy.reduce_boolean_decision(True)),
+    ]

@@ -1,0 +1,919 @@
+"""Trials for the ways (see ways.py): each is a user's script, to which callbacks may be added.
+
+``scenario(extra)`` builds everything from fixed seeds and returns what must not depend on the way: nested numbers and
+tensors. For each Trial that it makes, ``extra(**options of DDPCallback)`` gives new callbacks, which stand
+in front of its own. ``SCENARIOS[name](Extra())`` is the script without the library, ``SCENARIOS[name](Extra(Way()))``
+with ``DDPCallback``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import functools
+import io
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torchbearer
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torchbearer import Callback, Trial
+from torchbearer.callbacks import (
+    CosineAnnealingLR,
+    CSVLogger,
+    EarlyStopping,
+    GradientClipping,
+    GradientNormClipping,
+    L1WeightDecay,
+    MostRecent,
+    StepLR,
+)
+from torchbearer.callbacks.torch_scheduler import TorchScheduler
+from torchbearer.metrics import EpochLambda, lambda_metric, mean, running_mean, std, to_dict, var
+from ways import Way
+
+from ddp_callbacks import DiLoCo, LocalSGD, PowerSGD, get_rank, get_world_size
+from ddp_callbacks.torchbearer import DDPCallback, Resume
+
+SCENARIOS: dict[str, Scenario] = {}
+EXACT: list[
+    str
+] = []  # of SGD without momentum, or of the same steps on every rank: local windows of one step are exact
+APART: dict[str, Scenario] = {}  # depend on the number of ranks
+NOT_RESUMED = {
+    "regression": 'the "acc" that Torchbearer chooses by the criterion becomes that of classes',
+    "a_run_behind_evaluations": "an evaluation between two runs finds its loader in the middle of a pass",
+}
+ROUNDED = ["epochs_added_later"]  # on several ranks, cut in the second run: one unit in the last place
+NOT_MOVED = ["per_process"]  # refused in the middle of a pass, see test_resume_torchbearer.py
+FEATURES, CLASSES = 6, 10
+DEVICE = "cpu"  # tests/cuda sets another
+
+
+class Extra:
+    """Makes the callbacks that a way adds to each Trial of a scenario; without a way, those that only count moments.
+
+    Args:
+        way: See :class:`ways.Way`.
+        folder: Of the files that outlive a cut: each Trial's own, and those that the scenario wants.
+        cut: The moment at which the last rank asks to stop, counted over all Trials.
+        resumes: Add ``Resume``.
+
+    Attributes:
+        moments: How many there were: each batch of training and validation, and each end of an epoch.
+    """
+
+    def __init__(self, way: Way | None = None, folder: str = "", cut: int | None = None, resumes: bool = False) -> None:
+        self.way, self.folder, self.cut, self.resumes = way, folder, cut, resumes
+        self.moments = self.trials = 0
+
+    def __call__(self, **options: Any) -> list[Any]:
+        self.trials += 1
+        if self.way is None:
+            return [Moments(self, lambda: None)]
+        ours = DDPCallback(**dict(self.way.options) | options)
+        if not self.resumes:
+            return [ours]
+        resume = Resume(Path(self.folder, f"{self.trials}.pt"), **dict(self.way.resume))
+        return [ours, resume, Moments(self, lambda: resume.preemption.request("the test"))]
+
+
+Scenario = Callable[[Extra], Any]
+
+
+class Moments(Callback):  # type: ignore[misc]
+    """Counts those at which a run can be cut, and asks to stop at one of them."""
+
+    def __init__(self, extra: Extra, ask: Callable[[], None]) -> None:
+        super().__init__()
+        self.extra, self.ask = extra, ask
+        self.trains = False  # evaluations are not resumed
+
+    def on_start_training(self, state: Any) -> None:
+        self.trains = True
+
+    def on_step_training(self, state: Any) -> None:
+        self._count()
+
+    def on_step_validation(self, state: Any) -> None:
+        self._count()
+
+    def on_checkpoint(self, state: Any) -> None:
+        self._count()
+
+    def on_end(self, state: Any) -> None:
+        self.trains = False
+
+    def _count(self) -> None:
+        self.extra.moments += self.trains
+        if self.trains and self.extra.moments == self.extra.cut and get_rank() == get_world_size() - 1:
+            self.ask()
+
+
+def names(way: Way) -> list[str]:
+    """The scenarios that this way applies to."""
+    if dict(way.options).get("sync") == LocalSGD(1):
+        return EXACT
+    left_out = [*NOT_RESUMED] if way.resumed_on else []
+    left_out += NOT_MOVED if way.resumed_on not in (0, way.size) else []
+    return [name for name in (*SCENARIOS, *APART) if name not in left_out]
+
+
+def refusal(name: str, way: Way) -> str:
+    return ""
+
+
+def run(name: str, way: Way | None, folder: str = "", cut: int | None = None) -> tuple[Any, int]:
+    """See :class:`ways.Table`."""
+    # What is random in the workers of a loader is drawn in another way where a run can be resumed.
+    extra = Extra(way, folder, cut, resumes=way is not None and (way.resumed_on != 0 or name in APART))
+    if way is not None and way.after_failure:
+        fail(extra)
+    return (SCENARIOS | APART)[name](extra), extra.moments
+
+
+def joined(first: Any, second: Any) -> Any:
+    return second
+
+
+def fail(extra: Extra) -> None:
+    """A Trial that raises on all ranks in the middle of an epoch."""
+
+    @torchbearer.callbacks.on_backward
+    def raise_it(state: Any) -> None:
+        if state[torchbearer.BATCH] == 1:
+            raise KeyError("on all ranks")
+
+    with contextlib.suppress(KeyError):
+        train(trial(extra(), callbacks=[raise_it]), DataLoader(data(20), 6))
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def exact(function: Scenario) -> Scenario:
+    EXACT.append(function.__name__)
+    return scenario(function)
+
+
+def apart(function: Scenario) -> Scenario:
+    APART[function.__name__] = function
+    return function
+
+
+def data(samples: int, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, FEATURES, dtype=torch.float64, generator=generator)
+    # All classes occur in every 10 samples, so that ROC AUC is defined.
+    y = (torch.arange(samples) * 7) % CLASSES
+    return TensorDataset(x, y)
+
+
+def network(seed: int = 1, outputs: int = CLASSES) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+
+
+def trial(
+    extra: list[Any],
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    criterion: Any = None,
+    metrics: Any = ("acc", "loss"),
+    callbacks: Any = (),
+) -> Trial:
+    model = network() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer(model.parameters())
+    made = Trial(
+        model,
+        optimizer,
+        nn.CrossEntropyLoss() if criterion is None else criterion,
+        metrics=list(metrics),
+        callbacks=[*extra, *callbacks],
+        verbose=0,
+    ).to(DEVICE, torch.float64)
+    torch.manual_seed(5)
+    random.seed(5)
+    return made
+
+
+def outcome(made: Trial, history: Any, **more: Any) -> dict[str, Any]:
+    """What must be equal: the history without the progress bar's own means, the parameters, the next random numbers."""
+    kept = [{k: v for k, v in epoch.items() if not k.startswith("running_")} for epoch in history]
+    return {"history": kept, "parameters": parameters(made), "draws": draws(), **more}
+
+
+def parameters(made: Trial) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in made.state[torchbearer.MODEL].state_dict().items()}
+
+
+def draws() -> list[float]:
+    return [float(torch.rand(())), random.random()]
+
+
+def train(made: Trial, batches: Any, validation: Any = None, epochs: int = 2, **steps: Any) -> dict[str, Any]:
+    made.with_generators(batches, validation, **steps)
+    return outcome(made, made.run(epochs))
+
+
+@scenario
+def shuffled_ragged_adam(extra: Extra) -> Any:
+    made = trial(extra(), optimizer=lambda p: torch.optim.Adam(p, lr=0.05))
+    return train(made, DataLoader(data(50), 16, shuffle=True), DataLoader(data(23, 9), 10))
+
+
+@scenario
+def unshuffled_drop_last_momentum(extra: Extra) -> Any:
+    made = trial(extra(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True))
+    return train(made, DataLoader(data(50), 16, drop_last=True), DataLoader(data(20, 9), 7, shuffle=True))
+
+
+@exact
+def batches_smaller_than_the_world(extra: Extra) -> Any:
+    return train(trial(extra()), DataLoader(data(7), 2, shuffle=True), DataLoader(data(5, 9), 3))
+
+
+@exact
+def batches_of_one(extra: Extra) -> Any:
+    return train(trial(extra()), DataLoader(data(5), 1, shuffle=True))
+
+
+@scenario
+def weighted_sampler_adamw(extra: Extra) -> Any:
+    made = trial(extra(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1))
+    sampler = WeightedRandomSampler(torch.arange(1.0, 41.0), 33)
+    return train(made, DataLoader(data(40), 8, sampler=sampler))
+
+
+class LazySampler(Sampler[int]):
+    """Draws from Python's and torch's global generators as it goes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.size):
+            yield (random.randrange(self.size) + int(torch.randint(0, 3, ()))) % self.size
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class GrowingBatches(Sampler[list[int]]):
+    """A custom batch sampler with a generator of its own: batches of 1, 2, 3, ... indices."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.random = random.Random(3)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for length in range(1, 6):
+            yield [self.random.randrange(self.size) for _ in range(length)]
+
+    def __len__(self) -> int:
+        return 5
+
+
+@exact
+def custom_samplers(extra: Extra) -> Any:
+    lazy = train(trial(extra()), DataLoader(data(30), 8, sampler=LazySampler(30)))
+    grouped = train(trial(extra()), DataLoader(data(30), batch_sampler=GrowingBatches(30)))
+    plain = train(trial(extra()), DataLoader(data(30), batch_sampler=BatchSampler(range(30), 4, False)))
+    return [lazy, grouped, plain]
+
+
+@exact
+def generator_of_the_loader(extra: Extra) -> Any:
+    loader = DataLoader(data(32), 8, shuffle=True, generator=torch.Generator().manual_seed(11))
+    ragged = DataLoader(data(30), 8, shuffle=True, generator=torch.Generator().manual_seed(12))
+    return [train(trial(extra()), loader), train(trial(extra()), ragged)]
+
+
+class Stream(IterableDataset[Any]):
+    """Shuffles itself with Python's global generator."""
+
+    def __init__(self, samples: int) -> None:
+        self.rows = list(data(samples))
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = list(self.rows)
+        random.shuffle(rows)
+        yield from rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@exact
+def iterable_dataset(extra: Extra) -> Any:
+    first = train(trial(extra()), DataLoader(Stream(30), 8), DataLoader(Stream(13), 4))
+    workers = train(trial(extra()), DataLoader(Stream(30), 8, num_workers=1))
+    return [first, workers]
+
+
+class Sample(nn.Module):
+    """Takes a sample without a batch dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.view(-1, FEATURES))
+
+
+@exact
+def bare_tensor_dataset(extra: Extra) -> Any:
+    torch.manual_seed(2)
+    made = trial(extra(), model=Sample().double(), criterion=lambda p, t: nn.functional.cross_entropy(p, t.view(-1)))
+    x, y = data(9).tensors
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="A batch of TensorDataset .* has no common first dimension")
+        return train(made, TensorDataset(x, y.view(-1, 1)))
+
+
+@exact
+def list_of_batches(extra: Extra) -> Any:
+    batches = list(DataLoader(data(30), 7))
+    return train(trial(extra()), batches, list(DataLoader(data(11, 9), 4)))
+
+
+@scenario
+def loader_without_automatic_batching(extra: Extra) -> Any:
+    x, y = data(24).tensors
+    batches = [(x[i : i + 6], y[i : i + 6]) for i in range(0, 24, 6)]
+    return train(trial(extra()), DataLoader(batches, batch_size=None, shuffle=True))
+
+
+class Sequences(Dataset[Any]):
+    """Each entry is one sample: vectors over time, and a target for each time."""
+
+    def __init__(self) -> None:
+        x, y = data(40).tensors
+        lengths = [5, 3, 6, 4, 2, 5, 3]
+        self.rows = list(zip(x.split([*lengths, 12]), y.split([*lengths, 12]), strict=True))[:-1]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+class OverTime(nn.Module):
+    """What it says of a time depends on all before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.cumsum(0))
+
+
+@scenario
+def samples_one_by_one(extra: Extra) -> Any:
+    torch.manual_seed(2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="A batch of Sequences .* is taken for one sample")
+        loader = DataLoader(Sequences(), batch_size=None, shuffle=True)
+        return train(trial(extra(), model=OverTime()), loader, DataLoader(Sequences(), batch_size=None))
+
+
+@exact
+def custom_loader(extra: Extra) -> Any:
+    def reading(state: Any) -> None:
+        x, y = next(state[torchbearer.ITERATOR])
+        state[torchbearer.X], state[torchbearer.Y_TRUE] = 2 * x, y
+
+    def making(state: Any) -> None:
+        state[torchbearer.X] = torch.randn(9, FEATURES, dtype=torch.float64)
+        state[torchbearer.Y_TRUE] = torch.randint(0, CLASSES, (9,))
+
+    reads = trial(extra()).with_loader(reading)
+    first = train(reads, DataLoader(data(30), 8, shuffle=True))
+    makes = trial(extra()).with_loader(making).for_train_steps(5)
+    return [first, outcome(makes, makes.run(2))]
+
+
+class Rosenbrock(nn.Module):
+    """Makes its own data: noise around a point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.point = nn.Parameter(torch.tensor([-1.0, 2.0], dtype=torch.float64))
+
+    def forward(self, _: Any) -> torch.Tensor:
+        x, y = self.point + 0.01 * torch.randn(2, dtype=torch.float64)
+        return (1 - x) ** 2 + 100 * (y - x * x) ** 2
+
+
+@exact
+def no_data(extra: Extra) -> Any:
+    made = trial(
+        extra(),
+        model=Rosenbrock(),
+        optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
+        criterion=lambda prediction, _: prediction,
+        metrics=["loss"],
+    ).for_train_steps(7)
+    return outcome(made, made.run(3))
+
+
+@exact
+def workers(extra: Extra) -> Any:
+    loader = DataLoader(data(30), 8, shuffle=True, num_workers=2)
+    return train(trial(extra()), loader, DataLoader(data(13, 9), 4, num_workers=2))
+
+
+@exact
+def train_steps_below_and_above_an_epoch(extra: Extra) -> Any:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(data(30), 8, shuffle=True)
+
+    more = [train(trial(extra()), loader(), train_steps=steps) for steps in (2, 4, 9)]
+    return [*more, train(trial(extra()), loader(), loader(), train_steps=3, val_steps=2)]
+
+
+@scenario
+def endless_loaders(extra: Extra) -> Any:
+    """A pass begins where the last one has ended."""
+    validation = DataLoader(data(13, 9), 5, shuffle=True)
+    results = []
+    for refreshes in (True, False):
+        loader: Any = DataLoader(data(30), 6, shuffle=True)
+        loader.inf = not refreshes
+        made = trial(extra()).with_inf_train_loader()
+        results.append(train(made, loader, validation, train_steps=3))
+    return results
+
+
+@scenario
+def a_validation_alone(extra: Extra) -> Any:
+    return train(trial(extra(), metrics=[]), None, DataLoader(data(13, 9), 5, shuffle=True))
+
+
+@scenario
+def a_first_batch_that_is_verified(extra: Extra) -> Any:
+    return train(trial(extra(verify="first_batch")), DataLoader(data(30), 6, shuffle=True))
+
+
+@scenario
+def ours_behind_the_others(extra: Extra) -> Any:
+    ours = sorted(extra(), key=lambda callback: isinstance(callback, DDPCallback))
+    return train(trial(ours), DataLoader(data(30), 6, shuffle=True), DataLoader(data(13, 9), 5))
+
+
+@scenario
+def epochs_added_later(extra: Extra) -> Any:
+    made = trial(extra())
+    made.with_generators(DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4)).run(1)
+    return outcome(made, made.run(3))
+
+
+@exact
+def schedulers(extra: Extra) -> Any:
+    on_plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=0.2)
+    plateau = TorchScheduler(on_plateau, monitor="val_loss")
+    results = []
+    for callback in (StepLR(3, 0.5, step_on_batch=True), CosineAnnealingLR(4), plateau):
+        made = trial(extra(), metrics=["acc", "loss", "lr"], callbacks=[callback])
+        with warnings.catch_warnings():  # where a run goes on behind the last step of an epoch
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            results.append(train(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4)))
+    return results
+
+
+@scenario
+def clipping_and_decay(extra: Extra) -> Any:
+    results = []
+    for callback in (GradientClipping(0.01), GradientNormClipping(0.05), L1WeightDecay(0.1)):
+        results.append(train(trial(extra(), callbacks=[callback]), DataLoader(data(30), 8, shuffle=True)))
+    return results
+
+
+@exact
+def early_stopping(extra: Extra) -> Any:
+    made = trial(
+        extra(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.9),
+        callbacks=[EarlyStopping(monitor="val_loss", patience=2, min_delta=0.01)],
+    )
+    result = train(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4), epochs=30)
+    return result | {"epochs": len(result["history"])}
+
+
+@exact
+def stop_in_the_middle_of_an_epoch(extra: Extra) -> Any:
+    @torchbearer.callbacks.on_step_training
+    def stop(state: Any) -> None:
+        # Only the first rank decides; all must follow at the same step.
+        if state[torchbearer.EPOCH] == 1 and state[torchbearer.BATCH] == 1 and get_rank() == 0:
+            state[torchbearer.STOP_TRAINING] = True
+
+    return train(trial(extra(), callbacks=[stop]), DataLoader(data(30), 8, shuffle=True))
+
+
+@exact
+def metrics(extra: Extra) -> Any:
+    @mean
+    @std
+    @var
+    @lambda_metric("margin")
+    def margin(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return prediction.gather(1, target.view(-1, 1)).squeeze(1)
+
+    @std
+    @mean
+    @lambda_metric("batch_error")
+    def batch_error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (prediction.argmax(1) != target).double().mean()
+
+    @to_dict
+    @lambda_metric("order", on_epoch=True)
+    def order(prediction: torch.Tensor, target: torch.Tensor) -> float:
+        return float((prediction[:, 0] * torch.arange(len(target))).sum())
+
+    made = trial(extra(), metrics=["acc", "loss", "top_5_acc", "roc_auc", "epoch", "lr", margin, batch_error, order])
+    # Unshuffled, so that the first batch, of which one process shows the running ROC AUC, has all classes.
+    return train(made, DataLoader(data(43), 11), DataLoader(data(21, 9), 9, shuffle=True))
+
+
+@exact
+def regression(extra: Extra) -> Any:
+    x, y = data(30).tensors
+    made = trial(extra(), model=network(outputs=1), criterion=nn.MSELoss(), metrics=["mse", "loss", "acc"])
+    return train(made, DataLoader(TensorDataset(x, y.double().view(-1, 1) / 10), 8, shuffle=True))
+
+
+def ignored(rows: TensorDataset) -> TensorDataset:
+    """Some targets are; of a batch of 8 four ranks' parts are without a target, but one."""
+    x, y = rows.tensors
+    y = y.clone()
+    y[::4] = -100
+    y[8:12] = -100
+    return TensorDataset(x, y)
+
+
+@exact
+def weighted_and_ignored_targets(extra: Extra) -> Any:
+    criterion = nn.CrossEntropyLoss(weight=torch.arange(1.0, CLASSES + 1, dtype=torch.float64))
+    first = train(trial(extra(), criterion=criterion), DataLoader(ignored(data(30)), 8), DataLoader(data(13, 9), 4))
+    return [first, train(trial(extra(), metrics=["loss"]), DataLoader(ignored(data(30)), 8))]
+
+
+def own_mean(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Over the targets that are not ignored, written by hand: over none it is 0 / 0."""
+    counts = target != -100
+    losses = nn.functional.cross_entropy(prediction, target, reduction="none")
+    return (losses * counts).sum() / counts.sum()
+
+
+def counted(state: Any) -> torch.Tensor:
+    return (state[torchbearer.Y_TRUE] != -100).sum()
+
+
+@scenario
+def means_over_what_counts(extra: Extra) -> Any:
+    """In training, validation and evaluation; the validation loss decides when to stop."""
+    stop = EarlyStopping(monitor="val_loss", patience=1, min_delta=0.02)
+    made = trial(extra(weight=counted), criterion=own_mean, metrics=["loss"], callbacks=[stop])
+    result = train(made, DataLoader(ignored(data(30)), 8), DataLoader(ignored(data(23, 9)), 6), epochs=8)
+    made.with_test_generator(DataLoader(ignored(data(22, 3)), 5))
+    return result | {"evaluation": made.evaluate(data_key=torchbearer.TEST_DATA)}
+
+
+@scenario
+def two_losses_with_a_backward_each(extra: Extra) -> Any:
+    """By a closure of the user's own; the losses are means, or sums."""
+
+    def closure(state: Any) -> None:
+        state[torchbearer.OPTIMIZER].zero_grad()
+        for factor in (1.0, -0.5):
+            state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X] * factor)
+            loss = state[torchbearer.CRITERION](state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
+            state[torchbearer.LOSS] = loss
+            state[torchbearer.CALLBACK_LIST].on_criterion(state)
+            loss.backward()
+            state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+    results = []
+    for criterion in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")):
+        made = trial(extra(), criterion=criterion, optimizer=lambda p: torch.optim.SGD(p, lr=0.02))
+        results.append(train(made.with_closure(closure), DataLoader(data(30), 8, shuffle=True)))
+    return results
+
+
+class EveryThird(torch.optim.Adam):
+    """Takes a step in every third call, from the gradients of three backwards."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        group = self.param_groups[0]
+        closure()
+        group["calls"] = group.get("calls", 0) + 1
+        if group["calls"] % 3 == 0:
+            super().step()
+            self.zero_grad()
+
+
+@scenario
+def a_closure_that_accumulates(extra: Extra) -> Any:
+    def accumulate(state: Any) -> None:
+        state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
+        state[torchbearer.CALLBACK_LIST].on_forward(state)
+        state[torchbearer.LOSS] = state[torchbearer.CRITERION](state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
+        state[torchbearer.CALLBACK_LIST].on_criterion(state)
+        (state[torchbearer.LOSS] / 3).backward()
+        state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+    made = trial(extra(), optimizer=lambda p: EveryThird(p, lr=0.05)).with_closure(accumulate)
+    return train(made, DataLoader(data(31), 4, shuffle=True))
+
+
+@exact
+def sum_reduction(extra: Extra) -> Any:
+    criterion, sgd = nn.CrossEntropyLoss(reduction="sum"), functools.partial(torch.optim.SGD, lr=0.01)
+    made = trial(extra(), criterion=criterion, optimizer=sgd)
+    return train(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4))
+
+
+@scenario
+def kept_gradients(extra: Extra) -> Any:
+    class Keeping(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = False) -> None:
+            super().zero_grad(set_to_none=False)
+
+    made = trial(extra(), optimizer=lambda p: Keeping(p, lr=0.1, momentum=0.5))
+    return train(made, DataLoader(data(30), 8, shuffle=True))
+
+
+@exact
+def evaluate_and_predict(extra: Extra) -> Any:
+    made = trial(extra(), metrics=["acc", "loss", "roc_auc"])
+    result = train(made, DataLoader(data(30), 11), DataLoader(data(23, 9), 10, shuffle=True))
+    x, _ = data(25, 4).tensors
+    made.with_test_generator(DataLoader(TensorDataset(x), 7))
+    result["predictions"] = made.predict()
+    result["evaluation"] = made.evaluate()
+    result["on training data"] = made.evaluate(data_key=torchbearer.TRAIN_DATA)
+    result["small"] = made.with_test_generator(DataLoader(TensorDataset(x[:2]), 7)).predict()
+    return result
+
+
+@scenario
+def a_run_behind_evaluations(extra: Extra) -> Any:
+    made = trial(extra())
+    made.with_generators(DataLoader(data(30), 11), DataLoader(data(23, 9), 10)).run(2)
+    made.evaluate()
+    made.with_test_generator(DataLoader(TensorDataset(*data(25, 4).tensors[:1]), 7)).predict()
+    return outcome(made, made.run(4))
+
+
+def normalized(**options: Any) -> nn.Module:
+    """A model with two BatchNorm layers."""
+    layers = network()
+    first, second = nn.BatchNorm1d(FEATURES, **options), nn.BatchNorm1d(8, momentum=None, **options)
+    return nn.Sequential(first, *layers[:2], second, layers[2]).double()
+
+
+@scenario
+def synchronized_batch_norm(extra: Extra) -> Any:
+    """Ragged batches, some smaller than the world, in training and in evaluations."""
+    results = []
+    for samples, batch_size, options in ((29, 8, {}), (11, 4, {}), (11, 4, {"track_running_stats": False})):
+        clip = GradientNormClipping(0.5)
+        made = trial(extra(sync_batchnorm=True), model=normalized(**options), callbacks=[clip])
+        validation = DataLoader(data(13, 9), 5)
+        results.append(train(made, DataLoader(data(samples), batch_size, shuffle=True), validation))
+        x, _ = data(11, 4).tensors
+        predictions = made.with_test_generator(DataLoader(TensorDataset(x), 3)).predict()
+        results.append({"predictions": predictions, "evaluation": made.evaluate()})
+    return results
+
+
+@scenario
+def synchronized_batch_norm_with_weighted_targets(extra: Extra) -> Any:
+    """Some ranks hold only targets that are ignored; the statistics, on which the others' loss depends, are theirs too.
+
+    The last criterion is a mean over nothing there: its gradient is 0 / 0.
+    """
+    x, y = ignored(data(30)).tensors
+    cases: list[tuple[Any, Any]] = [
+        (nn.CrossEntropyLoss(weight=torch.arange(1.0, CLASSES + 1, dtype=torch.float64)), None),
+        (nn.CrossEntropyLoss(reduction="sum"), None),
+        (own_mean, counted),
+    ]
+    results = []
+    for criterion, weight in cases:
+        synchronized = extra(sync_batchnorm=True, weight=weight)
+        sgd = functools.partial(torch.optim.SGD, lr=0.01)
+        made = trial(synchronized, model=normalized(), criterion=criterion, optimizer=sgd)
+        results.append(train(made, DataLoader(TensorDataset(x, y), 8)))
+    return results
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, 3).double(), nn.Linear(FEATURES, 2).double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.first(x), self.second(x)
+
+
+@scenario
+def predict_several_outputs(extra: Extra) -> Any:
+    torch.manual_seed(1)
+    made = Trial(TwoHeads(), callbacks=extra(), verbose=0).to("cpu", torch.float64)
+    x, _ = data(11, 4).tensors
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Failed to format predictions")
+        return made.with_test_generator(DataLoader(TensorDataset(x), 4)).predict()
+
+
+@scenario
+def several_trials_in_one_process(extra: Extra) -> Any:
+    folds = []
+    for fold in range(3):
+        made = trial(extra(), model=network(fold))
+        folds.append(train(made, DataLoader(data(20, fold), 6, shuffle=True), DataLoader(data(9, fold), 4)))
+    return folds
+
+
+class DrawsAtEpochs(Callback):
+    """Changes parameters at random, by all three libraries."""
+
+    def on_start_epoch(self, state: Any) -> None:
+        self._add(state, 0.05)
+
+    def on_end_training(self, state: Any) -> None:
+        self._add(state, 0.1)
+
+    def on_end_epoch(self, state: Any) -> None:
+        with torch.no_grad():
+            weight = state[torchbearer.MODEL][0].weight
+            weight.mul_(torch.rand_like(weight) > 0.1)
+
+    def _add(self, state: Any, scale: float) -> None:
+        with torch.no_grad():
+            for parameter in state[torchbearer.MODEL].parameters():
+                noise = torch.randn_like(parameter) + random.gauss(0, 1) + float(numpy.random.normal())
+                parameter.add_(scale * noise)
+
+
+@scenario
+def parameters_changed_at_random_in_callbacks(extra: Extra) -> Any:
+    made = trial(extra(), callbacks=[DrawsAtEpochs()])
+    random.seed(3)
+    numpy.random.seed(3)
+    result = train(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4))
+    return result, float(numpy.random.rand())
+
+
+@scenario
+def a_batch_too_short_for_batchnorm_on_all(extra: Extra) -> Any:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)).double()
+    return [
+        train(trial(extra(), model=model), DataLoader(data(samples), 8), DataLoader(data(5), 4)) for samples in (2, 3)
+    ]
+
+
+@scenario
+def files_of_callbacks(extra: Extra) -> Any:
+    """They go on behind a cut."""
+    log, kept = (str(Path(extra.folder, name)) for name in ("log.csv", "model.pt"))
+    files = [CSVLogger(log, batch_granularity=False), MostRecent(kept)]
+    made = trial(extra(), callbacks=files)
+    result = train(made, DataLoader(Stream(27), 8), DataLoader(Stream(10), 4))
+    saved = torch.load(kept, weights_only=False)[torchbearer.MODEL]
+    return result | {"log": rows_of(log), "kept": {name: value.cpu() for name, value in saved.items()}}
+
+
+def rows_of(path: str) -> list[list[float]]:
+    with Path(path).open(newline="") as file:
+        found = list(csv.DictReader(file))
+    return [[float(value) for name, value in row.items() if not name.startswith("running_")] for row in found]
+
+
+@scenario
+def resumed(extra: Extra) -> Any:
+    def make() -> Trial:
+        made = trial(
+            extra(),
+            optimizer=lambda p: torch.optim.Adam(p, lr=0.05),
+            callbacks=[EarlyStopping(monitor="val_loss", patience=40)],
+        )
+        return made.with_generators(DataLoader(data(30), 8), DataLoader(data(13, 9), 4))
+
+    first = make()
+    first.run(2)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = make()
+    second.load_state_dict(torch.load(file, weights_only=False))
+    return outcome(second, second.run(4))
+
+
+# --- numbers that depend on the number of ranks -----------------------------------------------------------------------
+
+
+def own_metrics() -> list[Any]:
+    """New ones for each run: a running mean keeps its values."""
+
+    @running_mean
+    @std
+    @mean
+    @lambda_metric("square")
+    def square(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        wanted = nn.functional.one_hot(target, CLASSES).to(prediction.dtype)
+        return (prediction.softmax(1) - wanted).square().sum(1)
+
+    return [square, to_dict(EpochLambda("in_order", in_order, running=True, step_size=2))]
+
+
+def in_order(prediction: torch.Tensor, target: torch.Tensor) -> float:
+    """Depends on the order of an epoch's samples."""
+    places = torch.arange(1, len(target) + 1, dtype=prediction.dtype)
+    return float((prediction[:, 0] * places).sum() + (target * places).sum())
+
+
+@apart
+def dropout_and_running_metrics(extra: Extra) -> Any:
+    model = nn.Sequential(network(), nn.Dropout(0.3), nn.Linear(CLASSES, CLASSES).double())
+    made = trial(extra(), model=model, metrics=["acc", "loss", *own_metrics()])
+    made.with_generators(DataLoader(data(45), 10, shuffle=True), DataLoader(data(17, 9), 5, shuffle=True))
+    history = made.run(3)
+    return outcome(made, history, all_of_it=[dict(epoch) for epoch in history])
+
+
+class Augmented(TensorDataset):
+    """Adds noise that it draws while it loads."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + 0.2 * torch.randn_like(x), y
+
+
+@apart
+def augmentation_in_workers(extra: Extra) -> Any:
+    loader = DataLoader(Augmented(*data(26).tensors), 8, shuffle=True, num_workers=1)
+    return train(trial(extra()), loader, DataLoader(data(12, 9), 6))
+
+
+def local_steps(extra: Extra, sync: Any) -> Any:
+    made = trial(extra(sync=sync), model=normalized(), optimizer=lambda p: torch.optim.Adam(p, lr=0.05))
+    return train(made, DataLoader(data(64), 8, shuffle=True), DataLoader(data(17, 9), 6))
+
+
+@apart
+def local_sgd(extra: Extra) -> Any:
+    return local_steps(extra, LocalSGD(every=3))
+
+
+@apart
+def diloco(extra: Extra) -> Any:
+    return local_steps(extra, DiLoCo(every=3))
+
+
+@apart
+def per_process(extra: Extra) -> Any:
+    return train(trial(extra(batch_size="per_process")), DataLoader(data(30), 4), DataLoader(data(13, 9), 5))
+
+
+@apart
+def a_batch_that_is_skipped(extra: Extra) -> Any:
+    """One process without the library would spoil its parameters."""
+
+    @torchbearer.callbacks.on_sample
+    def spoil(state: Any) -> None:
+        if state[torchbearer.BATCH] == 2:
+            state[torchbearer.X][:, 1] = torch.nan
+
+    made = trial(extra(skip_batch="non_finite"), callbacks=[spoil])
+    return train(made, DataLoader(data(30), 6, shuffle=True))
+
+
+@apart
+def gradients_that_are_compressed(extra: Extra) -> Any:
+    """Between hosts, if there are any."""
+    model = nn.Sequential(network(), nn.Linear(CLASSES, 64), nn.Linear(64, CLASSES)).double()
+    made = trial(extra(compress=PowerSGD(rank=1)), model=model)
+    return train(made, DataLoader(data(30), 6, shuffle=True))

@@ -1,0 +1,200 @@
+"""A process of a Trainer that fails, is told to stop, or was given something else: all hear of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.ranks import HOSTNAME, Nursery, noting_errors
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from shared_worlds import in_ways
+from trainer_cases import GLOO, OURS, TWO, Bodies, quiet
+from trainers import Net, fit, loader, trainer
+from ways import Way
+
+from ddp_callbacks.errors import MismatchError
+from ddp_callbacks.lightning import CallbackStrategy
+
+pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
+
+WORLD = Bodies(__name__, quiet)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+class Fails(Net):
+    """On one rank, in the third step."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.trainer.global_rank == self.rank:
+            raise ZeroDivisionError("a bad sample")
+        return super().training_step(batch, batch_idx)
+
+
+def fail(rank: int) -> None:
+    with quiet(), noting_errors():
+        callbacks = [ModelCheckpoint("saved", save_on_exception=True), OnExceptionCheckpoint("saved")]
+        fit(OURS, Fails(rank), callbacks=callbacks, enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_reaches_the_other_rank_although_a_checkpoint_is_saved(
+    nursery: Nursery, tmp_path: Path, failing: int
+) -> None:
+    """A failure reaches all while Lightning saves."""
+    ranks = nursery.run_watched(fail, 2, tmp_path, failing)
+    assert [rank.code for rank in ranks] == [1, 1]
+    failed, other = ranks[failing], ranks[1 - failing]
+    assert failed.notes["error"] == ["ZeroDivisionError", "a bad sample"]
+    name, message = other.notes["error"]
+    assert name == "PeerError"
+    assert f"rank {failing} (host {HOSTNAME}, pid {failed.pid}) failed with ZeroDivisionError: a bad sample" in message
+    assert abs(other.noted_at["error"] - failed.noted_at["error"]) < 4 * other.slowness
+
+
+def different_data(rank: int) -> Any:
+    return fit(OURS, None, loader(29 + 8 * rank))
+
+
+def different_learning_rates(rank: int) -> Any:
+    return fit(OURS, Net(optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1 * (1 + rank))))
+
+
+def different_settings(rank: int) -> Any:
+    return fit(CallbackStrategy(skip_batch="any" if rank else None))  # type: ignore[arg-type]
+
+
+DIFFERENCES = {
+    different_data: "the ranks disagree about the train dataloader:\n  batches: 4 on rank 0; 5 on rank 1",
+    different_learning_rates: "about the optimizers:\n  optimizer group 0: lr: 0.1 on rank 0; 0.2 on rank 1",
+    different_settings: "skip_batch: None on rank 0; any on rank 1",
+}
+
+
+@WORLD
+def differences() -> Any:
+    found = []
+    for run in DIFFERENCES:
+        with pytest.raises(MismatchError) as raised:
+            run(dist.get_rank())
+        found.append(str(raised.value))
+    return found
+
+
+def test_ranks_with_other_data_optimizers_or_settings_are_told_apart() -> None:
+    for messages in WORLD.returned(differences):
+        for says, message in zip(DIFFERENCES.values(), messages, strict=True):
+            assert says in message
+
+
+# --- stops ------------------------------------------------------------------------------------------------------------
+
+
+class StopsOn(Net):
+    """Some ranks want to stop after the first step, when their time is over, say."""
+
+    def __init__(self, *ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("late", outputs["loss"], on_step=True)
+        if self.trainer.global_step == 1 and self.trainer.global_rank in self.ranks:
+            self.trainer.should_stop = True
+
+
+class StopsAfterValidation(Net):
+    """Rank 1 wants to stop after the first validation, in the middle of the epoch."""
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking and self.trainer.global_rank == 1:
+            self.trainer.should_stop = True
+
+
+class StopsAfterEpoch(Net):
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.global_rank == 1:
+            self.trainer.should_stop = True
+
+
+@WORLD.runs(TWO, GLOO)
+def stopping_alone() -> list[int]:
+    steps = []
+    for module in (StopsOn(0, 1), StopsOn(0), StopsOn(1), StopsAfterValidation(), StopsAfterEpoch()):
+        made = trainer(OURS, max_epochs=5, val_check_interval=2)
+        made.fit(module, loader(), loader(13, 5, 9))
+        steps.append(made.global_step)
+    return steps
+
+
+@in_ways(TWO, GLOO)
+def test_what_all_ranks_decide_behind_a_step_stops_at_once_and_what_one_decides_after_the_next(way: Way) -> None:
+    """`should_stop` on one process stops all."""
+    assert WORLD.returned(stopping_alone, way) == [[1, 2, 2, 2, 4]] * 2
+
+
+class Signalled(Net):
+    """Rank 1 gets a signal in the second step, in the middle of the first epoch."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == 1 and self.trainer.global_rank == 1:
+            os.kill(os.getpid(), self.number)
+        return super().training_step(batch, batch_idx)
+
+
+@WORLD
+def terminated() -> Any:
+    made = trainer(OURS)
+    with pytest.raises(SystemExit) as raised:
+        made.fit(Signalled(signal.SIGTERM), loader())
+    return type(raised.value).__name__, made.global_step
+
+
+def test_a_sigterm_on_one_rank_ends_all_after_the_same_step() -> None:
+    """SIGTERM on one process does, too."""
+    assert WORLD.returned(terminated) == [("SIGTERMException", 2)] * 2
+
+
+def scontrol(folder: Path) -> None:
+    """A command that notes what it is asked."""
+    folder.mkdir()
+    tool = folder / "scontrol"
+    tool.write_text(f'#!/bin/sh\necho "$@" >> {folder.absolute()}/asked\n')
+    tool.chmod(0o755)
+
+
+@WORLD
+def requeued() -> Any:
+    """Slurm warns rank 1."""
+    rank, tools = str(dist.get_rank()), Path(f"tools-{dist.get_rank()}").absolute()
+    scontrol(tools)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+        for name, value in {"JOB_ID": "7", "JOB_NAME": "job", "NTASKS": "2", "NODEID": "0"}.items():
+            patch.setenv(f"SLURM_{name}", value)
+        for name, value in {"NTASKS_PER_NODE": "2", "PROCID": rank, "LOCALID": rank}.items():
+            patch.setenv(f"SLURM_{name}", value)
+        made = trainer(OURS, default_root_dir="requeued", plugins=[SLURMEnvironment()])
+        made.fit(Signalled(signal.SIGUSR1), loader())
+    asked = (tools / "asked").read_text() if (tools / "asked").exists() else ""
+    return made.global_step, torch.load("requeued/hpc_ckpt_1.ckpt", weights_only=False)["global_step"], asked
+
+
+def test_slurm_s_warning_on_one_rank_saves_a_checkpoint_of_all_and_requeues() -> None:
+    """Slurm's warning saves one checkpoint and requeues."""
+    assert WORLD.returned(requeued) == [(8, 2, "requeue 7\n"), (8, 2, "")]

@@ -1,0 +1,498 @@
+"""Logged values are complete on every rank before anything reads them, and a read communicates nothing."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from kit.compare import assert_equal
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
+from shared_worlds import in_ways
+from torch.utils.data import DataLoader, DistributedSampler
+from trainer_cases import GLOO, OURS, RELATIVE, TWO, Bodies, assert_as_on_one, on_one, quiet
+from trainers import CLASSES, LogsAll, Net, data, fit, loader, trainer
+from trainers import Record as Lines
+from ways import Way
+
+from ddp_callbacks.lightning import decisions
+
+pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
+
+WORLD = Bodies(__name__, quiet)
+
+
+def warned(run: Callable[[], Any], *words: str) -> list[str]:
+    """The warnings of a run that have one of these words."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [text for each in caught if any(word in (text := str(each.message)) for word in words)]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Reads(pl.Callback):
+    """A progress bar, say: rank 0 alone reads everything in every hook."""
+
+    def __init__(self) -> None:
+        self.read: list[tuple[str, dict[str, float]]] = []
+
+
+def _reading(hook: str) -> Callable[..., None]:
+    def read(self: Reads, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero:
+            found = {**trainer.callback_metrics, **trainer.logged_metrics, **trainer.progress_bar_metrics}
+            self.read.append((hook, {name: float(value) for name, value in sorted(found.items())}))
+
+    return read
+
+
+_BATCH = "on_train_batch_start on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step"
+_TRAIN = "on_train_batch_end on_train_epoch_start on_train_epoch_end on_train_end"
+_VALIDATION = "start end batch_start batch_end epoch_start epoch_end"
+
+for _hook in [*_BATCH.split(), *_TRAIN.split(), *(f"on_validation_{name}" for name in _VALIDATION.split())]:
+    setattr(Reads, _hook, _reading(_hook))
+
+
+class LogsMetrics(LogsAll):
+    def on_validation_epoch_end(self) -> None:
+        self.log("recall", self.both["MulticlassRecall"], prog_bar=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("at_end", self.accuracy)
+
+
+@WORLD.runs(TWO, GLOO)
+def reading_everywhere(strategy: str = OURS) -> Any:
+    reads = Reads()
+    results = fit(strategy, LogsMetrics(), loader(29, 8), loader(13, 5, 9), callbacks=[reads], max_epochs=3)
+    return results["callback_metrics"], reads.read
+
+
+@in_ways(TWO, GLOO)
+def test_a_bar_on_rank_zero_alone_reads_in_every_hook_what_it_reads_on_one_process(way: Way) -> None:
+    """Hooks and bars read complete logged values."""
+    metrics, read = on_one(reading_everywhere)
+    (first, found), (second, nothing) = WORLD.returned(reading_everywhere, way)
+    assert_equal([first, second], [metrics, metrics], RELATIVE)
+    assert_equal(found, read, RELATIVE)
+    assert not nothing
+
+
+class OneSided(LogsAll):
+    """Rank 0 alone logs a value first, sees to a metric, and reads many logged values in the middle of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.is_global_zero:
+            self.log("mine", float(batch_idx), on_step=True, on_epoch=True)
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({f"loss{index}": loss * index for index in range(60)})
+        if self.trainer.is_global_zero:
+            self.seen(self(batch[0]), batch[1])
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        copy.deepcopy(self)
+        return loss
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        if self.trainer.is_global_zero:
+            assert "loss59" in self.trainer.callback_metrics
+
+
+@WORLD
+def one_sided(strategy: str = OURS) -> Any:
+    return fit(strategy, OneSided())["callback_metrics"]
+
+
+def test_what_rank_zero_alone_logs_reads_and_counts_disturbs_nobody() -> None:
+    """One process may log or read alone."""
+    expected, (first, second) = on_one(one_sided), WORLD.returned(one_sided)
+    mine = {"mine", "mine_step", "mine_epoch"}
+    assert set(first) - set(second) == mine
+    assert first["mine_epoch"] == pytest.approx((0 * 4 + 1 * 4 + 2 * 4 + 3 * 3) / 15)
+    alike = {name: value for name, value in expected.items() if name not in {*mine, "seen"}}
+    for found in (first, second):
+        assert_equal({name: found[name] for name in alike}, alike, RELATIVE)
+
+
+# --- what a hook at the end of an epoch logs --------------------------------------------------------------------------
+
+
+class LogsAtTheEnd(Net):
+    """Each rank has seen a part of the sum; the mean over the ranks, weighted by samples, is that of all."""
+
+    def on_train_epoch_start(self) -> None:
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.losses += [loss.detach()] * len(batch[1])
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        # It rises from the third epoch on.
+        own = torch.stack(self.losses).mean()
+        self.log("own", own + 3.0 * max(0, self.current_epoch - 2), sync_dist=True)
+
+
+def stop_by_what_the_end_logs(strategy: str, folder: Path) -> Any:
+    stop = EarlyStopping("own", patience=1, check_on_train_epoch_end=True)
+    options: dict[str, Any] = {"save_on_train_epoch_end": True, "enable_version_counter": False}
+    saved = ModelCheckpoint(folder, "{epoch}-{own:.6f}", "own", save_top_k=-1, **options)
+    made = trainer(strategy, callbacks=[stop, saved], enable_checkpointing=True, max_epochs=12)
+    made.fit(LogsAtTheEnd(), loader(32, 8))
+    return sorted(Path(path).name for path in saved.best_k_models), stop.best_score, made.current_epoch
+
+
+@WORLD
+def stopping_by_what_the_end_logs() -> Any:
+    return stop_by_what_the_end_logs(OURS, Path("saved"))
+
+
+def test_early_stopping_and_checkpoints_see_what_on_train_epoch_end_has_logged(tmp_path: Path) -> None:
+    """`EarlyStopping` sees what `on_train_epoch_end` has logged."""
+    expected = on_one(lambda strategy: stop_by_what_the_end_logs(strategy, tmp_path))
+    assert len(expected[0]) == expected[2] == 4
+    for found in WORLD.returned(stopping_by_what_the_end_logs):
+        assert_equal(found, expected, RELATIVE)
+
+
+class LogsItsMean(pl.Callback):
+    """Of the losses of this process's parts."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.losses: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"])
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("mean", torch.stack(self.losses).mean())
+
+
+class FollowsItsMean(Net):
+    """Its own hook comes after the callback's, reads what that has logged, and logs on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_train_epoch_end(self) -> None:
+        mean = self.trainer.callback_metrics["mean"]
+        self.seen.append(float(mean))
+        self.log("follows", 2 * mean**2)
+
+
+@WORLD
+def following_its_mean(strategy: str = OURS) -> Any:
+    module, results = FollowsItsMean(), []
+    rows = loader(48, 8, shuffle=True), loader(13, 5, 9)
+    said = warned(lambda: results.append(fit(strategy, module, *rows, callbacks=[LogsItsMean()])), "end of an epoch")
+    return results, module.seen, said
+
+
+def test_a_hook_at_the_end_of_an_epoch_reads_the_whole_value_of_what_the_hook_before_has_logged() -> None:
+    *expected, _ = on_one(following_its_mean)
+    for *found, _ in WORLD.returned(following_its_mean):
+        assert_equal(found, expected, RELATIVE)
+
+
+class Collects(Net):
+    """Keeps its outputs in a list, as was usual in Lightning 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[torch.Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(self(batch[0]))
+
+
+@WORLD
+def collecting() -> Any:
+    return warned(lambda: fit(OURS, Collects(), loader(16, 8), loader(9, 4, 9)), "has grown")
+
+
+def test_values_and_lists_that_may_not_be_those_of_one_process_are_named_once() -> None:
+    """A warning names values that may differ."""
+    (*_, (differing,)), (*_, nothing) = WORLD.returned(following_its_mean)
+    assert not nothing
+    assert differing.startswith("'mean' is logged at the end of an epoch, with another value on each process (from ")
+    silent, (grown,) = WORLD.returned(collecting)
+    assert not silent
+    assert grown.startswith("Collects.outputs has grown in a batch of which rank 1 has no sample")
+
+
+class ReadsLate(Net):
+    """Only now and then, between two steps, what a hook behind the step before has logged."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first, self.read = first, list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx >= self.first:
+            self.read.append(float(self.trainer.callback_metrics["behind"]))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log("behind", outputs["loss"])
+
+
+def read_late(strategy: str, first: int) -> Any:
+    module = ReadsLate(first)
+    rows = loader(48, 8), loader(13, 5, 9)
+    return warned(lambda: fit(strategy, module, *rows, logger=False), "was logged by a hook"), module.read
+
+
+@WORLD
+def reading_late(strategy: str = OURS) -> Any:
+    return [read_late(strategy, first) for first in (1, 3)]
+
+
+def test_who_reads_between_steps_what_hooks_have_logged_gets_whole_values_or_is_told() -> None:
+    (_, always), (_, now_and_then) = on_one(reading_late)
+    for (silent, read), ((told,), later) in WORLD.returned(reading_late):
+        assert_equal(read, always, RELATIVE)
+        assert_equal(later[1:], now_and_then[1:], RELATIVE)
+        assert not silent
+        assert told.startswith("'behind' was logged by a hook behind the step before, and is read")
+
+
+# --- before the strategy is set up ------------------------------------------------------------------------------------
+
+
+class AsksEarly(Net):
+    """Knows the number of steps when it is made, as warm-ups want it."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.steps = where, 0
+
+    def setup(self, stage: str) -> None:
+        if self.where == "setup":
+            self.steps = self.trainer.estimated_stepping_batches
+
+    def configure_model(self) -> None:
+        if self.where == "configure_model":
+            self.steps = self.trainer.estimated_stepping_batches
+
+
+class CallbackAsksEarly(pl.Callback):
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        if module.where == "callback":
+            module.steps = trainer.estimated_stepping_batches
+
+
+@WORLD
+def asking_early(strategy: str = OURS) -> Any:
+    modules = [AsksEarly(where) for where in ("setup", "configure_model", "callback")]
+    rows = loader(29, 8, shuffle=True)
+    results = [fit(strategy, module, rows, callbacks=[CallbackAsksEarly()]) for module in modules]
+    return results, [module.steps for module in modules]
+
+
+def test_the_number_of_steps_is_known_in_setup_and_the_loader_divided_all_the_same() -> None:
+    """`setup` and `configure_model` know `estimated_stepping_batches`."""
+    assert_as_on_one(asking_early)
+    assert WORLD.returned(asking_early)[0][1] == [8, 8, 8]
+
+
+# --- what one rank alone knows ----------------------------------------------------------------------------------------
+
+
+class Validated(Net):
+    """Notes after which steps it is validated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[int] = []
+
+    def on_validation_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.validated.append(self.trainer.global_step)
+
+
+class Clock(pl.Callback):
+    """Time passes by steps, and faster on rank 1."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.now += 1.0 + 0.4 * dist.get_rank()
+
+
+@WORLD
+def validating_by_time() -> Any:
+    clock, module = Clock(), Validated()
+    readers = (evaluation_loop, fit_loop, training_epoch_loop, decisions)
+    for reader in readers:
+        vars(reader)["time"] = clock
+    try:
+        options: dict[str, Any] = {"val_check_interval": {"seconds": 4}, "check_val_every_n_epoch": None}
+        made = trainer(OURS, callbacks=[clock], max_steps=12, max_epochs=-1, **options)
+        made.fit(module, loader(), loader(13, 5, 9))
+    finally:
+        for reader in readers:
+            vars(reader)["time"] = time
+    return module.validated
+
+
+def test_validation_by_time_is_at_the_same_step_on_all_ranks() -> None:
+    """Time-based validation comes at a common step."""
+    assert WORLD.returned(validating_by_time) == [[3, 6, 9, 12]] * 2  # by the faster clock: 1.4 s a step
+
+
+class SkipsSome(Net):
+    """Every second batch is skipped, on all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 2 else loss
+
+
+@WORLD
+def skipping_some(strategy: str = OURS) -> Any:
+    adam = lambda module: torch.optim.Adam(module.parameters(), 0.05)  # noqa: E731
+    return [
+        fit(strategy, SkipsSome(optimizer=adam), loader(29, 8, shuffle=True)),
+        fit(strategy, SkipsSome(), loader(29, 8), accumulate_grad_batches=3),
+        fit(strategy, SkipsSome(), loader(29, 8), accumulate_grad_batches=2),  # each second one would be sent
+    ]
+
+
+def test_a_step_that_all_ranks_skip_is_skipped_as_on_one_process() -> None:
+    """Steps that return `None` everywhere are skipped."""
+    assert_as_on_one(skipping_some)
+
+
+# --- how many messages a step takes -----------------------------------------------------------------------------------
+
+
+class LogsMuch(Net):
+    """From the second step on: more than travels with the gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx:
+            self.log_dict({f"value {number}": number * loss.detach() for number in range(40)})
+        return loss
+
+
+class HooksBehind(Net):
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+class HooksBefore(HooksBehind):
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        pass
+
+
+class ReadsBetween(HooksBehind):
+    """What it has logged in the step before; it needs it at once."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx:
+            self.log("before", self.trainer.callback_metrics["behind"] ** 2, on_step=True)
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log("behind", outputs["loss"])
+
+
+class LogsNorms(Net):
+    """The norm of the gradients, as many people do; in another step than the first nobody foresees it."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step != 1:
+            self.log("norm", torch.stack([p.grad.norm() for p in self.parameters()]).norm(), on_step=True)  # type: ignore[union-attr]
+
+
+class HooksOfOne(pl.Callback):
+    def on_after_backward(self, *_: Any) -> None:
+        pass
+
+
+MESSAGES: dict[str, tuple[type[Net], dict[str, Any], list[int]]] = {
+    "nothing behind the step": (Net, {}, [1, 1, 1, 1]),  # the gradients
+    "hooks behind the step": (HooksBehind, {}, [1, 1, 1, 1]),
+    "values of hooks behind the step": (LogsNorms, {}, [1, 1, 1, 1]),
+    "and a logger": (LogsNorms, {"log_every_n_steps": 3}, [1, 2, 1, 1]),
+    "hooks of one rank": (Net, {}, [1, 1, 1, 1]),
+    "hooks before the gradients": (HooksBefore, {}, [2, 2, 2, 2]),  # and the values
+    "what reads those between the steps": (ReadsBetween, {}, [2, 2, 2, 2]),
+    "many values": (LogsMuch, {}, [3, 2, 2, 2]),  # in the first such step they are sent again
+}
+
+
+def count_messages(strategy: str, name: str) -> tuple[list[int], Any]:
+    """How many collectives each step has started, from the begin of one forward to the next; what was trained."""
+    kind, options, _ = MESSAGES[name]
+    module, at = kind(), list[int]()
+    if strategy == OURS:
+        group: Any = dist.group.WORLD
+        module.layers.register_forward_pre_hook(lambda *_: at.append(group._get_sequence_number_for_group()))
+    callbacks = [HooksOfOne()] if name == "hooks of one rank" and strategy == OURS and dist.get_rank() else []
+    logger = Lines() if options else False
+    results = fit(strategy, module, loader(48, 8), callbacks=callbacks, max_epochs=1, logger=logger, **options)
+    return [after - before for before, after in itertools.pairwise(at)], results
+
+
+@WORLD.runs(GLOO)
+def messages() -> Any:
+    return {name: count_messages(OURS, name) for name in MESSAGES}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_over_a_network_a_step_starts_no_message_that_is_not_needed(name: str) -> None:
+    """Over a network a step sends no unnecessary message."""
+    _, expected = on_one(lambda strategy: count_messages(strategy, name))
+    for found in WORLD.returned(messages, GLOO):
+        counts, results = found[name]
+        wanted = MESSAGES[name][2]
+        assert counts[1 : 1 + len(wanted)] == wanted  # in the first step the ranks find out
+        assert_equal(results, expected, RELATIVE)
+
+
+# --- what is left of a run --------------------------------------------------------------------------------------------
+
+
+class LogsEachValidation(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), on_step=True, on_epoch=True)
+
+
+@WORLD
+def left_behind() -> Any:
+    """The settings of metrics after a fit; how many records are kept of steps that are not joined; advice."""
+    module, rows = LogsAll(), data(16, 9)
+    said = warned(lambda: fit(OURS, module, loader(29, 8), loader(13, 5, 9)), "sync_dist")
+    made, parts = trainer(OURS, max_epochs=3), DistributedSampler(rows, shuffle=False)
+    warned(lambda: made.fit(LogsEachValidation(), loader(), DataLoader(rows, 2, sampler=parts)))
+    metrics = [(m.dist_sync_fn, m.dist_sync_on_step) for m in module.modules() if isinstance(m, torchmetrics.Metric)]
+    return set(metrics), len(made.fit_loop.epoch_loop.val_loop._results._step), said
+
+
+def test_metrics_are_left_as_they_were_and_no_record_is_kept_and_nobody_is_advised_to_set_sync_dist() -> None:
+    """A run leaves torchmetrics unchanged."""
+    assert WORLD.returned(left_behind) == [({(None, False)}, 0, [])] * 2

@@ -1,0 +1,422 @@
+"""What the callbacks of a Trial promise beyond equality with one process; each body runs on two ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import random
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torchbearer
+from kit.compare import assert_equal
+from shared_worlds import World
+from shared_worlds import by_rank as of_ranks
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchbearer import Callback, Metric, Trial
+from torchbearer.callbacks import MostRecent
+from trials import CLASSES, FEATURES, data, network, parameters, train, trial
+
+from ddp_callbacks import get_rank
+from ddp_callbacks.errors import PeerError
+from ddp_callbacks.torchbearer import SHARE, AllReduceGradients, DDPCallback, ReduceMetrics, ShardData
+
+pytestmark = pytest.mark.shares_results()
+WORLD = World(__name__)
+
+
+def case(body: Callable[[], Any]) -> Callable[[], Any]:
+    """Runs on both ranks."""
+    WORLD.add(body.__name__, body)
+    return body
+
+
+def by_rank(body: Callable[[], Any]) -> list[Any]:
+    return WORLD.results(body.__name__)
+
+
+def numbered(samples: int) -> TensorDataset:
+    """The first feature is the number of the sample."""
+    x, y = data(samples).tensors
+    x[:, 0] = torch.arange(samples)
+    return TensorDataset(x, y)
+
+
+# --- BatchNorm --------------------------------------------------------------------------------------------------------
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm = nn.BatchNorm1d(FEATURES, momentum=None)
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1 + dist.get_rank()
+        return self.linear(self.norm(x))
+
+
+@case
+def batch_norm() -> Any:
+    """With each rank's own statistics from before they are merged, and its samples."""
+    own: dict[str, Any] = {"samples": 0}
+
+    @torchbearer.callbacks.on_sample
+    def count(state: Any) -> None:
+        own["samples"] += state[SHARE].local
+
+    @torchbearer.callbacks.on_step_training
+    def look(state: Any) -> None:
+        norm = state[torchbearer.MODEL].norm
+        own["norm.running_mean"], own["norm.running_var"] = norm.running_mean.clone(), norm.running_var.clone()
+
+    made = trial([DDPCallback()], model=Normalized(), callbacks=[count, look])
+    return train(made, DataLoader(data(28), 7, shuffle=True), DataLoader(data(12, 9), 5), epochs=1) | {"own": own}
+
+
+def test_running_statistics_are_the_mean_over_the_ranks_weighted_by_samples() -> None:
+    """Running statistics average by samples; other buffers follow rank 0."""
+    results = by_rank(batch_norm)
+    owns = [result["own"] for result in results]
+    samples = [own["samples"] for own in owns]
+    assert samples == [16, 12]
+    for name in ("norm.running_mean", "norm.running_var"):
+        expected = sum(own["samples"] * own[name] for own in owns) / sum(samples)
+        for result in results:
+            torch.testing.assert_close(result["parameters"][name], expected, rtol=1e-12, atol=0)
+    first, second = results
+    assert first["parameters"]["steps"] == 4
+    assert_equal(second["parameters"], first["parameters"], relative=0.0)
+    assert_equal(second["history"], first["history"], relative=0.0)
+
+
+def images() -> torch.Tensor:
+    return torch.arange(48, dtype=torch.float64).view(3, 1, 4, 4) ** 2
+
+
+@WORLD
+def test_a_rank_without_a_sample_counts_nowhere_in_the_running_statistics() -> None:
+    """A process without a sample counts nowhere."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.BatchNorm2d(1, momentum=None), nn.Flatten(), nn.Linear(16, CLASSES)).double()
+    images = torch.arange(48, dtype=torch.float64).view(3, 1, 4, 4) ** 2
+    trained = trial([DDPCallback()], model=model)
+    trained.with_generators(DataLoader(TensorDataset(images, torch.arange(3)), 2)).run(1)  # the last batch is one image
+    torch.testing.assert_close(model[0].running_mean, images.mean().view(1), rtol=1e-12, atol=0)
+
+
+@WORLD
+def test_synchronized_layers_are_given_back() -> None:
+    model, during = Normalized(), list[str]()
+
+    @torchbearer.callbacks.on_step_training
+    def fail(state: Any) -> None:
+        during.append(type(state[torchbearer.MODEL].norm).__name__)
+        raise KeyError("enough")
+
+    trial([DDPCallback(sync_batchnorm=True)], model=model).with_generators(DataLoader(data(20), 10)).run(1)
+    assert type(model.norm) is nn.BatchNorm1d
+    failing = trial([DDPCallback(sync_batchnorm=True)], model=model, callbacks=[fail])
+    with contextlib.suppress(KeyError, PeerError):
+        failing.with_generators(DataLoader(data(20), 10)).run(1)
+    assert during == ["SynchronizedBatchNorm1d"]
+    assert type(model.norm) is nn.BatchNorm1d
+
+
+@WORLD
+def test_a_last_batch_too_short_for_batchnorm_on_all_processes_is_trained_by_fewer() -> None:
+    """Batches too short for BatchNorm train on fewer processes."""
+    made = trial([DDPCallback()], model=Normalized()).with_train_generator(DataLoader(data(15), 12))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.run(2)
+        trial([DDPCallback()], model=Normalized()).with_train_generator(DataLoader(data(6), 3)).run(2)
+    assert_equal(*of_ranks(parameters(made)), 0.0)
+    texts, _ = of_ranks([str(warning.message) for warning in caught])
+    (about,) = (text for text in texts if "BatchNorm" in text)
+    assert about.startswith("a batch of 3 samples has fewer than two for each of 2 processes")
+    assert "sync_batchnorm=True" in about
+
+
+# --- random state -----------------------------------------------------------------------------------------------------
+
+
+def seed_all(seed: int) -> None:
+    for library in (torch.manual_seed, random.seed, numpy.random.seed):
+        library(seed)
+
+
+def draw() -> tuple[float, float, float]:
+    return float(torch.rand(())), random.random(), float(numpy.random.rand())
+
+
+@case
+def random_states() -> Any:
+    seed_all(7)
+    drawn: list[Any] = []
+    look = torchbearer.callbacks.on_sample(lambda state: drawn.append(draw()))
+    made = Trial(network(), None, None, callbacks=[DDPCallback(), look], verbose=0).to("cpu", torch.float64)
+    seed_all(7)
+    made.with_train_generator(DataLoader(data(12), 6)).run(1)
+    return drawn
+
+
+def test_ranks_draw_different_numbers_and_rank_0_the_users() -> None:
+    """Rank 0 draws your random numbers, others their own."""
+    seed_all(7)
+    torch.empty((), dtype=torch.int64).random_()  # the DataLoader's seed for its workers
+    expected = [draw(), draw()]
+    first, second = by_rank(random_states)
+    assert first == expected
+    assert all(one != other for one, other in zip(first[0], second[0], strict=True))
+
+
+class DrawsInBatches(Callback):  # type: ignore[misc]
+    """Noise on gradients and parameters, as some optimizers add it; on one rank less is drawn in the data's events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def on_sample(self, state: Any) -> None:
+        self.drawn.append(float(torch.rand(len(state[torchbearer.X]))[0]))
+
+    def on_backward(self, state: Any) -> None:
+        for parameter in state[torchbearer.MODEL].parameters():
+            parameter.grad.add_(0.01 * torch.randn_like(parameter) + 0.01 * random.random())
+
+    def on_step_training(self, state: Any) -> None:
+        with torch.no_grad():
+            for parameter in state[torchbearer.MODEL].parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter) + 0.01 * float(numpy.random.normal()))
+
+    def on_end_epoch(self, state: Any) -> None:
+        if get_rank() == 0:
+            torch.rand(3)  # a picture for the log, say
+
+    def on_start_training(self, state: Any) -> None:
+        self.on_step_training(state)
+
+
+@WORLD
+def test_callbacks_that_change_parameters_at_random_change_them_alike_on_all_ranks() -> None:
+    """Random changes of parameters agree on all processes."""
+    noise = DrawsInBatches()
+    made = trial([DDPCallback(), noise])
+    torch.manual_seed(dist.get_rank())  # a user who seeds nothing
+    made.with_train_generator(DataLoader(data(20), 8, shuffle=True)).run(3)
+    assert_equal(*of_ranks([parameters(made), draw()]), 0.0)
+    own, other = of_ranks(noise.drawn)
+    assert len({*own, *other}) == 2 * len(own)
+
+
+@case
+def goes_on_where_it_stopped() -> Any:
+    """Parameters after four epochs with dropout, in one go and in two runs."""
+
+    def started(name: str) -> Trial:
+        model = nn.Sequential(network(), nn.Dropout(0.3), nn.Linear(CLASSES, CLASSES).double())
+        made = trial([DDPCallback(), MostRecent(f"{name}.pt"), DrawsInBatches()], model=model)
+        seed_all(11)
+        return made.with_generators(DataLoader(data(20), 8, shuffle=True), DataLoader(data(7), 4))
+
+    whole = started("whole")
+    whole.run(4)
+    started("first").run(2)
+    again = started("again")
+    again.load_state_dict(torch.load("first.pt", weights_only=False))
+    torch.rand(7)
+    again.evaluate()
+    again.run(4)
+    return parameters(whole), parameters(again)
+
+
+def test_a_trial_that_goes_on_from_its_checkpoint_ends_with_the_numbers_of_one_that_was_never_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed Trial draws an uninterrupted one's numbers."""
+    monkeypatch.chdir(tmp_path)
+    for whole, resumed in [*by_rank(goes_on_where_it_stopped), goes_on_where_it_stopped()]:
+        assert_equal(resumed, whole, 0.0)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def shares_and_rows(made: Trial) -> tuple[list[Any], list[Any]]:
+    shares, rows = [], []
+
+    @torchbearer.callbacks.on_criterion
+    def look(state: Any) -> None:
+        shares.append((state[SHARE].local, state[SHARE].total))
+        rows.append(state[torchbearer.X][:, 0].tolist())
+
+    made.state[torchbearer.CALLBACK_LIST].append([look])
+    made.run(1)
+    return shares, rows
+
+
+@WORLD
+def test_per_process_gives_each_rank_whole_batches_in_turn() -> None:
+    """`batch_size="per_process"` gives each process whole batches in turn."""
+    made = trial([DDPCallback(batch_size="per_process")])
+    made.with_generators(DataLoader(numbered(22), 4), DataLoader(data(9, 9), 4))
+    (shares, rows), (other_shares, other_rows) = of_ranks(shares_and_rows(made))
+    assert shares == [(4, 8), (4, 8), (4, 6)]
+    assert other_shares == [(4, 8), (4, 8), (2, 6)]
+    assert (rows[0], other_rows[0], other_rows[2]) == ([0, 1, 2, 3], [4, 5, 6, 7], [20, 21])
+    history, other_history = of_ranks(made.state[torchbearer.HISTORY][0])
+    assert history["train_steps"] == other_history["train_steps"] == 3
+    assert history["val_loss"] == other_history["val_loss"]
+
+
+@WORLD
+def test_per_process_works_on_any_data() -> None:
+    listed = train(trial([DDPCallback("per_process")]), list(DataLoader(data(20), 4)))
+    making = trial([DDPCallback("per_process")])
+
+    def loader(state: Any) -> None:
+        state[torchbearer.X] = torch.randn(5, FEATURES, dtype=torch.float64)
+        state[torchbearer.Y_TRUE] = torch.randint(0, CLASSES, (5,))
+
+    making.with_loader(loader).for_train_steps(2)
+    rows, other_rows = of_ranks(shares_and_rows(making)[1])
+    assert_equal(*of_ranks([listed, parameters(making)]), 0.0)
+    assert other_rows != rows, "each rank makes its own batch"
+
+
+class LateFirst(TensorDataset):
+    """The first samples take longer to load than all others."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.1 if index < 4 else 0.0)
+        return super().__getitem__(index)
+
+
+@WORLD
+def test_workers_that_may_hand_out_batches_in_any_order_keep_the_order_of_the_sampler() -> None:
+    """A loader's `in_order=False` becomes `True`."""
+    loader = DataLoader(LateFirst(*numbered(14).tensors), 4, num_workers=2, in_order=False)
+    rows, other_rows = of_ranks(shares_and_rows(trial([DDPCallback()]).with_train_generator(loader))[1])
+    assert rows == [[0, 1], [4, 5], [8, 9], [12]]
+    assert other_rows == [[2, 3], [6, 7], [10, 11], [13]]
+    assert not loader.in_order, "the user's loader is left as it was"
+
+
+@WORLD
+def test_a_distributed_sampler_is_left_alone() -> None:
+    """A `DistributedSampler` keeps its loader undivided."""
+    sampler = DistributedSampler(numbered(14), shuffle=False, drop_last=False)
+    made = trial([DDPCallback()]).with_train_generator(DataLoader(numbered(14), 3, sampler=sampler))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        shares, rows = shares_and_rows(made)
+    said = [str(each.message)[:50] for each in caught if "Sampler" in str(each.message)]
+    assert of_ranks(said) == [["The loader of TensorDataset has a DistributedSampl"], []]
+    assert of_ranks(rows) == [[[0, 2, 4], [6, 8, 10], [12]], [[1, 3, 5], [7, 9, 11], [13]]]
+    assert shares == [(3, None), (3, None), (1, None)]
+    x, y = numbered(14).tensors
+    steps = [[0, 2, 4, 1, 3, 5], [6, 8, 10, 7, 9, 11], [12, 13]]
+    one = trial([]).with_train_generator([(x[step], y[step]) for step in steps])
+    one.run(1)
+    assert_equal(parameters(made), parameters(one), relative=1e-10)
+    assert_equal(*of_ranks(parameters(made)), 0.0)
+
+
+@WORLD
+def test_the_users_loader_is_given_back_unchanged() -> None:
+    loader = DataLoader(data(12), 4, shuffle=True)
+    made = trial([DDPCallback()]).with_train_generator(loader)
+    made.run(1)
+    generator, steps = made.state[torchbearer.TRAIN_DATA]
+    assert generator is loader and steps == 3
+    assert type(loader.batch_sampler).__name__ == "BatchSampler"
+
+
+# --- the model is never wrapped ---------------------------------------------------------------------------------------
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    return [hook for parameter in model.parameters() for hook in (parameter._post_accumulate_grad_hooks or {}).values()]
+
+
+@WORLD
+def test_the_model_is_not_wrapped_and_copies_carry_nothing_of_ours() -> None:
+    model = network()
+    hooks: list[Any] = []
+
+    @torchbearer.callbacks.on_checkpoint
+    def copy_it(state: Any) -> None:
+        copied = copy.deepcopy(state[torchbearer.MODEL])
+        unpickled = pickle.loads(pickle.dumps(state[torchbearer.MODEL]))
+        torch.jit.script(copied)
+        hooks.extend(hooks_of(copied) + hooks_of(unpickled))
+
+    made = trial([DDPCallback()], model=model, callbacks=[copy_it])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.script is deprecated
+        made.with_train_generator(DataLoader(data(12), 4)).run(2)
+    assert made.state[torchbearer.MODEL] is model
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert sorted(vars(model)) == sorted(vars(network()))
+    assert hooks + hooks_of(model) == []
+
+
+# --- each callback alone ----------------------------------------------------------------------------------------------
+
+
+@WORLD
+def test_callbacks_work_without_the_others() -> None:
+    """`AllReduceGradients`, `ReduceMetrics` and `ShardData` work alone."""
+    rank = dist.get_rank()
+    x, y = data(8).tensors
+    mine, his = (slice(1, 3), slice(4, 8)) if rank else (slice(0, 1), slice(0, 4))
+    made, one = trial([AllReduceGradients()]), trial([])
+    made.with_train_generator([(x[mine], y[mine])] * 3).run(1)
+    one.with_train_generator([(x[:3], y[:3])] * 3).run(1)
+    assert_equal(parameters(made), parameters(one), relative=1e-10)
+    found = trial([ReduceMetrics()]).with_val_generator([(x[his], y[his])]).evaluate()
+    assert_equal(found, trial([]).with_val_generator([(x, y)]).evaluate(), relative=1e-12)
+    shards = trial([ShardData()], metrics=[]).with_train_generator(DataLoader(data(7), 4))
+    assert shares_and_rows(shards)[0] == [[(2, 4), (2, 3)], [(2, 4), (1, 3)]][rank]
+
+
+# --- metrics of the user's own ----------------------------------------------------------------------------------------
+
+
+class Counter(Metric):  # type: ignore[misc]
+    """Not built from decorators: the number of samples it saw."""
+
+    def reset(self, state: Any) -> None:
+        self.count = 0
+
+    def process(self, *args: Any) -> None:
+        self.count += len(args[0][torchbearer.Y_TRUE])
+
+    def process_final(self, *args: Any) -> dict[str, int]:
+        return {"count": self.count}
+
+
+@WORLD
+def test_a_metric_that_cannot_be_merged_is_averaged_and_named() -> None:
+    """A warning names metrics that are only averaged."""
+    made = trial([DDPCallback()], metrics=[Counter("count")])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = made.with_train_generator(DataLoader(data(10), 5)).run(1)
+    assert history[0]["count"] == pytest.approx((6 * 6 + 4 * 4) / 10)  # the ranks have 6 and 4 of the ten samples
+    messages = [str(warning.message) for warning in caught]
+    assert any("The metric count" in message and "weighted by samples" in message for message in messages)
