@@ -6,7 +6,7 @@
     python docs/_static/one_step.py draw                         one_step.svg, from what was measured
 
 The moments of the step of median length go to one_step.json, in milliseconds from its begin on rank 0. The clocks of
-two machines differ, so the hosts must be namespaces of one machine (tests/host_bed.py).
+two machines differ, so the hosts must be namespaces of one machine (tests/kit/hosts.py).
 """
 
 from __future__ import annotations

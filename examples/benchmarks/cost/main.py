@@ -4,7 +4,7 @@
 
 Each layout runs ``ddprun bench``, which measures whole steps. The calibration on two ranks of one host predicts the
 steps of 3 and 4 ranks there; the one on two hosts with one rank each, those of 3 and 4 hosts, for each rate of the
-links. The hosts are made of namespaces (``tests/host_bed.py``) and share this machine's cores, which a prediction is
+links. The hosts are made of namespaces (``tests/kit/hosts.py``) and share this machine's cores, which a prediction is
 told: each of H hosts has an H-th of them. Layouts come in turns, so that whatever else the machine does meets all;
 measured and predicted times are medians over the turns.
 """
@@ -59,7 +59,7 @@ def run(case: Case, seconds: float) -> Calibration:
         command = [*DDPRUN, *flags, "--nproc-per-node", str(case.layout.ranks)]
     else:
         names = ",".join(f"h{number}:{case.layout.ranks_per_host}" for number in range(1, case.layout.hosts + 1))
-        bed = [sys.executable, str(ROOT / "tests" / "host_bed.py"), "--rate", case.rate, str(case.layout.hosts)]
+        bed = [sys.executable, str(ROOT / "tests" / "kit" / "hosts.py"), "--rate", case.rate, str(case.layout.hosts)]
         command = [*bed, "env", path, *DDPRUN, *flags, "-x", path, "-H", names]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT, check=True)
     found = json.loads(done.stdout)["calibration"]

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python examples/benchmarks/gain/main.py        about 12 minutes on two cores (Linux, root)
     python examples/benchmarks/gain/main.py --draw                   the plot and the tables, from gain.json
 
-The hosts are made of namespaces (``tests/host_bed.py``); a control group gives each half of a core while it trains,
+The hosts are made of namespaces (``tests/kit/hosts.py``); a control group gives each half of a core while it trains,
 however many hosts there are, so that four of them are four times one. The numbers of hosts come in turns, so that
 whatever else the machine does meets all of them. What was measured goes to gain.json; the plot, and the tables of the
 README and of docs/explanation/what_do_i_gain.md, are made from that.
@@ -91,7 +91,7 @@ def run(bed: Any, groups: Path, hosts: int, models: list[str], epochs: int, fold
 
 def measure(repetitions: int) -> dict[str, Any]:
     sys.path.insert(0, str(ROOT / "tests"))
-    from host_bed import HostBed, missing
+    from kit.hosts import HostBed, missing
 
     if reason := missing():
         raise SystemExit(reason)

@@ -4,7 +4,7 @@
 
 Interleaved as in ``main.py``. To see it on one Linux machine, as root, with links of a given rate::
 
-    python tests/host_bed.py --rate 200mbit 2 ddprun -H h1:2,h2:2 examples/benchmarks/step_time/hosts.py
+    python tests/kit/hosts.py --rate 200mbit 2 ddprun -H h1:2,h2:2 examples/benchmarks/step_time/hosts.py
 """
 
 from __future__ import annotations
