@@ -27,7 +27,7 @@ def choose(table: str, number: int) -> Way:
     return Way(before, layout=layout, gloo=chosen.random() < 0.2, resumed_on=after, resume=(("every", every),))
 
 
-@pytest.mark.parametrize("table", ["trials", "trainer_features"])
+@pytest.mark.parametrize("table", ["trials", "trainer_features", "loops"])
 @pytest.mark.parametrize("number", range(CUTS))
 def test_runs_that_are_cut_at_random_go_on_with_the_numbers_of_those_that_are_not(table: str, number: int) -> None:
     """Cuts at random moments change no number."""

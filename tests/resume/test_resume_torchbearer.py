@@ -1,10 +1,12 @@
-"""What ``Resume`` promises a Trial beside the numbers: files, refusals, a bar, and a program with real signals."""
+"""What ``Resume`` promises a Trial beside the numbers: files, refusals, and a bar.
+
+That scripts go on with the numbers of one process is shown by test_equivalence.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
-import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +14,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torchbearer
-from kit.commands import DEADLINE, run, start
 from kit.compare import assert_equal
 from kit.ranks import run_distributed
 from torch import nn
@@ -24,10 +25,9 @@ from ways import Way
 
 from ddp_callbacks import LocalSGD
 from ddp_callbacks.checkpoints import CheckpointFile
-from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted
+from ddp_callbacks.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, Preempted
 from ddp_callbacks.torchbearer import SHARE, Resume
 
-EXIT_PREEMPTED = 75
 RUN = "1.pt"  # the file of the first Trial of a run
 
 
@@ -75,22 +75,18 @@ def result(made: Trial) -> Any:
 
 def test_a_single_process_needs_no_ddp_callback(tmp_path: Path) -> None:
     """`Resume` alone keeps the bits of a Trial."""
-    expected = result(plain())
-    assert_equal(result(plain(Resume(tmp_path / "whole.pt"))), expected, relative=0.0)
-    for batch in (0, 2, 4):
-        path = tmp_path / f"{batch}.pt"
-        resume = Resume(path)
+    expected, resume = result(plain()), Resume(tmp_path / "run.pt")
 
-        @torchbearer.callbacks.on_step_training
-        def ask(state: Any, resume: Resume = resume, batch: int = batch) -> None:
-            if (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == (1, batch):
-                resume.preemption.request("the test")
+    @torchbearer.callbacks.on_step_training
+    def ask(state: Any) -> None:
+        if (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == (1, 2):
+            resume.preemption.request("the test")
 
-        preempted = cut(plain(resume, ask))
-        assert (preempted.code, preempted.path) == (EXIT_PREEMPTED, str(path))
-        assert "the test on rank 0" in str(preempted)
-        again = torchbearer.callbacks.on_step_training(lambda state: None)
-        assert_equal(result(plain(Resume(path), again)), expected, relative=0.0)
+    preempted = cut(plain(resume, ask))
+    assert (preempted.code, preempted.path) == (EXIT_PREEMPTED, str(tmp_path / "run.pt"))
+    assert "the test on rank 0" in str(preempted)
+    again = torchbearer.callbacks.on_step_training(lambda state: None)
+    assert_equal(result(plain(Resume(tmp_path / "run.pt"), again)), expected, relative=0.0)
 
 
 def test_torchbearer_alone_goes_on_from_the_file(tmp_path: Path) -> None:
@@ -118,13 +114,14 @@ def test_a_finished_run_does_nothing_and_returns_its_history(tmp_path: Path) -> 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+class Dies(Callback):  # type: ignore[misc]
+    def on_step_training(self, state: Any) -> None:
+        if (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == (1, 4):
+            raise KeyError("a crash")
+
+
 def test_each_few_batches_a_file_is_written_from_which_a_run_that_died_goes_on(tmp_path: Path) -> None:
     """A killed Trial resumes from its last file."""
-
-    class Dies(Callback):  # type: ignore[misc]
-        def on_step_training(self, state: Any) -> None:
-            if (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == (1, 4):
-                raise KeyError("a crash")
 
     def train_in(name: str, *more: Any) -> Any:
         folder = tmp_path / name
@@ -235,78 +232,21 @@ def other(folder: Path, batches: Any, **options: Any) -> Trial:
     return trial(callbacks, **options).with_train_generator(batches)
 
 
-@pytest.mark.parametrize(
-    ("made", "says"),
-    [
-        (lambda f: other(f, loader(), metrics=["loss"]), r"metrics: .* in the file, metric_list"),
-        (lambda f: other(f, loader(31)), r"train_data: samples: 30 in the file, 31 now"),
-        (lambda f: other(f, loader(30, 5)), r"train_data: batch size: 6 in the file, 5 now"),
-        (lambda f: other(f, loader(), model=normalized()), r"model: Sequential with 146 .* in the file, .* with 174 p"),
-    ],
-    ids=["metrics", "data", "batch size", "model"],
-)
-def test_a_file_of_another_run_is_refused(tmp_path: Path, made: Any, says: str) -> None:
+def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
     cut(make(tmp_path, cut=3))
     before = (tmp_path / RUN).read_bytes()
-    with pytest.raises(CheckpointError, match=says):
-        made(tmp_path).run(1)
+    others = {
+        r"metrics: .* in the file, metric_list": other(tmp_path, loader(), metrics=["loss"]),
+        r"train_data: samples: 30 in the file, 31 now": other(tmp_path, loader(31)),
+        r"train_data: batch size: 6 in the file, 5 now": other(tmp_path, loader(30, 5)),
+        r"model: Sequential with 146 .* in the file, .* with 174 p": other(tmp_path, loader(), model=normalized()),
+    }
+    for says, made in others.items():
+        with pytest.raises(CheckpointError, match=says):
+            made.run(1)
     assert (tmp_path / RUN).read_bytes() == before
 
 
 def test_a_trial_takes_one_resume(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="a Trial takes one callback Resume, got 2"):
         make(tmp_path, Resume(tmp_path / "other.pt")).run(1)
-
-
-# --- a program --------------------------------------------------------------------------------------------------------
-
-PROGRAM = """
-import os, signal, sys
-import torch, torchbearer
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from ddp_callbacks import get_rank
-from ddp_callbacks.torchbearer import DDPCallback, Resume
-
-path, rank, epoch, batch, number = sys.argv[1], *map(int, sys.argv[2:])
-torch.manual_seed(0)
-data = TensorDataset(torch.randn(48, 6, dtype=torch.float64), torch.arange(48) % 3)
-model = nn.Linear(6, 3).double()
-
-@torchbearer.callbacks.on_step_training
-def tell(state):
-    now = state[torchbearer.EPOCH], state[torchbearer.BATCH]
-    print("batch", *now, flush=True)
-    if now == (epoch, batch) and get_rank() == rank:
-        os.kill(os.getpid(), number)
-
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-trial = torchbearer.Trial(model, optimizer, nn.CrossEntropyLoss(), metrics=["loss"],
-                          callbacks=[DDPCallback(), Resume(path), tell], verbose=0).to("cpu", torch.float64)
-history = trial.with_train_generator(DataLoader(data, 4, shuffle=True)).run(6)
-if get_rank() == 0:
-    print("ended", len(history), *(f"{epoch['loss']:.15g}" for epoch in history), flush=True)
-"""
-NEVER = [0, -1, -1, 0]
-
-
-def preempted(command: list[Any], folder: Path) -> str:
-    with start(command, folder) as process:
-        text, _ = process.communicate(timeout=DEADLINE)
-    assert process.returncode == EXIT_PREEMPTED, text
-    assert "ended" not in text
-    return str(text)
-
-
-@pytest.mark.cold
-def test_a_program_that_gets_a_signal_exits_with_75_and_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
-    (whole,) = re.findall("ended 6 (.*)", run(["python", "train.py", "whole.pt", *NEVER], tmp_path))
-    text = preempted(["python", "train.py", "run.pt", 0, 1, 3, int(signal.SIGTERM)], tmp_path)
-    assert re.search(r"stopped by SIGTERM on rank 0 .*run\.pt", text)
-    ddprun = ["ddprun", "--nproc-per-node", 2, "--grace", 60]
-    text = preempted([*ddprun, "train.py", "run.pt", 1, 3, 5, int(signal.SIGUSR1)], tmp_path)
-    assert re.search(r"stopped by SIGUSR1 on rank 1 .*run\.pt", text)
-    assert not re.search(r"batch 1 [0-3]$", text, re.MULTILINE)
-    (gone_on,) = re.findall("ended 6 (.*)", run(["python", "train.py", "run.pt", *NEVER], tmp_path))
-    assert list(map(float, gone_on.split())) == pytest.approx(list(map(float, whole.split())), rel=1e-10)

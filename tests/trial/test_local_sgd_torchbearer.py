@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torchbearer
 from diloco import OuterStep, vector
 from kit.compare import assert_equal
-from shared_worlds import World
+from shared_worlds import Bodies
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchbearer import Callback
@@ -24,17 +23,7 @@ from ddp_callbacks import DiLoCo, LocalSGD
 from ddp_callbacks.torchbearer import SHARE, DDPCallback
 
 pytestmark = pytest.mark.shares_results()
-WORLD = World(__name__)
-
-
-def case(body: Callable[[], Any]) -> Callable[[], Any]:
-    """Runs on both ranks."""
-    WORLD.add(body.__name__, body)
-    return body
-
-
-def by_rank(body: Callable[[], Any]) -> list[Any]:
-    return WORLD.results(body.__name__)
+WORLD = Bodies(__name__)
 
 
 @pytest.mark.parametrize("name", ["shuffled_ragged_adam", "clipping_and_decay", "sum_reduction"])
@@ -63,7 +52,7 @@ class Watch(Callback):  # type: ignore[misc]
         self.evaluated.append(vector(state[torchbearer.MODEL]))
 
 
-@case
+@WORLD
 def diloco() -> Any:
     """Five steps in an epoch, windows of three: one of two steps at the end of each. One rank has no last batch."""
     watch = Watch()
@@ -96,7 +85,7 @@ def simulated(batches: list[list[Any]], start: torch.Tensor) -> list[torch.Tenso
 
 
 def test_a_trial_trains_by_the_papers_algorithm() -> None:
-    ranks = by_rank(diloco)
+    ranks = WORLD.returned(diloco)
     batches = [rank["watch"]["batches"] for rank in ranks]
     assert sorted(len(own[4][0]) for own in batches) == [0, 1]
     expected = simulated(batches, ranks[0]["start"])
@@ -106,7 +95,7 @@ def test_a_trial_trains_by_the_papers_algorithm() -> None:
 
 def test_evaluations_see_the_averaged_model_on_all_ranks() -> None:
     """Evaluations and checkpoints use the averaged model."""
-    first, second = by_rank(diloco)
+    first, second = WORLD.returned(diloco)
     assert_equal(first["watch"]["evaluated"][:2], first["watch"]["trained"], 0.0)
     assert_equal(second["watch"]["evaluated"], first["watch"]["evaluated"], 0.0)
     assert_equal(second["history"], first["history"], 0.0)
@@ -116,7 +105,7 @@ def test_evaluations_see_the_averaged_model_on_all_ranks() -> None:
     assert_equal(first["evaluation"], alone.evaluate(), 1e-10)
 
 
-@case
+@WORLD
 def files_and_statistics() -> Any:
     """The model in the ranks' folder, which only rank 0 writes; the BatchNorm statistics of each."""
     saving = MostRecent("model.pt", save_model_params_only=True)
@@ -126,7 +115,7 @@ def files_and_statistics() -> Any:
 
 
 def test_a_checkpoint_has_the_averaged_model_and_merged_statistics() -> None:
-    (saved, first), (_, second) = by_rank(files_and_statistics)
+    (saved, first), (_, second) = WORLD.returned(files_and_statistics)
     assert_equal(dict(saved), first["parameters"], 0.0)
     assert_equal(second["parameters"], first["parameters"], 0.0)
     assert_equal(second["history"], first["history"], 0.0)
