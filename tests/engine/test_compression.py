@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import io
 import itertools
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from kit.compare import assert_equal
 from kit.ranks import live_on_hosts
 from shared_worlds import TWO, WIDE, World, by_rank
 from torch import Tensor, nn
@@ -44,30 +45,33 @@ def gradients(net: nn.Module) -> list[Tensor]:
 
 
 @functools.cache
-def of_one_process(weights: tuple[int, ...], step: int) -> list[Tensor]:
-    net = model()
+def of_one_process(step: int) -> list[Tensor]:
+    net, weights = model(), SAMPLES[: dist.get_world_size()]
     for rank, weight in enumerate(weights):
         (loss_of(net, rank, step) * weight / sum(weights)).backward()
     return gradients(net)
 
 
-def of_whole_batch(size: int, step: int) -> list[Tensor]:
-    return of_one_process(SAMPLES[:size], step)
-
-
-def synchronize(compress: Any, layout: tuple[int, ...] = (), known: bool = True) -> list[list[Tensor]]:
-    """The gradients of each step."""
+def synchronize(compress: Any, layout: tuple[int, ...] = (), known: bool = True, cut: int = -1) -> list[list[Tensor]]:
+    """The gradients of each step. Before step ``cut`` a synchronizer goes on from the states of another."""
     group = dist.new_group()
     if layout:
         live_on_hosts(layout, group)
     net, rank = model(), dist.get_rank()
-    synchronizer = GradientSynchronizer(net, bucket_cap_mb=0.002, compress=compress, process_group=group)
-    seen = []
+    seen, states = [], []
     for step in range(STEPS):
+        if step in (0, cut):
+            synchronizer = GradientSynchronizer(net, bucket_cap_mb=0.002, compress=compress, process_group=group)
+            if states:
+                synchronizer.load_state_dict(states)
         net.zero_grad()
         synchronizer.weigh(SAMPLES[rank], sum(SAMPLES[: dist.get_world_size()]) if known else None)
         loss_of(net, rank, step).backward()
         seen.append(gradients(net))
+        if step == cut - 1:
+            torch.save(synchronizer.state_dict(), file := io.BytesIO())
+            states = by_rank(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+            synchronizer.close()
     synchronizer.close()
     return seen
 
@@ -87,60 +91,53 @@ def test_gradients_are_those_of_one_process_but_for_the_rounding() -> None:
     size = dist.get_world_size()
     for (compress, bound), known in itertools.product(BOUNDS.items(), (True, False)):
         for step, grads in enumerate(synchronize(compress, (size - 1, 1), known)):
-            wrong = error(grads, of_whole_batch(size, step))
+            wrong = error(grads, of_one_process(step))
             assert wrong < bound and by_rank(wrong) == [wrong] * size
             assert compress is None or wrong > bound / 30  # it was rounded
-
-
-@WORLD
-def test_on_one_host_nothing_is_sent_so_nothing_is_compressed() -> None:
     for compress in ("bf16", PowerSGD(start=2)):
         for step, grads in enumerate(synchronize(compress)):
-            assert error(grads, of_whole_batch(2, step)) < 1e-6
+            assert error(grads, of_one_process(step)) < 1e-6  # nothing is sent on one host
 
 
 @WORLD.on(TWO, WIDE)
 def test_power_sgd_is_exact_where_the_gradient_has_no_higher_rank() -> None:
     # A batch of n samples makes gradients of rank n; 8 columns hold the samples of three ranks.
-    size = dist.get_world_size()
-    for layout in [(1, 1)] if size == 2 else [(2, 1), (1, 2), (1, 1, 1)]:
+    for layout in [(1, 1)] if dist.get_world_size() == 2 else [(2, 1), (1, 2), (1, 1, 1)]:
         for step, grads in enumerate(synchronize(PowerSGD(rank=8, start=2), layout)):
-            assert error(grads, of_whole_batch(size, step)) < 1e-4
+            assert error(grads, of_one_process(step)) < 1e-4
 
 
 @WORLD
-def test_power_sgd_is_that_of_torch() -> None:
+def test_power_sgd_is_that_of_torch_on_the_cpu_also_where_there_is_a_gpu() -> None:
     """`PowerSGD` is torch's, exact for low ranks."""
     # Each rank is on a host of its own, with equal weights; rank 1 matrices, so that what is left out is fed back.
+
+    def synchronize_with_gpu(device: Any = None) -> None:
+        raise ValueError(f"Expected a cuda device, but got: {device}")  # a GPU cannot wait for a CPU
+
     live_on_hosts((1, 1), group := dist.new_group())
     ours, theirs, rank = model(), model(), dist.get_rank()
     synchronizer = GradientSynchronizer(ours, compress=PowerSGD(rank=1, start=2), process_group=group)
     ddp = DistributedDataParallel(theirs)
     ddp.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook)
     for step in range(STEPS):
-        for net, call in ((ours, ours), (theirs, ddp)):
-            net.zero_grad()
-            loss_of(call, rank, step).backward()
+        ours.zero_grad()
+        theirs.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda, "synchronize", synchronize_with_gpu)
+            loss_of(ours, rank, step).backward()
         assert error(gradients(ours), gradients(theirs)) < 1e-5
-        assert step < 2 or error(gradients(theirs), of_one_process((1, 1), step)) > 1e-3
     synchronizer.close()
 
 
 @WORLD
-def test_power_sgd_for_the_cpu_is_the_same_where_there_is_a_gpu() -> None:
-    # A GPU that cannot wait for a CPU.
-
-    def synchronize_with_gpu(device: Any = None) -> None:
-        raise ValueError(f"Expected a cuda device, but got: {device}")
-
-    plain = synchronize(PowerSGD(rank=1, start=2), (1, 1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "synchronize", synchronize_with_gpu)
-        beside = synchronize(PowerSGD(rank=1, start=2), (1, 1))
-    assert all(map(torch.equal, itertools.chain(*plain), itertools.chain(*beside)))
-    assert error(beside[1], of_whole_batch(2, 1)) < 1e-6
-    assert error(beside[STEPS - 1], of_whole_batch(2, STEPS - 1)) > 1e-3  # it was compressed
+def test_a_training_that_goes_on_from_the_engine_s_state_has_the_same_bits() -> None:
+    """The engines' states resume with the same bits."""
+    for compress, known in ((PowerSGD(rank=1, start=2), True), (None, False)):
+        whole = synchronize(compress, (1, 1), known)
+        assert_equal(synchronize(compress, (1, 1), known, cut=3), whole, 0.0)
 
 
 # --- under DistributedDataParallel ------------------------------------------------------------------------------------
@@ -159,30 +156,6 @@ def test_the_hook_gives_distributed_data_parallel_the_same_gradients() -> None:
                 net.zero_grad()
                 loss_of(net, dist.get_rank(), step).backward()
             assert error(*map(gradients, nets)) < 1e-6
-
-
-class Group:
-    """All that is asked of a process group here is which it is."""
-
-
-def test_the_sums_of_one_group_do_not_wait_for_those_of_another() -> None:
-    # On another rank they may come in the other order, and both would wait.
-    done, groups = threading.Event(), [Group(), Group()]
-
-    class First:
-        def wait(self, doing: str) -> None:
-            assert done.wait(60)
-
-    class Second:
-        def wait(self, doing: str) -> None:
-            done.set()
-
-    kinds: Any = (First, Second)
-    futures = [
-        ddp_hook.future_of(kind(), torch.tensor([float(index)]), group)
-        for index, (kind, group) in enumerate(zip(kinds, groups, strict=True))
-    ]
-    assert [future.wait().item() for future in futures] == [0.0, 1.0]
 
 
 def test_gradients_on_a_gpu_go_by_torchs_own_hook(monkeypatch: pytest.MonkeyPatch) -> None:
