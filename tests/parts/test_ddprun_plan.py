@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -11,8 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
 from ddp_callbacks.errors import ConfigurationError
@@ -21,18 +20,7 @@ from ddp_callbacks.launcher.meeting import choose_interface
 from ddp_callbacks.launcher.options import parse_bench_options, parse_options, working_directory
 from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, make_plan
 from ddp_callbacks.launcher.remote import BOOTSTRAP
-from ddp_callbacks.launcher.torchrun_flags import FLAGS, TORCH, Flag
-from ddp_callbacks.launcher.ways import command_to, explain_ssh, ssh_command
-
-LATER = {  # flags that torch 2.8 lacks
-    "duplicate_stdout_filters",
-    "duplicate_stderr_filters",
-    "numa_binding",
-    "signals_to_handle",
-    "shutdown_timeout",
-    "virtual_local_rank",
-}
-IS_NEWEST = torch.__version__.startswith(f"{TORCH}.")
+from ddp_callbacks.launcher.ways import command_to, ssh_command
 
 
 def plan(*argv: str, environ: dict[str, str] | None = None) -> Plan:
@@ -53,8 +41,6 @@ def test_a_flag_of_the_script_may_look_like_the_beginning_of_ours() -> None:
     # torchrun refuses it: --logs could be --logs-specs or --logs_specs.
     command = ("train.py", "--logs", "a", "--node", "b")
     assert plan("--dry", *command).command == command
-    with pytest.raises(ConfigurationError, match="unknown flag --logs:"):
-        plan("--logs", "train.py")
 
 
 def test_hosts_come_in_their_order_with_their_processes(tmp_path: Path) -> None:
@@ -102,52 +88,34 @@ def test_a_static_endpoint_is_where_the_first_node_listens() -> None:
     assert (made.rendezvous, made.address, made.port) == ("fixed", "n", 4001)
 
 
-def test_the_table_of_flags_is_that_of_the_installed_torchrun() -> None:
-    # But for flags that came after the oldest supported torch; a node without one refuses it by its name.
-    theirs = {action.dest: action for action in get_args_parser()._actions if action.option_strings}
-    del theirs["help"]
-    if IS_NEWEST:
-        assert [flag.name for flag in FLAGS] == list(theirs)
-    assert [flag.name for flag in FLAGS if flag.name not in LATER or flag.name in theirs] == list(theirs)
-    for flag in (flag for flag in FLAGS if flag.name in theirs):
-        action = theirs[flag.name]
-        if flag.name == "master_port" and not IS_NEWEST:
-            assert (flag.default, action.default) == (None, 29500)  # what the agent makes of None
-            action.default = None
-        ours = (flag.spellings, flag.default, flag.choices, flag.is_switch, flag.has_variable)
-        choices = None if action.choices is None else tuple(action.choices)
-        has_variable = isinstance(action, env | check_env)
-        assert ours == (tuple(action.option_strings), action.default, choices, action.nargs == 0, has_variable)
-        if not flag.is_switch and action.type in (str, int, float):
-            assert flag.type is action.type, flag.name
-
-
-def values_of(flag: Flag) -> list[str]:
+def values_of(action: argparse.Action) -> list[str]:
     """What to write behind a flag to try it."""
-    if flag.is_switch:
+    if action.nargs == 0:
         return []
     of_their_own = {"nnodes": "1:2", "nproc_per_node": "3", "rdzv_conf": "key=value"}
-    of_type = {int: "1", float: "0.5"}
-    some = of_their_own.get(flag.name) or of_type.get(flag.type, "a,b,,c")  # type: ignore[call-overload]
-    return [flag.choices[0] if flag.choices else some]
+    some = of_their_own.get(action.dest) or {int: "1", float: "0.5"}.get(action.type, "a,b,,c")  # type: ignore[call-overload]
+    return [action.choices[0] if action.choices else some]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
-def test_every_flag_of_torchrun_is_taken_with_its_meaning(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_flag_of_torchrun_is_taken_with_its_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ddprun` takes every flag of torchrun."""
     # Each with each of its spellings and from its variable, as torchrun's own parser reads them.
-    if flag.name in LATER and flag.name not in vars(get_args_parser().parse_args(["train.py"])):
-        pytest.skip(f"torch {torch.__version__} has no such flag")
-    for spelling in flag.spellings:
-        argv = [spelling, *values_of(flag), "train.py"]
-        ours = parse_options(argv, {})
-        assert ours.torchrun[flag.name] == getattr(get_args_parser().parse_args(argv), flag.name), spelling
-        assert ours.command == ("train.py",)
-    (value,) = values_of(flag) or ["1"]
-    variable = f"PET_{flag.name.upper()}"
-    monkeypatch.setenv(variable, value)
-    theirs = getattr(get_args_parser().parse_args(["train.py"]), flag.name)
-    assert parse_options(["train.py"], {variable: value}).torchrun[flag.name] == theirs
+    for action in (action for action in get_args_parser()._actions if action.option_strings and action.dest != "help"):
+        for spelling in action.option_strings:
+            argv = [spelling, *values_of(action), "train.py"]
+            ours = parse_options(argv, {})
+            assert ours.torchrun[action.dest] == getattr(get_args_parser().parse_args(argv), action.dest), spelling
+            assert ours.command == ("train.py",)
+        (value,) = values_of(action) or ["1"]
+        variable = f"PET_{action.dest.upper()}"
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            theirs = get_args_parser().parse_args(["train.py"])
+        ours = parse_options(["train.py"], {variable: value})
+        assert ours.torchrun[action.dest] == getattr(theirs, action.dest), variable
+    defaults, ours = vars(get_args_parser().parse_args(["train.py"])), parse_options(["train.py"], {})
+    differing = {name for name, value in ours.torchrun.items() if value != defaults.get(name, value)}
+    assert differing <= {"master_port", "nproc_per_node"}
 
 
 def test_variables_are_given_by_name_or_value_and_torchruns_own_always() -> None:
@@ -173,67 +141,8 @@ def test_what_sets_up_the_libraries_here_is_given_to_all_nodes() -> None:
     assert plan("-H", "a,b", "--rsh", "cat", "t.py", environ=environ).forwarded == settings
     bench = parse_bench_options(["-H", "a:1,b:1"], environ).run
     assert (bench.environ, bench.forwarded) == ({}, {**settings, **devices})
-    text = describe(made, command_to)
-    assert "variables" not in text
     names = "CUDA_VISIBLE_DEVICES DDP_CALLBACKS_SHARED_MEMORY GLOO_SOCKET_IFNAME OMP_NUM_THREADS PYTHONPATH"
-    assert text.count(f"  forwarded   {names}\n") == 2
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        ([], "name a script to run: ddprun train.py. See ddprun --help."),
-        (
-            ["--lr", "1", "train.py"],
-            f"unknown flag --lr: neither ddprun nor torchrun (torch {TORCH}) has it. If it belongs to your script, "
-            "put it after the script. See ddprun --help.",
-        ),
-        (
-            ["--nproc-per-nodes=2", "train.py"],
-            f"unknown flag --nproc-per-nodes: neither ddprun nor torchrun (torch {TORCH}) has it. Did you mean "
-            "--nproc-per-node?",
-        ),
-        (["-H", "a,a", "t.py"], "-H a,a: a is named twice. Name it once, with all its slots."),
-        (["-H", "a", "--hostfile", "f", "t.py"], "-H and --hostfile both name the nodes. Use one of them."),
-        (["--hostfile", "/no/file", "t.py"], "cannot read the host file /no/file: "),
-        (["-x", "NO_SUCH", "t.py"], "-x NO_SUCH: the variable is not set here. Set it, or write -x NO_SUCH=VALUE."),
-        (["-x", "=1", "t.py"], "-x takes NAME or NAME=VALUE, got '=1'."),
-        (["--show-ranks", "0-3", "t.py"], "--show-ranks takes rank numbers separated by commas, or all, got '0-3'."),
-        (["--nproc-per-node", "0", "t.py"], "--nproc-per-node must be at least 1, got 0."),
-        (["--nproc-per-node", "many", "t.py"], "--nproc-per-node takes a number, auto, cpu, gpu or xpu, got 'many'."),
-        (["--nnodes", "0", "t.py"], "--nnodes must be a number of at least 1, or MIN:MAX, got '0'."),
-        (["--nnodes", "3", "-H", "a,b", "t.py"], "--nnodes 3 does not match the number of nodes, 2."),
-        (["--max-restarts", "-1", "t.py"], "--max-restarts must not be negative, got -1."),
-        (
-            ["--node-rank", "1", "-H", "a,b", "t.py"],
-            "--node-rank describes a single node; with several, ddprun finds it out",
-        ),
-        (["--standalone", "-H", "a,b", "t.py"], "--standalone describes a single node"),
-        (["-m", "--no-python", "t"], "--module and --no-python cannot be combined."),
-        (["--rdzv-backend", "etcd", "t.py"], "--rdzv-backend etcd needs --rdzv-endpoint."),
-        (
-            ["--heartbeat-timeout", "0", "t.py"],
-            "argument --heartbeat-timeout: takes seconds, at least 2, got '0'. See",
-        ),
-        (
-            ["--rsh", "no-such-program {host}", "t.py"],
-            "--rsh 'no-such-program {host}': program no-such-program not found",
-        ),
-        (
-            ["--rsh", "/opt/pbs/bin/pbs_tmrsh", "t.py"],
-            "--rsh '/opt/pbs/bin/pbs_tmrsh': /opt/pbs/bin/pbs_tmrsh passes on",
-        ),
-        (["--rsh", "", "t.py"], "--rsh takes a command, got an empty one."),
-        (["--rsh", "a 'b", "t.py"], '--rsh takes a command, got "a \'b": No closing quotation.'),
-        (["--rdzv-conf", "x", "t.py"], "--rdzv-conf takes KEY=VALUE,..., got 'x'."),
-        (["--master-port", "x", "t.py"], "argument --master-port/--master_port: invalid int value: 'x'. See"),
-    ],
-)
-def test_what_cannot_be_is_one_line_with_the_remedy(argv: list[str], says: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        plan(*argv)
-    assert str(caught.value).startswith(says)
-    assert "\n" not in str(caught.value)
+    assert describe(made, command_to).count(f"  forwarded   {names}\n") == 2
 
 
 def test_a_variable_of_torchrun_that_is_no_switch_is_named() -> None:
@@ -268,33 +177,11 @@ def test_the_description_says_what_would_run_where() -> None:
     assert "OMP_NUM_THREADS=cores // 2" in second
 
 
-@pytest.mark.parametrize(
-    ("rsh", "reached_by", "shell"),
-    [
-        ("cat -u -w {host}", "cat -u -w me@b /bin/sh", "cat -u -w me@b "),
-        ("cat", "cat me@b /bin/sh", "cat me@b "),
-        ("cat 'a b' --to={host}:1 --", "cat 'a b' --to=me@b:1 -- /bin/sh", "cat 'a b' --to=me@b:1 -- "),
-    ],
-)
-def test_another_command_takes_ssh_s_place(rsh: str, reached_by: str, shell: str) -> None:
-    made = plan("-H", "here:1,me@b:1", "--rsh", rsh, "t.py")
-    assert [shlex.join(command_to(node)) for node in made.nodes][1] == reached_by
-    assert "  reached by  a local process\n" in describe(made, command_to)
-    assert f"  reached by  {reached_by}\n" in describe(made, command_to)
-    assert [node.shell for node in made.nodes] == ["", shell]
-
-
 def test_ssh_is_given_the_host_and_the_bootstrap_alone_and_checks_host_keys() -> None:
     """ssh always checks host keys."""
     *flags, dashes, host, command = ssh_command("me@b")
     assert (flags[0], dashes, host, command) == ("ssh", "--", "me@b", BOOTSTRAP)
     assert not any("HostKey" in flag or "KnownHosts" in flag for flag in flags)
-
-
-def test_ssh_s_own_words_are_kept_where_they_are_not_known() -> None:
-    assert explain_ssh("b", ["kex_exchange_identification: read: reset"]) == (
-        "ssh cannot reach it: kex_exchange_identification: read: reset. Try: ssh b true"
-    )
 
 
 def test_this_machine_is_known_by_its_names_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,86 +3,89 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 from torch import nn
 
-from ddp_callbacks import DiLoCo, GradientSynchronizer, Preemption, join_process_group, spawn
+from ddp_callbacks import DiLoCo, GradientSynchronizer, LocalSGD, Preemption, join_process_group, spawn
 from ddp_callbacks.environment import worker_env
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.launcher.bench.cost import Layout
+from ddp_callbacks.launcher.hosts import parse_hostfile, parse_hosts
+from ddp_callbacks.launcher.options import parse_bench_options, parse_options
+from ddp_callbacks.launcher.plan import Here, make_plan
+from ddp_callbacks.launcher.torchrun_flags import TORCH
 from ddp_callbacks.schedulers import hosts_of_job
-from ddp_callbacks.torchbearer import AllReduceGradients, DDPCallback, ShardData
+from ddp_callbacks.torchbearer import AllReduceGradients, AverageParameters, DDPCallback, Resume, ShardData
 
-Row = tuple[dict[str, Any], list[str]]  # arguments, and what the message says of them
+Row = tuple[Any, ...]  # what is given (arguments by name, or a text), and parts of the message
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29511"}
 SLURM = {"SLURM_JOB_NODELIST": "a,b,c", "SLURM_NTASKS": "10", "SLURM_TASKS_PER_NODE": "4(x2),2"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 
 
 def without(*names: str, **changed: str) -> dict[str, str]:
     return {name: value for name, value in (TORCHRUN | changed).items() if name not in names}
 
 
-ENVIRONMENTS: list[tuple[dict[str, str], list[str]]] = [
-    (without("WORLD_SIZE"), ["must be set together", "RANK=5", "WORLD_SIZE is not", "torchrun", "unset RANK"]),
-    (without("RANK"), ["must be set together", "WORLD_SIZE=8", "RANK is not", "torchrun", "unset WORLD_SIZE"]),
-    (without(RANK="five"), ["RANK must be a whole number", "RANK='five'"]),
-    (without(WORLD_SIZE="8.0"), ["WORLD_SIZE must be a whole number", "WORLD_SIZE='8.0'"]),
-    (without(LOCAL_RANK="gpu1"), ["LOCAL_RANK must be a whole number", "LOCAL_RANK='gpu1'"]),
-    (without(MASTER_PORT="http"), ["MASTER_PORT must be a whole number", "MASTER_PORT='http'"]),
-    (without(RANK="8"), ["rank must lie in [0, world_size)", "rank 8 in a world of 8", "from 0 to 7"]),
-    (without(RANK="-1"), ["rank must lie in [0, world_size)", "rank -1", "from 0 to 7"]),
-    (without(WORLD_SIZE="0"), ["world_size must be at least 1", "got 0"]),
-    (without(WORLD_SIZE="-2"), ["world_size must be at least 1", "got -2"]),
-    (without(LOCAL_RANK="-1"), ["local_rank must not be negative", "got -1"]),
-    (without("MASTER_ADDR"), ["needs an address", "host None", "port 29511", "MASTER_ADDR", "torchrun", "pass host"]),
-    (without("MASTER_PORT"), ["needs an address", "host 'node0'", "port None", "MASTER_PORT"]),
-    (without(MASTER_PORT="0"), ["port must lie in [1, 65535]", "got 0"]),
-    (without(MASTER_PORT="65536"), ["port must lie in [1, 65535]", "got 65536"]),
-]
-JOBS: list[tuple[dict[str, str], list[str]]] = [
-    ({**SLURM, "SLURM_TASKS_PER_NODE": "4(x2"}, ["SLURM_TASKS_PER_NODE='4(x2' cannot be parsed at '4(x2'"]),
-    ({**SLURM, "SLURM_TASKS_PER_NODE": "4(x2)"}, ["lists 2 nodes, SLURM_JOB_NODELIST='a,b,c' 3"]),
-    *(
-        ({"LSB_MCPU_HOSTS": pairs}, [f"LSB_MCPU_HOSTS='{pairs}' must hold pairs"])
-        for pairs in ("hostA", "hostA 4 hostB", "hostA four", "hostA 0")
+ENVIRONMENTS: list[Row] = [
+    (without("WORLD_SIZE"), "must be set together", "RANK=5", "WORLD_SIZE is not", "torchrun", "unset RANK"),
+    (without("RANK"), "must be set together", "WORLD_SIZE=8", "RANK is not", "torchrun", "unset WORLD_SIZE"),
+    (without(RANK="five"), "RANK must be a whole number", "RANK='five'"),
+    (without(MASTER_PORT="http"), "MASTER_PORT must be a whole number", "MASTER_PORT='http'"),
+    (without(RANK="8"), "rank must lie in [0, world_size)", "rank 8 in a world of 8", "from 0 to 7"),
+    (without(LOCAL_RANK="-1"), "local_rank must not be negative", "got -1"),
+    (without("MASTER_ADDR"), "needs an address", "host None", "port 29511", "MASTER_ADDR", "torchrun", "pass host"),
+    (without("MASTER_PORT"), "needs an address", "host 'node0'", "port None", "MASTER_PORT"),
+    (without(MASTER_PORT="65536"), "port must lie in [1, 65535]", "got 65536"),
+    (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        *("OMPI_COMM_WORLD_SIZE=4", "several hosts", "mpirun -x MASTER_ADDR=", "-genv MASTER_ADDR"),
     ),
 ]
+JOBS: list[Row] = [
+    ({**SLURM, "SLURM_TASKS_PER_NODE": "4(x2"}, "SLURM_TASKS_PER_NODE='4(x2' cannot be parsed at '4(x2'"),
+    ({**SLURM, "SLURM_TASKS_PER_NODE": "4(x2)"}, "lists 2 nodes, SLURM_JOB_NODELIST='a,b,c' 3"),
+    ({"LSB_MCPU_HOSTS": "hostA 4 hostB"}, "LSB_MCPU_HOSTS='hostA 4 hostB' must hold pairs"),
+    ({"LSB_MCPU_HOSTS": "hostA 0"}, "LSB_MCPU_HOSTS='hostA 0' must hold pairs"),
+    ({"PBS_NODEFILE": "/dev/null"}, "PBS_NODEFILE='/dev/null' names no host"),
+    ({"PBS_NODEFILE": "/nowhere"}, "PBS_NODEFILE='/nowhere' cannot be read: ", "No such file"),
+]
 JOINS: list[Row] = [
-    ({"rank": 1}, ["given together", "rank=1", "world_size=None"]),
-    ({"world_size": 2, "host": "a"}, ["given together", "rank=None", "world_size=2"]),
-    ({"host": "node0"}, ["without rank and world_size", "host='node0'", "torchrun"]),
-    ({"port": 29511}, ["without rank and world_size", "port=29511"]),
-    ({"rank": "0", "world_size": 2, "host": "a"}, ["rank must be an int", "'0' of type str", "type=int"]),
-    ({"rank": 0, "world_size": "2", "host": "a"}, ["world_size must be an int", "'2' of type str", "type=int"]),
-    ({"rank": 0, "world_size": 2, "host": "a", "port": "80"}, ["port must be an int", "'80'", "type=int"]),
-    ({"rank": 0.0, "world_size": 2, "host": "a"}, ["rank must be an int", "0.0 of type float"]),
-    ({"rank": True, "world_size": 2, "host": "a"}, ["rank must be an int", "True of type bool"]),
-    ({"rank": 2, "world_size": 2, "host": "a"}, ["rank must lie in [0, world_size)", "rank 2", "from 0 to 1"]),
-    ({"rank": -1, "world_size": 2, "host": "a"}, ["rank must lie in [0, world_size)", "rank -1"]),
-    ({"rank": 0, "world_size": 0}, ["world_size must be at least 1", "got 0"]),
-    ({"rank": 0, "world_size": 2}, ["host must be given with rank=0 and world_size=2", "address of rank 0"]),
-    ({"rank": 1, "world_size": 2, "port": 4000}, ["host must be given with rank=1", "the same on every process"]),
-    ({"rank": 0, "world_size": 2, "host": "a", "port": 70000}, ["port must lie in [1, 65535]", "got 70000"]),
-    ({"rank": 0, "world_size": 2, "host": "a", "port": 0}, ["port must lie in [1, 65535]", "got 0"]),
-    ({"rank": 0, "world_size": 2, "host": "a", "port": -1}, ["port must lie in [1, 65535]", "got -1"]),
-    ({"backend": "mpi"}, ["needs a torch that was built with MPI", "mpi4py", "leave out backend", "mpirun"]),
+    ({"rank": 1}, "given together", "rank=1", "world_size=None"),
+    ({"world_size": 2, "host": "a"}, "given together", "rank=None", "world_size=2"),
+    ({"host": "node0"}, "without rank and world_size", "host='node0'", "torchrun"),
+    ({"rank": "0", "world_size": 2, "host": "a"}, "rank must be an int", "'0' of type str", "type=int"),
+    ({"rank": 0, "world_size": 2, "host": "a", "port": "80"}, "port must be an int", "'80'", "type=int"),
+    ({"rank": True, "world_size": 2, "host": "a"}, "rank must be an int", "True of type bool"),
+    ({"rank": 2, "world_size": 2, "host": "a"}, "rank must lie in [0, world_size)", "rank 2", "from 0 to 1"),
+    ({"rank": -1, "world_size": 2, "host": "a"}, "rank must lie in [0, world_size)", "rank -1"),
+    ({"rank": 0, "world_size": 0}, "world_size must be at least 1", "got 0"),
+    ({"rank": 1, "world_size": 2}, "host must be given with rank=1", "address of rank 0", "the same on every process"),
+    ({"rank": 0, "world_size": 2, "host": "a", "port": 0}, "port must lie in [1, 65535]", "got 0"),
+    ({"backend": "mpi"}, "needs a torch that was built with MPI", "mpi4py", "leave out backend", "mpirun"),
 ]
 METHODS = "init_method must be env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH"
 SPAWNS: list[Row] = [
-    ({"nprocs": 0}, ["nprocs and nnodes must be at least 1, got nprocs=0"]),
-    ({"nprocs": 1, "nnodes": 2, "node_rank": 2}, ["node_rank must lie in [0, nnodes), got 2 of 2"]),
-    ({"nprocs": 1, "nnodes": 2}, ["2 nodes need an address to meet at: set MASTER_ADDR, or pass"]),
-    ({"nprocs": 2, "init_method": "tcp://nowhere"}, [METHODS]),
-    ({"nprocs": 2, "init_method": "file://relative"}, [METHODS]),
+    ({"nprocs": 0}, "nprocs and nnodes must be at least 1, got nprocs=0"),
+    ({"nprocs": 1, "nnodes": 2, "node_rank": 2}, "node_rank must lie in [0, nnodes), got 2 of 2"),
+    ({"nprocs": 1, "nnodes": 2}, "2 nodes need an address to meet at: set MASTER_ADDR, or pass"),
+    ({"nprocs": 2, "init_method": "tcp://nowhere"}, METHODS),
+    ({"nprocs": 2, "init_method": "file://relative"}, METHODS),
 ]
 LIMITS: list[Row] = [
-    ({"time_limit": limit}, ["time_limit must be a timedelta longer than zero, or None, got "])
-    for limit in (timedelta(0), 60, "04:00:00")
+    ({"time_limit": limit}, "time_limit must be a timedelta longer than zero, or None, got ")
+    for limit in (timedelta(0), 60)
+]
+INTERVALS: list[Row] = [
+    ({"every": every}, "every must be a positive number of training batches") for every in (0, True, 1.5, timedelta(0))
 ]
 
 
@@ -96,73 +99,145 @@ def torchs_hook(module: str, name: str) -> Any:
         return getattr(importlib.import_module(f"torch.distributed.algorithms.ddp_comm_hooks.{module}"), name)
 
 
-TRIALS: list[Row] = [
-    ({"skip_batch": "any"}, ['skip_batch must be None or "non_finite" in a Trial']),
-    ({"skip_batch": "non_finite", "sync": DiLoCo(every=8)}, ["they do not meet in each step"]),
-    ({"batch_size": "globl"}, ['"global"', '"per_process"', "got 'globl'"]),
-    ({"batch_size": 64}, ['batch_size must be "global"', "got 64"]),
-    ({"reduction": "average"}, ['reduction must be "mean", "sum" or None', "'average'"]),
-    ({"reduction": "none"}, ['reduction must be "mean", "sum" or None', "'none'"]),
-    ({"weight": 0.5}, ["weight must be a function of the Trial's state", "0.5"]),
-    ({"bucket_cap_mb": 0}, ["bucket_cap_mb must be positive", "got 0"]),
-    ({"bucket_cap_mb": -25}, ["bucket_cap_mb must be positive", "got -25"]),
-    ({"bucket_cap_mb": float("nan")}, ["bucket_cap_mb must be positive", "got nan"]),
-    ({"bucket_cap_mb": "25"}, ["bucket_cap_mb must be", "'25'"]),
-    ({"comm_hook": "fp16"}, ["comm_hook must be callable as hook(state, bucket)", "'fp16'"]),
+HOOKS: list[tuple[Any, ...]] = [
+    ("fp16", "comm_hook must be callable as hook(state, bucket)", "'fp16'"),
+    (hook_of_one_argument, "hook(state, bucket)", "hook_of_one_argument has the signature (bucket"),
     (
-        {"comm_hook": hook_of_one_argument},
-        ["hook(state, bucket)", "hook_of_one_argument has the signature (bucket"],
+        torchs_hook("ddp_zero_hook", "hook_with_zero_step"),
+        *("hook_with_zero_step needs DistributedDataParallel", "ZeroRedundancyOptimizer"),
     ),
     (
-        {"comm_hook": torchs_hook("ddp_zero_hook", "hook_with_zero_step")},
-        ["hook_with_zero_step needs DistributedDataParallel", "ZeroRedundancyOptimizer"],
+        torchs_hook("optimizer_overlap_hooks", "_hook_then_optimizer"),
+        *("_hook_then_optimizer needs DistributedDataParallel", "runs the optimizer"),
     ),
     (
-        {"comm_hook": torchs_hook("optimizer_overlap_hooks", "_hook_then_optimizer")},
-        ["_hook_then_optimizer needs DistributedDataParallel", "runs the optimizer"],
-    ),
-    (
-        {"comm_hook": torchs_hook("mixed_precision_hooks", "_reducer_allreduce_and_upcast_hook")},
-        ["needs DistributedDataParallel", "use bf16_compress_hook instead"],
+        torchs_hook("mixed_precision_hooks", "_reducer_allreduce_and_upcast_hook"),
+        *("needs DistributedDataParallel", "use bf16_compress_hook instead"),
     ),
 ]
-NO_BUCKET: Row = ({"bucket_cap_mb": 0}, ["bucket_cap_mb must be positive, got 0"])
+TRIALS: list[Row] = [
+    ({"skip_batch": "any"}, 'skip_batch must be None or "non_finite" in a Trial'),
+    ({"skip_batch": "non_finite", "sync": DiLoCo(every=8)}, "they do not meet in each step"),
+    ({"batch_size": "globl"}, '"global"', '"per_process"', "got 'globl'"),
+    ({"batch_size": 64}, 'batch_size must be "global"', "got 64"),
+    ({"reduction": "average"}, 'reduction must be "mean", "sum" or None', "'average'"),
+    ({"weight": 0.5}, "weight must be a function of the Trial's state", "0.5"),
+    ({"bucket_cap_mb": -25}, "bucket_cap_mb must be positive", "got -25"),
+    ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb must be positive", "got nan"),
+    ({"bucket_cap_mb": "25"}, "bucket_cap_mb must be", "'25'"),
+    ({"sync": 8}, 'sync must be "every_step", LocalSGD'),
+    ({"sync": LocalSGD(8), "comm_hook": print}, "a comm_hook sums gradients"),
+    ({"sync": LocalSGD(8), "bucket_cap_mb": -1}, "bucket_cap_mb must be positive"),
+    *(({"comm_hook": hook}, *says) for hook, *says in HOOKS),
+]
+NO_BUCKET = {"bucket_cap_mb": 0}, "bucket_cap_mb must be positive, got 0"
 
 
-def of(who: Callable[..., Any], rows: list[Row]) -> list[Any]:
-    """A test of each row, named after who refuses it and what is said first."""
-    return [pytest.param(who, arguments, says, id=f"{who.__name__} {says[0]}") for arguments, says in rows]
+# --- command lines ----------------------------------------------------------------------------------------------------
 
 
-def environ_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    def read(**environ: str) -> Any:
-        return function(environ=environ)
-
-    read.__name__ = function.__name__
-    return read
+def plan(text: str) -> Any:
+    return make_plan(parse_options(shlex.split(text), {}), Here("/opt/python", "/work", lambda name: name == "here"))
 
 
-@pytest.mark.parametrize(
-    ("who", "arguments", "says"),
-    [
-        *of(environ_of(worker_env), ENVIRONMENTS),
-        *of(environ_of(hosts_of_job), JOBS),
-        *of(join_process_group, JOINS),
-        *of(spawn, SPAWNS),
-        *of(Preemption, LIMITS),
-        *of(DDPCallback, TRIALS),
-        *of(AllReduceGradients, [NO_BUCKET]),
-        *of(ShardData, [({"batch_size": "globl"}, ["globl"])]),
-        *of(GradientSynchronizer, [NO_BUCKET]),
-    ],
-)
-def test_a_setting_that_cannot_be_is_refused(
-    who: Callable[..., Any], arguments: dict[str, Any], says: list[str]
-) -> None:
-    """An error names impossible settings and their remedy."""
-    places = {spawn: [print], GradientSynchronizer: [nn.Linear(1, 1)]}
+def bench(text: str) -> Any:
+    return parse_bench_options(shlex.split(text), {})
+
+
+DDPRUN: list[Row] = [
+    ("", "name a script to run: ddprun train.py. See ddprun --help."),
+    (
+        "--lr 1 train.py",
+        f"unknown flag --lr: neither ddprun nor torchrun (torch {TORCH}) has it. If it belongs to your script, put it "
+        "after the script. See ddprun --help.",
+    ),
+    ("--logs train.py", "unknown flag --logs:"),
+    ("--nproc-per-nodes=2 t.py", f"nor torchrun (torch {TORCH}) has it. Did you mean --nproc-per-node?"),
+    ("-H a,a t.py", "-H a,a: a is named twice. Name it once, with all its slots."),
+    ("-H a --hostfile f t.py", "-H and --hostfile both name the nodes. Use one of them."),
+    ("--hostfile /no/file t.py", "cannot read the host file /no/file: "),
+    ("-x NO_SUCH t.py", "-x NO_SUCH: the variable is not set here. Set it, or write -x NO_SUCH=VALUE."),
+    ("-x =1 t.py", "-x takes NAME or NAME=VALUE, got '=1'."),
+    ("--show-ranks 0-3 t.py", "--show-ranks takes rank numbers separated by commas, or all, got '0-3'."),
+    ("--nproc-per-node 0 t.py", "--nproc-per-node must be at least 1, got 0."),
+    ("--nproc-per-node many t.py", "--nproc-per-node takes a number, auto, cpu, gpu or xpu, got 'many'."),
+    ("--nnodes 0 t.py", "--nnodes must be a number of at least 1, or MIN:MAX, got '0'."),
+    ("--nnodes 3 -H a,b t.py", "--nnodes 3 does not match the number of nodes, 2."),
+    ("--max-restarts -1 t.py", "--max-restarts must not be negative, got -1."),
+    ("--node-rank 1 -H a,b t.py", "--node-rank describes a single node; with several, ddprun finds it out"),
+    ("--standalone -H a,b t.py", "--standalone describes a single node"),
+    ("-m --no-python t", "--module and --no-python cannot be combined."),
+    ("--rdzv-backend etcd t.py", "--rdzv-backend etcd needs --rdzv-endpoint."),
+    ("--heartbeat-timeout 0 t.py", "argument --heartbeat-timeout: takes seconds, at least 2, got '0'. See"),
+    ("--rsh 'none-such {host}' t.py", "--rsh 'none-such {host}': program none-such not found"),
+    ("--rsh /bin/pbs_tmrsh t.py", "--rsh '/bin/pbs_tmrsh': /bin/pbs_tmrsh passes on"),
+    ("--rsh '' t.py", "--rsh takes a command, got an empty one."),
+    ("""--rsh "a 'b" t.py""", '--rsh takes a command, got "a \'b": No closing quotation.'),
+    ("--rdzv-conf x t.py", "--rdzv-conf takes KEY=VALUE,..., got 'x'."),
+    ("--master-port x t.py", "argument --master-port/--master_port: invalid int value: 'x'. See"),
+]
+BENCH: list[Row] = [
+    ("-H a:4,b:2", "ddprun bench needs the same number of processes on every node, got a:4, b:2."),
+    ("--every 1", "--every must be at least 2, got 1."),
+    ("--seconds 0", "argument --seconds: takes a positive number, got '0'. See ddprun bench --help."),
+    ("--model net.py", "--model takes FILE.py:FUNCTION or MODULE:FUNCTION, got 'net.py'."),
+    ("--model none.py:make", "--model none.py:make: cannot read none.py: "),
+    (f"--model {__file__}:make", f"--model {__file__}:make: {__file__} defines no function make."),
+    ("train.py", "unrecognized arguments: train.py. See ddprun bench --help."),
+    ("--nproc-per-node 0", "--nproc-per-node must be at least 1, got 0."),
+]
+HOSTS: list[Row] = [
+    ("", "-H : '' is not a host. Write HOST or HOST:SLOTS"),
+    ("node1,,node2", "'' is not a host"),
+    ("node1:4,node1:2", "node1 is named twice. Name it once, with all its slots"),
+    ("node1:0", "the slots of node1 must be a number of at least 1, got '0'"),
+    ("node1:", "at least 1, got ''"),
+    ("node1:²", "at least 1, got '²'"),
+    ("fe80::1", "write an IPv6 address in brackets, got 'fe80::1': [fe80::1]"),
+    ("-oProxyCommand=evil", "'-oProxyCommand=evil' is not a host"),
+    ("node1;reboot", "'node1;reboot' is not a host"),
+    ("node 1", "'node 1' is not a host"),
+]
+HOSTFILES: list[Row] = [
+    ("# nothing\n\n", "hosts: no host given"),
+    ("node1 slots=4\nnode2 slot=4", "hosts, line 2: cannot parse 'slot=4'. Write HOST slots=N"),
+    ("node1 4", "hosts, line 1: cannot parse '4'"),
+    ("\nnode1 slots=no", "hosts, line 2: the slots of node1 must be a number of at least 1, got 'no'"),
+    ("node1:2 slots=4", "hosts, line 1: slots is given twice"),
+    ("node1\nnode2\nnode1 slots=2", "hosts: node1 is named twice"),
+    ("node1 chdir='/data", 'hosts, line 1: No closing quotation: "node1 chdir=\'/data"'),
+]
+
+TABLE: dict[str, tuple[Callable[..., Any], list[Row]]] = {
+    "variables": (lambda **environ: worker_env(environ=environ), ENVIRONMENTS),
+    "variables of a job": (lambda **environ: hosts_of_job(environ), JOBS),
+    "join_process_group": (join_process_group, JOINS),
+    "spawn": (partial(spawn, print), SPAWNS),
+    "Preemption": (Preemption, LIMITS),
+    "Resume": (partial(Resume, "run.pt"), INTERVALS),
+    "DDPCallback": (DDPCallback, TRIALS),
+    "AllReduceGradients": (AllReduceGradients, [NO_BUCKET]),
+    "AverageParameters": (AverageParameters, [({"sync": "every_step"}, "sync must be LocalSGD")]),
+    "ShardData": (ShardData, [({"batch_size": "globl"}, "globl")]),
+    "GradientSynchronizer": (partial(GradientSynchronizer, nn.Linear(1, 1)), [NO_BUCKET]),
+    "Layout": (Layout, [({"hosts": 0}, "at least one host with one rank, got Layout(hosts=0")]),
+    "ddprun": (plan, DDPRUN),
+    "ddprun bench": (bench, BENCH),
+    "-H": (parse_hosts, HOSTS),
+    "host file": (lambda text: parse_hostfile(text, "hosts"), HOSTFILES),
+}
+ROWS = [
+    pytest.param(who, given, says, id=f"{name}: {says[0]}")
+    for name, (who, rows) in TABLE.items()
+    for given, *says in rows
+]
+
+
+@pytest.mark.parametrize(("who", "given", "says"), ROWS)
+def test_a_setting_that_cannot_be_is_refused(who: Callable[..., Any], given: Any, says: list[str]) -> None:
+    """An error names impossible settings, command lines and hosts, and their remedy."""
     with pytest.raises(ValueError) as caught:
-        who(*places.get(who, []), **arguments)
+        who(given) if isinstance(given, str) else who(**given)
     assert isinstance(caught.value, ConfigurationError)
     missing = [part for part in says if part not in str(caught.value)]
     assert not missing, f"{caught.value} does not say {missing}"

@@ -1,8 +1,9 @@
-"""Loaders that are cut in one process, and states that are refused."""
+"""Loaders that are cut in one process, states that are refused, and ``LazyRandomSampler``."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import torch
 from loaders import LOADERS, SAMPLES, Endless, Lazy, seed_all
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
-from ddp_callbacks import LazyRandomSampler, resumable_loader
+from ddp_callbacks import resumable_loader
+from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.random_state import get_global_state, set_global_state
+from ddp_callbacks.data.samplers import LazyRandomSampler
 from ddp_callbacks.errors import ConfigurationError
 
 NUMBERS: Any = range(SAMPLES)
@@ -67,15 +70,11 @@ def test_between_passes_the_next_one_begins_afresh() -> None:
     assert lists(left(loader, state)) == second
     state = loader.state_dict()
     third = lists(loader)
-    state_in_pass = cut(loader, 3)
-    loader.load_state_dict(state_in_pass)
+    loader.load_state_dict(cut(loader, 3))
     assert loader.state_dict()["pass"]["batches"] == 3  # nothing has been drawn since
     loader.load_state_dict(state)
     loader.start_afresh()
     assert lists(loader) == third
-    loader.load_state_dict(state_in_pass)
-    loader.start_afresh()
-    assert len(list(loader)) == len(third)
 
 
 def test_a_pass_cut_twice_goes_on() -> None:
@@ -187,3 +186,50 @@ def test_a_state_of_batches_that_were_not_handed_out_is_refused() -> None:
     next(iter(loader))
     with pytest.raises(ConfigurationError, match="at most 1, which were handed out, and at least 0, got 2"):
         loader.state_dict(2)
+
+
+# --- LazyRandomSampler ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 4096, 5001])
+def test_a_lazy_shuffle_yields_each_index_once(size: int) -> None:
+    """`LazyRandomSampler` yields each index once, evenly spread."""
+    sampler = LazyRandomSampler(range(size), seed=3)
+    whole = list(sampler)
+    assert sorted(whole) == list(range(size)) and len(sampler) == size
+    assert list(sampler.iterate_from(size // 2)) == whole[size // 2 :]
+    sampler.set_epoch(1)
+    assert size < 10 or list(sampler) != whole
+    torch.manual_seed(1)
+    drawn = list(LazyRandomSampler(range(size)))
+    assert size < 10 or drawn != list(LazyRandomSampler(range(size)))  # each pass its own
+    torch.manual_seed(1)
+    assert list(LazyRandomSampler(range(size))) == drawn
+
+
+def test_a_lazy_shuffle_spreads_evenly() -> None:
+    # How often index i comes at position j, over 40 x 40 cells: chi square as for random permutations.
+    size, cells, epochs = 400, 40, 200
+    counts = torch.zeros(cells, cells, dtype=torch.float64)
+    sampler = LazyRandomSampler(range(size), seed=0)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        places = torch.tensor(list(sampler)) * cells // size
+        counts.view(-1).index_add_(0, torch.arange(size) * cells // size * cells + places, torch.ones(size).double())
+    expected = epochs * size / cells**2
+    chi_square, freedom = float(((counts - expected) ** 2 / expected).sum()), (cells - 1) ** 2
+    assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def test_the_first_batch_after_a_million_of_a_huge_data_set_comes_at_once() -> None:
+    """After a million batches it goes on at once."""
+    sampler = LazyRandomSampler(range(10**8), seed=1)
+    last, expected = (list(itertools.islice(sampler.iterate_from(64 * batch), 64)) for batch in (999_999, 10**6))
+    loader = resumable_loader(DataLoader(range(10**8), 64, sampler=sampler))  # type: ignore[arg-type]
+    next(iter(loader))
+    state = loader.state_dict()
+    state["pass"] |= {"batches": 10**6, "drawn": 10**6, "checksum": checksum_of(last)}
+    begin = time.thread_time()
+    loader.load_state_dict(state)
+    assert next(iter(loader)).tolist() == expected
+    assert time.thread_time() - begin < 2

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from ddp_callbacks import CrossEntropyWeight
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.lightning.batches import Batches
 
 CLASSES = 5
 CRITERIA: dict[str, Any] = {
@@ -42,40 +41,29 @@ def test_a_mapping_has_its_targets_under_a_usual_name(key: str) -> None:
     assert CrossEntropyWeight()(batch) == 2
 
 
-@pytest.mark.parametrize(
-    ("batch", "says"),
-    [
-        ((torch.zeros(2),), "a batch must be a tuple whose second entry is the targets, or a mapping .* got a tuple"),
-        ({"x": torch.zeros(2)}, "got a mapping of x.* Give CrossEntropyWeight"),
-        ((torch.zeros(2), torch.zeros(2, 3)), "must be a tensor of class indices, got torch.float32"),
-        ((torch.zeros(2), [1, 2]), "must be a tensor of class indices, got list"),
-    ],
-)
-def test_a_batch_without_targets_is_refused_with_the_remedy(batch: Any, says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
-        CrossEntropyWeight()(batch)
-
-
-def test_a_module_without_one_criterion_is_refused_with_the_remedy() -> None:
-    """Without a criterion, `weight="cross_entropy"` raises an error."""
+def of(**criteria: nn.Module) -> CrossEntropyWeight:
+    """Of a module with these."""
     module = nn.Module()
-    with pytest.raises(ConfigurationError, match=r"among the modules of Module, which has none. Give weight="):
-        CrossEntropyWeight.of(module)
-    module.first, module.second = nn.CrossEntropyLoss(), nn.NLLLoss()
-    with pytest.raises(ConfigurationError, match="which has first, second"):
-        CrossEntropyWeight.of(module)
-    del module.second
-    assert CrossEntropyWeight.of(module)((None, torch.tensor([1, -100]))) == 1
+    for name, criterion in criteria.items():
+        setattr(module, name, criterion)
+    return CrossEntropyWeight.of(module)
 
 
-def test_another_criterion_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"must be nn.CrossEntropyLoss or nn.NLLLoss, got MSELoss"):
-        CrossEntropyWeight(nn.MSELoss())
+of_batch = CrossEntropyWeight()
+REFUSED: dict[str, Any] = {
+    r"a tuple whose second entry is the targets, or a mapping .* got a tuple": lambda: of_batch((torch.zeros(2),)),
+    r"got a mapping of x.* Give CrossEntropyWeight": lambda: of_batch({"x": torch.zeros(2)}),
+    r"must be a tensor of class indices, got torch.float32": lambda: of_batch((torch.zeros(2), torch.zeros(2, 3))),
+    r"must be a tensor of class indices, got list": lambda: of_batch((torch.zeros(2), [1, 2])),
+    r"among the modules of Module, which has none. Give weight=": of,
+    r"which has first, second": lambda: of(first=nn.CrossEntropyLoss(), second=nn.NLLLoss()),
+    r"must be nn.CrossEntropyLoss or nn.NLLLoss, got MSELoss": lambda: CrossEntropyWeight(nn.MSELoss()),
+}
 
 
-def test_a_step_that_draws_its_batches_cannot_be_weighed() -> None:
-    batches = Batches(len, exchange=None)  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigurationError, match=r"weight= needs the batch of each step, but training_step.dataloader_iter."
-    ):
-        batches.let_draw([])
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_has_no_such_weight_is_refused_with_the_remedy(says: str) -> None:
+    """Without a criterion, `weight="cross_entropy"` raises an error."""
+    with pytest.raises(ConfigurationError, match=says):
+        REFUSED[says]()
+    assert of(only=nn.CrossEntropyLoss())((None, torch.tensor([1, -100]))) == 1
