@@ -1,0 +1,83 @@
+"""What of a module a file of Resume has beside its parameters, and when one is written."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_callbacks.checkpoints.intervals import Every, make_interval
+from ddp_callbacks.lightning.saved_attributes import checksums_of_attributes, load_attributes, save_attributes
+
+CPU = torch.device("cpu")
+
+
+class Collecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.outputs: list[torch.Tensor] = []
+        self.scores: dict[str, list[Any]] = {"all": []}
+        self.seen = 0
+
+
+def attributes_of(changes: dict[str, Any]) -> dict[str, Any]:
+    module = Collecting()
+    before = checksums_of_attributes(module)
+    vars(module).update(changes)
+    return save_attributes(module, before)
+
+
+def test_only_plain_attributes_that_have_changed_are_saved() -> None:
+    """Plain attributes that a fit changes go on."""
+    module = Collecting()
+    module.steps, module.weights, module.same = [1, (2.0, "text")], [module.layer.weight], 3
+    module.layer.more = nn.Module()
+    before = checksums_of_attributes(module)
+    assert save_attributes(module, before) == {}
+    with torch.no_grad():
+        module.layer.weight.add_(1.0)  # of a list that a copy would part from the module
+    module.steps.append(None)
+    module.lock, module.seen = object(), 7
+    saved = save_attributes(module, before)
+    assert {name: entry["value"] for name, entry in saved.items()} == {"steps": [1, (2.0, "text"), None], "seen": 7}
+    module.steps.clear()
+    load_attributes(module, [saved], 0, CPU, True)
+    assert module.steps == [1, (2.0, "text"), None]
+
+
+def test_attributes_that_another_number_of_processes_cannot_have_are_named() -> None:
+    """A warning names attributes that another number can't have."""
+    one = attributes_of({"outputs": [torch.ones(2)], "seen": 3})
+    module = Collecting()
+    message = r"Collecting\.outputs: each of the 1 processes of the run that was cut had its own"
+    with pytest.warns(UserWarning, match=message):
+        load_attributes(module, [one], None, CPU, True)
+    assert (module.outputs, module.seen) == ([], 3)
+    two = [attributes_of({"seen": 3, "scores": {"all": [1]}, "ratio": 0.5}), attributes_of({"seen": 4, "ratio": 0.5})]
+    with pytest.warns(UserWarning, match=r"^Collecting\.scores, Collecting\.seen: each of the 2 processes") as caught:
+        load_attributes(module, two, None, CPU, True)
+        load_attributes(module, two, None, CPU, False)  # rank 0 alone says so
+    assert len(caught) == 1
+    assert (module.seen, module.ratio) == (3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"), [(timedelta(seconds=10), [20, 40]), (15, [15, 30]), (None, [10, 20, 30, 40])]
+)
+def test_a_checkpoint_is_written_when_it_is_due(
+    every: Every, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`every=` counts batches, epochs or minutes."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    interval, written = make_interval(every, None), []
+    for batch in range(1, 41):  # of half a second; an epoch has ten
+        now[0] += 0.5
+        if interval.is_due(is_batch=True, is_epoch_end=batch % 10 == 0):
+            written.append(batch)
+            interval.note_written()
+    assert written == expected
