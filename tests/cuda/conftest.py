@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from kit.ranks import Nursery
-from kit.worlds import World, why_not
+from kit.once import once
+from kit.worlds import run_on
+
+_REFUSAL = "NCCL.*(WARN|[Ee]rror)|Duplicate GPU"
 
 
 class _WithoutGpu(pytest.File):
@@ -22,9 +27,6 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return None if torch.cuda.is_available() else _WithoutGpu.from_parent(parent, path=module_path)
 
 
-_worlds: dict[str, World] = {}  # of this session, by kind
-
-
 def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.cuda)
 
@@ -34,64 +36,41 @@ def server() -> None:
     """Nothing here is forked."""
 
 
-@pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], World]]:
-    """The world of a kind; its processes start when they are first needed."""
-
-    def of_kind(kind: str) -> World:
-        if kind not in _worlds:
-            _worlds[kind] = World(kind, tmp_path_factory.mktemp("world"))
-        return _worlds[kind]
-
-    yield of_kind
-    for world in _worlds.values():
-        world.close()
-    _worlds.clear()
-
-
-@pytest.fixture(scope="session")
-def without_nccl(worlds: Callable[[str], World]) -> str:
-    """Why two ranks cannot share the GPU under NCCL, in NCCL's words; empty if they can. Found out once."""
+@once
+def why_not_by_nccl() -> str:
+    """Why two ranks cannot share the GPU under NCCL, in NCCL's words; empty if they can."""
     from device_bodies import a_sum
 
-    return why_not(worlds("nccl"), a_sum)
+    try:
+        run_on("nccl", a_sum, "cuda", deadline=90.0)
+    except AssertionError as error:
+        lines = [line.strip() for line in str(error).splitlines() if re.search(_REFUSAL, line)]
+        if not lines:
+            raise
+        return " | ".join(dict.fromkeys(lines))[-600:]
+    return ""
 
 
-@pytest.fixture
-def nccl(request: pytest.FixtureRequest, worlds: Callable[[str], World]) -> World:
-    """Two ranks on the GPU, by NCCL; otherwise the test is skipped."""
-    if reason := request.getfixturevalue("without_nccl"):
+@pytest.fixture(params=["gloo", "nccl"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of two ranks on the GPU; by NCCL the test is skipped where that refuses them."""
+    if request.param == "nccl" and (reason := why_not_by_nccl()):
         pytest.skip(f"NCCL refuses two ranks on one GPU: {reason}")
-    return worlds("nccl")
-
-
-@pytest.fixture(params=["gloo", "nccl"])
-def pair(request: pytest.FixtureRequest, worlds: Callable[[str], World]) -> World:
-    """Two ranks on the GPU, by gloo and by NCCL."""
-    return request.getfixturevalue("nccl") if request.param == "nccl" else worlds("gloo")
+    return str(request.param)
 
 
 @pytest.fixture
-def one(worlds: Callable[[str], World]) -> World:
-    """One process on the GPU."""
-    return worlds("one")
-
-
-@pytest.fixture(params=["gloo", "nccl"])
-def fresh(request: pytest.FixtureRequest) -> Nursery:
-    """Ranks on the GPU that may fail."""
-    if request.param == "nccl":
-        request.getfixturevalue("nccl")
-    return Nursery(request.param)
+def pair(kind: str) -> Callable[..., Any]:
+    """Runs a body on two ranks on the GPU."""
+    return partial(run_on, kind)
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """In place of that of all tests: worlds outlive a test. A process that is none of theirs does not."""
+    """In place of that of all tests, which watches the server."""
     before = _children()
     yield
-    left = _children() - before - {pid for world in _worlds.values() for pid in world.pids()}
-    assert not left, "the test left processes running"
+    assert not _children() - before, "the test left processes running"
 
 
 def _children() -> set[int]:

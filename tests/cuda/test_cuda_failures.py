@@ -1,4 +1,4 @@
-"""A rank on a GPU that fails is named on the other, within seconds, by gloo and by NCCL."""
+"""Beside a GPU, a rank that fails is named on the other within seconds; and which device a process takes there."""
 
 from __future__ import annotations
 
@@ -7,41 +7,53 @@ import signal
 from pathlib import Path
 
 import device_failures as failures
-import device_trainers as trainers
 import pytest
 from kit.ranks import Nursery
 
 WITHIN = 10.0  # seconds
 TIMEOUT = 10.0  # of the process group, for a rank that goes silent
+ONE_GPU = {"CUDA_VISIBLE_DEVICES": "0"}
 
 
-@pytest.mark.parametrize("reads", [False, True], ids=["", "while the host waits for the loss"])
-@pytest.mark.parametrize("misfortune", ["raises", "is killed"])
-def test_a_rank_on_a_gpu_that_fails_is_named_within_seconds(
-    fresh: Nursery, tmp_path: Path, misfortune: str, reads: bool
-) -> None:
-    """A failed rank frees hosts waiting for GPUs."""
-    ranks = fresh.run_watched(failures.train_until, 2, tmp_path, fresh.kind, misfortune, 1, reads, deadline=90.0)
+def require_named(kind: str, folder: Path, misfortune: str, reads: bool) -> None:
+    ranks = Nursery(kind).run_watched(failures.train_until, 2, folder, kind, misfortune, reads, deadline=90.0)
     failures.assert_named(ranks, misfortune, WITHIN)
 
 
-def test_a_rank_on_a_gpu_that_goes_silent_is_named_after_the_timeout(fresh: Nursery, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reads", [False, True], ids=["", "while the host waits for the loss"])
+@pytest.mark.parametrize("misfortune", ["raises", "is killed", "votes"])
+def test_a_rank_on_a_gpu_that_fails_is_named_within_seconds(
+    kind: str, tmp_path: Path, misfortune: str, reads: bool
+) -> None:
+    """A failed rank frees hosts waiting for GPUs."""
+    require_named(kind, tmp_path, misfortune, reads)
+
+
+def test_beside_a_gpu_a_rank_on_the_cpu_that_fails_is_named_within_seconds(tmp_path: Path) -> None:
+    require_named("cpu", tmp_path, "is killed", True)
+
+
+def test_a_rank_on_a_gpu_that_goes_silent_is_named_after_the_timeout(kind: str, tmp_path: Path) -> None:
     """A timeout names silent ranks."""
 
     def kill_the_stopped(rank: int, pids: list[int]) -> None:
         if rank == 0:
             os.kill(pids[1], signal.SIGKILL)
 
-    arguments = (fresh.kind, "is stopped", 1, True, TIMEOUT)
-    ranks = fresh.run_watched(failures.train_until, 2, tmp_path, *arguments, on_end=kill_the_stopped, deadline=120.0)
+    arguments = (kind, "is stopped", True, TIMEOUT)
+    ranks = Nursery(kind).run_watched(
+        failures.train_until, 2, tmp_path, *arguments, on_end=kill_the_stopped, deadline=120.0
+    )
     failures.assert_named(ranks, "is stopped", TIMEOUT + 3 * WITHIN)
 
 
-def test_two_ranks_on_a_gpu_in_different_exchanges_are_named(fresh: Nursery, tmp_path: Path) -> None:
-    ranks = fresh.run_watched(failures.meet_in_different_exchanges, 2, tmp_path, fresh.kind, deadline=90.0)
-    failures.assert_lost_ranks_are_named(ranks, WITHIN)
+def test_processes_with_models_on_the_cpu_use_shared_memory_and_no_gpu(tmp_path: Path) -> None:
+    """Beside a GPU, processes on CPUs use shared memory alone."""
+    ranks = Nursery("cpu").run(failures.train_on_cpus, 2, tmp_path, deadline=90.0)
+    assert [(rank.code, rank.notes) for rank in ranks] == [(0, {"uses a GPU": False})] * 2, ranks
+    assert "summing CPU tensors using shared memory" in ranks[0].stderr
 
 
-def test_on_a_gpu_a_run_after_two_that_failed_is_that_of_one_process(fresh: Nursery, tmp_path: Path) -> None:
-    ranks = fresh.run_watched(trainers.train_after_a_failure, 2, tmp_path, fresh.kind, deadline=180.0)
-    trainers.assert_trained_after(ranks)
+def test_more_processes_than_gpus_are_refused_with_the_number_of_both(tmp_path: Path) -> None:
+    body = failures.ask_for_more_processes_than_gpus
+    failures.assert_both_are_counted(Nursery("cpu").run(body, 2, tmp_path, environ=ONE_GPU, deadline=90.0))

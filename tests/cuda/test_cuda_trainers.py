@@ -1,68 +1,60 @@
-"""Lightning's Trainer on a GPU: two processes give the numbers of one, by gloo and by NCCL."""
+"""Trainers and Trials on a GPU: two processes give the numbers of one, by gloo and by NCCL."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import device_trainers as trainers
 import pytest
+import test_lightning_on_gpu as logs
+from device_trainers import OURS, PLAIN
 from kit.compare import assert_equal
-from kit.worlds import World, WorldFailed
+from kit.once import once
+from kit.worlds import run_on
 
 RELATIVE = 1e-10
-GPU = "gpu"
 
 
-def assert_equals_one(pair: World, one: World, body: Any, *arguments: Any, relative: float = RELATIVE) -> None:
-    expected = _in_one_process(one, body, arguments)
-    for rank, found in enumerate(pair.run(body, GPU, *arguments, trainers.OURS)):
-        assert_equal(found, expected, relative, f"rank {rank}")
+@once
+def by_one(body: Callable[..., Any], *args: Any) -> Any:
+    return run_on("one", body, "cuda", PLAIN, *args)[0]
 
 
-@functools.cache
-def _in_one_process(one: World, body: Any, arguments: tuple[Any, ...]) -> Any:
-    """Once for gloo and NCCL."""
-    return one.run(body, GPU, *arguments, trainers.PLAIN)[0]
+@once
+def by_two(kind: str, body: Callable[..., Any], *args: Any) -> list[Any]:
+    return run_on(kind, body, "cuda", OURS, *args, deadline=400.0)
 
 
-@pytest.mark.parametrize("name", trainers.NAMES)
-def test_a_trainer_on_a_gpu_gives_the_numbers_of_one_process(pair: World, one: World, name: str) -> None:
-    """A Trainer on a GPU gives one process's numbers."""
-    assert_equals_one(pair, one, trainers.run_scenario, name)
-
-
-def test_a_trainer_on_a_gpu_resumes_from_its_checkpoint(pair: World, one: World) -> None:
-    assert_equals_one(pair, one, trainers.resumed)
-
-
-def test_local_steps_on_a_gpu_that_are_averaged_each_time_are_those_of_one_process(pair: World, one: World) -> None:
-    assert_equals_one(pair, one, trainers.local_steps)
+@pytest.mark.parametrize(
+    ("table", "name"), [(table, name) for table in trainers.NAMES for name in trainers.NAMES[table]]
+)
+def test_a_trainer_or_trial_on_a_gpu_gives_the_numbers_of_one_process(kind: str, table: str, name: str) -> None:
+    """A Trainer or Trial on a GPU gives one process's numbers."""
+    if table == "trials":
+        pytest.importorskip("torchbearer", reason="Torchbearer is not installed")
+    for rank, found in enumerate(by_two(kind, trainers.run_scenarios, table)):
+        assert_equal(found[name], by_one(trainers.run_scenarios, table)[name], RELATIVE, f"rank {rank}")
 
 
 @pytest.mark.parametrize("name", trainers.PRECISIONS)
-def test_a_trainer_on_a_gpu_of_any_precision_gives_the_numbers_of_one_process(
-    pair: World, one: World, name: str
-) -> None:
-    expected = _in_one_process(one, trainers.precision, (name,))
-    found = pair.run(trainers.precision, GPU, name, trainers.OURS)
-    trainers.assert_near_one_process(found, expected, trainers.PRECISIONS[name])
+def test_a_trainer_on_a_gpu_of_any_precision_gives_the_numbers_of_one_process(kind: str, name: str) -> None:
+    trainers.assert_near_one_process(by_two(kind, trainers.precisions), by_one(trainers.precisions), name)
 
 
-def test_in_16_mixed_a_loss_that_overflows_on_one_rank_skips_the_step_on_all(pair: World, one: World) -> None:
-    expected = _in_one_process(one, trainers.a_scaled_loss_that_overflows, ())
-    found = pair.run(trainers.a_scaled_loss_that_overflows, GPU, trainers.OURS)
-    trainers.assert_near_one_process(found, expected, trainers.PRECISIONS["16-mixed"])
-    assert expected["scale"] == trainers.FIRST_SCALE / 2
+def test_on_a_gpu_a_run_after_two_that_failed_is_that_of_one_process(kind: str) -> None:
+    for found in by_two(kind, trainers.runs_after_failures):
+        assert_equal(found, by_one(trainers.runs_after_failures), RELATIVE)
 
 
-@pytest.mark.parametrize("between", [False, True], ids=["within batches", "between them, too"])
-def test_a_trainer_that_logs_in_each_step_never_makes_the_host_wait(nccl: World, one: World, between: bool) -> None:
+@pytest.mark.parametrize("kind", ["nccl"], indirect=True)
+def test_a_trainer_that_logs_in_each_step_never_makes_the_host_wait(kind: str) -> None:
     """A Trainer that logs never makes its host wait."""
     try:
-        _in_one_process(one, trainers.steady_batches, (between,))
-    except WorldFailed as error:
+        expected = by_one(logs.train, "all")
+    except AssertionError as error:
         if "synchronizing CUDA operation" not in str(error):
             raise
         pytest.skip(f"Lightning alone makes the host wait there: {str(error)[-400:]}")
-    assert nccl.run(trainers.steady_batches, GPU, between, trainers.OURS) == [7, 7]
+    for numbers, parameters in by_two(kind, logs.train, "all"):
+        assert_equal((logs.exact(numbers), parameters), (logs.exact(expected[0]), expected[1]), RELATIVE)

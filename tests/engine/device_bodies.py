@@ -1,7 +1,7 @@
-"""What ranks do with the gradient engine, on CPUs and on GPUs alike.
+"""What ranks do with the gradient engine, on CPUs and on GPUs alike; the steps themselves are in step_programs.py.
 
-Each body takes the device to compute on, runs on every rank of a group that has been joined, and raises if a number is
-wrong. The truth is computed by plain torch in the same process, on the same device, from the whole batch.
+Each body takes the device to compute on, runs on every rank of a group, and raises if a number is wrong. The truth is
+computed by plain torch in the same process, on the same device, from the whole batch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import test_batch_norm as batch_norm
 import torch
 import torch.distributed as dist
@@ -36,14 +37,12 @@ from ddp_callbacks import (
     merge_buffers,
     require_equal_replicas,
 )
-from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.errors import MismatchError
 
 RELATIVE = 1e-10  # of the largest element of a tensor, in float64
 PARTS = ((5, 2), (1, 6), (3, 3), (7, 1))  # samples of each of two ranks, by step
 MANY_BUCKETS = 1e-5  # MiB, so that each parameter has its own
 MIB = 1 << 20
-
-Loss = Callable[[Any, int, int], Tensor]  # of a model, for a rank, in a step
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -55,20 +54,18 @@ def mlp(device: str, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return nn.Sequential(*layers).to(device, dtype)
 
 
-def batch(rank: int, step: int, device: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """This rank's part of the batch of a step."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
+def normalized(device: str, dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 8)]
+    return nn.Sequential(*layers).to(device, dtype)
+
+
+def loss_of(net: Any, rank: int, step: int) -> Tensor:
+    """Of this rank's part of the batch of a step."""
+    generator, like = torch.Generator().manual_seed(100 * step + rank), next(net.parameters())
     samples = PARTS[step % len(PARTS)][rank]
-    x, y = (torch.randn(samples, size, generator=generator, dtype=torch.float64) for size in (16, 8))
-    return x.to(device, dtype), y.to(device, dtype)
-
-
-def loss_on(device: str, dtype: torch.dtype = torch.float64) -> Loss:
-    def loss(net: Any, rank: int, step: int) -> Tensor:
-        x, y = batch(rank, step, device, dtype)
-        return mse_loss(net(x), y)
-
-    return loss
+    x, y = (torch.randn(samples, size, generator=generator, dtype=torch.float64).to(like) for size in (16, 8))
+    return mse_loss(net(x), y)
 
 
 def samples(step: int) -> tuple[int, int]:
@@ -85,20 +82,10 @@ def values(net: nn.Module) -> list[Tensor]:
     return [value.detach().clone() for value in net.state_dict().values()]
 
 
-def add_gradients_of_one_process(net: nn.Module, loss: Loss, step: int) -> None:
-    """Of the mean over the samples of all ranks, by plain torch."""
-    parts = PARTS[step % len(PARTS)]
-    for rank, count in enumerate(parts):
-        (loss(net, rank, step) * (count / sum(parts))).backward()
-
-
 def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], what: str, relative: float = RELATIVE) -> None:
     """Each tensor, to ``relative`` of its largest element."""
     assert len(actual) == len(expected) > 0, f"{what}: {len(actual)} tensors, expected {len(expected)}"
     for index, (one, two) in enumerate(zip(actual, expected, strict=True)):
-        assert one.shape == two.shape, f"{what} [{index}]: {tuple(one.shape)}, expected {tuple(two.shape)}"
-        if not two.numel():
-            continue
         error, size = float((one - two).abs().max()), float(two.abs().max())
         assert error <= relative * size, f"{what} [{index}]: off by {error:.3g}, where the largest is {size:.3g}"
 
@@ -106,8 +93,7 @@ def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], what: str,
 def sgd_step(net: nn.Module) -> None:
     with torch.no_grad():
         for parameter in net.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=0.1)
+            parameter.sub_(parameter.grad, alpha=0.1)
 
 
 @contextlib.contextmanager
@@ -119,81 +105,200 @@ def synchronized(net: nn.Module, **options: Any) -> Iterator[GradientSynchronize
         synchronizer.close()
 
 
+@contextlib.contextmanager
+def host_must_not_wait(device: str) -> Iterator[None]:
+    """An operation that makes the host wait for the GPU raises."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def a_sum(device: str) -> None:
     """By the process group itself, as torch does it: whether the ranks can exchange anything."""
-    number = torch.full((1000,), dist.get_rank() + 1.0, device=device)
-    for _ in range(3):
-        dist.all_reduce(number)
-    expected = 3.0 * dist.get_world_size() ** 2
-    assert number.tolist() == [expected] * 1000, f"the sum is {float(number[0])}, expected {expected}"
+    number = torch.ones(1000, device=device)
+    dist.all_reduce(number)
+    assert number.tolist() == [dist.get_world_size()] * 1000
 
 
-def train_beside_one_process(net: nn.Module, call: Any, truth: nn.Module, loss: Loss, relative: float) -> None:
-    """Four steps; ``call`` is ``net`` in another form."""
+# --- on every device --------------------------------------------------------------------------------------------------
+
+
+def hooks_and_compression(device: str) -> None:
+    """Those of ours have the gradients of torch's hooks under DistributedDataParallel."""
+
+    def power_sgd() -> tuple[Any, Any]:
+        return PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook
+
+    state, hook = power_sgd()
+    # Between the CPUs of one host nothing is sent, so nothing is compressed.
+    compressed = [(None, allreduce_hook)] * 2 if device == "cpu" else [(None, bf16_compress_hook), power_sgd()]
+    train_beside_ddp(device, (None, fp16_compress_hook), comm_hook=fp16_compress_hook)
+    train_beside_ddp(device, power_sgd(), comm_hook=hook, comm_state=state)
+    train_beside_ddp(device, compressed[0], compress="bf16")
+    train_beside_ddp(device, compressed[1], compress=PowerSGD(rank=1, start=2))
+
+
+def train_beside_ddp(device: str, hook: tuple[Any, Any], **options: Any) -> None:
+    """Six steps with equal weights."""
+    net, wrapped = mlp(device), mlp(device)
+    ddp = DistributedDataParallel(wrapped)
+    ddp.register_comm_hook(*hook)
+    relative = 1e-8 if hook[1] is powerSGD_hook else 1e-12
+    with synchronized(net, **options):
+        for step in range(6):
+            for each, call in ((net, net), (wrapped, ddp)):
+                each.zero_grad()
+                loss_of(call, dist.get_rank(), step).backward()
+            assert_near(gradients(net), gradients(wrapped), f"{options}, step {step}", relative)
+            sgd_step(net)
+            sgd_step(wrapped)
+
+
+def steady_steps(device: str) -> None:
+    """With BatchNorm and accumulation; after a warm-up the host does not wait."""
+    net, rank = normalized(device, torch.float32), dist.get_rank()
+    layers = BatchNormSynchronizer(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    inputs = [torch.randn(PARTS[step % 4][rank], 16).to(device) for step in range(12)]
+    with synchronized(net, bucket_cap_mb=MANY_BUCKETS) as synchronizer:
+
+        def step(number: int) -> None:
+            is_local = number % 3 < 2
+            with synchronizer.no_sync() if is_local else contextlib.nullcontext():
+                loss = net(inputs[number]).square().mean()
+                undo = synchronizer.weigh_loss(loss, *samples(number))
+                loss.backward()
+                undo()
+            if not is_local:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for number in range(6):
+            step(number)
+        with host_must_not_wait(device):
+            for number in range(6, 12):
+                step(number)
+    layers.close()
+    require_equal_replicas(net, "after steps in which the host did not wait")
+
+
+def batch_norm_of_the_whole_batch(device: str) -> None:
+    place = batch_norm.Device(lambda tensor: tensor.to(device), lambda module: module.to(device))
+    for name in ("1d", "2d, channels last", "cumulative average", "mixed precision"):
+        relative = max(batch_norm.CASES[name].relative, RELATIVE)
+        batch_norm.equals_one_process(name, relative, contextlib.nullcontext(place))
+
+
+def outer_steps(device: str) -> None:
+    """DiLoCo's parameters, of ragged batches, are those that the same ranks get on their CPUs."""
+    found = []
+    for where in (device, "cpu"):
+        net = mlp(where)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        averager = ParameterAverager(net, DiLoCo(2), optimizer, bucket_cap_mb=MANY_BUCKETS)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(net, dist.get_rank(), step).backward()
+            optimizer.step()
+            averager.step(samples(step)[0])
+        require_equal_replicas(net, "after the last window")
+        found.append([value.cpu() for value in values(net)])
+    assert_near(*found, "parameters")
+
+
+def replicas_become_equal(device: str) -> None:
+    rank = dist.get_rank()
+    expected, net = normalized(device, torch.float64), normalized(device, torch.float64)
+    with torch.no_grad():
+        for value in net.state_dict().values():
+            value.add_(rank)
+    with pytest.raises(MismatchError, match=r"0\.weight"):
+        require_equal_replicas(net, "before the broadcast")
+    broadcast_parameters(net)
+    assert all(map(torch.equal, values(net), values(expected)))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1 + rank)
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, rank + 1.0)
+    optimizer.step()
+    broadcast_optimizer_state(optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    moment = optimizer.state[net[0].weight]["exp_avg"]
+    assert moment.device.type == device
+    assert_near([moment], [torch.full_like(moment, 0.1)], "the state of Adam", 1e-12)
+    broadcast_parameters(net)
+    with torch.no_grad():
+        net[1].running_mean.fill_(rank)
+    merge_buffers(net, samples=(1, 3)[rank])
+    assert_near([net[1].running_mean], [torch.full_like(net[1].running_mean, 0.75)], "the merged mean", 1e-12)
+    require_equal_replicas(net, "after the merge")
+
+
+BODIES: dict[str, Callable[[str], None]] = {
+    body.__name__: body
+    for body in (
+        hooks_and_compression,
+        steady_steps,
+        batch_norm_of_the_whole_batch,
+        outer_steps,
+        replicas_become_equal,
+    )
+}
+
+
+def a_world_of_one(device: str) -> None:
+    """Nothing is registered and nothing is sent: the bits are those of plain torch."""
+    net, truth = mlp(device), mlp(device)
+    broadcast_parameters(net)
+    with synchronized(net) as synchronizer, host_must_not_wait(device):
+        x = torch.ones(3, 16, device=device, dtype=torch.float64)
+        synchronizer.weigh(3, 3)
+        for each in (net, truth):
+            each(x).square().mean().backward()
+    assert all(map(torch.equal, gradients(net), gradients(truth)))
+
+
+# --- on GPUs alone ----------------------------------------------------------------------------------------------------
+
+
+def a_graphed_callable(device: str) -> None:
+    """Forward and backward of the model are replayed as CUDA graphs; the sums are launched beside them."""
+    net, truth, own = mlp(device), mlp(device), slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
+    graphed = torch.cuda.make_graphed_callables(net, (torch.randn(6, 16, device=device, dtype=torch.float64),))
+    with synchronized(net):
+        for step in range(4):
+            x = torch.randn(12, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(device)
+            net.zero_grad()
+            truth.zero_grad()
+            graphed(x[own]).square().mean().backward()
+            truth(x).square().mean().backward()
+            assert_near(gradients(net), gradients(truth), f"step {step}")
+            sgd_step(net)
+            sgd_step(truth)
+
+
+def a_compiled_model(device: str) -> None:
+    net, truth = mlp(device, torch.float32), mlp(device, torch.float32)
+    compiled = torch.compile(net, dynamic=True)
     with synchronized(net) as synchronizer:
         for step in range(4):
             net.zero_grad()
             truth.zero_grad()
             synchronizer.weigh(*samples(step))
-            loss(call, dist.get_rank(), step).backward()
-            add_gradients_of_one_process(truth, loss, step)
-            assert_near(gradients(net), gradients(truth), f"step {step}", relative)
+            loss_of(compiled, dist.get_rank(), step).backward()
+            for rank, count in enumerate(PARTS[step]):
+                (loss_of(truth, rank, step) * (count / sum(PARTS[step]))).backward()
+            assert_near(gradients(net), gradients(truth), f"step {step}", 1e-4)
             sgd_step(net)
             sgd_step(truth)
+    torch.compiler.reset()
 
 
-def ragged_batches(device: str) -> None:
-    """The plainest training. Others are generated, in step_programs.py."""
-    net = mlp(device)
-    train_beside_one_process(net, net, mlp(device), loss_on(device), RELATIVE)
-
-
-# --- communication hooks and compression ------------------------------------------------------------------------------
-
-
-def power_sgd_state() -> PowerSGDState:
-    return PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-
-
-# The state and the hook, made on the ranks; what one needs beside rounding in float64.
-HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "allreduce_hook": lambda: (None, allreduce_hook),
-    "fp16_compress_hook": lambda: (None, fp16_compress_hook),
-    "bf16_compress_hook": lambda: (None, bf16_compress_hook),
-    "powerSGD_hook": lambda: (power_sgd_state(), powerSGD_hook),
-}
-COMPRESSED: dict[str, tuple[Any, str]] = {
-    "bf16": ("bf16", "bf16_compress_hook"),
-    "fp16": ("fp16", "fp16_compress_hook"),
-    "PowerSGD": (PowerSGD(rank=1, start=2), "powerSGD_hook"),
-}
-
-
-def train_beside_ddp(device: str, hook: str, **options: Any) -> None:
-    """Six steps with equal weights; the same hook under DistributedDataParallel."""
-    net, wrapped, loss = mlp(device), mlp(device), loss_on(device)
-    ddp = DistributedDataParallel(wrapped)
-    ddp.register_comm_hook(*HOOKS[hook]())
-    relative = 1e-8 if hook == "powerSGD_hook" else 1e-12
-    with synchronized(net, **options):
-        for step in range(6):
-            for each, call in ((net, net), (wrapped, ddp)):
-                each.zero_grad()
-                loss(call, dist.get_rank(), step).backward()
-            assert_near(gradients(net), gradients(wrapped), f"step {step}", relative)
-            sgd_step(net)
-            sgd_step(wrapped)
-
-
-def a_hook_beside_ddp(device: str, name: str) -> None:
-    state, hook = HOOKS[name]()
-    train_beside_ddp(device, name, comm_hook=hook, comm_state=state)
-
-
-def compression_beside_ddp(device: str, name: str) -> None:
-    """On GPUs as torch's hook; between the CPUs of one host nothing is sent, so nothing is compressed."""
-    compress, hook = COMPRESSED[name]
-    train_beside_ddp(device, "allreduce_hook" if device == "cpu" else hook, compress=compress)
+ON_GPUS = BODIES | {"a_graphed_callable": a_graphed_callable, "a_compiled_model": a_compiled_model}
 
 
 def sums_overlap_backward(device: str) -> None:
@@ -222,318 +327,32 @@ def sums_overlap_backward(device: str) -> None:
     assert first < last, f"the first sum starts {first - last} us after the last product of backward"
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def large_mlp(device: str, layers: int) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(layers))).to(device)  # 4 MiB each
-
-
-def peak_of_steps(step: Callable[[], None]) -> int:
-    """Bytes, of three steps after three others."""
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
-
-
-def plain_step(call: Any, net: nn.Module, x: Tensor, set_to_none: bool) -> Callable[[], None]:
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=set_to_none)
-        call(x).square().mean().backward()
-        optimizer.step()
-
-    return step
-
-
 def peak_memory(device: str, set_to_none: bool, layers: int = 100) -> dict[str, float]:
     """MiB beyond what was allocated before, of one process, ours and DDP, each alone."""
     x = torch.randn(4, 1024, device=device)
     found = {"parameters": 4.0 * layers}
-    ways = ("warm-up", "one process", "ours", "DDP")  # the first allocates the workspace of matrix products
-    for way in ways:
+    for way in ("warm-up", "one process", "ours", "DDP"):  # the first allocates the workspace of matrix products
         gc.collect()
         before = torch.cuda.memory_allocated()
-        net = large_mlp(device, 1 if way == "warm-up" else layers)
-        synchronizer = GradientSynchronizer(net) if way == "ours" else None
+        torch.manual_seed(0)
+        count = 1 if way == "warm-up" else layers
+        net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(count))).to(device)  # 4 MiB each
         call = DistributedDataParallel(net, gradient_as_bucket_view=True) if way == "DDP" else net
-        step = plain_step(call, net, x, set_to_none)
-        found[way] = (peak_of_steps(step) - before) / MIB
-        if synchronizer is not None:
-            synchronizer.close()
-        del net, call, step, synchronizer
+        with synchronized(net) if way == "ours" else contextlib.nullcontext():
+            found[way] = (peak_of_steps(call, x, set_to_none) - before) / MIB
+        del net, call
     return found
 
 
-# --- the host does not wait for the GPU -------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def host_must_not_wait(device: str) -> Iterator[None]:
-    """An operation that makes the host wait for the GPU raises."""
-    if device == "cpu":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def normalized(device: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 8)]
-    return nn.Sequential(*layers).to(device, dtype)
-
-
-def steady_steps(device: str, way: str) -> None:
-    """Whole steps after a warm-up: "total", "no total", "accumulation" or "BatchNorm"."""
-    net = normalized(device) if way == "BatchNorm" else mlp(device, torch.float32)
-    layers = BatchNormSynchronizer(net) if way == "BatchNorm" else None
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    batches = [batch(dist.get_rank(), step, device, torch.float32) for step in range(12)]
-    with synchronized(net, bucket_cap_mb=MANY_BUCKETS) as synchronizer:
-
-        def step(number: int) -> None:
-            x, y = batches[number]
-            own, total = samples(number)
-            is_local = way == "accumulation" and number % 3 < 2
-            with synchronizer.no_sync() if is_local else contextlib.nullcontext():
-                loss = mse_loss(net(x), y)
-                undo = None
-                if way == "BatchNorm":
-                    undo = synchronizer.weigh_loss(loss, own, total)
-                else:
-                    synchronizer.weigh(own, None if way == "no total" else total)
-                loss.backward()
-                if undo is not None:
-                    undo()
-            if not is_local:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        for number in range(6):
-            step(number)
-        with host_must_not_wait(device):
-            for number in range(6, 12):
-                step(number)
-    if layers is not None:
-        layers.close()
-    require_equal_replicas(net, "after steps in which the host did not wait")
-
-
-# --- BatchNorm --------------------------------------------------------------------------------------------------------
-
-
-NORMALIZED = ("1d", "2d, channels last", "cumulative average", "mixed precision")  # cases of test_batch_norm.py
-
-
-def batch_norm_of_the_whole_batch(device: str, name: str) -> None:
-    place = batch_norm.Device(lambda tensor: tensor.to(device), lambda module: module.to(device))
-    relative = max(batch_norm.CASES[name].relative, RELATIVE)
-    batch_norm.equals_one_process(name, relative, contextlib.nullcontext(place))
-
-
-def batch_norm_in_autocast(device: str, dtype: str) -> None:
-    """Near one process in the same autocast: half precision rounds the inputs of the layers."""
-    kind: torch.dtype = getattr(torch, dtype)
-    relative = 0.01 if kind is torch.float16 else 0.06
-    net, truth, rank, parts = normalized(device), normalized(device), dist.get_rank(), (21, 11)
-    x = torch.randn(sum(parts), 16, generator=torch.Generator().manual_seed(0)).to(device)
-    layers = BatchNormSynchronizer(net)
-    with synchronized(net) as synchronizer:
-        with torch.autocast(torch.device(device).type, kind):
-            whole, output = truth(x), net(x.split(parts)[rank])
-        assert output.dtype == whole.dtype == kind
-        whole.float().square().mean().backward()
-        loss = output.float().square().mean()
-        undo = synchronizer.weigh_loss(loss, parts[rank], sum(parts))
-        loss.backward()
-        undo()
-    layers.close()
-    expected = [whole.detach().split(parts)[rank].float()]
-    assert_near([output.detach().float()], expected, "outputs", relative)
-    assert_near(list(net.buffers()), list(truth.buffers()), "running statistics", relative)
-    assert_near(gradients(net)[2:], gradients(truth)[2:], "gradients", 2 * relative)
-
-
-# --- torch.compile and CUDA graphs ------------------------------------------------------------------------------------
-
-
-def a_compiled_model(device: str, backend: str) -> None:
-    net = mlp(device, torch.float32)
-    compiled = torch.compile(net, backend=backend, dynamic=True)
-    train_beside_one_process(net, compiled, mlp(device, torch.float32), loss_on(device, torch.float32), 1e-4)
-    torch.compiler.reset()
-
-
-def a_graphed_callable(device: str) -> None:
-    """Forward and backward of the model are replayed as CUDA graphs; the sums are launched beside them."""
-    net, truth, rank = mlp(device), mlp(device), dist.get_rank()
-    graphed = torch.cuda.make_graphed_callables(net, (torch.randn(6, 16, device=device, dtype=torch.float64),))
-    net.zero_grad()
-    with synchronized(net) as synchronizer:
-        for step in range(4):
-            x, y = (
-                torch.randn(12, size, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(device)
-                for size in (16, 8)
-            )
-            net.zero_grad()
-            truth.zero_grad()
-            synchronizer.weigh(6, 12)
-            mse_loss(graphed(x[6 * rank : 6 * rank + 6]), y[6 * rank : 6 * rank + 6]).backward()
-            mse_loss(truth(x), y).backward()
-            assert_near(gradients(net), gradients(truth), f"step {step}")
-            sgd_step(net)
-            sgd_step(truth)
-
-
-def a_backward_that_is_captured(device: str) -> None:
-    """It is refused with the reason, and an ordinary step works afterwards."""
-    net, x = mlp(device), torch.ones(3, 16, device=device, dtype=torch.float64)
-    stream = torch.cuda.Stream()
+def peak_of_steps(call: nn.Module, x: Tensor, set_to_none: bool) -> int:
+    """Bytes, of three steps after three others."""
+    optimizer = torch.optim.SGD(call.parameters(), lr=1e-3)
+    for step in range(6):
+        if step == 3:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        call(x).square().mean().backward()
+        optimizer.step()
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream), synchronized(net):  # all on the stream of the capture, as torch asks for
-        for _ in range(3):
-            net.zero_grad()
-            net(x).sum().backward()
-        net.zero_grad()
-        torch.cuda.synchronize()
-        refused = refusal_of_a_capture(lambda: net(x).sum().backward(), stream)
-    torch.cuda.synchronize()
-    assert "captur" in refused.lower() and "graph" in refused.lower(), refused
-    truth = mlp(device)
-    with synchronized(net):
-        for each in (net, truth):
-            each.zero_grad()
-            each(x).sum().backward()
-        assert_near(gradients(net), gradients(truth), "the step after the capture")
-
-
-def refusal_of_a_capture(step: Callable[[], None], stream: torch.cuda.Stream) -> str:
-    """The text of the ConfigurationError; to end the capture after it may be an error of torch, too."""
-    raised: BaseException | None = None
-    try:
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
-            step()
-    except Exception as error:
-        raised = error
-    assert raised is not None, "the capture was not refused"
-    first = raised
-    while not isinstance(raised, ConfigurationError):
-        raised = raised.__cause__ or raised.__context__
-        assert raised is not None, f"not refused by us: {first!r}"
-    return str(raised)
-
-
-def outer_steps(device: str) -> None:
-    """DiLoCo's parameters, of ragged batches, are those that the same ranks get on their CPUs."""
-    found = []
-    for where in (device, "cpu"):
-        net, loss = mlp(where), loss_on(where)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        averager = ParameterAverager(net, DiLoCo(2), optimizer, bucket_cap_mb=MANY_BUCKETS)
-        for step in range(6):
-            optimizer.zero_grad()
-            loss(net, dist.get_rank(), step).backward()
-            optimizer.step()
-            averager.step(samples(step)[0])
-        require_equal_replicas(net, "after the last window")
-        found.append([value.cpu() for value in values(net)])
-    assert_near(*found, "parameters")
-
-
-# --- replicas ---------------------------------------------------------------------------------------------------------
-
-
-def replicas_become_equal(device: str) -> None:
-    rank = dist.get_rank()
-    expected, net = normalized(device, torch.float64), normalized(device, torch.float64)
-    with torch.no_grad():
-        for value in net.state_dict().values():
-            value.add_(rank)
-    try:
-        require_equal_replicas(net, "before the broadcast")
-    except MismatchError as error:
-        assert "0.weight" in str(error), error
-    else:
-        raise AssertionError("replicas that differ were not found")
-    broadcast_parameters(net)
-    assert_near(values(net), values(expected), "parameters of rank 0", 0.0)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.1 + rank)
-    for parameter in net.parameters():
-        parameter.grad = torch.full_like(parameter, rank + 1.0)
-    optimizer.step()
-    broadcast_optimizer_state(optimizer)
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    moment = optimizer.state[net[0].weight]["exp_avg"]
-    assert moment.device.type == torch.device(device).type
-    assert_near([moment], [torch.full_like(moment, 0.1)], "the state of Adam", 1e-12)
-    broadcast_parameters(net)
-    with torch.no_grad():
-        net[1].running_mean.fill_(rank)
-    merge_buffers(net, samples=(1, 3)[rank])
-    assert_near([net[1].running_mean], [torch.full_like(net[1].running_mean, 0.75)], "the merged mean", 1e-12)
-    require_equal_replicas(net, "after the merge")
-
-
-def a_world_of_one(device: str) -> None:
-    """Nothing is registered and nothing is sent: the bits are those of plain torch."""
-    net, truth = mlp(device), mlp(device)
-    broadcast_parameters(net)
-    with synchronized(net) as synchronizer, host_must_not_wait(device):
-        x = torch.ones(3, 16, device=device, dtype=torch.float64)
-        synchronizer.weigh(3, 3)
-        for each in (net, truth):
-            each(x).square().mean().backward()
-    assert all(map(torch.equal, gradients(net), gradients(truth)))
-    require_equal_replicas(net, "in a world of one")
-
-
-def a_group_of_one_process(device: str, folder: str) -> None:
-    """As :func:`a_world_of_one`, in a group of one that the user has made; on a GPU by NCCL."""
-    backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-    try:
-        if device != "cpu":
-            number = torch.ones(1, device=device)
-            dist.all_reduce(number)  # NCCL works
-            assert float(number) == 1.0
-        a_world_of_one(device)
-        ddp, net = DistributedDataParallel(mlp(device)), mlp(device)
-        x = torch.ones(3, 16, device=device, dtype=torch.float64)
-        with synchronized(net):
-            for call in (ddp, net):
-                call(x).square().mean().backward()
-        assert_near(gradients(net), gradients(ddp), "gradients beside DDP", 1e-14)
-    finally:
-        dist.destroy_process_group()
-
-
-STEADY = ("total", "no total", "accumulation", "BatchNorm")
-HALF = ("float16", "bfloat16")
-
-# All that runs on every device, with its arguments.
-BODIES: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
-    *((body, ()) for body in (ragged_batches, replicas_become_equal, outer_steps)),
-    *((a_hook_beside_ddp, (name,)) for name in HOOKS),
-    *((compression_beside_ddp, (name,)) for name in COMPRESSED),
-    *((steady_steps, (way,)) for way in STEADY),
-    *((batch_norm_of_the_whole_batch, (kind,)) for kind in NORMALIZED),
-    *((batch_norm_in_autocast, (dtype,)) for dtype in HALF),
-    (a_compiled_model, ("aot_eager",)),
-]
-
-
-def name_of(value: Any) -> str:
-    """Of a body, perhaps with its arguments, for the name of a test."""
-    body, arguments = value if isinstance(value, tuple) else (value, ())
-    return "_".join([body.__name__, *map(str, arguments)]).replace(" ", "_")
+    return torch.cuda.max_memory_allocated()

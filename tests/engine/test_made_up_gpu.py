@@ -11,7 +11,6 @@ import torch.distributed as dist
 from kit.made_up_gpu import CUDA, HostWaits, MadeUpGpu, put_on_gpu
 from shared_worlds import World
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from ddp_callbacks import GradientSynchronizer
 from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, broadcast
@@ -27,26 +26,15 @@ MANY_BUCKETS = 1e-5  # MiB, so that each parameter has its own
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)]
-    return nn.Sequential(*layers).double()
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)).double()
 
 
-def part(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)).double()
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
+def loss_of(model: nn.Module, *ranks: int) -> Tensor:
+    """Of the parts of these ranks; of this one's, on its GPU."""
+    parts = [torch.randn(4, 6, generator=torch.Generator().manual_seed(rank)) for rank in ranks or [dist.get_rank()]]
+    x = torch.cat(parts).double()
+    loss: Tensor = model(x if ranks else x.to(CUDA)).square().mean()
     return loss
-
-
-def backward(model: nn.Module, step: int, device: Any = CUDA) -> None:
-    model.zero_grad()
-    loss_of(model, part(step, dist.get_rank()).to(device)).backward()
-
-
-def flat_gradient(model: nn.Module) -> Tensor:
-    return torch.cat([p.grad.cpu().view(-1) for p in model.parameters() if p.grad is not None])
 
 
 @WORLD
@@ -54,11 +42,10 @@ def test_what_would_wait_is_noticed() -> None:
     with MadeUpGpu() as gpu:
         model = put_on_gpu(network())
         GradientSynchronizer(model)
-        for step in range(2):
-            backward(model, step)
-        x = part(2, dist.get_rank()).to(CUDA)
+        loss_of(model).backward()
+        loss = loss_of(model)
         with gpu.forbid_waiting(), pytest.raises(HostWaits, match=r"^item$"):
-            loss_of(model, x).item()
+            loss.item()
 
 
 @WORLD
@@ -73,24 +60,10 @@ def test_a_gradient_is_in_memory_once() -> None:
             found.append([parameter.grad is not None for parameter in model.parameters()])
 
         model[2].register_full_backward_pre_hook(look)
-        for step in range(2):
-            backward(model, step)
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model).backward()
     assert found == [[False] * 6] * 2, found  # those of the last layer are in their buffer and nowhere else
-
-
-@WORLD
-def test_a_hook_whose_futures_communicate_gives_the_same_on_a_gpu() -> None:
-    found = []
-    for device in (torch.device("cpu"), CUDA):
-        with MadeUpGpu():
-            model = network() if device != CUDA else put_on_gpu(network())
-            state = PowerSGDState(resolve_group(), matrix_approximation_rank=1, start_powerSGD_iter=2)
-            GradientSynchronizer(model, bucket_cap_mb=MANY_BUCKETS, comm_hook=powerSGD_hook, comm_state=state)
-            for step in range(5):
-                backward(model, step, device)
-            found.append(flat_gradient(model))
-    on_cpu, on_gpu = found
-    torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=1e-12)
 
 
 @WORLD
@@ -101,7 +74,7 @@ def test_a_cuda_graph_of_a_backward_is_refused() -> None:
         GradientSynchronizer(model)
         torch.cuda.is_current_stream_capturing = lambda: True
         with pytest.raises(ConfigurationError) as caught:
-            backward(model, 0)
+            loss_of(model).backward()
     assert "a CUDA graph cannot contain the synchronization of gradients" in str(caught.value)
     assert "make_graphed_callables" in str(caught.value)
 
@@ -124,8 +97,8 @@ def test_a_group_for_gpus_alone_gets_one_for_messages() -> None:
         with MadeUpGpu():
             model = put_on_gpu(network())
             GradientSynchronizer(model)
-            backward(model, 0)
-            found = flat_gradient(model)
+            loss_of(model).backward()
+            found = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
     truth = network()
-    loss_of(truth, torch.cat([part(0, rank) for rank in range(2)])).backward()
-    torch.testing.assert_close(found, flat_gradient(truth), rtol=0, atol=1e-12)
+    loss_of(truth, 0, 1).backward()
+    torch.testing.assert_close(found, [parameter.grad for parameter in truth.parameters()], rtol=0, atol=1e-12)

@@ -22,32 +22,10 @@ from ddp_callbacks.process_group import failures
 
 CUDA = torch.device("cuda", 0)
 
-_READS = {
-    torch.Tensor.item,
-    torch.Tensor.tolist,
-    torch.Tensor.numpy,
-    torch.Tensor.__bool__,
-    torch.Tensor.__float__,
-    torch.Tensor.__int__,
-    torch.Tensor.__index__,
-    torch.Tensor.__complex__,
-    torch.Tensor.__contains__,
-    torch.Tensor.__array__,
-    torch.Tensor.equal,
-    torch.equal,
-    torch.allclose,
-    torch.Tensor.allclose,
-    torch.Tensor.is_nonzero,
-    torch.is_nonzero,
-    torch.nonzero,
-    torch.Tensor.nonzero,
-    torch.masked_select,
-    torch.Tensor.masked_select,
-    torch.unique,
-    torch.Tensor.unique,
-    torch.Tensor.coalesce,
-    torch.bincount,
-}
+_NAMES = ["item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "nonzero"]
+_NAMES += ["masked_select", "unique", "coalesce", "bincount"]
+_NAMES += [f"__{name}__" for name in ("bool", "float", "int", "index", "complex", "contains", "array")]
+_READS = {getattr(place, name) for name in _NAMES for place in (torch, torch.Tensor) if hasattr(place, name)}
 _MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu}
 _FROM_HOST = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
 

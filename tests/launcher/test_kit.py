@@ -8,20 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import device_bodies
 import pytest
 import torch
 from jobs import DDPRUN, PLAIN, ddprun, write
-from kit import warm, worlds
+from kit import warm
 from kit.commands import environment, run
 from kit.leftovers import Machine
 from kit.ranks import Nursery, note, run_distributed
-from kit.worlds import World, WorldFailed, why_not
+from kit.worlds import run_on
 
 LIMIT = 300.0  # seconds
 IDENTITY = "import sys; print(sys.executable)"
@@ -176,31 +175,14 @@ def test_ranks_end_as_scripts_do(tmp_path: Path, kind: str) -> None:
     assert [rank.code for rank in Nursery(kind).run(take_too_long, 1, tmp_path, deadline=1.0)] == [-signal.SIGKILL]
 
 
-def test_what_ranks_return_comes_back_or_their_output() -> None:
-    assert [int(found["numbers"][0]) for found in run_distributed(say_who, 2, 5)] == [5, 6]
+@pytest.mark.parametrize("kind", ["", pytest.param("cpu", marks=pytest.mark.cold)])
+def test_what_ranks_return_comes_back_or_their_output(kind: str) -> None:
+    def on_two(body: Callable[..., Any], *args: Any) -> list[Any]:
+        return run_on(kind, body, *args) if kind else run_distributed(body, 2, *args)
+
+    assert [int(found["numbers"][0]) for found in on_two(say_who, 5)] == [5, 6]
     with pytest.raises(AssertionError, match=r"exit codes(?s:.*)sensor 7 gave nothing"):
-        run_distributed(fail_on_rank_1, 2)
-
-
-@pytest.mark.cold
-def test_a_world_runs_bodies_in_the_same_processes_until_one_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worlds, "GRACE", 3.0)
-    world = World("cpu", tmp_path)
-    try:
-        first, second = world.run(say_who, 5)
-        assert [int(found["numbers"][0]) for found in (first, second)] == [5, 6]
-        assert [found["pid"] for found in world.run(say_who, 1)] == [first["pid"], second["pid"]] == world.pids()
-        with pytest.raises(WorldFailed, match=r"'failed'(?s:.*)ValueError: sensor 7 gave nothing") as raised:
-            world.run(fail_on_rank_1)
-        assert "printed by" not in str(raised.value), "of an earlier body"
-        with pytest.raises(WorldFailed, match="in take_too_long"):
-            world.run(take_too_long, deadline=1.0)
-        assert world.run(say_who, 1)[0]["pid"] not in (first["pid"], second["pid"])
-        assert why_not(world, device_bodies.a_sum, "cpu") == ""
-    finally:
-        world.close()
+        on_two(fail_on_rank_1)
 
 
 def leave_an_orphan() -> None:
