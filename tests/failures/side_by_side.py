@@ -13,6 +13,7 @@ from kit.machine import Slowness
 from kit.ranks import DEADLINE, Nursery, Process, Rank, collect, kill
 
 LIMIT = 60.0  # seconds
+REST = 25.0  # seconds, beside twice the time until all worlds were ready
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def run_side_by_side(nursery: Nursery, folder: Path, worlds: Mapping[str, World]
             name: nursery.start(world.body, world.size, folder / name, *world.args) for name, world in worlds.items()
         }
         try:
-            ends = _await_ends(begun, worlds)
+            ends = _await_ends(begun, worlds, folder)
         finally:
             kill(process for processes in begun.values() for process in processes)
     return {
@@ -51,19 +52,25 @@ def run_side_by_side(nursery: Nursery, folder: Path, worlds: Mapping[str, World]
 
 
 def _await_ends(
-    begun: Mapping[str, list[Process]], worlds: Mapping[str, World]
+    begun: Mapping[str, list[Process]], worlds: Mapping[str, World], folder: Path
 ) -> dict[tuple[str, int], tuple[int, float]]:
-    """The exit code and end of each rank; those that still run at the deadline are killed."""
+    """The exit code and end of each rank; those that still run at the deadline are killed.
+
+    It comes sooner once all worlds are ready: then what is promised within seconds is due in all of them.
+    """
     running = {
         process.ends: (name, rank, process) for name, ranks in begun.items() for rank, process in enumerate(ranks)
     }
     ends: dict[tuple[str, int], tuple[int, float]] = {}
-    end = time.monotonic() + DEADLINE
+    begin, are_ready = time.monotonic(), False
+    end = begin + DEADLINE
     while running:
-        ready, _, _ = select.select(list(running), [], [], max(0.0, end - time.monotonic()))
-        if not ready:
+        found, _, _ = select.select(list(running), [], [], 0.5)
+        if not are_ready and all((folder / name / "ready").exists() for name in worlds):
+            are_ready, end = True, time.monotonic() + REST + 2 * (time.monotonic() - begin)
+        if time.monotonic() > end:
             kill(process for _, _, process in running.values())
-        for descriptor in ready:
+        for descriptor in found:
             name, rank, process = running.pop(descriptor)
             ends[name, rank] = process.wait(), time.monotonic()
             left = [(number, process) for other, number, process in running.values() if other == name]

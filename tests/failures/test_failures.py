@@ -187,7 +187,7 @@ def assert_named(ranks: list[Rank], case: Case) -> None:
     others = [rank for rank in ranks if rank is not unlucky]
     assert unlucky.code == expected.code, unlucky.stderr
     for rank in others:
-        assert rank.code == 1, rank.stderr
+        assert rank.code == 1, f"it still waited when it was killed: {rank.stderr}" if rank.code < 0 else rank.stderr
         kind, text = rank.notes["error"]
         assert kind == expected.error, text
         for part in expected.says:

@@ -57,11 +57,10 @@ def test_workers_forked_right_after_collectives_start(nursery: Nursery, tmp_path
         assert "forked" in rank.notes, rank.stderr
 
 
-def compute_as(name: str, started: threading.Event | None = None) -> None:
+def compute_as(name: str, started: threading.Event) -> None:
     """In a thread: without the GIL, under the name of one of torch's."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
-    if started is not None:
-        started.set()
+    started.set()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000)
 
 
@@ -93,52 +92,11 @@ def test_a_fork_waits_until_torchs_threads_have_let_go_of_the_interpreter(nurser
     assert rank.notes == dict(zip(names, [True, False, True], strict=True)), rank.stderr
 
 
-def fork_beside_threads_that_free(times: int) -> None:
-    """Notes how many forks have not waited for threads that take the GIL often and for a moment, as gloo's do."""
-    make_forks_wait()
-    early = 0
-    for _ in range(times):
-        started, freed, over = threading.Barrier(9), threading.Semaphore(0), threading.Event()
-
-        def free(
-            started: threading.Barrier = started, freed: threading.Semaphore = freed, over: threading.Event = over
-        ) -> None:
-            ctypes.CDLL(None).prctl(PR_SET_NAME, b"pt_gloo_runloop")
-            started.wait()
-            for _ in range(300):
-                hashlib.sha256(b" " * 4096)  # releases the GIL
-            freed.release()
-            over.wait()
-
-        threads = [threading.Thread(target=free, daemon=True) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        started.wait()
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        early += not all(freed.acquire(blocking=False) for _ in threads)
-        over.set()
-        assert ends(pid)
-        for thread in threads:
-            thread.join()
-    note("early", early)
-
-
-@pytest.mark.skipif(not HAS_BUG, reason="this Python has no such bug")
-@pytest.mark.parametrize("times", [40, pytest.param(400, marks=pytest.mark.night)])
-def test_a_thread_that_waits_for_the_interpreter_is_not_taken_for_asleep(
-    nursery: Nursery, tmp_path: Path, times: int
-) -> None:
-    (rank,) = nursery.run(fork_beside_threads_that_free, 1, tmp_path, times)
-    assert rank.notes == {"early": 0}, rank.stderr
-
-
 def end_beside_a_thread_that_frees() -> None:
     """Ends while a thread of torch's still needs the interpreter, which notes that it had it."""
 
     def free() -> None:
-        compute_as("pt_gloo_runloop")
+        compute_as("pt_gloo_runloop", threading.Event())
         note("done")
 
     join_process_group()
