@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import LIMIT, ddprun, on_hosts
-from kit import commands
+from jobs import ddprun, on_hosts
 from kit.hosts import HostBed
 from kit.paths import ROOT
 
@@ -31,9 +28,6 @@ ON_TWO = {
 }
 
 
-OTHERS = sorted(ON_TWO.keys() - {"torchbearer_mnist"})
-
-
 @pytest.fixture(scope="module")
 def bed() -> Iterator[HostBed]:
     with HostBed(2) as made:
@@ -41,7 +35,7 @@ def bed() -> Iterator[HostBed]:
 
 
 @pytest.mark.parametrize(
-    "name", ["torchbearer_mnist", *(pytest.param(name, marks=pytest.mark.night) for name in OTHERS)]
+    "name", [pytest.param(name, marks=[pytest.mark.night] if name != "torchbearer_mnist" else []) for name in ON_TWO]
 )
 def test_an_example_runs_on_two_hosts(bed: HostBed, tmp_path: Path, name: str) -> None:
     """The examples run on two hosts."""
@@ -50,25 +44,3 @@ def test_an_example_runs_on_two_hosts(bed: HostBed, tmp_path: Path, name: str) -
     done = ddprun("-H", "h1:1,h2:1", script, *arguments, cwd=tmp_path, host=bed.hosts[0])
     assert done.returncode == 0, done.stdout + done.stderr
     assert any(re.fullmatch(line, printed) for printed in done.stdout.splitlines()), done.stdout
-
-
-@pytest.mark.night
-def test_the_example_that_starts_its_own_processes_runs_on_two_hosts(bed: HostBed, tmp_path: Path) -> None:
-    command = [str(EXAMPLES / "spawn_resume.py"), "--epochs", "1", "--dtype", "float64"]
-    script = [sys.executable, "-u", *command]
-    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--init-method", f"tcp://{bed.hosts[0].address}:29500"]
-    options = {"cwd": tmp_path, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with (
-        bed.hosts[1].start(*script, *nodes, "--node-rank", "1", **options) as second,
-        bed.hosts[0].start(*script, *nodes, "--node-rank", "0", **options) as first,
-    ):
-        try:
-            printed = [process.communicate(timeout=LIMIT)[0].decode() for process in (first, second)]
-        finally:
-            first.kill()
-            second.kill()
-    alone = commands.run(["python", *command], tmp_path)
-    loss = re.search(r"epoch 1: loss .*", alone)
-    assert (first.returncode, second.returncode) == (0, 0), printed
-    assert loss and loss[0][:-2] in printed[0] and loss[0][:-2] not in printed[1], (alone, printed)
-    assert "rank 1 of 2: process 0 of node 1, on cpu, 16 of 32 samples per step" in printed[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import re
 import sys
@@ -13,10 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import lightning.fabric.strategies
-import lightning.pytorch
 import pytest
-import pytorch_lightning
-import torch
 import torch.distributed as dist
 from kit.paths import ROOT
 from lightning.pytorch.trainer.connectors.logger_connector import result
@@ -46,28 +42,6 @@ def test_the_private_names_of_torch_and_lightning_are_there() -> None:
     require_names("torchbearer", _torchbearer.PRIVATE)
     require_names("lightning", _lightning.names_in("lightning"))
     require_names("pytorch-lightning", _lightning.names_in("pytorch_lightning"))
-
-
-@pytest.mark.filterwarnings("ignore:The `srun` command is available")
-@pytest.mark.parametrize("home", [lightning.pytorch, pytorch_lightning], ids=lambda home: str(home.__name__))
-def test_the_private_attributes_of_a_trainer_are_there(home: Any) -> None:
-    trainer = home.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    module = home.LightningModule()
-    assert type(_lightning.logger_connector(trainer)).__name__ == "_LoggerConnector"
-    assert _lightning.signal_connector(trainer).received_sigterm is False
-    assert _lightning.accelerator_connector(trainer).use_distributed_sampler is True
-    assert _lightning.results_of(trainer) is None
-    assert _lightning.validation_interval(trainer) is None
-    assert _lightning.skips_backward(trainer) is False
-    assert _lightning.predictions_of(trainer.predict_loop) == []
-    assert _lightning.trainer_of(module) is None
-    for loop in (trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-        assert _lightning.loader_of(loop) is None
-    trainer.training = True
-    assert _lightning.active_loader(trainer) is None
-    assert type(_lightning.results_of(trainer)).__name__ == "_ResultCollection"
-    _lightning.replace_results(trainer.fit_loop.epoch_loop, lambda training: {"training": training})
-    assert _lightning.results_of(trainer) == {"training": True}
 
 
 @pytest.mark.parametrize("home", CONTRACTS, ids=lambda home: str(home.__name__.rpartition(".")[2]))
@@ -101,22 +75,6 @@ def test_private_names_of_others_stand_in_one_file_for_each_library() -> None:
         for line, name in _private_names_of_others(path.read_text())
     ]
     assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        ("self._one; cls._two; super()._three; sys._getframe(1); x.__dict__; getattr(self, '_four')", []),
-        ("trainer._results.log", ["_results"]),
-        ("self.trainer._results = 1", ["_results"]),
-        ("getattr(loop, '_mode', None); Replaced(loop, '_predict_step', f)", ["_mode", "_predict_step"]),
-        ("from argparse import _ActionsContainer; from ddp_callbacks._torch import Node", []),
-        ("from torch.utils._pytree import TreeSpec; import torch._C", ["_pytree", "_C"]),
-        ("from torch.nn.modules.dropout import _DropoutNd as Dropout", ["_DropoutNd"]),
-    ],
-)
-def test_what_counts_as_a_private_name_of_another(source: str, names: list[str]) -> None:
-    assert [name for _, name in _private_names_of_others(source)] == names
 
 
 def _private_names_of_others(source: str) -> Iterator[tuple[int, str]]:
@@ -174,14 +132,6 @@ def test_a_torch_that_lacks_one_is_named_before_the_processes_meet(monkeypatch: 
     ):
         join_process_group(0, 2, "127.0.0.1")
     assert not dist.is_initialized()
-
-
-def test_a_torch_that_lacks_one_is_named_at_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.nn.modules.dropout, "_DropoutNd")
-    spec = importlib.util.spec_from_file_location("a_second_torch", _torch.__file__)
-    assert spec is not None and spec.loader is not None
-    with pytest.raises(ImportError, match=r"torch 2\S+ has no torch\.nn\.modules\.dropout\._DropoutNd, which"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_no_message_or_page_tells_to_install_a_package_that_no_index_has() -> None:
