@@ -69,9 +69,7 @@ def test_a_bucket_is_closed_by_the_parameter_that_reaches_the_cap(specs: list[Pa
 @pytest.mark.parametrize(
     ("specs", "cap", "expected"),
     [
-        pytest.param([], 25, [], id="no parameters"),
         pytest.param(sized(10, 10, 10), 25, [[2, 1, 0]], id="small ones share a bucket"),
-        pytest.param(sized(10, 10, 10), 10 / 1024, [[2], [1], [0]], id="each reaches the cap"),
         pytest.param(sized(10, 10, 10), 11 / 1024, [[2, 1], [0]], id="the one that reaches the cap is in"),
         pytest.param(sized(1, 5000, 1), 2, [[2, 1], [0]], id="a large one closes its bucket"),
         pytest.param(sized(1500, 1500, 700, 700), 25, [[3, 2], [1, 0]], id="the first is closed at 1 MiB already"),

@@ -99,15 +99,6 @@ def test_unpack_is_the_inverse_of_pack_also_through_json(value: Any) -> None:
     assert repr(unpacked) == repr(value)  # tuples stay tuples, True stays True, and 1 as a key stays a number
 
 
-def test_tensors_are_packed_aside_and_put_back_in_their_places() -> None:
-    one, two = torch.ones(2), torch.tensor(3)
-    aside: list[Tensor] = []
-    packed = pack({0: {"step": two, "both": (one, [two])}, "tensor": "a word"}, aside)
-    assert [id(tensor) for tensor in aside] == [id(two), id(one), id(two)]
-    unpacked = unpack(packed, aside)
-    assert unpacked == {0: {"step": two, "both": (one, [two])}, "tensor": "a word"} and unpacked[0]["both"][0] is one
-
-
 @pytest.mark.parametrize(
     ("value", "kind"), [(object(), "object"), ({1, 2}, "set"), (b"bytes", "bytes"), (1j, "complex")]
 )

@@ -10,79 +10,35 @@ import pytest
 from ddp_callbacks.launcher.failures import End, first_cause
 from ddp_callbacks.launcher.tracebacks import Printed, Reader, printed_in
 
-CHAIN = """\
-some warning: not this
-Traceback (most recent call last):
-  File "train.py", line 7, in <module>
-    raise KeyError('x')
-KeyError: 'x'
 
-During handling of the above exception, another exception occurred:
+def trace(error: str) -> str:
+    return f'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    run(\n{error}\n'
 
-Traceback (most recent call last):
-  File "train.py", line 9, in <module>
-torch.cuda.OutOfMemoryError: out of memory. Tried
-to allocate much
-"""
-LOADER = """\
-Traceback (most recent call last):
-  File "train.py", line 11, in <module>
-    raise exception
-KeyError: Caught KeyError in DataLoader worker process 0.
-Original Traceback (most recent call last):
-  File "worker.py", line 374, in _worker_loop
-    data = fetcher.fetch(index)
-           ^^^^^^^^^^^^^^^^^^^^
-KeyError: 'missing'
 
-"""
-DISK = """\
-Traceback (most recent call last):
-  File "serialization.py", line 1003, in save
-    _save(
-RuntimeError: basic_ios::clear: iostream error
-
-During handling of the above exception, another exception occurred:
-
-Traceback (most recent call last):
-  File "train.py", line 6, in <module>
-    torch.save(model, path)
-RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534
-"""
+DURING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
+OUT_OF_MEMORY = trace("torch.cuda.OutOfMemoryError: out of memory. Tried\nto allocate much")
+CHAIN = f"""some warning: not this\n{trace("KeyError: 'x'")}{DURING}{OUT_OF_MEMORY}"""
+LOADER = trace("KeyError: Caught KeyError in DataLoader worker process 0.\nOriginal " + trace("KeyError: 'missing'"))
+DISK = (
+    trace("RuntimeError: basic_ios::clear: iostream error")
+    + DURING
+    + trace("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
+)
 DISAGREE = """\
 the ranks disagree about the Trial:
   lr: 0.1 on rank 0; 0.2 on rank 1
 Give each the same.
 Ranks: rank 0 (host a, pid 1), rank 1 (host b, pid 2)."""
-MISMATCH = f"""\
-Traceback (most recent call last):
-  File "train.py", line 6, in <module>
-    trial.run(3)
-ddp_callbacks.errors.MismatchError: {DISAGREE}
-"""
+MISMATCH = trace(f"ddp_callbacks.errors.MismatchError: {DISAGREE}")
 QUOTED = "rank 1 (host b, pid 2) failed with ValueError: x"
-PEER = f"""\
-Traceback (most recent call last):
-  File "failures.py", line 6, in wait
-RuntimeError: Connection closed by peer
-
-The above exception was the direct cause of the following exception:
-
-Traceback (most recent call last):
-  File "train.py", line 6, in <module>
-    trial.run(3)
-ddp_callbacks.errors.PeerError: {QUOTED}
+PEER = (
+    trace("RuntimeError: Connection closed by peer")
+    + CAUSED
+    + trace(f"""ddp_callbacks.errors.PeerError: {QUOTED}
 This is rank 0 (host a, pid 1), which stops because the run cannot continue without it. The other rank's traceback:
-Traceback (most recent call last):
-  File "train.py", line 3, in <module>
-KeyError: 'y'
-
-During handling of the above exception, another exception occurred:
-
-Traceback (most recent call last):
-  File "train.py", line 4, in <module>
-ValueError: x
-"""
+{trace("KeyError: 'y'")}{DURING}{trace("ValueError: x")}""")
+)
 
 
 def prefixed(text: str) -> str:

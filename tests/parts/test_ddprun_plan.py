@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher import cli
 from ddp_callbacks.launcher.meeting import choose_interface
 from ddp_callbacks.launcher.options import parse_bench_options, parse_options, working_directory
@@ -81,13 +80,6 @@ def test_how_the_nodes_meet(flags: list[str], rendezvous: str | None, nnodes: st
     assert (made.rendezvous, made.torchrun["nnodes"], made.min_nodes) == (rendezvous, nnodes, min_nodes)
 
 
-def test_a_static_endpoint_is_where_the_first_node_listens() -> None:
-    made = plan("-H", "a,b", "--rdzv-endpoint", "[fd00::1]:4000", "train.py")
-    assert (made.rendezvous, made.address, made.port) == ("fixed", "fd00::1", 4000)
-    made = plan("-H", "a,b", "--master-addr", "n", "--master-port", "4001", "train.py")
-    assert (made.rendezvous, made.address, made.port) == ("fixed", "n", 4001)
-
-
 def values_of(action: argparse.Action) -> list[str]:
     """What to write behind a flag to try it."""
     if action.nargs == 0:
@@ -143,11 +135,6 @@ def test_what_sets_up_the_libraries_here_is_given_to_all_nodes() -> None:
     assert (bench.environ, bench.forwarded) == ({}, {**settings, **devices})
     names = "CUDA_VISIBLE_DEVICES DDP_CALLBACKS_SHARED_MEMORY GLOO_SOCKET_IFNAME OMP_NUM_THREADS PYTHONPATH"
     assert describe(made, command_to).count(f"  forwarded   {names}\n") == 2
-
-
-def test_a_variable_of_torchrun_that_is_no_switch_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"^the variable PET_STANDALONE must be 0 or 1, got 'yes'\."):
-        plan("train.py", environ={"PET_STANDALONE": "yes"})
 
 
 def test_the_interface_that_is_told_is_the_one_that_gloo_uses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,48 +41,23 @@ def test_explicit_arguments_win_over_the_environment() -> None:
     assert worker_env(rank=0, world_size=2, host="127.0.0.1", environ={}).port == DEFAULT_PORT == 29500
 
 
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "181403649",
-}
+def variables(prefix: str, **values: str) -> dict[str, str]:
+    return {f"{prefix}_{name}": value for name, value in values.items()}
+
+
+OPEN_MPI = variables("OMPI_COMM_WORLD", RANK="3", SIZE="4", LOCAL_RANK="1", LOCAL_SIZE="2")
+OPEN_MPI["PMIX_NAMESPACE"] = "181403649"
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-SLURM = {
-    "SLURM_JOB_ID": "42",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "5",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NODELIST": "gpu[07-08]",
-}
-BATCH_SCRIPT = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+SLURM = variables("SLURM", JOB_ID="42", STEP_ID="0", PROCID="5", LOCALID="1")
+SLURM |= variables("SLURM_STEP", NUM_TASKS="8", NUM_NODES="2", NODELIST="gpu[07-08]")
+BATCH_SCRIPT = variables("SLURM", JOB_ID="42", PROCID="0", NTASKS="8", LOCALID="0")
 ORTED_IN_SLURM = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # mpirun starts its daemons by srun
 SRUN_PMI2 = {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}
-CRAY = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
 PALS = {"PMI_RANK": "5", "PMI_SIZE": "8", "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PALS_APID": "99.pbs"}
-FLUX = {
-    "FLUX_TASK_RANK": "5",
-    "FLUX_JOB_SIZE": "8",
-    "FLUX_TASK_LOCAL_ID": "1",
-    "FLUX_JOB_NNODES": "1",
-    "FLUX_JOB_ID": "42.0",
-}
-MVAPICH = {
-    "MV2_COMM_WORLD_RANK": "1",
-    "MV2_COMM_WORLD_SIZE": "2",
-    "MV2_COMM_WORLD_LOCAL_RANK": "1",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
-}
-JSRUN = {
-    "JSM_NAMESPACE_RANK": "5",
-    "JSM_NAMESPACE_SIZE": "8",
-    "JSM_NAMESPACE_LOCAL_RANK": "1",
-    "LSB_JOBID": "99.pbs",
-    "LSB_MCPU_HOSTS": "batch1 1 h1 42 h2 42",  # jsrun starts nothing on the first
-}
+FLUX = variables("FLUX", TASK_RANK="5", JOB_SIZE="8", TASK_LOCAL_ID="1", JOB_NNODES="1", JOB_ID="42.0")
+MVAPICH = variables("MV2_COMM_WORLD", RANK="1", SIZE="2", LOCAL_RANK="1", LOCAL_SIZE="2")
+JSRUN = variables("JSM_NAMESPACE", RANK="5", SIZE="8", LOCAL_RANK="1")
+JSRUN |= {"LSB_JOBID": "99.pbs", "LSB_MCPU_HOSTS": "batch1 1 h1 42 h2 42"}  # jsrun starts nothing on the first
 # CRC-32 of "181403649" is 2682416830, of "42.0" 1413265556, of "99.pbs" 3026040015.
 PORT_OPEN_MPI, PORT_SLURM, PORT_PBS = 26830, 25556, 20015
 

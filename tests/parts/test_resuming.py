@@ -181,13 +181,6 @@ def test_the_state_of_another_order_or_data_set_is_refused(name: str) -> None:
         left(resumable_loader(other), state)
 
 
-def test_a_state_of_batches_that_were_not_handed_out_is_refused() -> None:
-    loader = resumable_loader(DataLoader(NUMBERS, 4, shuffle=True))
-    next(iter(loader))
-    with pytest.raises(ConfigurationError, match="at most 1, which were handed out, and at least 0, got 2"):
-        loader.state_dict(2)
-
-
 # --- LazyRandomSampler ------------------------------------------------------------------------------------------------
 
 

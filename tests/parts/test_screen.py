@@ -38,14 +38,6 @@ def test_a_table_is_as_wide_as_its_cells_and_folds_where_the_terminal_is_narrow(
     assert shown(table, 26)[3:] == [" node1                 1.5", " a name of many      12.25", " words", ""]
 
 
-def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for out, expected in ((Terminal(), "\x1b[1;31mFAIL\x1b[0m, says n1\n"), (io.StringIO(), "FAIL, says n1\n")):
-        Screen(out).line(Cell("FAIL", "bold red"), ", says n1")
-        assert out.getvalue() == expected
-
-
 def test_a_bar_is_drawn_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     for out in (Terminal(), io.StringIO()):
