@@ -60,44 +60,6 @@ def test_inside_all_ranks_draw_what_one_process_draws_and_outside_each_its_own()
 
 
 @WORLD
-def test_rank_0_moves_on_with_the_shared_state_as_one_process_does() -> None:
-    rank, one_process = dist.get_rank(), draws(200, 4)
-    seed_all(200 + rank)
-    shared = SharedRandomState()
-    for expected in one_process[:3]:
-        with shared.drawing():
-            assert draw() == expected
-    assert draw() == (draws(201, 1)[0] if rank else one_process[3])
-
-
-@WORLD
-def test_sharing_torchs_state_alone_leaves_the_others_in_their_places() -> None:
-    rank = dist.get_rank()
-    seed_all(300 + rank)
-    shared = SharedRandomState(torch_only=True)
-    generators = [torch.Generator().manual_seed(300 + other) for other in range(2)]
-    expected = torch.rand(3, generator=generators[0])
-    with shared.drawing():
-        assert torch.equal(torch.rand(3), expected)
-    assert random.random() == random.Random(300 + rank).random()
-    assert torch.equal(torch.rand(2), torch.rand(2, generator=generators[rank]))
-
-
-@WORLD
-def test_after_an_exception_inside_each_rank_has_its_own_state_back() -> None:
-    rank = dist.get_rank()
-    seed_all(400 + rank)
-    shared = SharedRandomState()
-    with pytest.raises(KeyError), shared.drawing():
-        draw()
-        raise KeyError
-    own = draw()
-    assert rank == 0 or own == draws(401, 1)[0]
-    with shared.drawing():
-        assert draw() == draws(400, 2)[1]
-
-
-@WORLD
 def test_generators_of_the_sources_get_rank_0s_state_for_good() -> None:
     """Generators of loaders get rank 0's state."""
     rank = dist.get_rank()

@@ -6,25 +6,20 @@ import multiprocessing
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from kit.commands import run
 from kit.once import once
 from kit.paths import FOLDERS
 from kit.ranks import run_distributed
-from loaders import LOADERS, OTHERS, PASSES, PLAIN, WORKERS, draw, draw_plainly, go_on, seed_all
+from loaders import LOADERS, OTHERS, PASSES, PLAIN, WORKERS, draw, draw_plainly, go_on
 from resumed import HOSTS, NAMES, ONE, TWO, in_all_pairs, in_pairs
 from torch.utils.data import DataLoader
 from ways import Way
 
-from ddp_callbacks import RunRandomState, get_rank, get_world_size, resumable_loader
+from ddp_callbacks import resumable_loader
 from ddp_callbacks.errors import ConfigurationError
 
 pytestmark = pytest.mark.shares_results
@@ -154,83 +149,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.cold
-@pytest.mark.parametrize("start", ["spawn", pytest.param("forkserver", marks=pytest.mark.night)])
+@pytest.mark.night
+@pytest.mark.parametrize("start", ["spawn", "forkserver"])
 def test_a_signal_does_not_end_workers_of_other_kinds(tmp_path: Path, start: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SIGNALLED)
     assert run([sys.executable, script, start], tmp_path, cold=True) == ""
-
-
-# --- random numbers ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def apart_in_batch(run: RunRandomState) -> Any:
-    with run.alike_in_batch():
-        torch.rand(1)
-        with run.apart():
-            yield
-
-
-def contexts(run: RunRandomState) -> list[Callable[[], AbstractContextManager[Any]]]:
-    return [nullcontext, run.alike, run.alike_in_batch, partial(apart_in_batch, run)]
-
-
-def numbers(run: RunRandomState) -> list[list[float]]:
-    """Drawn by this rank, by all alike, and by all alike in a batch."""
-    drawn = []
-    for context in contexts(run)[:3]:
-        with context():
-            drawn.append([torch.rand(()).item(), np.random.rand()])
-    return drawn
-
-
-def save_random_states() -> Any:
-    """The state in each context, and what is drawn after it."""
-    seed_all(get_rank())
-    run = RunRandomState()
-    run.synchronize()
-    torch.rand(3)
-    results = []
-    for context in contexts(run):
-        with context():
-            torch.rand(2)
-            state = run.state_dict()
-        results.append((state, numbers(run)))
-    return results
-
-
-def load_random_states(saved: list[list[Any]]) -> Any:
-    """What is drawn after each state, loaded in each context; ``saved`` by rank."""
-    own = saved[get_rank() if len(saved) == get_world_size() else 0]
-    results = []
-    for state, _ in own:
-        seed_all(7)
-        run = RunRandomState()
-        run.synchronize()
-        for context in contexts(run):
-            with context():
-                run.load_state_dict(state)
-            results.append(numbers(run))
-    return results
-
-
-@once
-def random_states(world_size: int) -> list[Any]:
-    return run_distributed(save_random_states, world_size)
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (2, 1)])
-def test_the_random_state_of_a_run_goes_on(before: int, after: int) -> None:
-    """The random state of a run goes on."""
-    saved = random_states(before)
-    first, *others = run_distributed(load_random_states, after, saved)
-    expected = [drawn for _, drawn in saved[0] for _ in range(4)]
-    if before == after:
-        assert first == expected
-        assert others == [[drawn for _, drawn in rank for _ in range(4)] for rank in saved[1:]]
-    assert [drawn[0] for drawn in first] == [drawn[0] for drawn in expected]
-    for other in others:
-        assert [drawn[1:] for drawn in other] == [drawn[1:] for drawn in first], "alike on all ranks"
-        assert all(one[0] != two[0] for one, two in zip(first, other, strict=True)), "apart"
