@@ -1,4 +1,4 @@
-"""What ``spawn`` does in a script of the user's own. Prints the results as JSON: python spawning.py"""
+"""What ``spawn`` does in a script of the user's own. Prints the results as JSON: python spawning.py PORT"""
 
 from __future__ import annotations
 

@@ -21,61 +21,49 @@ import torchbearer
 from kit.commands import start
 from kit.ranks import Nursery, note, run_distributed
 from misfortunes import Misfortune, Module, batches, my_rank, new_model, sgd
-from shared_worlds import TWO, WIDE, Bodies, in_ways
+from shared_worlds import TWO, WIDE, World, by_rank
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Trial
 from torchbearer.callbacks import on_sample
-from ways import Way
 
 from ddp_callbacks import Preemption, lightning
-from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, any_rank
+from ddp_callbacks.comm.collectives import all_gather_json, all_reduce
 from ddp_callbacks.errors import EXIT_PREEMPTED, PeerError, Preempted
 from ddp_callbacks.process_group.failures import report_failure
-from ddp_callbacks.process_group.votes import abstain, is_unanimous
 from ddp_callbacks.torchbearer import DDPCallback, Resume
 
-WORLD = Bodies(__name__)
+WORLD = World(__name__)
 pytestmark = pytest.mark.shares_results()
 
 
-def steps_until_a_stop(preemption: Preemption, most: int = 10_000) -> int:
+def steps_until_a_stop(preemption: Preemption) -> int:
     """How many steps this rank takes, of which each waits for all ranks."""
-    for step in range(1, most + 1):
+    for step in range(1, 10_000):
         all_reduce(torch.ones(1), "a step")
         if preemption.is_requested():
             return step
     return 0
 
 
-@WORLD.runs(TWO, WIDE)
-def stop_by_a_signal() -> list[tuple[int, str]]:
-    """To one rank, while the others are in a step."""
-    ends = []
-    for rank, number in ((1, signal.SIGUSR1), (0, signal.SIGTERM)):
+@WORLD.on(TWO, WIDE)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_is_named_on_all() -> None:
+    """Signals and requests stop all at one step."""
+    for rank, name in ((1, "SIGUSR1"), (0, "SIGTERM")):
         with Preemption() as preemption:
             assert not preemption.is_requested()  # a moment of its own before the others' first
             if dist.get_rank() == rank:
-                os.kill(os.getpid(), number)
-            ends.append((steps_until_a_stop(preemption), preemption.reason))
+                os.kill(os.getpid(), signal.Signals[name])
+            end = steps_until_a_stop(preemption), preemption.reason
             assert preemption.is_requested()  # it stays so
+        assert by_rank(end) == [end] * dist.get_world_size()
+        assert end[0] > 0 and end[1].startswith(f"{name} on rank {rank} (host ")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    return ends
-
-
-@in_ways(TWO, WIDE)
-def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_is_named_on_all(way: Way) -> None:
-    """Signals, time limits and requests stop all at one step."""
-    first, *others = WORLD.returned(stop_by_a_signal, way)
-    assert all(ends == first for ends in others)
-    (steps_one, reason_one), (steps_two, reason_two) = first
-    assert steps_one > 0 and steps_two > 0
-    assert reason_one.startswith("SIGUSR1 on rank 1 (host ") and reason_two.startswith("SIGTERM on rank 0 (host ")
 
 
 @WORLD
-def stop_ranks_that_do_not_wait_for_each_other() -> int:
-    """Rank 0 is far ahead when rank 1 is asked to stop, as with local steps."""
+def test_ranks_that_are_far_apart_stop_where_the_first_of_them_is() -> None:
+    # Rank 0 is far ahead when rank 1 is asked to stop, as with local steps.
     taken = 0
     with Preemption() as preemption:
         if dist.get_rank() == 0:
@@ -90,97 +78,35 @@ def stop_ranks_that_do_not_wait_for_each_other() -> int:
             if dist.get_rank() == 0:
                 time.sleep(1e-3)
         assert preemption.reason.startswith("the budget is spent on rank 1 (host ")
-    return taken
-
-
-def test_ranks_that_are_far_apart_stop_where_the_first_of_them_is() -> None:
-    one, other = WORLD.returned(stop_ranks_that_do_not_wait_for_each_other)
-    assert one == other >= 500
+    assert by_rank(taken) == [taken] * 2 and taken >= 500
 
 
 @WORLD
-def ask_when_another_rank_has_ended() -> list[bool]:
-    answers = []
-    with Preemption() as preemption:
-        if dist.get_rank() == 1:
-            answers = [preemption.is_requested() for _ in range(2)]
-            preemption.request("too late for rank 0")
-            answers += [preemption.is_requested()]
-        else:
-            answers = [preemption.is_requested() for _ in range(3)]
-    all_gather_json(None, "the end")
-    return answers
-
-
 def test_a_request_behind_the_last_moment_of_another_rank_stops_nobody_and_blocks_nobody() -> None:
-    assert WORLD.returned(ask_when_another_rank_has_ended) == [[False] * 3] * 2
-
-
-@WORLD
-def stop_by_time() -> str:
-    """Only the clock of one rank says so."""
-    limit = timedelta(seconds=0.3) if dist.get_rank() == 1 else timedelta(hours=1)
-    with Preemption(time_limit=limit) as preemption:
-        begin = time.monotonic()
-        steps_until_a_stop(preemption, 10**6)
-        assert 0.2 < time.monotonic() - begin < 20
-        return preemption.reason
-
-
-def test_a_time_limit_stops_all() -> None:
-    one, other = WORLD.returned(stop_by_time)
-    assert one == other and one.startswith("the time limit on rank 1")
-
-
-@WORLD.runs(TWO, WIDE)
-def vote() -> list[bool]:
-    results = [is_unanimous("the decision to stop")]
-    for absent in (0, 1):  # it goes on, and meets the other only in the exchange behind
-        if dist.get_rank() == absent:
-            abstain()
-        else:
-            results.append(is_unanimous("the decision to stop"))
-        any_rank(False, "an exchange")
-    return [*results, is_unanimous("the decision to stop")]
-
-
-@in_ways(TWO, WIDE)
-def test_a_vote_is_unanimous_only_where_all_ranks_cast_it_at_that_moment(way: Way) -> None:
-    for rank, results in enumerate(WORLD.returned(vote, way)):
-        assert results == [True, *([False] if rank < 2 else [False, False]), True]
-
-
-def hear_of_a_failure(wait: Any) -> str:
-    """Of rank 1, which comes to no moment: its process may have died as well."""
-    text, begin = "", time.monotonic()
-    if dist.get_rank() == 1:
-        report_failure(RuntimeError("the disk is full"))
-    else:
-        with pytest.raises(PeerError) as caught:
-            wait()
-        text = str(caught.value)
-        assert time.monotonic() - begin < 20
-    return text
-
-
-def wait_to_stop() -> None:
     with Preemption() as preemption:
-        preemption.request("a test")
-        while not preemption.is_requested():
-            time.sleep(1e-3)
-
-
-def fail_while_another_votes() -> str:
-    return hear_of_a_failure(lambda: is_unanimous("the decision to stop"))
+        answers = [preemption.is_requested() for _ in range(2)]
+        if dist.get_rank() == 1:
+            preemption.request("too late for rank 0")
+        assert [*answers, preemption.is_requested()] == [False] * 3
+    all_gather_json(None, "the end")
 
 
 def fail_while_another_wants_to_stop() -> str:
-    return hear_of_a_failure(wait_to_stop)
+    """Rank 1, which comes to no moment: its process may have died as well."""
+    if dist.get_rank() == 1:
+        report_failure(RuntimeError("the disk is full"))
+        return ""
+    begin = time.monotonic()
+    with Preemption() as preemption, pytest.raises(PeerError) as caught:
+        preemption.request("a test")
+        while not preemption.is_requested():
+            time.sleep(1e-3)
+    assert time.monotonic() - begin < 20
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("body", [fail_while_another_votes, fail_while_another_wants_to_stop])
-def test_a_rank_that_wants_to_stop_hears_of_one_that_fails_instead(body: Any) -> None:
-    text, _ = run_distributed(body, 2)
+def test_a_rank_that_wants_to_stop_hears_of_one_that_fails_instead() -> None:
+    text, _ = run_distributed(fail_while_another_wants_to_stop, 2, deadline=60)
     assert text.startswith("rank 1 failed with RuntimeError: the disk is full")
 
 
@@ -298,20 +224,18 @@ for _ in range(2):
 
 
 @pytest.mark.parametrize(
-    ("same", "signals", "code", "runs"),
+    ("same", "signals", "code"),
     [
-        pytest.param(3.0, 2, 0, 2, id="right behind the first"),
-        pytest.param(0.0, 2, -signal.SIGTERM, 0, id="later"),
-        pytest.param(0.0, 1, 0, 2, id="in the second run"),
+        pytest.param(3.0, 2, 0, id="right behind the first"),
+        pytest.param(0.0, 2, -signal.SIGTERM, id="later"),
+        pytest.param(0.0, 1, 0, id="in the second run"),
     ],
 )
-def test_a_second_signal_ends_the_process_at_once(
-    tmp_path: Path, same: float, signals: int, code: int, runs: int
-) -> None:
+def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, same: float, signals: int, code: int) -> None:
     """A second signal ends a process at once."""
     with start(["python", "-c", SIGNALLED, same, signals], tmp_path) as program:
         printed, _ = program.communicate(timeout=60)
-    assert (program.returncode, printed) == (code, "True SIGTERM\n" * runs)
+    assert (program.returncode, printed) == (code, "True SIGTERM\n" * (0 if code else 2))
 
 
 def wait_to_be_terminated(is_ready: Any) -> None:

@@ -12,7 +12,6 @@ import pytest
 import spawning
 import torch.multiprocessing as mp
 from kit.commands import finish, run, start
-from kit.paths import FOLDERS
 from kit.ranks import free_port
 
 from ddp_callbacks import spawn
@@ -50,32 +49,6 @@ def test_what_ends_a_process_is_raised_where_it_was_started(
 ) -> None:
     """`spawn` raises exceptions and names killed processes."""
     assert found[how][0] == kind and says in found[how][1], found[how]
-
-
-NODE = f"""
-import sys
-sys.path[:0] = {list(map(str, FOLDERS))!r}
-from spawning import sum_of_ranks
-from ddp_callbacks import spawn
-if __name__ == "__main__":
-    spawn(sum_of_ranks, 1, nnodes=2, node_rank=int(sys.argv[1]), init_method=sys.argv[2])
-"""
-
-
-@pytest.mark.cold
-def test_two_nodes_number_their_processes_through(tmp_path: Path) -> None:
-    (tmp_path / "node.py").write_text(NODE)
-    method = f"file://{tmp_path}/store"
-    nodes = [start(["python", "node.py", rank, method], tmp_path) for rank in (1, 0)]
-    try:
-        for node in nodes:
-            finish(node)
-    finally:
-        for node in nodes:
-            node.kill()
-            node.wait()
-    results = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
-    assert results == [[3.0, 0, 2, 0, 1], [3.0, 1, 2, 0, 1]]
 
 
 NOTEBOOK = """

@@ -1,4 +1,4 @@
-"""Settings that cannot work are errors before the first step, on every rank, with the same text."""
+"""Ranks whose Trials differ are told the difference: before the first step, or where they go apart."""
 
 from __future__ import annotations
 
@@ -11,58 +11,56 @@ import torch
 import torch.distributed as dist
 import torchbearer
 from kit.ranks import HOSTNAME
-from shared_worlds import TWO, WIDE, Bodies, in_ways
+from shared_worlds import TWO, WIDE, World, by_rank
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 from torchbearer import Trial
-from ways import Way
 
 from ddp_callbacks.errors import DDPCallbacksError
 from ddp_callbacks.torchbearer import DDPCallback
 
 pytestmark = pytest.mark.shares_results()
 
-WORLD = Bodies(__name__)
+WORLD = World(__name__)
 ODD = 1  # the rank that differs
 
 
-# --- bodies ---------------------------------------------------------------------------------------------------------
+def layers(outer: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, outer), nn.Linear(outer, 1)).double()
 
 
-def rows(samples: int = 20) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(samples, 4, dtype=torch.float64, generator=generator)
-    return TensorDataset(x, x[:, :1] * 2)
+def sgd(parameters: Any, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr)
 
 
 def make_trial(
     extra: list[Any],
-    model: nn.Module | None = None,
-    optimizer: Callable[[Any], Any] = lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    model: Callable[[], nn.Module] = layers,
+    optimizer: Callable[[Any], Any] = sgd,
     samples: int = 20,
-    metrics: tuple[str, ...] = ("loss",),
+    metrics: tuple[str, ...] = ("loss", "mse"),
     sampler: Sampler[int] | None = None,
     **steps: int,
 ) -> Trial:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double() if model is None else model
-    trial = Trial(model, optimizer(model.parameters()), nn.MSELoss(), metrics=list(metrics), callbacks=extra, verbose=0)
-    return trial.to("cpu", torch.float64).with_generators(DataLoader(rows(samples), 6, sampler=sampler), None, **steps)
+    made = model()
+    x = torch.randn(samples, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(x, x[:, :1] * 2), 6, sampler=sampler)
+    trial = Trial(
+        made, optimizer(made.parameters()), nn.MSELoss(), metrics=list(metrics), callbacks=[*extra, ours()], verbose=0
+    )
+    return trial.to("cpu", torch.float64).with_generators(loader, None, **steps)
 
 
-def sequential(*layers: nn.Module) -> nn.Module:
-    return nn.Sequential(*layers)
+def ours() -> DDPCallback:
+    """In a group of its own: what one Trial reports in its group's store must not reach the next."""
+    return DDPCallback(process_group=dist.new_group())
 
 
 def frozen() -> nn.Module:
-    model = sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double()
-    model[0].bias.requires_grad_(False)  # type: ignore[index]
-    return model
-
-
-def two_groups(parameters: Any) -> torch.optim.Optimizer:
-    first, *others = parameters
-    return torch.optim.SGD([{"params": [first]}, {"params": others, "lr": 0.2}], lr=0.1)
+    model: Any = layers()
+    model[0].bias.requires_grad_(False)
+    return model  # type: ignore[no-any-return]
 
 
 class Urandom(Sampler[int]):
@@ -76,123 +74,6 @@ class Urandom(Sampler[int]):
         return 20
 
 
-# What rank ODD has instead of the default, and what the message says of it.
-DIFFERENCES: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
-    "parameter names": (
-        lambda: {"model": nn.ModuleDict({"first": nn.Linear(4, 3), "second": nn.Linear(3, 1)}).double()},
-        ["parameter 0.weight: [3, 4] float64 on {others}; (none) on rank 1"],
-    ),
-    "shapes": (
-        lambda: {"model": sequential(nn.Linear(4, 5), nn.Linear(5, 1)).double()},
-        [
-            "parameter 0.weight: [3, 4] float64 on {others}; [5, 4] float64 on rank 1",
-            "parameter 0.bias: [3] float64 on {others}; [5] float64 on rank 1",
-        ],
-    ),
-    "number of layers": (
-        lambda: {"model": sequential(nn.Linear(4, 3), nn.Linear(3, 1), nn.BatchNorm1d(1)).double()},
-        ["parameter 2.weight: (none) on {others}; [1] float64 on rank 1", "buffer 2.running_mean: (none)"],
-    ),
-    "frozen": (
-        lambda: {"model": frozen()},
-        ["parameter 0.bias: [3] float64 on {others}; [3] float64 frozen on rank 1"],
-    ),
-    "optimizer class": (
-        lambda: {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.1)},
-        ["optimizer: SGD on {others}; Adam on rank 1"],
-    ),
-    "learning rate": (
-        lambda: {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.3)},
-        ["optimizer group 0: lr: 0.1 on {others}; 0.3 on rank 1", f"(host {HOSTNAME}, pid "],
-    ),
-    "optimizer groups": (
-        lambda: {"optimizer": two_groups},
-        [
-            "optimizer group 0: number of parameters: 4 on {others}; 1 on rank 1",
-            "optimizer group 1: lr: (none) on {others}; 0.2 on rank 1",
-        ],
-    ),
-    "length of the loader": (
-        lambda: {"samples": 30},
-        ["train_data: batches: 4 on {others}; 5 on rank 1", "train_data: steps: 4 on {others}; 5 on rank 1"],
-    ),
-    "steps": (lambda: {"train_steps": 2}, ["train_data: steps: 4 on {others}; 2 on rank 1"]),
-}
-# By what the ranks do: the kind of error, and what it says.
-IN_TRAINING: dict[str, tuple[str, list[str]]] = {
-    "call": ("MismatchError", ["what is called: run on {others}; evaluate on rank 1"]),
-    "sampler": (
-        "MismatchError",
-        [
-            "the ranks disagree about the batches that Urandom draws",
-            "Urandom: checksum of the indices drawn so far: ",
-            "not from the clock, the process id or os.urandom",
-        ],
-    ),
-    "metrics": (
-        "MismatchError",
-        [
-            "rank 0: loss, running_loss, mse, running_mse\n",
-            "rank 1: loss, running_loss, mse, running_mse, lr\n",
-            "Give every process the same metrics=[...], in the same order.",
-        ],
-    ),
-    "order of metrics": (
-        "MismatchError",
-        ["rank 0: loss, running_loss, mse, running_mse\n", "rank 1: mse, running_mse, loss, running_loss\n"],
-    ),
-    "closure": (
-        "ConfigurationError",
-        [
-            "the gradients of step 0 were not synchronized: 0.weight has a gradient",
-            "must fill gradients by loss.backward(), not by torch.autograd.grad",
-        ],
-    ),
-}
-
-Error = tuple[str, str]  # type and text
-
-
-def caught(action: Callable[[], Any]) -> Error:
-    try:
-        action()
-    except DDPCallbacksError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def ours() -> DDPCallback:
-    """In a group of its own: what one Trial reports in its group's store must not reach the next."""
-    return DDPCallback(process_group=dist.new_group())
-
-
-@WORLD.runs(TWO, WIDE)
-def differ() -> dict[str, tuple[Error, int]]:
-    """By difference: the error of ``run`` and the number of training steps that this rank made before."""
-    results = {}
-    for name, (changes, _) in DIFFERENCES.items():
-        steps: list[int] = []
-        counting = torchbearer.callbacks.on_sample(lambda _, steps=steps: steps.append(1))
-        trial = make_trial([ours(), counting], **(changes() if dist.get_rank() == ODD else {}))
-        results[name] = caught(lambda trial=trial: trial.run(1)), len(steps)
-    return results
-
-
-@WORLD.runs(TWO, WIDE)
-def differ_in_training() -> dict[str, Error]:
-    odd = dist.get_rank() == ODD
-    calls = make_trial([ours()])
-    trials = {
-        "sampler": make_trial([ours()], sampler=Urandom()),
-        "metrics": make_trial([ours()], metrics=("loss", "mse", "lr") if odd else ("loss", "mse")),
-        "order of metrics": make_trial([ours()], metrics=("mse", "loss") if odd else ("loss", "mse")),
-        "closure": make_trial([ours()]).with_closure(functional_closure),
-    }
-    return {name: caught(lambda trial=trial: trial.run(1)) for name, trial in trials.items()} | {
-        "call": caught(lambda: calls.evaluate(data_key=torchbearer.TRAIN_DATA) if odd else calls.run(1))
-    }
-
-
 def functional_closure(state: Any) -> None:
     """Fills the gradients by hand: no backward accumulates anything, so no hook sees it."""
     model = state[torchbearer.MODEL]
@@ -202,63 +83,93 @@ def functional_closure(state: Any) -> None:
     state[torchbearer.Y_PRED], state[torchbearer.LOSS] = model(state[torchbearer.X]).detach(), loss.detach()
 
 
-def backward_closure(state: Any) -> None:
-    """A closure of the user's own, without Torchbearer's events."""
-    state[torchbearer.OPTIMIZER].zero_grad()
-    state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
-    state[torchbearer.LOSS] = nn.functional.mse_loss(state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
-    state[torchbearer.LOSS].backward()
+# What rank ODD has instead of the default, and what the message says of it.
+BEFORE: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "parameter names": (
+        {"model": lambda: nn.ModuleDict({"first": nn.Linear(4, 3), "second": nn.Linear(3, 1)}).double()},
+        ["parameter 0.weight: [3, 4] float64 on {others}; (none) on rank 1"],
+    ),
+    "shapes": (
+        {"model": lambda: layers(5)},
+        [
+            "parameter 0.weight: [3, 4] float64 on {others}; [5, 4] float64 on rank 1",
+            "parameter 0.bias: [3] float64 on {others}; [5] float64 on rank 1",
+        ],
+    ),
+    "frozen": ({"model": frozen}, ["parameter 0.bias: [3] float64 on {others}; [3] float64 frozen on rank 1"]),
+    "optimizer class": ({"optimizer": torch.optim.Adam}, ["optimizer: SGD on {others}; Adam on rank 1"]),
+    "learning rate": (
+        {"optimizer": lambda parameters: sgd(parameters, 0.3)},
+        ["optimizer group 0: lr: 0.1 on {others}; 0.3 on rank 1", f"(host {HOSTNAME}, pid "],
+    ),
+    "length of the loader": (
+        {"samples": 30},
+        ["train_data: batches: 4 on {others}; 5 on rank 1", "train_data: steps: 4 on {others}; 5 on rank 1"],
+    ),
+}
+LOGGED = "rank 0: loss, running_loss, mse, running_mse\n"
+# By what the ranks do: what the message says.
+IN_TRAINING: dict[str, list[str]] = {
+    "call": ["what is called: run on {others}; evaluate on rank 1"],
+    "sampler": [
+        "the ranks disagree about the batches that Urandom draws",
+        "Urandom: checksum of the indices drawn so far: ",
+        "not from the clock, the process id or os.urandom",
+    ],
+    "metrics": [
+        LOGGED,
+        "rank 1: loss, running_loss, mse, running_mse, lr\n",
+        "Give every process the same metrics=[...], in the same order.",
+    ],
+    "order of metrics": [LOGGED, "rank 1: mse, running_mse, loss, running_loss\n"],
+    "closure": [
+        "the gradients of step 0 were not synchronized: 0.weight has a gradient",
+        "must fill gradients by loss.backward(), not by torch.autograd.grad",
+    ],
+}
 
 
-def trained_with_a_closure(extra: list[Any]) -> tuple[list[float], list[torch.Tensor]]:
-    trial = make_trial(extra).with_closure(backward_closure)
-    losses = [epoch["loss"] for epoch in trial.run(3)]
-    return losses, [parameter.detach().clone() for parameter in trial.state[torchbearer.MODEL].parameters()]
+def raised_by(action: Callable[[], Any]) -> list[tuple[str, str]]:
+    """Type and text, by rank."""
+    error = "", ""
+    try:
+        action()
+    except DDPCallbacksError as caught:
+        error = type(caught).__name__, str(caught)
+    return by_rank(error)
 
 
-@WORLD
-def train_with_a_closure() -> tuple[list[float], list[torch.Tensor]]:
-    return trained_with_a_closure([DDPCallback()])
-
-
-# --- tests ------------------------------------------------------------------------------------------------------------
-
-
-def assert_says(text: str, parts: list[str]) -> None:
-    missing = [part for part in parts if part not in text]
+def assert_says(text: str, *parts: str) -> None:
+    others = "rank 0" if dist.get_world_size() == 2 else "ranks 0, 2"
+    missing = [part for part in parts if part.replace("{others}", others) not in text]
     assert not missing, f"{text} does not say {missing}"
 
 
-def others_of(way: Way) -> str:
-    return "rank 0" if way.size == 2 else "ranks 0, 2"
-
-
-@in_ways(TWO, WIDE)
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_ranks_that_differ_are_named_before_the_first_step(way: Way, name: str) -> None:
+@WORLD.each(BEFORE, TWO, WIDE)
+def test_ranks_that_differ_are_named_before_the_first_step(name: str) -> None:
     """All hear of differing models, optimizers or data."""
-    results = [results[name] for results in WORLD.returned(differ, way)]
-    (kind, text), steps = results[0]
-    assert kind == "MismatchError" and steps == 0
-    assert all(result == results[0] for result in results), "the same text on all ranks"
-    assert_says(text, [part.replace("{others}", others_of(way)) for part in DIFFERENCES[name][1]])
-    assert_says(text, ["the ranks disagree about the Trial", "Run the same script with the same arguments"])
+    changes, says = BEFORE[name]
+    steps: list[int] = []
+    counting = torchbearer.callbacks.on_sample(lambda _: steps.append(1))
+    trial = make_trial([counting], **(changes if dist.get_rank() == ODD else {}))
+    errors = raised_by(lambda: trial.run(1))
+    kind, text = errors[0]
+    assert kind == "MismatchError" and not steps
+    assert len(set(errors)) == 1, "the same text on all ranks"
+    assert_says(text, "the ranks disagree about the Trial", "Run the same script with the same arguments", *says)
 
 
-@in_ways(TWO, WIDE)
-@pytest.mark.parametrize("name", IN_TRAINING)
-def test_ranks_that_go_apart_in_training_are_told_the_difference(way: Way, name: str) -> None:
-    """Differing samplers, metrics and calls raise an error everywhere."""
-    first, *others = [results[name] for results in WORLD.returned(differ_in_training, way)]
-    assert all(error == first for error in others) or name == "closure"
-    for kind, text in (first, *others):
-        assert kind == IN_TRAINING[name][0]
-        assert_says(text, [part.replace("{others}", others_of(way)) for part in IN_TRAINING[name][1]])
-
-
-def test_a_closure_that_calls_backward_gives_the_numbers_of_one_process() -> None:
-    """A closure must call `backward`; then it is exact."""
-    losses, parameters = trained_with_a_closure([])
-    for found, trained in WORLD.returned(train_with_a_closure):
-        assert found == pytest.approx(losses, rel=1e-10, abs=0)
-        torch.testing.assert_close(trained, parameters, rtol=1e-10, atol=0)
+@WORLD.each(IN_TRAINING, TWO, WIDE)
+def test_ranks_that_go_apart_in_training_are_told_the_difference(name: str) -> None:
+    """Differing samplers, metrics and calls raise an error everywhere; so does a closure without `backward`."""
+    odd = dist.get_rank() == ODD
+    metrics = {"metrics": ("loss", "mse", "lr"), "order of metrics": ("mse", "loss")}.get(name) if odd else None
+    trial = make_trial([], metrics=metrics or ("loss", "mse"), sampler=Urandom() if name == "sampler" else None)
+    if name == "closure":
+        trial.with_closure(functional_closure)
+    evaluates = odd and name == "call"
+    errors = raised_by(lambda: trial.evaluate(data_key=torchbearer.TRAIN_DATA) if evaluates else trial.run(1))
+    assert len(set(errors)) == 1 or name == "closure", "the same text on all ranks"
+    for kind, text in errors:
+        assert kind == ("ConfigurationError" if name == "closure" else "MismatchError")
+        assert_says(text, *IN_TRAINING[name])
