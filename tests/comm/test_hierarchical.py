@@ -6,9 +6,10 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,16 +106,6 @@ def test_every_rank_gets_the_same_bits_and_they_are_the_sum_rounded_once_on_each
         sums_beside_their_truth(*case)
 
 
-@WORLD
-def test_a_sum_has_pieces_of_4_mib_and_at_most_8() -> None:
-    full = (4 << 20) // 8
-    way = live_on_hosts((1, 1), dist.new_group()).all_reduce(torch.float16)
-    launched = [way.launch(torch.zeros(size, dtype=torch.float64)) for size in (0, full, full + 1, 8 * full, 9 * full)]
-    for sum_ in launched:
-        sum_.wait("the test")
-    assert [len(sum_.chunks) for sum_ in launched] == [1, 1, 2, 8, 8]
-
-
 def sum_of_ones(topology: Topology) -> float:
     tensor = torch.ones(1000)
     topology.all_reduce().launch(tensor).wait("the test")
@@ -141,74 +132,59 @@ def test_groups_that_only_some_ranks_have_made_do_not_let_the_others_wait() -> N
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def sum_twice(layout: tuple[int, ...], seconds: float, how: str) -> None:
-    """The last rank comes to grief between two sums. With two ranks, what is sent is rounded, by the same threads."""
-    env = join_process_group(timeout=timedelta(seconds=seconds))
-    way = live_on_hosts(layout, resolve_group()).all_reduce(torch.bfloat16 if len(layout) == sum(layout) else None)
-    way.launch(torch.ones(10), "the first sum").wait("the first sum")
-    if env.rank == sum(layout) - 1:
-        HAPPENS[how]()
-    way.launch(torch.ones(1_000_000), "the second sum").wait("the second sum")
-
-
 def boom() -> None:
     raise ValueError("boom")
 
 
-HAPPENS = {
-    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "raises": boom,
-    "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+# What happens to the last rank between two sums, and what the others say of it.
+HAPPENS: dict[str, tuple[Callable[[], Any], str]] = {
+    "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "died"),
+    "raises": (boom, "failed with ValueError: boom"),
+    "stops": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "died or went silent"),
 }
-LAYOUTS = [
-    (1, 1),
-    pytest.param((2, 1), marks=pytest.mark.wide),
-    pytest.param((1, 2), marks=pytest.mark.wide),
-    pytest.param((2, 2), marks=pytest.mark.night),
-]
+PATIENCE = 5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_killed_on_one_host_is_named_on_all_hosts(
-    nursery: Nursery, tmp_path: Path, layout: tuple[int, ...]
+def sum_twice(layout: tuple[int, ...], how: str) -> None:
+    """With two ranks, what is sent is rounded, by the same threads."""
+    env = join_process_group(timeout=timedelta(seconds=PATIENCE if how == "stops" else 300))
+    way = live_on_hosts(layout, resolve_group()).all_reduce(torch.bfloat16 if len(layout) == sum(layout) else None)
+    way.launch(torch.ones(10), "the first sum").wait("the first sum")
+    if env.rank == sum(layout) - 1:
+        HAPPENS[how][0]()
+    way.launch(torch.ones(1_000_000), "the second sum").wait("the second sum")
+
+
+@pytest.mark.parametrize(
+    ("how", "layout"),
+    [
+        ("is killed", (1, 1)),
+        pytest.param("is killed", (2, 1), marks=pytest.mark.wide),
+        ("raises", (1, 1)),
+        pytest.param("raises", (2, 1), marks=pytest.mark.wide),
+        pytest.param("stops", (2, 1), marks=[pytest.mark.wide, pytest.mark.waits(PATIENCE)]),
+        pytest.param("stops", (2, 2), marks=pytest.mark.night),
+    ],
+)
+def test_what_happens_to_a_rank_of_one_host_is_told_on_all_hosts(
+    nursery: Nursery, tmp_path: Path, how: str, layout: tuple[int, ...]
 ) -> None:
     """All hosts hear of a failure on one."""
-    *ranks, dead = nursery.run_watched(sum_twice, sum(layout), tmp_path, layout, 300, "is killed")
-    for rank in ranks:
-        assert f"PeerError: rank {len(ranks)} (host {os.uname().nodename}, pid {dead.pid}) died" in rank.stderr
-        assert rank.code == 1 and rank.ended - dead.ended < 8 * rank.slowness
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[:2])
-def test_an_exception_on_one_host_ends_all_and_the_threads_end_in_peace(
-    nursery: Nursery, tmp_path: Path, layout: tuple[int, ...]
-) -> None:
-    ranks = nursery.run(sum_twice, sum(layout), tmp_path, layout, 300, "raises", finalize=True)
-    for rank in ranks[:-1]:
-        assert f"rank {len(ranks) - 1} (host" in rank.stderr and "failed with ValueError: boom" in rank.stderr
-    for rank in ranks:
-        assert rank.code == 1
-        assert "terminate called" not in rank.stderr and "Fatal" not in rank.stderr
-
-
-@pytest.mark.waits(5)
-@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[3]])
-def test_a_rank_that_goes_silent_on_one_of_two_hosts_is_named_by_all_others(
-    nursery: Nursery, tmp_path: Path, layout: tuple[int, ...]
-) -> None:
     # Those that wait for it directly are not all: each group between hosts may have nobody missing.
     ended: list[int] = []
 
     def kill_the_stopped(rank: int, pids: list[int]) -> None:
         ended.append(rank)
-        if len(ended) == len(pids) - 1:
+        if how == "stops" and len(ended) == len(pids) - 1:
             os.kill(pids[-1], signal.SIGKILL)
 
-    *ranks, silent = nursery.run(sum_twice, sum(layout), tmp_path, layout, 5, "stops", on_end=kill_the_stopped)
+    options = {"finalize": how == "raises", "on_end": kill_the_stopped}  # the threads must not crash at the end
+    *ranks, last = nursery.run_watched(sum_twice, sum(layout), tmp_path, layout, how, **options)
     for rank in ranks:
         assert rank.code == 1
-        place = f"rank {len(ranks)} (host {os.uname().nodename}, pid {silent.pid})"
-        assert f"PeerError: {place} died or went silent" in rank.stderr
+        assert f"rank {len(ranks)} (host {os.uname().nodename}, pid {last.pid}) {HAPPENS[how][1]}" in rank.stderr
+        assert "terminate called" not in rank.stderr and "Fatal" not in rank.stderr
+        assert how != "is killed" or rank.ended - last.ended < 8 * rank.slowness
 
 
 def die_beyond_a_carrier_that_stays() -> None:

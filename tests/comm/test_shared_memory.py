@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from kit.ranks import Nursery, Rank, noting_errors
+from kit.ranks import Nursery, noting_errors
 from shared_worlds import TWO, WIDE, World
 from torch import Tensor
 
 from ddp_callbacks import GradientSynchronizer, environment, join_process_group
 from ddp_callbacks.comm import memfd
-from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
 from ddp_callbacks.comm.shared_memory import SWITCH, SharedMemoryAllReduce
 from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
@@ -142,21 +141,6 @@ def test_sums_that_are_abandoned_on_every_rank_disturb_no_later_one() -> None:
         assert (mine == sum(10.0**other * step for other in range(dist.get_world_size()))).all()
 
 
-@WORLD
-def test_a_sum_that_is_waited_for_twice_keeps_its_value() -> None:
-    """You may wait for a sum twice."""
-    memory, first, second = opened(), torch.ones(100), torch.full((100,), 5.0)
-    one = memory.launch(first)
-    one.wait("the test")
-    two = memory.launch(second)  # lies in the memory of the first
-    two.wait("the test")
-    one.wait("the test")
-    three, third = memory.launch(torch.zeros(100)), memory.launch(fourth := torch.full((100,), 7.0))
-    three.wait("the test")
-    third.wait("the test")
-    assert [tensor.sum().item() for tensor in (first, second, fourth)] == [200, 1000, 1400]
-
-
 # --- memory and descriptors -------------------------------------------------------------------------------------------
 
 
@@ -179,20 +163,25 @@ def test_memory_that_is_dropped_takes_its_descriptors_and_mappings_with_it() -> 
     assert shared_bytes() - before[1] < 4 << 20  # 40 segments of 1 MiB were used, on each of two ranks
 
 
+def mapped() -> int:
+    """Segments of shared memory, this process's and others'."""
+    return Path("/proc/self/maps").read_text().count("memfd:")
+
+
 @WORLD
 def test_every_step_sums_in_the_same_memory() -> None:
     """Gradients stay in the same memory."""
-    model = torch.nn.Linear(300, 300)
-    synchronizer = GradientSynchronizer(model, process_group=dist.new_group())
-    addresses, open_files = [], []
-    for _ in range(6):
-        model.zero_grad()
-        model(torch.ones(1, 300)).sum().backward()
-        assert model.weight.grad is not None
-        addresses.append(model.weight.grad.data_ptr())
-        open_files.append(descriptors())
-    synchronizer.close()
-    assert len(set(addresses)) == 1 and open_files[1] == open_files[-1]
+    for set_to_none in (True, False):
+        model = torch.nn.Linear(300, 300)
+        synchronizer = GradientSynchronizer(model, process_group=dist.new_group())
+        seen = []
+        for _ in range(6):
+            model.zero_grad(set_to_none=set_to_none)
+            model(torch.ones(1, 300)).sum().backward()
+            assert model.weight.grad is not None
+            seen.append((model.weight.grad.data_ptr(), descriptors(), mapped()))
+        synchronizer.close()
+        assert len(set(seen[1:])) == 1
 
 
 @WORLD
@@ -230,20 +219,6 @@ def test_a_sum_that_is_interrupted_half_done_is_an_error_not_a_wrong_sum() -> No
 
 
 @WORLD
-def test_memory_that_cannot_be_used_after_all_leaves_no_descriptor() -> None:
-    """Unusable memory leaves no descriptor."""
-
-    def raises(self: SharedMemoryAllReduce, *_: object) -> None:
-        raise OSError(38, "sem_init between processes")
-
-    group, before = dist.new_group(), descriptors()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedMemoryAllReduce, "__init__", raises)
-        assert isinstance(choose_all_reduce(group, CPU), ProcessGroupAllReduce)
-    assert descriptors() == before
-
-
-@WORLD
 def test_ranks_that_sum_different_sizes_are_named_with_both() -> None:
     """Failed allocations and unequal sizes raise errors."""
     memory, own, nbytes = opened(), dist.get_rank(), (12, 16)
@@ -251,15 +226,6 @@ def test_ranks_that_sum_different_sizes_are_named_with_both() -> None:
     says = f"rank {other} sums {nbytes[other]} bytes of gradients, but rank {own} sums {nbytes[own]}"
     with pytest.raises(ValueError, match=says):
         memory.launch(torch.zeros(nbytes[own] // 4)).wait("the test")
-
-
-@WORLD
-def test_more_sums_under_way_than_there_is_room_for_is_an_error() -> None:
-    memory = opened()
-    tensor = memory.allocate(1, torch.float32)
-    with pytest.raises(ValueError, match=r"^more than 8192 sums are in flight: raise bucket_cap_mb"):
-        for _ in range(10_000):
-            memory.launch(tensor)
 
 
 @WORLD
@@ -289,13 +255,14 @@ def test_a_group_that_is_destroyed_takes_its_shared_memory_with_it() -> None:
         dist.barrier()
         dist.destroy_process_group(group)
         del memory, group
-        seen.append((descriptors(), Path("/proc/self/maps").read_text().count("memfd:")))
+        seen.append((descriptors(), mapped()))
     assert seen[0] == seen[-1]
 
 
 # --- ranks that die ---------------------------------------------------------------------------------------------------
 
 ENDS = {"raises": "failed with ValueError: boom", "is killed": "died"}
+WAITING, NOT_OPENED, SUB_GROUP = "others wait", "others have not opened its memory", "a sub-group"
 
 
 def end(how: str) -> None:
@@ -304,73 +271,45 @@ def end(how: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def assert_named(ranks: list[Rank], rank: int, victim: int, how: str) -> None:
-    kind, message = ranks[rank].notes["error"]
-    assert kind == "PeerError"
-    assert f"rank {victim} (host {os.uname().nodename}, pid {ranks[victim].pid}) {ENDS[how]}" in message
-
-
-def end_while_others_wait() -> None:
+def end_while(moment: str, how: str) -> None:
+    """The last rank ends. In the sub-group are all but rank 0."""
     env = join_process_group()
-    memory = opened(resolve_group())
-    memory.launch(torch.ones(10)).wait("the first sum")
-    if env.rank == 1:
-        end("is killed")
-    with noting_errors():
-        memory.launch(torch.ones(10))
-        memory.launch(torch.ones(10)).wait("the second sum")
-
-
-def test_a_rank_killed_while_others_wait_in_shared_memory_is_named_and_leaves_nothing(
-    nursery: Nursery, tmp_path: Path
-) -> None:
-    """Killed ranks leave nothing in `/dev/shm`."""
-    ranks = nursery.run_watched(end_while_others_wait, 2, tmp_path)
-    assert ranks[1].code == -signal.SIGKILL
-    assert_named(ranks, 0, 1, "is killed")
-    assert ranks[0].ended - ranks[1].ended < 5 * ranks[0].slowness
-
-
-def end_before_others_have_opened_its_memory(how: str) -> None:
-    env = join_process_group()
-    memory = opened(resolve_group())
-    if env.rank == 1:
+    group = dist.new_group([1, 2]) if moment == SUB_GROUP else resolve_group()
+    if moment == SUB_GROUP and env.rank == 0:
+        return
+    memory = opened(group)
+    if moment != NOT_OPENED:
+        memory.launch(torch.ones(10)).wait("the first sum")
+    if env.rank == env.world_size - 1:
         memory.launch(torch.ones(10))
         end(how)
-    while not Path("ended").exists():
+    while moment == NOT_OPENED and not Path("ended").exists():
         time.sleep(0.01)  # bounded by the deadline of the ranks
     with noting_errors():
-        memory.launch(torch.ones(10)).wait("the first sum")
+        memory.launch(torch.ones(10)).wait("a sum")
+        memory.launch(torch.ones(10)).wait("the last sum")
 
 
-@pytest.mark.parametrize("how", ENDS)
-def test_a_rank_that_ends_before_others_have_opened_its_memory_is_named(
-    nursery: Nursery, tmp_path: Path, how: str
+@pytest.mark.parametrize(
+    ("moment", "how"),
+    [
+        (WAITING, "is killed"),
+        (NOT_OPENED, "is killed"),
+        (NOT_OPENED, "raises"),
+        pytest.param(SUB_GROUP, "is killed", marks=pytest.mark.wide),
+    ],
+)
+def test_a_rank_that_ends_is_named_by_its_number_in_the_world(
+    nursery: Nursery, tmp_path: Path, moment: str, how: str
 ) -> None:
+    """Killed ranks leave nothing in `/dev/shm`."""
 
     def touch(rank: int, pids: list[int]) -> None:
         (tmp_path / "ended").touch()
 
-    ranks = nursery.run(end_before_others_have_opened_its_memory, 2, tmp_path, how, on_end=touch)
-    assert_named(ranks, 0, 1, how)
-
-
-def end_in_a_sub_group(how: str) -> None:
-    env = join_process_group()
-    group = dist.new_group([1, 2])
-    if env.rank == 0:
-        return
-    memory = opened(group)
-    memory.launch(torch.ones(10)).wait("the first sum")
-    if env.rank == 2:
-        end(how)
-    with noting_errors():
-        memory.launch(torch.ones(10)).wait("the second sum")
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("how", ENDS)
-def test_in_a_sub_group_a_rank_is_named_by_its_number_in_the_world(nursery: Nursery, tmp_path: Path, how: str) -> None:
-    ranks = nursery.run(end_in_a_sub_group, 3, tmp_path, how)
-    assert_named(ranks, 1, 2, how)
-    assert f"rank 1 (host {os.uname().nodename}, pid {ranks[1].pid})" in ranks[1].notes["error"][1]
+    size = 3 if moment == SUB_GROUP else 2
+    *_, first, last = nursery.run_watched(end_while, size, tmp_path, moment, how, on_end=touch)
+    kind, message = first.notes["error"]
+    assert kind == "PeerError"
+    assert f"rank {size - 1} (host {os.uname().nodename}, pid {last.pid}) {ENDS[how]}" in message
+    assert first.ended - last.ended < 5 * first.slowness
