@@ -14,11 +14,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from kit.commands import run
-from kit.paths import FOLDERS, ROOT
+import torch.distributed as dist
+from kit.compare import assert_equal
+from kit.paths import ROOT
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from trainers import Net, quiet
+from trainer_cases import RELATIVE, Bodies, quiet
+from trainers import Net, loader
 
 from ddp_callbacks import DiLoCo, LocalSGD, PowerSGD
 from ddp_callbacks.lightning import CallbackStrategy
@@ -27,7 +29,9 @@ pytest.importorskip("jsonargparse")
 
 from lightning.pytorch.cli import LightningCLI
 
-pytestmark = pytest.mark.usefixtures("seed_variables")
+pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
+
+WORLD = Bodies(__name__, quiet)
 
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 OURS = "ddp_callbacks.lightning.CallbackStrategy"
@@ -126,16 +130,6 @@ def in_a_trainer(strategy: Any) -> Any:
         return pl.Trainer(strategy=strategy, accelerator="cpu", logger=False).strategy
 
 
-def test_the_weight_of_a_yaml_may_be_an_object_of_a_class() -> None:
-    cli = strategy_of(f"--trainer.strategy={OURS}", "--trainer.strategy.weight=ddp_callbacks.CrossEntropyWeight")
-    assert "ddp_callbacks.weighing.CrossEntropyWeight" in described(cli.trainer.strategy)
-
-
-@pytest.mark.parametrize("name", ["ddp_callbacks", "callbacks"])
-def test_a_yaml_names_the_strategy_as_a_script_does(name: str) -> None:
-    assert type(strategy_of(f"--trainer.strategy={name}").trainer.strategy) is CallbackStrategy
-
-
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -178,69 +172,53 @@ def test_the_help_of_the_command_line_shows_each_option_with_its_words(capsys: p
     assert "DiLoCo" in words["sync"] and "AsyncCheckpointIO" in words["checkpoint_io"]
 
 
-SCRIPT = """
-import sys
-sys.path[:0] = {tests!r}
-import torch
-import lightning.pytorch as pl
-from lightning.pytorch.cli import LightningCLI
-from trainers import Net, loader, quiet
-import ddp_callbacks.lightning
-
 class Data(pl.LightningDataModule):
-    def train_dataloader(self):
+    def train_dataloader(self) -> Any:
         return loader(29, 8, shuffle=True)
-    def val_dataloader(self):
+
+    def val_dataloader(self) -> Any:
         return loader(13, 5, 9)
 
-if __name__ == "__main__":
-    with quiet():
-        cli = LightningCLI(Net, Data, seed_everything_default=7)
-    total = sum(value.sum() for value in cli.model.state_dict().values()).item()
-    line = f"rank {{cli.trainer.global_rank}} of {{cli.trainer.world_size}} sum {{total!r}}"
-    open(f"sum-{{cli.trainer.global_rank}}", "w").write(line)
-"""
+
 CONFIG = """
+seed_everything: 7
 trainer:
   accelerator: cpu
   max_epochs: 2
-  log_every_n_steps: 1
   enable_progress_bar: false
   enable_model_summary: false
   logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: .}}
   strategy:
     class_path: ddp_callbacks.lightning.CallbackStrategy
-    init_args: {timeout: 0:05:00, weight: weights.weigh, sync: every_step}
+    init_args: {timeout: 0:05:00, weight: test_lightning_cli.weigh, sync: every_step}
 model: {lr: 0.05}
 """
 
 
-def sums(folder: Path) -> dict[str, float]:
-    """What each process of the last run has ended with, by rank and world size."""
-    lines = []
-    for file in sorted(folder.glob("sum-*")):
-        lines.append(file.read_text().split(" sum "))
-        file.unlink()
-    return {rank: float(total) for rank, total in lines}
+def train_by(*args: str) -> Any:
+    return dict(LightningCLI(Net, Data, args=["fit", *args]).model.state_dict())
 
 
-@pytest.mark.cold
-def test_a_script_trains_by_its_yaml_and_by_the_one_that_is_saved_as_on_one_process(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.format(tests=list(map(str, FOLDERS))))
-    (tmp_path / "weights.py").write_text("def weigh(batch):\n    return len(batch[0])\n")
-    (tmp_path / "given.yaml").write_text(CONFIG)
-    plain = ["--trainer.strategy=auto", "--trainer.logger=false"]
-    run(["python", "train.py", "fit", "-c", "given.yaml", *plain], tmp_path)
-    alone = sums(tmp_path)["rank 0 of 1"]
-    ddprun = ["ddprun", "--nproc-per-node", 2, "train.py", "fit", "-c"]
-    together = run([*ddprun, "given.yaml"], tmp_path)
-    expected = dict.fromkeys(("rank 0 of 2", "rank 1 of 2"), pytest.approx(alone, rel=1e-10))
-    assert sums(tmp_path) == expected, together
-    saved = [str(path.relative_to(tmp_path)) for path in tmp_path.glob("lightning_logs/*/config.yaml")]
-    assert saved == ["lightning_logs/version_0/config.yaml"]
-    assert "weights.weigh" in (tmp_path / saved[0]).read_text()
-    again = run([*ddprun, saved[0]], tmp_path)
-    assert sums(tmp_path) == expected, again
+@WORLD
+def trained_by_yaml() -> Any:
+    """By one that is given, and by the one that is saved beside the log."""
+    Path(f"given-{dist.get_rank()}.yaml").write_text(CONFIG)
+    found = [train_by("-c", f"given-{dist.get_rank()}.yaml")]
+    dist.barrier()
+    (saved,) = Path("lightning_logs").glob("*/config.yaml")
+    assert "test_lightning_cli.weigh" in saved.read_text()
+    return [*found, train_by("-c", str(saved))]
+
+
+def test_a_program_trains_by_its_yaml_and_by_the_one_that_is_saved_as_on_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("given.yaml").write_text(CONFIG)
+    with quiet():
+        expected = train_by("-c", "given.yaml", "--trainer.strategy=auto", "--trainer.logger=false")
+    for found in WORLD.returned(trained_by_yaml):
+        assert_equal(found, [expected, expected], RELATIVE)
 
 
 # --- type checkers ----------------------------------------------------------------------------------------------------
@@ -282,11 +260,3 @@ def test_mypy_sees_the_options_and_refuses_wrong_ones(tmp_path: Path) -> None:
     for name in ("one", "other"):
         found = {int(found[1]) for found in re.finditer(rf"^{name}\.py:(\d+): error", done.stdout, re.M)}
         assert found == expected, done.stdout + done.stderr
-
-
-def test_an_editor_finds_signature_and_words_of_the_strategy() -> None:
-    parameters = inspect.signature(CallbackStrategy).parameters
-    assert list(parameters)[:3] == ["batch_size", "weight", "reduction"]
-    assert parameters["batch_size"].default == "global" and "self" not in parameters
-    for name in parameters:
-        assert re.search(rf"^ +{name}: ", CallbackStrategy.__doc__, re.M), name

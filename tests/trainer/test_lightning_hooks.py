@@ -20,7 +20,7 @@ OURS = "ddp_callbacks"
 OF_ONE_RANK = {"prepare_data"}  # which Lightning calls on one process of a host
 REFUSED = "ConfigurationError: prepare_data runs on one process while the others wait for it"
 COVERING = ["use", "stop", "fail"]
-DIAGONALS = len(COVERING)  # of hooks and these actions: each of them has every hook
+DIAGONALS = 2 * len(COVERING)  # of hooks and these actions: each of them has every second hook
 
 
 @once
