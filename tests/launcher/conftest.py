@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from jobs import of_job
+from jobs import of_job, program
 from kit.hosts import HostBed
 
 
@@ -26,3 +27,12 @@ def bed(session_hosts: HostBed) -> Iterator[HostBed]:
     session_hosts.end_all()
     folders = [path for host in hosts for path in (host.folder / "tmp").glob("ddprun-*")]
     assert not left and not folders
+
+
+@pytest.fixture
+def enter(bed: HostBed, tmp_path: Path) -> str:
+    """A program that leads from this machine, which is none of the hosts, to one of them."""
+    lines = "".join(f"    {host.name}) pid={host.pid} ;;\n" for host in bed.hosts)
+    environ = "env -i HOME=/root PATH=$PATH SSH_CONNECTION='10.9.9.9 1 10.9.9.9 22'"
+    namespaces = 'nsenter -t "$pid" -n -u -m -p --wdns=/ --'
+    return program(tmp_path / "enter", f'case "$1" in\n{lines}esac\nshift\nexec {environ} {namespaces} "$@"')

@@ -51,6 +51,14 @@ def write(folder: Path, text: str, name: str = "script.py") -> str:
     return name
 
 
+def program(path: Path, text: str) -> str:
+    """A program of the shell, as what leads to a node or belongs to a scheduler."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + LIMIT
     while not holds():
@@ -111,10 +119,17 @@ class Run:
     Args:
         folder: Where it runs; what it prints is in its files "out" and "err".
         host: Where it is typed; by default, here.
+        pipe: Whether its standard output is a small pipe instead, which takes one piece at a time.
     """
 
     def __init__(
-        self, folder: Path, *argv: str, host: Host | None = None, command: list[str] = PLAIN, **variables: str
+        self,
+        folder: Path,
+        *argv: str,
+        host: Host | None = None,
+        command: list[str] = PLAIN,
+        pipe: bool = False,
+        **variables: str,
     ) -> None:
         self.folder, self.host = folder, host
         words = [*command, *argv]
@@ -124,8 +139,9 @@ class Run:
                 cwd=None if host else folder,
                 env=environment(folder, host, **variables),
                 stdin=subprocess.DEVNULL,
-                stdout=out,
+                stdout=subprocess.PIPE if pipe else out,
                 stderr=err,
+                pipesize=4096,
             )
 
     def __enter__(self) -> Run:
@@ -134,6 +150,8 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
+        if self.process.stdout:
+            self.process.stdout.close()
 
     @property
     def text(self) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import random
 import re
+import select
 import shutil
 import signal
 import socket
@@ -19,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import DDPRUN, LIMIT, PLAIN, PYTHON, STAY, Run, ddprun, environment, processes_in, wait_until, write
+from jobs import DDPRUN, LIMIT, PLAIN, PYTHON, STAY, Run, ddprun, environment, processes_in, program, wait_until, write
 from kit.machine import Slowness
 
 from ddp_callbacks.launcher.facts import usable_cores
@@ -73,30 +75,15 @@ def test_the_exit_code_is_the_failing_rank_s(tmp_path: Path, end: str, code: int
 
 MISFORTUNES = """
 import atexit, os, sys, time
-import torch
 from ddp_callbacks import join_process_group
 from ddp_callbacks.comm.agreement import require_agreement
-from ddp_callbacks.process_group.failures import report_failure
-
-class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 4
-    def __getitem__(self, index):
-        return {}["sensor 7"]
 
 def happens(what):
     if what == "slow to exit":
         atexit.register(time.sleep, 8)
         raise ValueError("the data are gone")
-    if what == "reported, and exits with 0":
-        report_failure(ValueError("the data are gone"))
-        sys.exit(0)
     if what == "left":
         os._exit(0)
-    if what == "loader":
-        list(torch.utils.data.DataLoader(Rows(), num_workers=1))
-    if what == "long message":
-        raise ValueError("x" * 30_000_000)
 
 join_process_group()
 for step in range(10_000):
@@ -109,27 +96,18 @@ for step in range(10_000):
 """
 
 
-FAILED = r"rank 1 on localhost failed(?: with exit code \d+)?:"
-LEFT = (
-    r"rank 1 on localhost exited with code 0 first. rank 0 on localhost reports: ddp_callbacks.errors.PeerError: rank 1"
-)
 WHO = {
-    "slow to exit": f"{FAILED} ValueError: the data are gone",
+    "slow to exit": r"rank 1 on localhost failed(?: with exit code \d+)?: ValueError: the data are gone",
     "differs": r"rank [01] on localhost, like every rank, failed with exit code 1: ddp_callbacks.errors.MismatchError: "
     r"the ranks disagree about the Trial:\n  lr: 0.1 on rank 0; 0.2 on rank 1\nGive each the same.\n"
     r"Ranks: rank 0 \(.*\), rank 1 \(.*\)\.",
-    "reported, and exits with 0": rf"{LEFT} \(.*\) failed with ValueError: the data are gone",
-    "left": rf"{LEFT} \(.*",
-    "loader": f"{FAILED} KeyError: 'sensor 7', in DataLoader worker process 0",
-    "long message": rf"{FAILED} ValueError: x{{1000,4000}}(?:\.\.\.)?",
+    "left": r"rank 1 on localhost exited with code 0 first. rank 0 on localhost reports: "
+    r"ddp_callbacks.errors.PeerError: rank 1 \(.*",
 }
 
 
-USUAL, RARE = ("slow to exit", "differs", "left"), ("reported, and exits with 0", "loader", "long message")
-
-
 @pytest.mark.cold
-@pytest.mark.parametrize("what", [*USUAL, *(pytest.param(what, marks=pytest.mark.night) for what in RARE)])
+@pytest.mark.parametrize("what", WHO)
 def test_who_came_first_is_named_with_what_happened(tmp_path: Path, what: str) -> None:
     """`ddprun` names who failed first."""
     with Slowness() as slowness:
@@ -168,39 +146,37 @@ def test_a_flag_that_a_node_s_torch_lacks_is_named_with_the_node(tmp_path: Path)
     assert done.stderr.splitlines()[-2] == cause
 
 
-FAIL_WITH_A_LONG_MESSAGE = """
-import json, os
-message = {"message": "ValueError: " + "\\N{FIRE}" * 5000, "extraInfo": {"timestamp": "1"}}
-open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps({"message": message}))
-os._exit(3)
-"""
-
-
-@pytest.mark.cold
-@pytest.mark.night
-def test_as_many_ranks_as_a_large_node_has_may_fail_with_long_messages(tmp_path: Path) -> None:
-    done = ddprun("--nproc-per-node", "100", write(tmp_path, FAIL_WITH_A_LONG_MESSAGE), cwd=tmp_path)
-    assert done.returncode == 3
-    assert re.search(
-        "^ddprun: rank \\d+ on localhost failed with exit code 3: ValueError: \N{FIRE}+", done.stderr, re.M
-    )
-
-
 def test_it_ends_when_nobody_reads_any_more(tmp_path: Path) -> None:
     script = write(tmp_path, "import time\nwhile True: print('line', flush=True); time.sleep(0.01)")
-    process = subprocess.Popen(
-        [*PLAIN, script], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stderr is not None
-    try:
-        assert process.stdout.readline() == "[localhost:0] line\n"
-        process.stdout.close()
-        assert process.wait(LIMIT) == 128 + signal.SIGPIPE
-        assert "Traceback" not in process.stderr.read()
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+    with Run(tmp_path, script, pipe=True) as run:
+        assert run.process.stdout is not None
+        assert run.process.stdout.readline() == b"[localhost:0] line\n"
+        run.process.stdout.close()
+        assert run.end() == 128 + signal.SIGPIPE
+    assert "Traceback" not in run.text
+
+
+def test_a_terminal_that_takes_nothing_does_not_keep_anything_running(tmp_path: Path) -> None:
+    script = write(tmp_path, "import sys\nwhile True: print('x' * 1000, flush=True)")
+    with Run(tmp_path, script, pipe=True) as run:
+        assert run.process.stdout is not None
+        assert run.process.stdout.readline() and select.select([run.process.stdout], [], [], LIMIT)[0]
+        with Slowness() as slowness:
+            run.process.terminate()
+            wait_until(lambda: not set(processes_in(tmp_path)) - {run.process.pid})
+        assert slowness.took < 9 * slowness.factor
+        run.process.stdout.read()
+        assert run.end() == 143
+    assert "Traceback" not in run.text
+
+
+def test_a_closed_terminal_does_not_end_what_nohup_has_started(tmp_path: Path) -> None:
+    stays = "import os, time\nprint('up', flush=True)\nwhile not os.path.exists('now'): time.sleep(0.05)"
+    with Run(tmp_path, write(tmp_path, stays), command=["env", "--ignore-signal=HUP", *PLAIN[2:]]) as run:
+        run.await_text("up")
+        run.process.send_signal(signal.SIGHUP)
+        (tmp_path / "now").touch()
+        assert run.end() == 0, run.text
 
 
 def test_much_output_comes_whole_and_in_order(tmp_path: Path) -> None:
@@ -235,8 +211,9 @@ def test_the_ranks_know_of_the_terminal_behind_their_pipe(tmp_path: Path) -> Non
     ("argv", "says"),
     [
         (["no_such.py"], "localhost: file not found: no_such.py (working directory {cwd}).\n"),
-        (["-H", "a,a", "x.py"], "-H a,a: a is named twice. Name it once, with all its slots.\n"),
         (["--python", "/no/python", "x.py"], "localhost: cannot start the interpreter /no/python. Set its path "),
+        (["--grace", "-1", "x.py"], "argument --grace: takes a positive number, got '-1'. See ddprun --help."),
+        (["--grace", "90", "--time-limit", "60", "x.py"], "--time-limit must be longer than --grace (90 s), got 60."),
         (["--chdir", "/no", "x.py"], "localhost: cannot enter the working directory /no: No such file or directory."),
         (
             ["--master-addr", "192.0.2.1", "{program}"],
@@ -307,46 +284,21 @@ def test_it_answers_without_torch_where_nothing_is_to_be_started(
 
 @pytest.mark.cold
 def test_a_machine_without_torch_starts_a_job_where_there_is_one(tmp_path: Path, no_torch: dict[str, str]) -> None:
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    python = program(tmp_path / "python", f'unset PYTHONPATH\nexec {sys.executable} "$@"')
     script = write(tmp_path, "import os, torch; print(torch.tensor(int(os.environ['WORLD_SIZE'])))")
-    done = ddprun("--python", str(python), "--nproc-per-node", "2", script, cwd=tmp_path, **no_torch)
+    done = ddprun("--python", python, "--nproc-per-node", "2", script, cwd=tmp_path, **no_torch)
     assert (done.returncode, done.stdout) == (0, "[localhost:0] tensor(2)\n"), done.stderr
 
 
 # --- the way to a node ------------------------------------------------------------------------------------------------
 
-NASTY = [
-    "",
-    " ",
-    "a b",
-    "'",
-    '"',
-    "\\",
-    "\n",
-    "a\n",
-    "$(touch /x)",
-    "`id`",
-    "; rm x",
-    "*",
-    "%s",
-    "é",
-    "-x",
-    "!!",
-    "\udcff",
-]
+DRAWN = random.Random(7)
+NASTY = ["", " ", "a b", "'", '"', "\\", "\n", "a\n", "$(touch /x)", "`id`", "; rm x", "*", "%s", "-x", "!!", "\udcff"]
+NASTY += [os.fsdecode(bytes(DRAWN.choices(range(1, 256), k=DRAWN.randint(0, 30)))) for _ in range(100)]
 ECHO = """
 import json, os, sys
 print(json.dumps([[os.fsencode(word).hex() for word in sys.argv[1:]], os.environb[b"PROBE"].hex(), os.getcwdb().hex()]))
 """
-
-
-def as_plain_command(folder: Path, text: str) -> str:
-    """For --rsh: a program that leads to this machine."""
-    (folder / "enter").write_text(f"#!/bin/sh\n{text}\n")
-    (folder / "enter").chmod(0o755)
-    return str(folder / "enter")
 
 
 @pytest.mark.parametrize("shell", ["none", "sh", "bash", "dash", "zsh", "fish", "tcsh", "csh"])
@@ -358,12 +310,10 @@ def test_any_bytes_arrive_through_any_command_and_login_shell(tmp_path: Path, sh
     runs = 'exec "$@"' if shell == "none" else f'echo welcome; exec {shell} -c "$*"'
     folder = tmp_path / "it's a $HOME\n; folder\udcff "
     folder.mkdir()
-    python = folder / "python 3\\n"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    enter = as_plain_command(tmp_path, f"shift; {runs}")
+    python = program(folder / "python 3\\n", f'exec {sys.executable} "$@"')
+    enter = program(tmp_path / "enter", f"shift; {runs}")
     value = "".join(NASTY)
-    flags = ["-H", "pod-7", "--rsh", enter, "--python", str(python), "--log-dir", str(tmp_path), "-x", f"PROBE={value}"]
+    flags = ["-H", "pod-7", "--rsh", enter, "--python", python, "--log-dir", str(tmp_path), "-x", f"PROBE={value}"]
     done = ddprun(*flags, write(folder, ECHO, "it's.py"), *NASTY, cwd=folder, command=PLAIN)
     assert done.returncode == 0, done.stderr
     label, _, said = done.stdout.partition(" ")
@@ -380,7 +330,7 @@ def test_any_bytes_arrive_through_any_command_and_login_shell(tmp_path: Path, sh
 )
 def test_a_command_that_does_not_reach_a_node_is_told_with_its_words(tmp_path: Path, runs: str, says: str) -> None:
     """You read the words of a failing command."""
-    enter = as_plain_command(tmp_path, runs)
+    enter = program(tmp_path / "enter", runs)
     done = ddprun("-H", "pod-7", "--rsh", enter, write(tmp_path, "print(1)"), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"ddprun: pod-7: {says}. Try: {enter} pod-7 true.\n"
@@ -388,9 +338,7 @@ def test_a_command_that_does_not_reach_a_node_is_told_with_its_words(tmp_path: P
 
 def with_ssh(folder: Path, text: str) -> dict[str, str]:
     """The variable by which ``text`` is what ssh does, in a folder of its own."""
-    (folder / "bin").mkdir()
-    (folder / "bin" / "ssh").write_text(f"#!/bin/bash\ncd {folder}\n{text}\n")
-    (folder / "bin" / "ssh").chmod(0o755)
+    program(folder / "bin" / "ssh", f"cd {folder}\n{text}")
     return {"PATH": f"{folder}/bin:{os.environ['PATH']}"}
 
 
@@ -401,18 +349,14 @@ exit 255
 """
 
 
-@pytest.mark.parametrize(("times", "code"), [(2, 0), pytest.param(3, 2, marks=pytest.mark.night)])
 @pytest.mark.waits(2)
-def test_a_login_that_an_sshd_has_no_time_for_is_tried_again(tmp_path: Path, times: int, code: int) -> None:
+def test_a_login_that_an_sshd_has_no_time_for_is_tried_again(tmp_path: Path) -> None:
     """`ddprun` retries logins that busy hosts reject."""
-    rejects = f'echo >>tries\n[ $(wc -l <tries) -le {times} ] && {{ {TURNED_AWAY} }}\nexec sh -c "${{@: -1}}"'
+    rejects = f'echo >>tries\n[ $(wc -l <tries) -le 2 ] && {{ {TURNED_AWAY} }}\nexec sh -c "${{@: -1}}"'
     variables = with_ssh(tmp_path, rejects)
     done = ddprun("-H", "192.0.2.7", write(tmp_path, "print('started')"), cwd=tmp_path, command=PLAIN, **variables)
-    assert (done.returncode, done.stdout) == (code, "" if code else "[192.0.2.7:0] started\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "[192.0.2.7:0] started\n"), done.stderr
     assert (tmp_path / "tries").read_text().count("\n") == 3
-    if code:
-        reason = "ssh cannot reach it: Connection closed by 10.0.0.1 port 22"
-        assert done.stderr == f"ddprun: 192.0.2.7: {reason}. Try: ssh 192.0.2.7 true.\n"
 
 
 def test_no_more_than_eight_log_in_at_the_same_time(tmp_path: Path) -> None:
@@ -431,12 +375,10 @@ def test_a_node_with_an_older_kernel_does(tmp_path: Path) -> None:
     """`ddprun` works on nodes with older kernels."""
     # Linux 4.18, that of many clusters, has no pidfd_open.
     write(tmp_path, "import os\ndel os.pidfd_open\n", "sitecustomize.py")
-    python = tmp_path / "python"
     lets_it_in = '[ "$1" = -I ] && shift'  # without that flag the file above is read
-    python.write_text(f'#!/bin/sh\n{lets_it_in}\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    python = program(tmp_path / "python", f'{lets_it_in}\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"')
     script = write(tmp_path, "import os, sys; print(hasattr(os, 'pidfd_open')); sys.exit(3)")
-    done = ddprun("--python", str(python), script, cwd=tmp_path, command=PLAIN)
+    done = ddprun("--python", python, script, cwd=tmp_path, command=PLAIN)
     assert (done.returncode, done.stdout) == (3, "[localhost:0] False\n"), done.stderr
 
 
@@ -518,14 +460,13 @@ def test_a_job_ends_whole_with_ddprun_or_by_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.cold
-@pytest.mark.parametrize("killed", ["stdin.buffer", "launcher.agent"])
-def test_a_killed_program_of_a_node_leaves_no_rank_and_no_folder(tmp_path: Path, killed: str) -> None:
+def test_a_killed_program_of_a_node_leaves_no_rank_and_no_folder(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     with Run(tmp_path, write(tmp_path, STAY), command=DDPRUN, TMPDIR=str(tmp_path / "tmp")) as run:
         run.await_text("up")
         assert len(list((tmp_path / "tmp").glob("ddprun-*"))) == 1
-        (program,) = [pid for pid, line in run.processes().items() if killed in line]
-        os.kill(program, signal.SIGKILL)
+        (node,) = [pid for pid, line in run.processes().items() if "stdin.buffer" in line]
+        os.kill(node, signal.SIGKILL)
         assert run.end() in (1, 137)
     wait_until(lambda: not any("script.py" in line for line in processes_in(tmp_path).values()))
     wait_until(lambda: not list((tmp_path / "tmp").glob("ddprun-*")))

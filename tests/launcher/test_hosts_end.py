@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import select
 import signal
 import subprocess
 import time
@@ -22,11 +21,12 @@ pytestmark = on_hosts("ends")
 
 
 def start(
-    stack: ExitStack, folder: Path, host: Host, nodes: str, *flags: str, command: list[str] = PLAIN, how: str = ""
+    stack: ExitStack, folder: Path, host: Host | None, *argv: str, script: str = STAY, command: list[str] = PLAIN
 ) -> Run:
-    """Ranks that stay, in a folder of their own."""
+    """Three ranks in a folder of their own, which stay; the words behind "--" are theirs."""
     folder.mkdir(exist_ok=True)
-    argv = ["-H", nodes, "--show-ranks", "all", *flags, write(folder, STAY), *how.split()]
+    flags, _, words = " ".join(argv).partition(" -- ")
+    argv = ("--show-ranks", "all", *flags.split(), write(folder, script), *words.split())
     return stack.enter_context(Run(folder, *argv, host=host, command=command))
 
 
@@ -38,109 +38,70 @@ def kill_in(folder: Path, host: Host, words: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def kill_login(folder: Path, host: Host, _: str) -> None:
+def kill_login(folder: Path, host: Host) -> None:
     """The sshd that leads to the node's program of the job."""
-    (program,) = [
-        pid for pid, line in processes_in(folder).items() if "stdin.buffer" in line and pid in host.processes()
-    ]
-    parent = program
+    (parent,) = [pid for pid, line in processes_in(folder).items() if PROGRAM in line and pid in host.processes()]
     while "sshd" not in Path(f"/proc/{parent}/cmdline").read_text():
         parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(parent, signal.SIGKILL)
 
 
-SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGKILL: 137}
+def interrupt_twice(run: Run) -> None:
+    run.signal(signal.SIGINT)
+    run.await_text("deaf", 3)  # two signals at the same moment would be one
+    run.signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize(
-    ("command", "numbers"),
-    [
-        pytest.param(PLAIN, list(SIGNALS), id="plain"),
-        pytest.param(DDPRUN, [signal.SIGINT, signal.SIGKILL], id="torchrun", marks=pytest.mark.cold),
-    ],
-)
-def test_all_is_gone_soon_after_a_signal(
-    bed: HostBed, tmp_path: Path, command: list[str], numbers: list[signal.Signals]
-) -> None:
-    """Signals to `ddprun`, even SIGKILL, end all nodes."""
-    h1, options = bed.hosts[0], {"command": command, "how": "deaf"}
-    with ExitStack() as stack:
-        runs = {number: start(stack, tmp_path / number.name, h1, "h1:1,h2:2", **options) for number in numbers}
-        for run in runs.values():
-            run.await_text("up ", 3)
-        with Slowness() as slowness:
-            for number, run in runs.items():
-                run.signal(number)
-            wait_until(lambda: not of_job(*bed.hosts))
-        assert slowness.took < 5 * slowness.factor
-        for number, run in runs.items():
-            assert run.end() in (SIGNALS[number], -number)
-            if number != signal.SIGKILL:
-                assert run.lines[-1] == f"ddprun: stopped by {number.name}"
-
-
-def test_all_is_gone_at_once_after_a_second_ctrl_c(bed: HostBed, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        run = start(stack, tmp_path, bed.hosts[0], "h1:1,h2:2", how="deaf")
-        run.await_text("up ", 3)
-        run.signal(signal.SIGINT)
-        run.await_text("deaf", 3)  # two signals at the same moment would be one
-        with Slowness() as slowness:
-            run.signal(signal.SIGINT)
-            wait_until(lambda: not of_job(*bed.hosts))
-        assert slowness.took < 1.5 * slowness.factor
-        assert run.end() == 130
-
-
-def test_a_closed_terminal_does_not_end_what_nohup_has_started(bed: HostBed, tmp_path: Path) -> None:
-    script = """
-import os, time
-print("up", flush=True)
-while not os.path.exists("closed"):
-    time.sleep(0.05)
-print("done", flush=True)
-"""
-    command = ["env", "--ignore-signal=HUP", *PLAIN[2:]]
-    with Run(tmp_path, write(tmp_path, script), host=bed.hosts[0], command=command) as run:
-        run.await_text("up")
-        run.signal(signal.SIGHUP)
-        (tmp_path / "closed").touch()
-        assert run.end() == 0 and "[localhost:0] done" in run.text
-
-
-# Who is killed, and on which host; the exit code, and what is told.
-KILLED: dict[str, tuple[Callable[[Path, Host, str], None], int, str, int, str]] = {
-    "ssh": (kill_in, 0, "ssh -T", 1, "h2: the connection was lost"),
-    "sshd": (kill_login, 1, "", 1, "h2: the connection was lost"),
-    "rank": (kill_in, 1, "script.py", 137, r"rank [12] on h2 failed with exit code 137: killed by SIGKILL"),
-    "agent": (kill_in, 1, "launcher.agent", 137, "h2: torchrun's agent ended with exit code 137"),
+PROGRAM = "stdin.buffer"  # in the command line of a node's program
+LOST = "h2: the connection was lost"
+DEAF = ("-H", "h1:1,h2:2", "--", "deaf")
+SOON = 5  # seconds until all has gone
+# What happens, the exit code, and what is told.
+ENDS: dict[str, tuple[Callable[[Run, Host, Host], None], int, str]] = {
+    "SIGINT": (lambda run, *_: run.signal(signal.SIGINT), 130, "stopped by SIGINT"),
+    "SIGTERM": (lambda run, *_: run.signal(signal.SIGTERM), 143, "stopped by SIGTERM"),
+    "SIGHUP": (lambda run, *_: run.signal(signal.SIGHUP), 129, "stopped by SIGHUP"),
+    "SIGKILL": (lambda run, *_: run.signal(signal.SIGKILL), 137, ""),
+    "SIGINT twice": (lambda run, *_: interrupt_twice(run), 130, ".* killed at the second signal"),
+    "SIGTERM by enter": (lambda run, *_: run.signal(signal.SIGTERM), 143, "stopped by SIGTERM"),
+    "SIGKILL by enter": (lambda run, *_: run.signal(signal.SIGKILL), 137, ""),
+    "ssh": (lambda run, h1, _: kill_in(run.folder, h1, "ssh -T"), 1, LOST),
+    "sshd": (lambda run, _, h2: kill_login(run.folder, h2), 1, LOST),
+    "rank": (lambda run, _, h2: kill_in(run.folder, h2, "script.py"), 137, r"rank [12] on h2 .* killed by SIGKILL"),
+    "agent": (lambda run, _, h2: kill_in(run.folder, h2, "launcher.agent"), 137, "h2: torchrun's agent ended with"),
 }
 
 
 @pytest.mark.parametrize(
-    ("command", "whom"),
+    ("command", "names"),
     [
-        pytest.param(PLAIN, ["ssh", "sshd"], id="plain"),
-        pytest.param(DDPRUN, ["rank", "agent"], id="torchrun", marks=pytest.mark.cold),
+        pytest.param(PLAIN, ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"], id="signals"),
+        pytest.param(PLAIN, ["SIGINT twice", "ssh", "sshd", "SIGTERM by enter", "SIGKILL by enter"], id="others"),
+        pytest.param(DDPRUN, ["SIGINT", "SIGKILL", "rank", "agent"], id="torchrun", marks=pytest.mark.cold),
     ],
 )
-def test_what_ends_one_node_ends_all(bed: HostBed, tmp_path: Path, command: list[str], whom: list[str]) -> None:
-    """A killed rank, ssh or sshd ends all nodes."""
-    h1, options = bed.hosts[0], {"command": command, "how": "deaf"}
+def test_all_is_gone_soon_on_all_hosts(
+    bed: HostBed, tmp_path: Path, enter: str, command: list[str], names: list[str]
+) -> None:
+    """Signals, even SIGKILL, and a killed rank, ssh or sshd end all nodes."""
     with ExitStack() as stack:
-        runs = {name: start(stack, tmp_path / name, h1, "h1:1,h2:2", **options) for name in whom}
+        runs = {}
+        for name in names:
+            flags = ["--grace", str(LIMIT)] if "twice" in name else []  # for which the second signal does not wait
+            host, flags = (None, ["--rsh", enter]) if "by enter" in name else (bed.hosts[0], flags)
+            runs[name] = start(stack, tmp_path / name, host, *flags, *DEAF, command=command)
         for run in runs.values():
             run.await_text("up ", 3)
         with Slowness() as slowness:
             for name, run in runs.items():
-                kill, where, words, *_ = KILLED[name]
-                kill(run.folder, bed.hosts[where], words)
+                ENDS[name][0](run, *bed.hosts[:2])
             wait_until(lambda: not of_job(*bed.hosts))
-        assert slowness.took < 5 * slowness.factor
+        assert slowness.took < SOON * slowness.factor
         for name, run in runs.items():
-            *_, code, says = KILLED[name]
-            assert run.end() == code, run.text
-            assert re.match(f"ddprun: {says}", run.lines[-2]), run.lines
+            _, expected, says = ENDS[name]
+            code = run.end()
+            assert (128 - code if code < 0 else code) == expected, run.text
+            assert not says or any(re.match(f"ddprun: {says}", line) for line in run.lines), run.text
 
 
 # One rank fails, and its node's other one takes its time to end. What starts again has fewer nodes, and ends.
@@ -166,19 +127,16 @@ def test_a_job_whose_node_is_lost_after_one_of_its_ranks_failed_ends_unless_elas
     with ExitStack() as stack:
         runs = {}
         for name, flags in {"fixed": [], "elastic": elastic}.items():
-            (tmp_path / name).mkdir()
-            script = write(tmp_path / name, FAIL_BEFORE_THE_NODE)
-            argv = ["-H", "h1:1,h2:2", *flags, "--shutdown-timeout", "60", script]
-            run = Run(tmp_path / name, *argv, host=bed.hosts[0], command=DDPRUN)
-            runs[name] = stack.enter_context(run)
+            argv = ["-H", "h1:1,h2:2", *flags, "--shutdown-timeout", "60"]
+            script = FAIL_BEFORE_THE_NODE
+            runs[name] = start(stack, tmp_path / name, bed.hosts[0], *argv, script=script, command=DDPRUN)
         for run in runs.values():
             run.await_files("up-0", "up-1", "up-2")
             (run.folder / "now").touch()
             run.await_files("asked-2")  # by torchrun, which has noticed the end of rank 1, and waits for rank 2
             kill_in(run.folder, bed.hosts[0], "ssh -T")
         assert {name: run.end() for name, run in runs.items()} == {"fixed": 3, "elastic": 0}
-    says = "ddprun: rank 1 on h2 failed with exit code 3: no exception was printed"
-    assert says in runs["fixed"].lines
+    assert "ddprun: rank 1 on h2 failed with exit code 3: no exception was printed" in runs["fixed"].lines
     assert re.search("^ddprun: h2: the connection was lost.*; continuing without it$", runs["elastic"].text, re.M)
 
 
@@ -194,7 +152,7 @@ def test_a_node_that_is_cut_off_or_without_power_ends_all(tmp_path: Path) -> Non
                 stack.callback(master.kill)
                 wait_until((tmp_path / "master").exists)
             nodes = f"{first.name}:1,{second.name}:2"
-            runs.append(start(stack, tmp_path / first.name, first, nodes, *IMPATIENT))
+            runs.append(start(stack, tmp_path / first.name, first, "-H", nodes, *IMPATIENT))
         for run in runs:
             run.await_text("up ", 3)
         with Slowness() as slowness:
@@ -233,12 +191,9 @@ def test_what_is_away_for_less_than_the_silence_that_is_borne_ends_nothing(tmp_p
     silence, away = 8.0, 4.0  # TCP tries again some seconds after the network is back
     with HostBed(4) as bed, ExitStack() as stack:
         runs = []
-        for first, second in ((bed.hosts[0], bed.hosts[1]), (bed.hosts[2], bed.hosts[3])):
-            (tmp_path / first.name).mkdir()
-            argv = ["-H", f"{first.name}:1,{second.name}:1", "--show-ranks", "all", "--heartbeat-timeout", str(silence)]
-            script = write(tmp_path / first.name, EXCHANGE)
-            run = Run(tmp_path / first.name, *argv, script, host=first, command=DDPRUN)
-            runs.append(stack.enter_context(run))
+        for first, second in (bed.hosts[:2], bed.hosts[2:]):
+            argv = ["-H", f"{first.name}:1,{second.name}:1", "--heartbeat-timeout", str(silence)]
+            runs.append(start(stack, tmp_path / first.name, first, *argv, script=EXCHANGE, command=DDPRUN))
         for run in runs:
             run.await_text("up", 2)
         paused = [*bed.hosts[3].processes(), *bed.hosts[3].processes(of_sshd=True)]
@@ -253,27 +208,6 @@ def test_what_is_away_for_less_than_the_silence_that_is_borne_ends_nothing(tmp_p
             assert run.end() == 0, run.text
             gaps = [float(gap) for gap in re.findall(r"longest ([0-9.]+)", run.text)]
             assert len(gaps) == 2 and min(gaps) > away - 1
-
-
-def test_a_terminal_that_takes_nothing_does_not_keep_anything_running(bed: HostBed, tmp_path: Path) -> None:
-    script = write(tmp_path, "import sys\nwhile True: print('x' * 1000, flush=True)")
-    host = bed.hosts[0]
-    terminal = {"stdout": subprocess.PIPE, "pipesize": 4096}  # takes one piece at a time
-    argv = [*PLAIN, "-H", "h1:1,h2:1", script]
-    with ExitStack() as stack:
-        streams = {"stdin": subprocess.DEVNULL, "stderr": stack.enter_context((tmp_path / "err").open("wb"))}
-        process = stack.enter_context(host.start(*argv, cwd=tmp_path, **streams, **terminal))
-        stack.callback(process.kill)
-        assert process.stdout is not None
-        process.stdout.readline()
-        assert select.select([process.stdout], [], [], LIMIT)[0]
-        with Slowness() as slowness:
-            os.kill(min(pid for pid, line in host.processes().items() if PLAIN[-1] in line), signal.SIGTERM)
-            wait_until(lambda: not of_job(*bed.hosts))
-        assert slowness.took < 9 * slowness.factor
-        process.stdout.read()
-        assert process.wait(LIMIT) == 143
-    assert "Traceback" not in (tmp_path / "err").read_text()
 
 
 # --- the cause --------------------------------------------------------------------------------------------------------
@@ -330,7 +264,7 @@ def test_starts_that_are_ended_at_any_moment_leave_nothing(
     h1, moments = bed.hosts[0], random.Random(7)
     begin = time.monotonic()
     with ExitStack() as stack:
-        run = start(stack, tmp_path, h1, "h1:1,h2:1", command=command)
+        run = start(stack, tmp_path, h1, "-H", "h1:1,h2:1", command=command)
         run.await_text("up ", 2)
         whole = 1.2 * (time.monotonic() - begin)
         run.signal(signal.SIGTERM)
@@ -338,7 +272,7 @@ def test_starts_that_are_ended_at_any_moment_leave_nothing(
     numbers = [signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]
     for i in range(count):
         with ExitStack() as stack:
-            run = start(stack, tmp_path, h1, "h1:1,h2:1", command=command)
+            run = start(stack, tmp_path, h1, "-H", "h1:1,h2:1", command=command)
             run.pid()
             time.sleep(whole * moments.uniform(i, i + 1) / count)
             with Slowness() as slowness:
