@@ -68,7 +68,7 @@ def test_a_run_after_two_that_failed_is_that_of_one_process() -> None:
     assert_equal(WORLD.results("runs_after_failures"), [alone, alone], 1e-10)
 
 
-@pytest.mark.wide
+@pytest.mark.night
 @pytest.mark.parametrize(("misfortune", "within"), [("is killed", 6.0), ("votes", 4.0)])
 def test_a_rank_that_fails_between_ordinary_steps_is_named(
     nursery: Nursery, tmp_path: Path, misfortune: str, within: float

@@ -1,4 +1,4 @@
-"""Tensors that claim to be on a GPU, where there is none: they compute on the CPU and note what would wait for a GPU.
+"""Tensors that claim to be on a GPU, where there is none: they compute on the CPU.
 
 ``with MadeUpGpu():`` torch makes and moves tensors "on" ``cuda:0``. Whatever would make the host wait for a GPU (the
 operations for which ``torch.cuda.set_sync_debug_mode("error")`` raises) raises :class:`HostWaits` after
@@ -51,13 +51,11 @@ class MadeUpGpu(TorchFunctionMode):
     """See the module.
 
     Attributes:
-        waits: What has made the host wait, by name.
         kernels: Replacements for functions of torch that only GPUs have.
     """
 
     def __init__(self, kernels: dict[Any, Callable[..., Any]] | None = None) -> None:
         super().__init__()
-        self.waits: list[str] = []
         self.kernels = kernels or {}
         self._is_forbidden = False
         is_by_stream = lambda group, device: device.type == "cuda"  # noqa: E731
@@ -152,10 +150,8 @@ class MadeUpGpu(TorchFunctionMode):
             super().__exit__(None, None, None)
 
     def _note(self, func: Any) -> None:
-        name = getattr(func, "__name__", str(func))
-        self.waits.append(name)
         if self._is_forbidden:
-            raise HostWaits(name)
+            raise HostWaits(getattr(func, "__name__", str(func)))
 
     @staticmethod
     def _on_gpu(value: Any) -> Any:
