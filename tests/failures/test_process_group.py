@@ -6,10 +6,7 @@ import atexit
 import contextlib
 import gc
 import os
-import shutil
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +19,8 @@ import torch.distributed as dist
 from kit.machine import Slowness
 from kit.ranks import HOST, HOSTNAME, Nursery, Rank, free_port, note, noting_errors
 
-from ddp_callbacks import WorkerEnv, join_process_group, leave_process_group
+from ddp_callbacks import join_process_group, leave_process_group
+from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError, RendezvousError
 from ddp_callbacks.process_group import guard, presence, rendezvous
 
@@ -35,21 +33,13 @@ def sum_over_ranks() -> float:
     return value.item()
 
 
-def joins_twice_and_leaves(port: int) -> None:
-    """By explicit arguments where there is a port, else by the environment."""
-    rank = int(os.environ.pop("INDEX")) if port else int(os.environ["RANK"])
-    arguments: dict[str, Any] = {"rank": rank, "world_size": 2, "host": HOST, "port": port} if port else {}
-    env = join_process_group(**arguments)
-    os.environ["RANK"] = str(rank)  # where note() looks
-    note("env", [env.rank, env.world_size, env.host, env.port])
+def joins_twice_and_leaves() -> None:
+    env = join_process_group()
+    note("env", [env.rank, env.world_size, env.host])
     note("sum", sum_over_ranks())
     group = dist.group.WORLD
-    again = join_process_group(**arguments)
-    note("again", [again.rank, again.world_size, dist.group.WORLD is group])
-    if rank == 0:
-        note("listening", listening_addresses(env.port or 0))
-        note("elsewhere", connection_error("127.0.0.2", env.port or 0))
-        note("chosen", connection_error(HOST, env.port or 0))
+    note("again", [join_process_group().rank == env.rank, dist.group.WORLD is group])
+    note("listening", listening_addresses(env.port or 0))
     dist.barrier()
     leave_process_group()
     leave_process_group()
@@ -75,16 +65,6 @@ def ends_while_a_thread_looks(init_method: str | None) -> None:
     join_process_group(init_method=init_method)
     time.sleep(0.2)
     note("up")
-
-
-def uses_the_users_group(store: str) -> None:
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    group = dist.group.WORLD
-    env = join_process_group(timeout=timedelta(seconds=60))
-    note("same", [dist.group.WORLD is group, env.rank, env.world_size, sum_over_ranks()])
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def ends_after_the_other(last: int, pipe: str) -> None:
@@ -113,40 +93,19 @@ def listening_addresses(port: int) -> list[str]:
     return [socket.inet_ntoa(bytes.fromhex(a)[::-1]) if len(a) == 8 else f"IPv6 {a}" for a in found]
 
 
-def connection_error(host: str, port: int) -> str:
-    try:
-        socket.create_connection((host, port), timeout=5).close()
-    except OSError as error:
-        return type(error).__name__
-    return ""
-
-
 # --- tests ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["environment", "arguments"])
-def test_two_processes_join_and_the_store_listens_on_the_chosen_address_only(
-    nursery: Nursery, tmp_path: Path, way: str
-) -> None:
+def test_two_processes_join_and_the_store_listens_on_the_chosen_address_only(nursery: Nursery, tmp_path: Path) -> None:
     """The store listens on the chosen address only."""
-    port = free_port() if way == "arguments" else 0
-    ranks = nursery.run_watched(joins_twice_and_leaves, 2, tmp_path, port, launched=not port, finalize=True)
+    ranks = nursery.run_watched(joins_twice_and_leaves, 2, tmp_path, finalize=True)
     assert_ended_well(ranks)
     for number, rank in enumerate(ranks):
-        assert rank.notes["env"][:3] == [number, 2, HOST]
+        assert rank.notes["env"] == [number, 2, HOST]
         assert rank.notes["sum"] == 3.0
-        assert rank.notes["again"] == [number, 2, True], "joining twice must change nothing"
+        assert rank.notes["again"] == [True, True], "joining twice must change nothing"
+        assert rank.notes["listening"] == [HOST]
         assert rank.notes["left"]
-    assert ranks[0].notes["listening"] == [HOST]
-    assert ranks[0].notes["elsewhere"] == "ConnectionRefusedError"
-    assert ranks[0].notes["chosen"] == ""
-
-
-def test_a_group_of_the_users_is_used_as_it_is(nursery: Nursery, tmp_path: Path) -> None:
-    """The library uses your own process group."""
-    ranks = nursery.run_watched(uses_the_users_group, 2, tmp_path, str(tmp_path / "store"))
-    assert_ended_well(ranks)
-    assert [rank.notes["same"] for rank in ranks] == [[True, 0, 2, 3.0], [True, 1, 2, 3.0]]
 
 
 @pytest.mark.parametrize(("size", "times"), [(2, 10), pytest.param(3, 100, marks=pytest.mark.night)])
@@ -158,18 +117,14 @@ def test_processes_that_leave_at_once_do_not_break_the_connections_of_others(
         assert rank.code == 0 and "joined" in rank.notes, rank.stderr
 
 
-@pytest.mark.parametrize(("size", "turns"), [(2, 1), pytest.param(3, 10, marks=pytest.mark.night)])
 @pytest.mark.parametrize("init_method", ["env://", "file://{folder}/store"])
 def test_a_thread_that_looks_into_the_store_when_a_process_ends_neither_aborts_it_nor_makes_the_file_anew(
-    nursery: Nursery, tmp_path: Path, init_method: str, size: int, turns: int
+    nursery: Nursery, tmp_path: Path, init_method: str
 ) -> None:
-    for turn in range(turns):
-        folder = tmp_path / f"{turn}"
-        folder.mkdir()
-        meeting = init_method.format(folder=folder)
-        for rank in nursery.run(ends_while_a_thread_looks, size, folder, meeting, finalize=True, deadline=60):
-            assert rank.code == 0 and "terminate called" not in rank.stderr and "up" in rank.notes, rank.stderr
-        assert not (folder / "store").exists()
+    meeting = init_method.format(folder=tmp_path)
+    for rank in nursery.run(ends_while_a_thread_looks, 2, tmp_path, meeting, finalize=True, deadline=60):
+        assert rank.code == 0 and "terminate called" not in rank.stderr and "up" in rank.notes, rank.stderr
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("last", [0, 1])
@@ -202,60 +157,6 @@ def test_a_rank_that_never_comes_is_named(nursery: Nursery, tmp_path: Path) -> N
     assert "within 2 s" in ranks[0].notes["error"][1]
 
 
-@pytest.mark.wide
-@pytest.mark.waits(11)
-def test_rank_0_says_for_whom_it_waits(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-    """Rank 0 says for whom it waits."""
-    caplog.set_level("INFO")
-    port = free_port()
-    with pytest.raises(RendezvousError, match="ranks 1-3 of 4 did not join"):
-        join_process_group(0, 4, HOST, port, timeout=timedelta(seconds=11))
-    said = capsys.readouterr().err + "".join(record.getMessage() for record in caplog.records)
-    assert f"rank 0 is waiting at {HOST}:{port} for ranks 1-3 of 4" in said
-
-
-def meet_alone(seconds: float, *place: Any, within: float = 15) -> str:
-    """What is said where nobody answers; the port is free again afterwards."""
-    with Slowness() as slowness, pytest.raises(RendezvousError) as caught:
-        join_process_group(*place, timeout=timedelta(seconds=seconds))
-    assert isinstance(caught.value, ValueError)
-    assert slowness.took < within * slowness.factor
-    assert not dist.is_initialized()
-    text = str(caught.value)
-    del caught  # its traceback holds the store
-    gc.collect()
-    return text
-
-
-def test_the_rank_that_waits_alone_names_all_who_are_missing() -> None:
-    port = free_port()
-    assert f"ranks 1-2 of 3 did not join at {HOST}:{port} within 1 s" in meet_alone(1, 0, 3, HOST, port)
-    assert listening_addresses(port) == [], "the store must go with the attempt"
-
-
-@pytest.mark.slow
-@pytest.mark.waits(8)
-def test_a_store_that_nobody_answers_is_named_within_the_timeout() -> None:
-    port = free_port()
-    text = meet_alone(3, 1, 2, HOST, port)
-    assert f"rank 1 on host {HOSTNAME} could not meet the other 1 at {HOST}:{port} within 3 s" in text
-    assert "Check that rank 0 runs on that address" in text
-
-
-def test_a_taken_port_is_named_at_once() -> None:
-    """Rank 0 names its wrong address or taken port."""
-    with socket.create_server((HOST, 0)) as owner:
-        port = owner.getsockname()[1]
-        text = meet_alone(30, 0, 2, HOST, port, within=5)
-    assert f"{HOST}:{port}" in text and "Address already in use" in text and "that the port is free there" in text
-
-
-def test_an_address_that_is_not_rank_0s_own_is_named_at_once() -> None:
-    text = meet_alone(30, 0, 2, "192.0.2.1")  # reserved (RFC 5737): no machine has it
-    assert "192.0.2.1:29500" in text and "192.0.2.1 is not an address of this machine" in text
-    assert "DDP_CALLBACKS_BIND=0.0.0.0 for all interfaces" in text
-
-
 def resolver(names: dict[str, str]) -> Callable[..., Any]:
     """Of host names: what ``names`` says, and no other; and what addresses are."""
     real = socket.getaddrinfo
@@ -269,17 +170,51 @@ def resolver(names: dict[str, str]) -> Callable[..., Any]:
     return getaddrinfo
 
 
-@pytest.mark.slow
-@pytest.mark.waits(4)
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.wide)])
-def test_a_name_that_never_resolves_is_named_within_the_timeout(
-    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+# What is missing: who waits at which address, for how many seconds, and what the error says.
+MISSING = {
+    "the others": (0, HOST, 1, "ranks 1-2 of 3 did not join at {place} within 1 s"),
+    "the others for long": (0, HOST, 11, "ranks 1-2 of 3 did not join at {place} within 11 s"),
+    "rank 0": (1, HOST, 3, "could not meet the other 2 at {place} within 3 s. Check that rank 0 runs on that address"),
+    "a port": (0, HOST, 30, "Address already in use"),
+    "an address": (0, "192.0.2.1", 30, "192.0.2.1 is not an address of this machine"),  # reserved (RFC 5737)
+    "a name": (0, "no-such-host", 4, "{place} within 4 s"),
+    "a name, on rank 1": (1, "no-such-host", 4, "{place} within 4 s"),
+}
+SAID = {
+    "the others for long": "rank 0 is waiting at {place} for ranks 1-2 of 3",
+    "a name": "the name no-such-host does not resolve yet (",
+    "a name, on rank 1": "the name no-such-host does not resolve yet (",
+}
+
+
+def slow(name: str) -> Any:
+    seconds = MISSING[name][2]
+    return pytest.param(name, marks=[pytest.mark.slow, pytest.mark.waits(seconds)] if 1 < seconds < 30 else [])
+
+
+@pytest.mark.parametrize("missing", [slow(name) for name in MISSING])
+def test_what_is_missing_where_nobody_answers_is_named_in_time(
+    missing: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The library retries a name that does not resolve."""
+    """Rank 0 names its wrong address or taken port, and for whom it waits; names are retried that do not resolve."""
+    rank, host, timeout, says = MISSING[missing]
     monkeypatch.setattr(socket, "getaddrinfo", resolver({}))
-    assert "no-such-host:29500 within 4 s" in meet_alone(4, rank, 2, "no-such-host")
-    (said,) = caplog.messages
-    assert said.startswith("the name no-such-host does not resolve yet (") and "retrying for 4 s" in said
+    caplog.set_level("INFO")
+    with socket.create_server((HOST, 0)) if missing == "a port" else contextlib.nullcontext() as owner:
+        port = owner.getsockname()[1] if owner else free_port()
+        with Slowness() as slowness, pytest.raises(RendezvousError) as caught:
+            join_process_group(rank, 3, host, port, timeout=timedelta(seconds=timeout))
+    assert slowness.took < {"a port": 5, "the others for long": 26}.get(missing, 15) * slowness.factor
+    assert isinstance(caught.value, ValueError) and not dist.is_initialized()
+    text, place = str(caught.value), f"{host}:{port}"
+    assert says.format(place=place) in text, text
+    assert SAID.get(missing, "").format(place=place) in capsys.readouterr().err + "".join(caplog.messages)
+    del caught  # its traceback holds the store
+    gc.collect()
+    assert listening_addresses(port) == [], "the store must go with the attempt"
 
 
 ON_SEVERAL_HOSTS = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
@@ -337,44 +272,3 @@ def test_ranks_whose_agents_have_counted_restarts_differently_meet(nursery: Nurs
     for counts in (["0", "0"], ["0", "1"]):
         ranks = nursery.run(meets_after_restarts, 2, tmp_path, counts, environ=address)
         assert [rank.notes.get("sum") for rank in ranks] == [3.0, 3.0], ranks[0].stderr
-
-
-# mpirun is Open MPI's of the system; mpiexec is MPICH's, which its package puts beside Python.
-STARTERS = {
-    "Open MPI": [
-        shutil.which("mpirun.openmpi") or shutil.which("mpirun"),
-        "--allow-run-as-root",
-        "--oversubscribe",
-        "-n",
-        "3",
-    ],
-    "MPICH": [shutil.which("mpiexec", path=str(Path(sys.executable).parent)), "-n", "3"],
-}
-RANKS_PROGRAM = """
-from ddp_callbacks import join_process_group
-from ddp_callbacks.comm.collectives import all_gather_json
-env = join_process_group()
-ranks = all_gather_json([env.rank, env.local_rank], "the ranks")
-if env.rank == 0:
-    print("ranks", ranks)
-"""
-
-
-@pytest.mark.cold
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", STARTERS)
-def test_processes_that_mpi_starts_find_each_other(name: str) -> None:
-    command, *options = STARTERS[name]
-    if command is None:
-        pytest.skip(f"{name} is not installed")
-    environ = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "MASTER_PORT")}
-    done = subprocess.run(
-        [command, *options, sys.executable, "-c", RANKS_PROGRAM],
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "ranks [[0, 0], [1, 1], [2, 2]]\n"

@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,9 +16,7 @@ from kit.ranks import Nursery, note
 
 from ddp_callbacks import join_process_group, leave_process_group
 from ddp_callbacks.comm.collectives import all_gather_json
-from ddp_callbacks.process_group.torch_threads import make_forks_wait
 
-HAS_BUG = sys.version_info < (3, 12)
 PR_SET_NAME = 15
 FORKS = 20
 LIMIT = 60.0  # seconds
@@ -53,54 +50,24 @@ def fork_after_collectives(joins: bool) -> None:
 
 @pytest.mark.parametrize("joins", [True, False])
 def test_workers_forked_right_after_collectives_start(nursery: Nursery, tmp_path: Path, joins: bool) -> None:
+    """The library uses your own process group."""
     for rank in nursery.run(fork_after_collectives, 2, tmp_path, joins):
         assert "forked" in rank.notes, rank.stderr
 
 
-def compute_as(name: str, started: threading.Event) -> None:
-    """In a thread: without the GIL, under the name of one of torch's."""
-    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
-    started.set()
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000)
-
-
-def fork_beside_threads(names: list[str]) -> None:
-    """Notes of each thread, which computes without the GIL, whether a fork has waited for it."""
-    make_forks_wait()
-    for name in names:
-        started, done = threading.Event(), threading.Event()
-
-        def compute(name: str = name, started: threading.Event = started, done: threading.Event = done) -> None:
-            compute_as(name, started)
-            done.set()
-            threading.Event().wait()  # a thread that sleeps holds up nothing
-
-        threading.Thread(target=compute, daemon=True).start()
-        started.wait()
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        note(name, done.is_set())
-        assert ends(pid)
-        done.wait()
-
-
-@pytest.mark.skipif(not HAS_BUG, reason="this Python has no such bug")
-def test_a_fork_waits_until_torchs_threads_have_let_go_of_the_interpreter(nursery: Nursery, tmp_path: Path) -> None:
-    names = ["pt_gloo_runloop", "of somebody", "pt_nccl_watchdg"]
-    (rank,) = nursery.run(fork_beside_threads, 1, tmp_path, names)
-    assert rank.notes == dict(zip(names, [True, False, True], strict=True)), rank.stderr
-
-
 def end_beside_a_thread_that_frees() -> None:
     """Ends while a thread of torch's still needs the interpreter, which notes that it had it."""
+    named = threading.Event()
 
     def free() -> None:
-        compute_as("pt_gloo_runloop", threading.Event())
+        ctypes.CDLL(None).prctl(PR_SET_NAME, b"pt_gloo_runloop")
+        named.set()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000)  # without the GIL
         note("done")
 
     join_process_group()
     threading.Thread(target=free, daemon=True).start()
+    assert named.wait(LIMIT)
     leave_process_group()
 
 
