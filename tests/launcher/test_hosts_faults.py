@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ ANYTHING = "import sys; print('started')"
 
 @pytest.fixture(scope="module")
 def faulty() -> Iterator[HostBed]:
-    """h1 is good; each other host has a fault of its own, here or in the host files below."""
+    """h1 is good; each other host has a fault of its own, here or in the host file below."""
     with HostBed(9) as made:
         h1, h2, *_, h9 = made.hosts
         (h2.home / ".ssh" / "authorized_keys").write_text("")
@@ -39,48 +38,64 @@ def close_ports(host: Host, to: Host) -> None:
     assert host.run("nft", "-f", "-", input=rules).returncode == 0
 
 
-FAULTS = [
-    r"h1: cannot enter the working directory /no: .*",
-    r"h2: login refused \(.*Permission denied.*\)\..*ssh-copy-id h2, or ssh-add\.",
-    r"h3: its host key has changed\..*ssh-keygen -R h3.*",
-    r"h4: its host key is unknown\. Check and accept it: ssh h4 true\.",
-    r"h5: cannot start the interpreter /no/python\. .*",
-    r"h6: cannot enter the working directory /no: .*",
-    r"h7: ddp_callbacks is not installed .*Run: ssh h7 /usr/bin/python3 -m pip install /.* "
-    r"\(the folder of its repository; no package index has it\)\.",
-    r"h8: file not found: script.py \(working directory /usr\)\.",
-    r"nowhere: unknown host \(.*\)\. Check the name, or add it to ~/.ssh/config\.",
-    r"10.83.0.99: ssh cannot reach it: .*\. Try: ssh 10.83.0.99 true\.",
-]
+# Of each node: what ddprun says, and which of the doctor's checks fails, with the remedy.
+FAULTS = {
+    "h2": (
+        r"login refused \(.*Permission denied.*\)\..*ssh-copy-id h2, or ssh-add\.",
+        "reached",
+        r"login refused .*ssh-copy-id h2.*",
+    ),
+    "h3": (
+        r"its host key has changed\..*ssh-keygen -R h3.*",
+        "reached",
+        r"its host key has changed.*ssh-keygen -R h3.*",
+    ),
+    "h4": (
+        r"its host key is unknown\. Check and accept it: ssh h4 true\.",
+        "reached",
+        r"its host key is unknown.*ssh h4 true",
+    ),
+    "h5": (
+        r"cannot start the interpreter /no/python\. .*",
+        "reached",
+        r"cannot start the interpreter /no/python\. Set its path with --python.*",
+    ),
+    "h6": (
+        r"cannot enter the working directory /no/such: .*",
+        "folder",
+        r"cannot enter the working directory /no/such: .*rsync .*--chdir",
+    ),
+    "h7": (
+        r"ddp_callbacks is not installed .*Run: ssh h7 /usr/bin/python3 -m pip install /.* "
+        r"\(the folder of its repository; no package index has it\)\.",
+        "torch",
+        r"torch is not installed. Run: ssh h7 /usr/bin/python3 -m pip install torch==.*",
+    ),
+    "h8": (
+        r"file not found: script.py \(working directory .*/empty\)\.",
+        "script",
+        r"file not found: script.py .*rsync -a --mkpath .* h8:.*",
+    ),
+    "nowhere": (r"unknown host \(.*\)\. Check the name, or add it to ~/.ssh/config\.", "", ""),
+    "10.83.0.99": (r"ssh cannot reach it: .*\. Try: ssh 10.83.0.99 true\.", "", ""),
+}
+
+
+def write_hosts(folder: Path, *others: str) -> list[str]:
+    (folder / "empty").mkdir()
+    lines = ["h1", "h2", "h3", "h4", "h5 python=/no/python", "h6 chdir=/no/such", "h7 python=/usr/bin/python3"]
+    (folder / "hosts").write_text("\n".join([*lines, f"h8 chdir={folder}/empty", "h9", *others, ""]))
+    return ["--hostfile", "hosts", write(folder, ANYTHING)]
 
 
 def test_each_node_that_cannot_do_its_part_is_named_once_and_no_good_one(faulty: HostBed, tmp_path: Path) -> None:
     """`ddprun` names unfit nodes before anything starts."""
-    there = f"chdir={tmp_path}"
-    python = f"python={sys.executable}"
-    (tmp_path / "hosts").write_text(
-        f"""
-h1 {python}                    # the folder of --chdir is not there
-h2 {python} {there}            # refuses the login
-h3 {python} {there}            # its host key has changed
-h4 {python} {there}            # its host key is not known
-h5 {there}                     # the interpreter of --python is not there
-h6 {python}                    # the folder of --chdir is not there
-h7 python=/usr/bin/python3 {there}
-h8 {python} chdir=/usr         # has no script.py
-h9 {python} {there}            # good
-nowhere {python} {there}
-10.83.0.99 {python} {there}
-"""
-    )
-    flags = ["--hostfile", "hosts", "--python", "/no/python", "--chdir", "/no"]
-    done = ddprun(*flags, write(tmp_path, ANYTHING), cwd=tmp_path, host=faulty.hosts[0], command=PLAIN)
+    argv = write_hosts(tmp_path, "nowhere", "10.83.0.99")
+    done = ddprun(*argv, cwd=tmp_path, host=faulty.hosts[0], command=PLAIN)
     assert (done.returncode, done.stdout) == (2, "")
     assert not (tmp_path / "ddprun-logs").exists()
-    lines = done.stderr.splitlines()
-    assert len(lines) == len(FAULTS)
-    for line, says in zip(lines, FAULTS, strict=True):
-        assert re.fullmatch(f"ddprun: {says}", line)
+    for line, (node, (says, *_)) in zip(done.stderr.splitlines(), FAULTS.items(), strict=True):
+        assert re.fullmatch(f"ddprun: {node}: {says}", line)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +131,7 @@ def test_nodes_that_cannot_meet_are_named_before_anything_starts(
 # --- the doctor -------------------------------------------------------------------------------------------------------
 
 
-def doctor(host: Host, *argv: str, cwd: Path) -> tuple[int, list[dict[str, str]]]:
+def doctor(host: Host | None, *argv: str, cwd: Path) -> tuple[int, list[dict[str, str]]]:
     """Its exit code, and what it found. It may take 20 s, but is busy itself while the machine is watched."""
     with Slowness() as slowness:
         done = ddprun("doctor", "--json", *argv, cwd=cwd, host=host)
@@ -128,9 +143,11 @@ def doctor(host: Host, *argv: str, cwd: Path) -> tuple[int, list[dict[str, str]]
 
 
 @pytest.mark.cold
-def test_the_doctor_finds_three_good_nodes_good(bed: HostBed, tmp_path: Path) -> None:
+def test_the_doctor_finds_good_nodes_good_which_a_plain_command_reaches(
+    bed: HostBed, tmp_path: Path, enter: str
+) -> None:
     """`ddprun doctor` passes good nodes, and mentions unencrypted traffic."""
-    code, found = doctor(bed.hosts[0], "-H", "h1,h2,h3", write(tmp_path, ""), cwd=tmp_path)
+    code, found = doctor(None, "-H", "h1,h2,h3", "--rsh", enter, write(tmp_path, ""), cwd=tmp_path)
     assert code == 0, found
     assert {finding["check"] for finding in found if finding["level"] != "green"} <= {
         "encryption",
@@ -142,45 +159,24 @@ def test_the_doctor_finds_three_good_nodes_good(bed: HostBed, tmp_path: Path) ->
         assert {finding["node"] for finding in found if finding["check"] == check} == {"h1", "h2", "h3"}, check
     (result,) = [finding for finding in found if finding["check"] == "all-reduce"]
     assert re.fullmatch(r"[\d.]+ ms for one number, \d+ MB/s per node", result["text"])
+    assert all(finding["text"].startswith("by enter, ") for finding in found if finding["check"] == "reached")
+    addresses = [finding["text"] for finding in found if finding["check"] == "address"]
+    assert addresses == [f"{host.address} (eth0)" for host in bed.hosts]
     (encryption,) = [finding for finding in found if finding["check"] == "encryption"]
     assert "not encrypted" in encryption["remedy"]
     assert not of_job(*bed.hosts)
 
 
-REMEDIES = [
-    ("h2", "reached", r"login refused .*ssh-copy-id h2.*"),
-    ("h3", "reached", r"its host key has changed.*ssh-keygen -R h3.*"),
-    ("h4", "reached", r"its host key is unknown.*ssh h4 true"),
-    ("h8", "script", r"file not found: script.py .*rsync -a --mkpath .* h8:.*"),
-    ("h6", "folder", r"cannot enter the working directory /no/such: .*rsync .*--chdir"),
-    ("h5", "reached", r"cannot start the interpreter /no/python\. Set its path with --python.*"),
-    ("h7", "torch", r"torch is not installed. Run: ssh h7 /usr/bin/python3 -m pip install torch==.*"),
-    ("h9", "ports", r"cannot connect to 10.83.0.1 port \d+: timed out\. .*ufw allow from 10.83.0.9.*"),
-]
-
-
 def test_the_doctor_names_each_fault_and_what_mends_it_and_nothing_else(faulty: HostBed, tmp_path: Path) -> None:
     """The doctor names each fault and its repair."""
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "hosts").write_text(
-        f"""
-h1
-h2                             # refuses the login
-h3                             # its host key has changed
-h4                             # its host key is not known
-h5 python=/no/python
-h6 chdir=/no/such
-h7 python=/usr/bin/python3     # has no torch
-h8 chdir={tmp_path}/empty        # has no script.py
-h9                             # behind a firewall of h1
-"""
-    )
-    code, found = doctor(faulty.hosts[0], "--hostfile", "hosts", write(tmp_path, ""), cwd=tmp_path)
+    code, found = doctor(faulty.hosts[0], *write_hosts(tmp_path), cwd=tmp_path)
     assert code == 1
     mended = {(finding["node"], finding["check"]): finding["remedy"] for finding in found if finding["level"] == "red"}
-    for node, check, says in REMEDIES:
-        assert re.fullmatch(says, mended[node, check])
-    assert mended["", "all-reduce"] == "skipped: fix the problems above first"
+    firewall = r"cannot connect to 10.83.0.1 port \d+: timed out\. .*ufw allow from 10.83.0.9.*"
+    expected = {(node, check): remedy for node, (_, check, remedy) in FAULTS.items() if check}
+    expected |= {("h9", "ports"): firewall, ("", "all-reduce"): "skipped: fix the problems above first"}
+    for fault, says in expected.items():
+        assert re.fullmatch(says, mended[fault])
     lacking = {("h7", name) for name in ("ddp_callbacks", "torchbearer", "lightning", "pytorch-lightning")}
-    told = {(node, check) for node, check, _ in REMEDIES} | {("", "all-reduce"), ("h1", "ports")}
+    told = {*expected, ("h1", "ports")}
     assert told <= set(mended) <= told | lacking

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from jobs import DDPRUN, IMPATIENT, LIMIT, PLAIN, Run, of_job, on_hosts, wait_until, write
+from jobs import DDPRUN, IMPATIENT, LIMIT, PLAIN, Run, of_job, on_hosts, program, wait_until, write
 from kit.hosts import Host, HostBed
 from kit.paths import ROOT
 from test_ddprun_preemption import PATIENT, STOPS, WROTE, got, written
@@ -40,30 +42,18 @@ def signal_rank(bed: HostBed, folder: Path, rank: int, number: int) -> None:
     assert host.run("kill", f"-{number}", (folder / f"up-{rank}-0").read_text()).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("command", "number"),
-    [
-        pytest.param(PLAIN, signal.SIGTERM, id="SIGTERM"),
-        pytest.param(DDPRUN, signal.SIGUSR1, id="SIGUSR1 torchrun", marks=[pytest.mark.cold, pytest.mark.night]),
-    ],
-)
-def test_a_signal_reaches_each_rank_of_each_host_once(
-    bed: HostBed, tmp_path: Path, command: list[str], number: signal.Signals
-) -> None:
-    with start(bed, tmp_path, command=command) as run:
-        run.signal(number)
-        assert run.end() == 75
-    assert run.lines[-1] == f"ddprun: stopped by {number.name}: {WROTE}"
-    assert got(tmp_path) == {key: [number.name] for key in ALL}
-    assert written(tmp_path) == ALL
-
-
-def test_a_rank_that_is_signalled_on_one_host_takes_all_along(bed: HostBed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whom", ["ddprun", "rank 2"])
+def test_a_request_reaches_each_rank_of_each_host_once(bed: HostBed, tmp_path: Path, whom: str) -> None:
     with start(bed, tmp_path) as run:
-        signal_rank(bed, tmp_path, 2, signal.SIGUSR1)
+        if whom == "ddprun":
+            run.signal(signal.SIGTERM)
+        else:
+            signal_rank(bed, tmp_path, 2, signal.SIGUSR1)
         assert run.end() == 75
-    assert run.lines[-1] == f"ddprun: {WROTE}"
-    assert got(tmp_path) == {"0-0": ["SIGTERM"], "1-0": ["SIGTERM"], "2-0": ["SIGUSR1"]}
+    by_whom, of_rank_2 = ("stopped by SIGTERM: ", "SIGTERM") if whom == "ddprun" else ("", "SIGUSR1")
+    assert run.lines[-1] == f"ddprun: {by_whom}{WROTE}"
+    assert got(tmp_path) == {"0-0": ["SIGTERM"], "1-0": ["SIGTERM"], "2-0": [of_rank_2]}
+    assert written(tmp_path) == ALL
 
 
 @pytest.mark.cold
@@ -111,14 +101,16 @@ def test_a_host_that_is_lost_while_all_write_is_the_cause(tmp_path: Path) -> Non
     assert run.lines[-2].startswith("ddprun: h2: the connection was lost"), run.lines
 
 
-def pbs(host: Host, folder: Path, qstat: str) -> dict[str, str]:
-    """The environment of a PBS job, with stand-ins for the programs of PBS."""
-    (folder / "bin").mkdir()
-    for name, text in {"qstat": qstat, "qsub": f'echo "$*" >>{folder}/submitted'}.items():
-        (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-        (folder / "bin" / name).chmod(0o755)
+def pbs(host: Host, folder: Path, qstat: str = "exit 1", script: str = STOPS) -> dict[str, str]:
+    """The environment of a PBS job, with stand-ins for the programs of PBS.
+
+    As PBS runs it: on the first host alone, with a host file that names a host once for each of its processes.
+    """
+    program(folder / "bin" / "qstat", qstat)
+    program(folder / "bin" / "qsub", f'echo "$*" >>{folder}/submitted')
+    program(folder / "bin" / "ddprun", f'exec {shlex.join(PLAIN)} "$@"')
     (folder / "nodes").write_text("h1\nh2\nh2\n")
-    (folder / "script.py").write_text(STOPS)
+    write(folder, script)
     return host.environ(
         PBS_ENVIRONMENT="PBS_BATCH",
         PBS_JOBID="12.server",
@@ -129,10 +121,17 @@ def pbs(host: Host, folder: Path, qstat: str) -> dict[str, str]:
     )
 
 
+def test_the_pbs_script_of_the_docs_runs_on_the_hosts_of_its_job(bed: HostBed, tmp_path: Path) -> None:
+    """In a PBS or Slurm job, `ddprun` takes its nodes."""
+    host, script = bed.hosts[0], "import os; print(os.environ['WORLD_SIZE'], os.uname().nodename)"
+    done = host.run("bash", str(JOBS / "ddp.pbs"), environ=pbs(host, tmp_path, script=script), timeout=LIMIT)
+    assert (done.returncode, done.stdout) == (0, "[h1:0] 3 h1\n"), done.stderr
+    assert re.search(r"^ddprun: h2: ranks 1-2, \d+ threads? each, interface eth0$", done.stderr, re.M)
+
+
 ENDS_SOON = "echo Resource_List.walltime = 00:01:38; echo stime = $(date '+%a %b %d %H:%M:%S %Y')"
 
 
-@pytest.mark.cold
 @pytest.mark.waits(8)
 def test_the_pbs_job_submits_itself_again_before_its_end(bed: HostBed, tmp_path: Path) -> None:
     # ddprun asks for its end once, when it begins: some seconds later, it asks all to stop.
@@ -145,12 +144,11 @@ def test_the_pbs_job_submits_itself_again_before_its_end(bed: HostBed, tmp_path:
     assert (tmp_path / "submitted").read_text() == f"-v SCRIPT=script.py {tmp_path}/preemptible.pbs\n"
 
 
-@pytest.mark.cold
 def test_a_pbs_job_that_is_deleted_writes_its_checkpoint_and_ends(bed: HostBed, tmp_path: Path) -> None:
     # qdel sends SIGCONT and SIGTERM to each process of the job's session, here of the whole host.
     host = bed.hosts[0]
-    environ = pbs(host, tmp_path, "exit 1")
     with (tmp_path / "err").open("wb") as err:
+        environ = pbs(host, tmp_path)
         job = host.start("bash", str(JOBS / "preemptible.pbs"), environ=environ, stdout=err, stderr=err)
     try:
         wait_until(lambda: all((tmp_path / name).exists() for name in UP) or job.poll() is not None)
@@ -161,8 +159,7 @@ def test_a_pbs_job_that_is_deleted_writes_its_checkpoint_and_ends(bed: HostBed, 
     finally:
         job.kill()
         job.wait()
-    assert {name: set(signals) for name, signals in got(tmp_path).items() if name in ALL} == {
-        key: {"SIGTERM"} for key in ALL
-    }
+    signals = got(tmp_path)
+    assert {key: set(signals[key]) for key in ALL} == {key: {"SIGTERM"} for key in ALL}
     assert (tmp_path / "err").read_text().splitlines()[-1] == f"ddprun: stopped by SIGTERM: {WROTE}"
     assert not (tmp_path / "submitted").exists()
