@@ -6,6 +6,7 @@ import csv
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,9 +85,19 @@ def test_two_processes_by_torchrun_and_by_hand_equal_one_and_plain_torch(tmp_pat
     assert [out.count("| 0/3 [") for out in (alone, by_torchrun)] == [1, 1], f"not one progress bar:\n{by_torchrun}"
 
 
-def test_mnist_without_torchvision_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torchvision it says so."""
+def test_mnist_is_downloaded_once_and_read_or_torchvision_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads MNIST, or asks for torchvision."""
+    load_mnist, asked = runpy.run_path(str(SCRIPT))["load_mnist"], []
+
+    def mnist(root: str, train: bool, transform: Any, download: bool) -> tuple[str, bool]:
+        asked.append((train, download))
+        return root, train
+
+    transforms = SimpleNamespace(Compose=list, ToTensor=lambda: None, Normalize=lambda *_: None)
+    torchvision = SimpleNamespace(datasets=SimpleNamespace(MNIST=mnist), transforms=transforms)
+    monkeypatch.setitem(sys.modules, "torchvision", torchvision)
+    assert load_mnist("root", WorkerEnv()) == (("root", True), ("root", False))
+    assert asked == [(True, True), (False, True), (True, False), (False, False)]
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    load_mnist = runpy.run_path(str(SCRIPT))["load_mnist"]
     with pytest.raises(SystemExit, match="--data mnist needs torchvision, which cannot be imported here: "):
-        load_mnist(str(tmp_path), WorkerEnv())
+        load_mnist("root", WorkerEnv())
