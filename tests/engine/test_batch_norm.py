@@ -21,19 +21,19 @@ import torch.distributed as dist
 from batch_norm_kernels import KERNELS
 from kit.made_up_gpu import CUDA, MadeUpGpu, put_on_gpu
 from kit.once import once
-from kit.ranks import run_distributed
 from shared_worlds import GLOO, TWO, WIDE, World, by_rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from ways import Way
 
 from ddp_callbacks import GradientSynchronizer
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
-from ddp_callbacks.errors import ConfigurationError, MismatchError, PeerError
-from ddp_callbacks.process_group.failures import announce_join, report_failure
+from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.replicas import merge_buffers
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)
+NIGHT = Way(3, layout=(2, 1), tier="night")
 
 RELATIVE = 1e-10  # of the largest element of a tensor, in float64
 CHANNELS = 4
@@ -331,7 +331,7 @@ def test_ranks_equal_one_process_on_the_whole_batch(name: str) -> None:
     equals_one_process(name, CASES[name].relative, nullcontext(CPU))
 
 
-@WORLD.each(ON_GPUS, TWO, WIDE)
+@WORLD.each(ON_GPUS, TWO, NIGHT)
 def test_on_gpus_ranks_equal_one_process_and_no_host_waits(name: str) -> None:
     """No host waits for it on GPUs."""
     case = CASES[name]
@@ -402,36 +402,24 @@ def test_an_empty_batch_changes_nothing(device: Device) -> None:
     assert int(model.num_batches_tracked) == int(one.num_batches_tracked)
 
 
-class Doubling(nn.BatchNorm2d):
-    """A subclass that only its checks tell from torch's."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        assert input.dim() == 4
-
-
 @WORLD
 def test_modules_stay_the_users_own() -> None:
     """You get your BatchNorm layers back."""
-    model = nn.Sequential(nn.Conv2d(1, 2, 1), Doubling(2), nn.BatchNorm2d(2), nn.InstanceNorm2d(2, affine=True))
-    layers, keys, names = list(model), list(model.state_dict()), [vars(layer).keys() for layer in model]
-    classes, calls = [type(layer) for layer in model], []
-    model[2].register_forward_hook(lambda layer, *_: calls.append(layer))
-    opened = BatchNormSynchronizer(model)
-    converted = [type(layer) is not own for layer, own in zip(model, classes, strict=True)]
-    assert converted == [False, True, True, False]
-    model(torch.randn(2, 1, 2, 2))
-    assert len(calls) == 1 and calls[0] is layers[2]
-    assert all(a is b for a, b in zip(model, layers, strict=True)) and list(model.state_dict()) == keys
-    assert [vars(layer).keys() for layer in model] == names
-    assert isinstance(model[2], nn.BatchNorm2d) and isinstance(model[1], Doubling)
-    torch.save(model[:2], file := io.BytesIO())
-    file.seek(0)
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model[:2])), torch.load(file, weights_only=False)]
-    assert [[*map(type, other)] for other in copies] == [classes, classes[:2], classes[:2]]
-    assert torch.equal(copies[0][1].running_mean, model[1].running_mean)
-    opened.close()
-    opened.close()
-    assert [type(layer) for layer in model] == classes
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.InstanceNorm2d(2, affine=True))
+    layers, keys, own = list(model), list(model.state_dict()), [(type(layer), *vars(layer)) for layer in model]
+    calls: list[nn.Module] = []
+    model[1].register_forward_hook(lambda layer, *_: calls.append(layer))
+    with synchronized(model):
+        model(torch.randn(2, 1, 2, 2))
+        assert calls == [layers[1]] and list(model.state_dict()) == keys
+        assert isinstance(model[1], nn.BatchNorm2d) and type(model[1]) is not nn.BatchNorm2d
+        model[1]._forward_hooks.clear()
+        torch.save(model, file := io.BytesIO())
+        file.seek(0)
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
+    for other in (*copies, model):
+        assert [(type(layer), *vars(layer)) for layer in other] == own
+        assert torch.equal(other[1].running_mean, layers[1].running_mean)
 
 
 @WORLD
@@ -449,19 +437,15 @@ class Own(nn.BatchNorm1d):
         return super().forward(input).relu()
 
 
-def patched() -> nn.Module:
-    model = nn.BatchNorm1d(1)
-    model.forward = lambda input: input  # type: ignore[method-assign]
-    return model
-
-
 @WORLD
 def test_layers_that_cannot_be_synchronized_are_refused_by_name() -> None:
     """The library refuses layers with their own `forward`."""
+    patched = nn.BatchNorm1d(1)
+    patched.forward = lambda input: input  # type: ignore[method-assign]
     own = r"has its own forward\. Such a layer cannot use the whole batch"
     for model, says in (
         (nn.Sequential(nn.Linear(1, 1), Own(1)), f"^1, a Own, {own}"),
-        (patched(), f"^the model, a BatchNorm1d, {own}"),
+        (patched, f"^the model, a BatchNorm1d, {own}"),
         (
             nn.Sequential(nn.LazyBatchNorm1d()),
             "^0, a LazyBatchNorm1d, has no parameters yet. Call the model on a batch",
@@ -481,15 +465,15 @@ def test_second_derivatives_are_refused() -> None:
             grad.sum().backward()
 
 
-@WORLD
+@WORLD.on(NIGHT)
 def test_compiled_models() -> None:
     torch.manual_seed(1)
     model = around(nn.BatchNorm1d(CHANNELS)).double()
     whole = torch.arange(24.0, dtype=torch.float64).view(-1, CHANNELS).sin()
-    expected, rank = copy.deepcopy(model)(whole), dist.get_rank()
+    expected, rank, size = copy.deepcopy(model)(whole), dist.get_rank(), dist.get_world_size()
     with synchronized(model):
-        output = torch.compile(model, backend="eager")(whole.tensor_split(2)[rank])
-    torch.testing.assert_close(output, expected.tensor_split(2)[rank])
+        output = torch.compile(model, backend="eager")(whole.tensor_split(size)[rank])
+    torch.testing.assert_close(output, expected.tensor_split(size)[rank])
 
 
 @anywhere
@@ -547,21 +531,6 @@ def test_ranks_at_different_layers_are_told() -> None:
     with synchronized(model, process_group=dist.new_group()), pytest.raises(MismatchError, match=says) as caught:
         model[dist.get_rank()](torch.ones(3, 2))
     assert by_rank(str(caught.value)) == [str(caught.value)] * 2
-
-
-def failing_peer() -> None:
-    announce_join()
-    model = nn.BatchNorm1d(2)
-    with synchronized(model):
-        if dist.get_rank() == 1:
-            report_failure(RuntimeError("out of coffee"))
-        else:
-            with pytest.raises(PeerError, match=r"rank 1.*out of coffee"):
-                model(torch.ones(3, 2))
-
-
-def test_a_peer_that_fails_is_named() -> None:
-    run_distributed(failing_peer, 2)
 
 
 def test_in_a_world_of_one_nothing_changes() -> None:
