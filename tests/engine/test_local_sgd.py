@@ -17,7 +17,7 @@ from shared_worlds import GLOO, TWO, WIDE, World, by_rank
 from torch import nn
 from torch.nn import functional as F
 
-from ddp_callbacks import DiLoCo, LocalSGD, ParameterAverager, PowerSGD
+from ddp_callbacks import DiLoCo, LocalSGD, ParameterAverager, PowerSGD, get_rank, get_world_size
 from ddp_callbacks.comm.shared_memory import SWITCH
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.local_sgd import OUTER_MOMENTUM, check_sync
@@ -69,9 +69,20 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, part: slice) 
 
 
 def train(
-    sync: Any, steps: int, make: Optimizer = sgd, close_after: tuple[int, ...] = (), compress: Any = None, cut: int = -1
+    sync: Any,
+    steps: int,
+    make: Optimizer = sgd,
+    close_after: tuple[int, ...] = (),
+    compress: Any = None,
+    cut: int = -1,
+    inference: bool = False,
 ) -> list[torch.Tensor]:
-    """On this rank: the parameters after each step. Before step ``cut`` all goes on from what was saved."""
+    """On this rank: the parameters after each step. Before step ``cut`` all goes on from what was saved.
+
+    Args:
+        close_after: Steps after which a window is closed early, as for an evaluation.
+        inference: Whether that is in inference mode.
+    """
     states: list[Any] = []
     path = []
     for step in range(steps):
@@ -84,9 +95,10 @@ def train(
             averager = ParameterAverager(model, sync, optimizer, compress=compress)
             if states:
                 averager.load_state_dict(states[2])
-        averager.step(train_step(model, optimizer, share_of(step, dist.get_rank(), dist.get_world_size())))
+        averager.step(train_step(model, optimizer, share_of(step, get_rank(), get_world_size())))
         if step in close_after:
-            averager.outer_step()
+            with torch.inference_mode(inference):
+                averager.outer_step()
         path.append(vector(model))
         if step == cut - 1:
             window = copy.deepcopy(averager.state_dict())
@@ -160,6 +172,20 @@ def test_a_window_that_is_cut_goes_on_with_the_same_bits() -> None:
             assert_equal(train(sync, 9, adamw, cut=cut), whole, 0.0, f"{sync} {cut}")
 
 
+def closed_in_inference_mode() -> None:
+    options: dict[str, Any] = {"close_after": (1, 6)}
+    assert_equal(train(DiLoCo(3), 9, inference=True, **options), train(DiLoCo(3), 9, **options), 0.0)
+
+
+@WORLD
+def test_a_window_is_closed_in_inference_mode_and_the_next_outside_on_two_ranks() -> None:
+    closed_in_inference_mode()
+
+
+def test_a_window_is_closed_in_inference_mode_and_the_next_outside_on_one_process() -> None:
+    closed_in_inference_mode()
+
+
 # --- kinds of parameters ----------------------------------------------------------------------------------------------
 
 
@@ -217,22 +243,20 @@ def test_every_kind_of_parameter_is_averaged_in_place() -> None:
 def test_a_frozen_parameter_stays_whatever_its_momentum() -> None:
     """Frozen parameters stay."""
     # One that is frozen once it has momentum stays; one that is unfrozen is averaged.
-    module = nn.ParameterList([torch.zeros(2), torch.zeros(2)])
+    module = nn.ParameterList([torch.zeros(1), torch.zeros(1)])
     module[1].requires_grad_(False)
     averager = ParameterAverager(module, DiLoCo(1))
     seen = []
-    for window in range(3):
-        trained, frozen = module[window > 0], module[window == 0]
-        trained.requires_grad_(True)
-        frozen.requires_grad_(False)
+    for trained in (0, 1, 1):
+        for index, parameter in enumerate(module):
+            parameter.requires_grad_(index == trained)
         with torch.no_grad():
-            trained += 1.0
+            module[trained] += 1.0
         averager.step()
-        seen.append([module[0][0].item(), module[1][0].item()])
+        seen.append([parameter.item() for parameter in module])
     first, second, third = seen
-    assert first[1] == 0.0 and first[0] == pytest.approx(0.7 * 1.9)
-    assert second[0] == third[0] == first[0]
-    assert second[1] == pytest.approx(0.7 * 1.9)
+    assert first == [pytest.approx(0.7 * 1.9), 0.0] and second[1] == pytest.approx(0.7 * 1.9)
+    assert first[0] == second[0] == third[0]
 
 
 @WORLD.on(WIDE)
