@@ -65,7 +65,7 @@ def error_of(model: nn.Module, step: int) -> float:
 
 @WORLD
 def test_with_7_and_3_samples_the_gradient_of_ddp_is_off_by_41_6_percent_and_ours_by_rounding() -> None:
-    """7 and 3 samples give 10's gradient; DDP errs by 41.6 %."""
+    """7 and 3 samples give 10's gradient; DDP errs by 41.6 %. Equal batches give DDP's."""
     torch.manual_seed(0)
     model, x, y = nn.Linear(8, 10), torch.randn(10, 8), torch.randn(10, 10)
     model, x, y = model.double(), x.double(), y.double()

@@ -43,14 +43,14 @@ def test_gradients_of_two_ranks_are_those_of_one_process(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(PROGRAMS["made-up"]))
 def test_gradients_on_a_made_up_gpu_are_those_of_one_process_and_the_host_never_waits(seed: int) -> None:
-    """A steady step never waits for a GPU."""
+    """A steady step never waits for a GPU; parameters may be on two devices."""
     require_right("made-up", 2, seed, 0, PROGRAMS["made-up"])
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("seed", range(60))
 def test_gradients_of_three_ranks_are_those_of_one_process(seed: int) -> None:
-    """Unused parameters keep `None`; weight 0 counts nowhere."""
+    """Unused parameters keep `None`; numbers travel along bit for bit; weight 0 counts nowhere."""
     require_right("cpu", 3, seed, 0, 60)
 
 
