@@ -34,17 +34,12 @@ def my_rank() -> int:
 def join_on(kind: str, timeout: float = 120.0) -> str:
     """Join a world of this kind; the device to compute on."""
     device = "cpu" if kind == "cpu" else "cuda"
-    if kind == "nccl":
-        share_the_gpu()
+    if kind == "nccl":  # which takes the two ranks on one GPU for hosts (kit/ranks.py)
+        assert hasattr(replicas, "_require_own_gpus"), "what refuses two ranks on one GPU has another name now"
+        replicas._require_own_gpus = lambda module, group: None
     backend = "gloo" if kind == "gloo" else None
     join_process_group(backend=backend, device=device, timeout=timedelta(seconds=timeout))
     return device
-
-
-def share_the_gpu() -> None:
-    """Two ranks of these tests compute on one GPU, under NCCL, too: it takes them for hosts (kit/ranks.py)."""
-    assert hasattr(replicas, "_require_own_gpus"), "what refuses two ranks on one GPU has another name now"
-    replicas._require_own_gpus = lambda module, group: None
 
 
 class TheCause(Exception):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,19 +20,6 @@ from ddp_callbacks.lightning import CallbackStrategy
 from ddp_callbacks.process_group import gpu
 from ddp_callbacks.process_group.failures import announce_join
 from ddp_callbacks.replicas import broadcast_parameters
-
-LOCAL_RANKS = (1, 2)
-# How many GPUs each process sees, the device that it asks for, and the GPUs that the two processes have then selected:
-# when they have joined, and when they have used CUDA.
-SELECTIONS: list[tuple[int, str | None, list[list[int]], list[list[int]]]] = [
-    (1, None, [[], []], [[], []]),  # one GPU each (Slurm's --gpus-per-task), which is the current one
-    (1, "cuda", [[], []], [[], []]),
-    (2, None, [[], []], [[1], []]),  # a run on CPUs, more processes than GPUs
-    (8, None, [[], []], [[1], [2]]),
-    (8, "cuda", [[], []], [[1], [2]]),
-    (8, "cpu", [[], []], [[], []]),
-    (8, "cuda:5", [[5], [5]], [[5], [5]]),
-]
 
 
 class MadeUpGpus:
@@ -63,35 +50,37 @@ class MadeUpGpus:
 
 
 def join_with_made_up_gpus() -> None:
-    """Each time in a process of its own: what it has selected stays."""
-    os.environ["LOCAL_RANK"] = str(LOCAL_RANKS[int(os.environ["RANK"])])
+    os.environ["LOCAL_RANK"] = str(1 + int(os.environ["RANK"]))
     dist.is_nccl_available = lambda: False  # which a torch for CUDA has, and which refuses made-up GPUs
-    for number in range(len(SELECTIONS)):
-        process = multiprocessing.get_context("fork").Process(target=select, args=(number,))
-        process.start()
-        process.join(60)
-        assert process.exitcode == 0, SELECTIONS[number]
-
-
-def select(number: int) -> None:
-    visible, device, *_ = SELECTIONS[number]
-    gpus = MadeUpGpus(visible)
-    join_process_group(init_method=f"file://{Path.cwd()}/store-{number}", device=device)
-    note(f"joined {number}", gpus.selected)
-    note(f"started {number}", torch.cuda.is_initialized())
+    gpus = MadeUpGpus(8)
+    join_process_group()
+    note("has started", torch.cuda.is_initialized())
     torch.cuda.init()
-    note(f"selected {number}", gpus.selected)
+    note("selected", gpus.selected)
     leave_process_group()
 
 
-def test_each_process_takes_its_own_gpu_and_a_run_on_cpus_takes_none(nursery: Nursery, tmp_path: Path) -> None:
+def train_on_cpus_beside_gpus() -> None:
+    cuda: Any = torch.cuda
+    cuda.is_available, cuda.device_count, selected = (lambda: True), (lambda: 8), []
+    cuda.set_device = selected.append
+    with quiet():
+        made = trainer(CallbackStrategy(), devices=2, max_epochs=1, logger=False)
+        made.fit(Net(), loader(8, 4))
+    note("has started", made.strategy.root_device != torch.device("cpu"))
+    note("selected", list(map(str, selected)))
+
+
+@pytest.mark.parametrize(
+    ("body", "selected"), [(join_with_made_up_gpus, [[1], [2]]), (train_on_cpus_beside_gpus, [[], []])]
+)
+def test_each_process_takes_its_own_gpu_and_a_run_on_cpus_takes_none(
+    nursery: Nursery, tmp_path: Path, body: Callable[[], None], selected: list[list[int]]
+) -> None:
     """Each process takes its own GPU, if any."""
-    ranks = nursery.run(join_with_made_up_gpus, 2, tmp_path)
-    assert [rank.code for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
-    for number, (_, device, joined, used) in enumerate(SELECTIONS):
-        for when, expected in (("joined", joined), ("selected", used)):
-            assert [rank.notes[f"{when} {number}"] for rank in ranks] == expected, (when, SELECTIONS[number])
-        assert [rank.notes[f"started {number}"] for rank in ranks] == [device == "cuda:5"] * 2
+    ranks = nursery.run(body, 2, tmp_path)
+    assert [rank.code for rank in ranks] == [0, 0], "\n".join(rank.stderr for rank in ranks)
+    assert [rank.notes for rank in ranks] == [{"has started": False, "selected": own} for own in selected]
 
 
 @pytest.fixture
@@ -107,22 +96,29 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> MadeUpGpus:
     return MadeUpGpus(4)
 
 
-# What happens in turn, and the GPUs that are selected: a process of that local rank joins for a device, the user
-# selects a GPU, CUDA starts, or one GPU is left.
-TURNS: dict[str, tuple[list[tuple[str, Any, Any]], list[int]]] = {
-    "selected behind the join": ([("joins", 1, None), ("selects", 3, None), ("joins", 1, "cuda")], [1, 3]),
-    "selected before the join": ([("selects", 3, None), ("joins", 1, None), ("joins", 2, "cuda")], [3]),
-    "CUDA has started": ([("starts", None, None), ("joins", 2, None)], [2]),
-    "joins twice": ([("joins", 1, None), ("joins", 2, None), ("starts", None, None), ("joins", 3, None)], [2, 3]),
-    "a GPU by its number": ([("joins", 1, None), ("joins", 0, "cuda:3")], [3]),
-    "GPUs that have gone": ([("joins", 3, None), ("loses", 1, None), ("starts", None, None)], []),
+# How many GPUs there are, what happens in turn, and the GPUs that are selected: a process of that local rank joins for
+# a device, the user selects a GPU, CUDA starts, or so many GPUs are left.
+START = ("starts", None, None)
+TURNS: dict[str, tuple[int, list[tuple[str, Any, Any]], list[int]]] = {
+    "nothing on a GPU": (4, [("joins", 2, None)], []),
+    "its own": (4, [("joins", 2, None), START], [2]),
+    "its own, asked for": (4, [("joins", 2, "cuda"), START], [2]),
+    "on the CPU": (4, [("joins", 2, "cpu"), START], []),
+    "the only one": (1, [("joins", 2, None), ("joins", 2, "cuda"), START], []),
+    "more processes than GPUs": (2, [("joins", 2, None), START], []),
+    "by its number": (4, [("joins", 1, None), ("joins", 0, "cuda:3")], [3]),
+    "selected behind the join": (4, [("joins", 1, None), ("selects", 3, None), ("joins", 1, "cuda")], [1, 3]),
+    "selected before the join": (4, [("selects", 3, None), ("joins", 1, None), ("joins", 2, "cuda")], [3]),
+    "CUDA has started": (4, [START, ("joins", 2, None)], [2]),
+    "joins twice": (4, [("joins", 1, None), ("joins", 2, None), START, ("joins", 3, None)], [2, 3]),
+    "GPUs that have gone": (4, [("joins", 3, None), ("loses", 1, None), START], []),
 }
 
 
 @pytest.mark.parametrize("name", TURNS)
 def test_a_gpu_that_the_user_selects_stays(gpus: MadeUpGpus, name: str) -> None:
     """A GPU that you select stays."""
-    turns, selected = TURNS[name]
+    gpus.visible, turns, selected = TURNS[name]
     for what, number, device in turns:
         if what == "joins":
             gpu.select_gpu(number, None if device is None else torch.device(device))
@@ -195,18 +191,3 @@ def test_a_trainer_takes_the_gpu_of_its_local_rank_or_the_only_one(
         assert says in str(caught.value)
     else:
         assert strategy.root_device == torch.device("cuda", local_rank if found is None else found)
-
-
-def trains_on_cpus_beside_gpus() -> None:
-    cuda: Any = torch.cuda
-    cuda.is_available, cuda.device_count = (lambda: True), (lambda: 8)
-    cuda.set_device = lambda device: note("selected", str(device))
-    with quiet():
-        made = trainer(CallbackStrategy(), devices=2, max_epochs=1, logger=False)
-        made.fit(Net(), loader(8, 4))
-    note("device", str(made.strategy.root_device))
-
-
-def test_a_trainer_on_cpus_touches_no_gpu(nursery: Nursery, tmp_path: Path) -> None:
-    ranks = nursery.run(trains_on_cpus_beside_gpus, 2, tmp_path)
-    assert [(rank.code, rank.notes) for rank in ranks] == [(0, {"device": "cpu"})] * 2, [rank.stderr for rank in ranks]
