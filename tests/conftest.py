@@ -31,15 +31,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """pytest-xdist writes the group behind a test's name; one that does not find it would compute all twice."""
-    if hasattr(session.config, "workerinput") and session.config.getoption("loadgroup", False):
-        lost = [
-            item.nodeid for item in session.items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid
-        ]
-        assert not lost, f"this pytest-xdist does not group tests with this pytest: {lost[0]}"
-
-
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """More ranks than cores share the machine, and summation order must not depend on it."""
@@ -60,7 +51,6 @@ def server(temporary_files: None) -> Iterator[warm.Server]:
     """From which ranks and commands are forked."""
     adopt_orphans()
     made = warm.Server()
-    warm.set_server(made)
     yield made
     made.close()
 

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kit import warm
 from kit.budget import count
 from kit.ranks import HOST, free_port
+from kit.warm import Server
 from kit.wrapper import COLD
 
 DEADLINE = 600.0  # seconds, beside whatever else the machine does
@@ -22,7 +22,7 @@ TWO_PROCESSES = ["torchrun", "--standalone", "--local-addr", HOST, "--nproc-per-
 
 def environment(*, cold: bool = False) -> dict[str, str]:
     """For commands of this interpreter: a path that begins with them, one thread, the loopback network."""
-    folders = [warm.server().folder, Path(sys.executable).parent]
+    folders = [Server.running.folder, Path(sys.executable).parent]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environ["PATH"] = os.pathsep.join([*map(str, folders), os.environ["PATH"]])
     return environ | ({COLD: "1"} if cold else {})

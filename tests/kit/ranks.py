@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import pickle
+import secrets
 import select
 import signal
 import socket
@@ -27,21 +28,21 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_callbacks import environment
 from ddp_callbacks.comm.topology import Topology, topology_of
-from kit import warm
 from kit.budget import count
 from kit.machine import Slowness
 from kit.paths import python_path
+from kit.warm import Process, Server
 
 HOST = "127.0.0.1"
 HOSTNAME = socket.gethostname()
@@ -55,6 +56,7 @@ NCCL_ON_ONE_GPU = {
     "NCCL_SHM_DISABLE": "1",
     "NCCL_DEBUG": "WARN",
 }
+STREAMS = ("stdout", "stderr")
 _RANK = ["-u", "-P", "-c", "from kit.ranks import be_a_rank; be_a_rank()"]
 
 
@@ -101,8 +103,22 @@ class Nursery:
             on_end: Called with a rank that has ended and all process ids, while others may still run.
         """
         begun = self.start(body, world_size, folder, *args, deadline=deadline, **options)
-        ends = _await_ends(begun, on_end, time.monotonic() + deadline)
-        return [collect(folder, rank, process.pid, *ends[rank]) for rank, process in enumerate(begun)]
+        running, found = {process.ends: rank for rank, process in enumerate(begun)}, dict[int, Rank]()
+        end = time.monotonic() + deadline
+        try:
+            while running:
+                ready, _, _ = select.select(list(running), [], [], max(0.0, end - time.monotonic()))
+                if not ready:
+                    kill(begun[rank] for rank in running.values())
+                    end = time.monotonic() + DEADLINE
+                for rank in map(running.pop, ready):
+                    process = begun[rank]
+                    found[rank] = collect(folder, rank, process.pid, process.wait(), time.monotonic())
+                    if on_end is not None:
+                        on_end(rank, [process.pid for process in begun])
+        finally:
+            kill(begun[rank] for rank in running.values())
+        return [found[rank] for rank in range(len(begun))]
 
     def run_watched(self, *args: Any, **options: Any) -> list[Rank]:
         """:meth:`run`, for what is tested on how soon it comes: ``slowness`` says how busy the machine was."""
@@ -138,52 +154,28 @@ class Nursery:
         if launched:
             variables |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
         variables |= environ or {}
-        call = pickle.dumps((body.__module__, body.__name__, args, deadline))
         begun: list[Process] = []
         for rank in range(world_size if started is None else started):
-            numbers = ("RANK", "LOCAL_RANK") if launched else ("INDEX",)
-            own = {**variables, **dict.fromkeys(numbers, str(rank))}
+            own = variables | dict.fromkeys(("RANK", "LOCAL_RANK") if launched else ("INDEX",), str(rank))
             own |= {"NCCL_HOSTID": f"made-up-host-{rank}"} if self.kind == "nccl" else {}
-            with (
-                tempfile.TemporaryFile() as stdin,
-                (folder / f"stdout-{rank}").open("wb") as stdout,
-                (folder / f"stderr-{rank}").open("wb") as stderr,
-            ):
-                stdin.write(call)
-                stdin.seek(0)
-                streams = [stdin.fileno(), stdout.fileno(), stderr.fileno()]
-                begun.append(
-                    FreshProcess(_RANK, folder, own, streams)
-                    if self.kind
-                    else warm.server().fork(_RANK, folder, own, streams, finalize)
-                )
+            with ExitStack() as stack:
+                call = stack.enter_context(tempfile.TemporaryFile())
+                call.write(pickle.dumps((body.__module__, body.__name__, args, deadline)))
+                call.seek(0)
+                outputs = [stack.enter_context((folder / f"{name}-{rank}").open("wb")) for name in STREAMS]
+                streams = [file.fileno() for file in (call, *outputs)]
+                if self.kind:
+                    begun.append(_start_fresh(folder, own, streams))
+                else:
+                    begun.append(Server.running.fork(_RANK, folder, own, streams, finalize))
         count("ranks", len(begun))
         return begun
 
 
-class Process(Protocol):
-    """A rank that was started: ``ends`` is a descriptor that becomes readable when it has ended."""
-
-    pid: int
-    ends: int
-
-    def wait(self) -> int: ...
-
-
-class FreshProcess:
-    """A rank that is a real interpreter."""
-
-    def __init__(self, words: list[str], folder: Path, environ: dict[str, str], streams: list[int]) -> None:
-        stdin, stdout, stderr = streams
-        self._process = subprocess.Popen(
-            [sys.executable, *words], cwd=folder, env=environ, stdin=stdin, stdout=stdout, stderr=stderr
-        )
-        self.pid = self._process.pid
-        self.ends = os.pidfd_open(self.pid)
-
-    def wait(self) -> int:
-        os.close(self.ends)
-        return self._process.wait()
+def _start_fresh(folder: Path, environ: dict[str, str], streams: list[int]) -> Process:
+    files = dict(zip(("stdin", *STREAMS), streams, strict=True))
+    process = subprocess.Popen([sys.executable, *_RANK], cwd=folder, env=environ, **files)  # type: ignore[call-overload]
+    return Process(process.pid, process.wait)
 
 
 def _of_kind(kind: str, world_size: int) -> dict[str, str]:
@@ -196,28 +188,6 @@ def _of_kind(kind: str, world_size: int) -> dict[str, str]:
     return variables | (NCCL_ON_ONE_GPU if kind == "nccl" else {})
 
 
-def _await_ends(
-    begun: list[Process], on_end: Callable[[int, list[int]], None] | None, end: float
-) -> dict[int, tuple[int, float]]:
-    """The exit code and end of each; those that still run at ``end`` are killed."""
-    ends: dict[int, tuple[int, float]] = {}
-    running = {process.ends: rank for rank, process in enumerate(begun)}
-    try:
-        while running:
-            ready, _, _ = select.select(list(running), [], [], max(0.0, end - time.monotonic()))
-            if not ready:
-                kill(begun[rank] for rank in running.values())
-                end = time.monotonic() + DEADLINE
-            for descriptor in ready:
-                rank = running.pop(descriptor)
-                ends[rank] = (begun[rank].wait(), time.monotonic())
-                if on_end is not None:
-                    on_end(rank, [process.pid for process in begun])
-    finally:
-        kill(begun[rank] for rank in running.values())
-    return ends
-
-
 def kill(processes: Iterable[Process]) -> None:
     for process in processes:
         with suppress(ProcessLookupError):
@@ -228,7 +198,7 @@ def collect(folder: Path, rank: int, pid: int, code: int, ended: float) -> Rank:
     """What a rank that has ended has left in its folder."""
     path = folder / f"notes-{rank}"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    streams = [(folder / f"{stream}-{rank}").read_text() for stream in ("stdout", "stderr")]
+    streams = [(folder / f"{stream}-{rank}").read_text() for stream in STREAMS]
     notes, noted_at = {name: value for name, value, _ in lines}, {name: at for name, _, at in lines}
     return Rank(pid, code, ended, *streams, notes, noted_at)
 
@@ -250,9 +220,11 @@ def run_distributed(body: Callable[..., Any], world_size: int, *args: Any, deadl
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """Below those that the kernel gives to connections: one of these could take it before it is used."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HOST, 10_000 + secrets.randbelow(20_000)))
+            return int(probe.getsockname()[1])
 
 
 # --- on a rank --------------------------------------------------------------------------------------------------------

@@ -1,67 +1,57 @@
 """What ``python`` on the tests' PATH runs: a child of the fork server (:mod:`kit.warm`) takes its place.
 
-It starts without ``site`` and imports next to nothing: 15 ms. Signals go on to the child, with whose end it ends.
+It starts without ``site`` and imports little: 25 ms. Signals go on to the child, with whose end it ends.
 """
 
 from __future__ import annotations
 
-import _signal
-import _socket
 import marshal
 import os
+import socket
 import sys
+from contextlib import suppress
+from signal import NSIG, SIG_DFL, SIG_IGN, SIGKILL, Signals, getsignal, signal
 
 COLD = "COLD_PYTHON"  # a variable that asks for the real interpreter
-LARGEST = 200  # descriptors; the kernel sends no more than 253 at once
-# What the server says, each with a number.
-REFUSED, STARTED, ENDED = b"R", b"S", b"E"
+LARGEST = 200_000  # bytes of a message
 PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGWINCH", "SIGCONT")
 
 
 def main(server: str, *words: str) -> None:
     """Be ``python WORDS``: warm if the server can do it, else the real interpreter."""
-    connection = connect(server)
-    try:
-        folder = os.getcwd()
-    except OSError:  # it is gone
-        connection = None
-    kind, number = b"", 0
-    if connection and COLD not in os.environ:
-        descriptors = {number: number for number in _inherited()}
-        kind, number = ask(connection, list(words), folder, dict(os.environ), descriptors, _ignored())
-    if connection is None or kind not in (STARTED, ENDED):
+    ignored = [number for number in range(1, NSIG) if getsignal(number) == SIG_IGN]
+    pid = None
+    if COLD not in os.environ:
+        with suppress(OSError):  # the folder is gone, or the tests have ended
+            connection, pid = ask(server, list(words), os.getcwd(), dict(os.environ), _inherited(), ignored)
+    if pid is None:
         os.execv(sys.executable, [sys.executable, *words])
     for name in PASSED_ON:
-        if getattr(_signal, name) not in _ignored():
-            _signal.signal(getattr(_signal, name), lambda signal, _: os.kill(number, signal))
-    connection.sendall(b"\n")
-    _end(answer(connection)[1])
-
-
-def connect(server: str) -> _socket.socket | None:
-    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-    try:
-        connection.connect(server)
-    except OSError:
-        return None
-    return connection
+        if Signals[name] not in ignored:
+            signal(Signals[name], lambda number, _: os.kill(pid, number))
+    connection.send(b"go")
+    _end(answer(connection).get("status", SIGKILL))
 
 
 def ask(
-    connection: _socket.socket,
+    server: str,
     words: list[str],
     folder: str,
     environ: dict[str, str],
     descriptors: dict[int, int],
     ignored: list[int],
-    whole_end: bool = False,
-) -> tuple[bytes, int]:
-    """Ask for ``python WORDS`` with these descriptors, by their numbers there; it waits for a line. What came of it."""
-    data = marshal.dumps((words, folder, environ, list(descriptors), ignored, place(), whole_end))
-    numbers = b"".join(number.to_bytes(4, "little") for number in descriptors.values())
-    connection.sendmsg([len(data).to_bytes(4, "little")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, numbers)])
-    connection.sendall(data)
-    return answer(connection)
+    is_whole: bool = False,
+) -> tuple[socket.socket, int | None]:
+    """Ask for ``python WORDS`` with these descriptors, by their numbers there.
+
+    Returns:
+        The connection, and the process id of the child, which waits for a word; ``None`` if it cannot imitate that.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(server)
+    request = marshal.dumps((words, folder, environ, list(descriptors), ignored, place(), is_whole))
+    socket.send_fds(connection, [request], list(descriptors.values()))
+    return connection, answer(connection).get("pid")
 
 
 def place() -> list[object]:
@@ -69,35 +59,24 @@ def place() -> list[object]:
     return [os.getuid(), *(os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid", "uts"))]
 
 
-def answer(connection: _socket.socket) -> tuple[bytes, int]:
-    """If there is none, the server is gone, and all its children with it."""
-    said = connection.recv(5, _socket.MSG_WAITALL)
-    return (said[:1], int.from_bytes(said[1:], "little")) if len(said) == 5 else (b"", _signal.SIGKILL)
+def answer(connection: socket.socket) -> dict[str, int]:
+    """What the child or the server says; nothing, if the server is gone, and all its children with it."""
+    said = connection.recv(LARGEST)
+    return marshal.loads(said) if said else {}  # type: ignore[no-any-return]
 
 
-def _inherited() -> list[int]:
+def _inherited() -> dict[int, int]:
     """What this interpreter has opened itself is not inheritable."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.get_inheritable(int(name)):
-                found.append(int(name))
-        except OSError:
-            pass  # that of the listing
-    return found
-
-
-def _ignored() -> list[int]:
-    return [number for number in range(1, _signal.NSIG) if _signal.getsignal(number) == _signal.SIG_IGN]
+    numbers = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
+    return {number: number for number in numbers if os.get_inheritable(number)}
 
 
 def _end(status: int) -> None:
     """As the child has."""
     if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        if number != _signal.SIGKILL:
-            _signal.signal(number, _signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        if os.WTERMSIG(status) != SIGKILL:
+            signal(os.WTERMSIG(status), SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
 
 
