@@ -11,8 +11,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,12 +25,12 @@ from kit.ranks import Nursery, note
 
 LIMIT = 600.0  # seconds, for each command and for the Python blocks of a page together
 LANGUAGES = {"python", "diff", "console", "sh", "text", "toml", "json", "yaml"}
-HERE = {"ddprun", "python", "torchrun", "mpirun", "mpiexec", "cat", "cd", "head", "ls", "tail"}
+HERE = {"ddprun", "python", "torchrun", "mpirun", "mpiexec"}
 # Programs that need a cluster, another machine or the network: the files that they are given must be there.
-ELSEWHERE = {"ssh", "ssh-keygen", "ssh-copy-id", "scp", "rsync", "srun", "sbatch", "qsub", "git", "source"}
+ELSEWHERE = {"ssh", "ssh-keygen", "ssh-copy-id", "scp", "rsync", "srun", "sbatch", "qsub", "git", "source", "make"}
 COLD = {"docs/tutorials/quick_start.md", "docs/how_to/preemptible_jobs.md"}  # run by the real interpreter
-_FENCE = re.compile(r"(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<info>.*)")
-_COMMENT = re.compile(r"<!-- *(?P<kind>setup|file|patch|not run|when tested)\b:?(?P<rest>.*)", re.DOTALL)
+_BLOCK = r"^(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<language>.*)\n(?P<text>(?:.*\n)*?)(?P=indent)(?P=marks) *$"
+_COMMENT = r"^ *<!-- *(?P<kind>setup|file|patch|not run|when tested)\b:?(?P<head>.*?)(?P<body>\n(?:.*\n)*?)?-->"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Block:
         not_run: The reason, or ``None``.
         file: The name under which it is written to the page's folder, in place of being run.
         patch: The file in which the commands that follow find this diff applied.
-        arguments: Added to its commands when they are tested.
+        when_tested: Added to its commands.
     """
 
     page: str
@@ -55,7 +55,7 @@ class Block:
     not_run: str | None = None
     file: str | None = None
     patch: str | None = None
-    arguments: str = ""
+    when_tested: str = ""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -71,27 +71,23 @@ class Block:
 
     def code(self) -> CodeType:
         """Compiled, with the page's line numbers. Of a diff what it makes; what it begins with must compile as well."""
+        new = self.text
         if self.language == "diff":
             old, new = sides(self.text)
             ast.parse(old)
-        else:
-            new = self.text
         return compile("\n" * (self.line - 1) + new, str(ROOT / self.page), "exec", dont_inherit=True)
 
     def commands(self) -> list[tuple[str, list[str] | None]]:
         """Each command, with the lines that it prints; ``None`` where these are not shown."""
         if not self.is_commands or self.patch is not None:
             return []
+        text = re.sub(r"\\\n(> )?\s*", "", self.text)
         if self.language == "sh":
-            lines = re.sub(r"\\\n\s*", "", self.text).splitlines()
-            return [(line, None) for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        parts = re.split(r"^\$ ", self.text, flags=re.MULTILINE)
-        assert not parts[0].strip(), f"{self}: a console block begins with a command"
-        found = []
-        for part in parts[1:]:
-            command, _, output = re.sub(r"\\\n(> )?\s*", "", part).partition("\n")
-            found.append((command, output.splitlines()))
-        return found
+            return [(line, None) for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+        nothing, *parts = re.split(r"^\$ ", text, flags=re.MULTILINE)
+        assert not nothing.strip(), f"{self}: a console block begins with a command"
+        lines = [part.splitlines() for part in parts]
+        return [(command, output) for command, *output in lines]
 
     @property
     def needs_mpi(self) -> bool:
@@ -114,110 +110,49 @@ class Page:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        return list(_Reader(self).read())
-
-    @cached_property
-    def prose(self) -> str:
-        """The text without comments, blocks and inline code."""
-        text = re.sub(r"<!--.*?-->", "", "\n".join(self.lines), flags=re.DOTALL)
-        text = re.sub(r"^( *)(`{3,}|~{3,}).*?^\1\2 *$", "", text, flags=re.DOTALL | re.MULTILINE)
-        return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", text)
+        """In their order; a comment counts for the block that follows it."""
+        text, found = "".join(f"{line}\n" for line in self.lines), list[Block]()
+        marks: dict[str, str] = {}
+        for part in re.finditer(f"{_BLOCK}|{_COMMENT}", text, re.MULTILINE):
+            kind, body = part["kind"], textwrap.dedent((part["body"] or "").removeprefix("\n"))
+            line = text.count("\n", 0, part.start("text" if kind is None else "body") + bool(body)) + 1
+            if kind is None:
+                content = textwrap.dedent(part["text"])
+                found.append(Block(self.name, line, part["language"].strip(), content, **marks))  # type: ignore[arg-type]
+                marks = {}
+            elif kind == "setup":
+                found.append(Block(self.name, line, "python", body))
+            elif kind == "file" and body:
+                found.append(Block(self.name, line, "text", body, file=part["head"].strip()))
+            else:
+                marks[kind.replace(" ", "_")] = f"{part['head']} {body}".strip()
+        return found
 
     @cached_property
     def links(self) -> list[str]:
-        """The targets of links and pictures, without those of other sites."""
-        targets = re.findall(r"\]\(([^)\s]+)(?:\s[^)]*)?\)", self.prose)
-        targets += re.findall(r"\b(?:src|srcset|href)=\"([^\"\s]+)", self.prose)
+        """The targets of links and pictures outside of code, without those of other sites."""
+        text = re.sub(r"<!--.*?-->", "", self._without_blocks(), flags=re.DOTALL)
+        prose = re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", text)
+        targets = re.findall(r"\]\(([^)\s]+)(?:\s[^)]*)?\)", prose)
+        targets += re.findall(r"\b(?:src|srcset|href)=\"([^\"\s]+)", prose)
         return [target for target in targets if not re.match(r"[a-z]+:", target)]
 
     @cached_property
     def anchors(self) -> set[str]:
-        """The anchors of the headings, as GitHub and MyST make them."""
-        text = re.sub(r"^( *)(`{3,}).*?^\1\2 *$", "", "\n".join(self.lines), flags=re.DOTALL | re.MULTILINE)
-        found: set[str] = set()
-        for heading in re.findall(r"^#{1,6} +(.+)$", text, re.MULTILINE):
-            plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
-            base = slug = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
-            count = 0
-            while slug in found:
-                count += 1
-                slug = f"{base}-{count}"
-            found.add(slug)
-        return found
+        """The anchors of the headings, as GitHub and MyST make them; of equal ones, the first."""
+        headings = re.findall(r"^#{1,6} +(.+)$", self._without_blocks(), re.MULTILINE)
+        plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
+        return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 
-
-class _Reader:
-    """Goes through the lines of a page; a comment counts for the block that follows it."""
-
-    def __init__(self, page: Page) -> None:
-        self._page = page
-        self._at = 0
-        self._marks: dict[str, str] = {}
-
-    def read(self) -> Iterator[Block]:
-        while self._at < len(self._page.lines):
-            line = self._page.lines[self._at]
-            if fence := _FENCE.fullmatch(line):
-                yield self._fenced(fence)
-                self._marks = {}
-            elif line.lstrip().startswith("<!--"):
-                yield from self._comment()
-            else:
-                self._at += 1
-                if line.strip():
-                    self._marks = {}
-
-    def _fenced(self, fence: re.Match[str]) -> Block:
-        end = re.compile(rf" *{fence['marks'][0]}{{{len(fence['marks'])},}} *")
-        self._at += 1
-        first, content = self._at, []
-        while self._at < len(self._page.lines) and not end.fullmatch(self._page.lines[self._at]):
-            content.append(self._page.lines[self._at])
-            self._at += 1
-        assert self._at < len(self._page.lines), f"{self._page.name}:{first}: the block has no end"
-        self._at += 1
-        return self._block(first + 1, fence["info"].strip(), textwrap.dedent("\n".join(content)) + "\n")
-
-    def _comment(self) -> Iterator[Block]:
-        first, content = self._at, []
-        while self._at < len(self._page.lines):
-            content.append(self._page.lines[self._at])
-            self._at += 1
-            if "-->" in content[-1]:
-                break
-        text = "\n".join(content)
-        assert "-->" in text, f"{self._page.name}:{first + 1}: the comment has no end"
-        match = _COMMENT.match(text.strip())
-        if match is None:
-            return
-        head, _, body = match["rest"].partition("-->")[0].partition("\n")
-        if match["kind"] == "setup":
-            yield Block(self._page.name, first + 2, "python", textwrap.dedent(body))
-        elif match["kind"] == "file" and body.strip():
-            yield Block(self._page.name, first + 2, "text", textwrap.dedent(body), file=head.strip())
-        else:
-            self._marks[match["kind"]] = " ".join([head, body]).strip()
-
-    def _block(self, line: int, language: str, text: str) -> Block:
-        marks = self._marks
-        return Block(
-            self._page.name,
-            line,
-            language,
-            text,
-            not_run=marks.get("not run"),
-            file=marks.get("file"),
-            patch=marks.get("patch"),
-            arguments=marks.get("when tested", ""),
-        )
+    def _without_blocks(self) -> str:
+        return re.sub(_BLOCK, "", "\n".join(self.lines), flags=re.MULTILINE)
 
 
 def sides(diff: str) -> tuple[str, str]:
     """What a diff begins with, and what it makes, with an empty line where the other has one more."""
     lines = _marked(diff)
-    old = [text if mark != "+" else "" for mark, text in lines]
-    new = [text if mark != "-" else "" for mark, text in lines]
-    return textwrap.dedent("\n".join(old)), textwrap.dedent("\n".join(new))
+    old, new = ("\n".join(text if mark != skipped else "" for mark, text in lines) for skipped in "+-")
+    return textwrap.dedent(old), textwrap.dedent(new)
 
 
 def patched(text: str, diff: str) -> str:
@@ -239,14 +174,8 @@ def _marked(diff: str) -> list[tuple[str, str]]:
 
 def pages() -> list[Page]:
     """README.md and the pages of the site."""
-    return [
-        Page(ROOT / "README.md"),
-        *(Page(path) for path in sorted((ROOT / "docs").rglob("*.md")) if _is_source(path)),
-    ]
-
-
-def _is_source(path: Path) -> bool:
-    return "_build" not in path.parts
+    paths = [path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts]
+    return [Page(path) for path in [ROOT / "README.md", *paths]]
 
 
 def page_named(name: str) -> Page:
@@ -278,19 +207,17 @@ def run_python(name: str, python: str) -> None:
             note(str(block))
 
 
-def run_ddprun(*argv: str) -> None:
-    """In a process of its own: ``ddprun`` with these arguments."""
+def try_ddprun(*argv: str) -> None:
+    """In a process of its own: ``ddprun`` with these arguments, as far as that goes without the nodes."""
     from ddp_callbacks.launcher import cli
-
-    sys.argv[:] = ["ddprun", *argv]
-    cli.main()
-
-
-def check_options(*argv: str) -> None:
-    """In a process of its own: whether ``ddprun doctor`` or ``ddprun bench`` takes these arguments."""
     from ddp_callbacks.launcher.options import parse_bench_options, parse_doctor_options
 
-    {"doctor": parse_doctor_options, "bench": parse_bench_options}[argv[0]](argv[1:], {})
+    checks = {"doctor": parse_doctor_options, "bench": parse_bench_options}
+    if argv[0] in checks:
+        checks[argv[0]](argv[1:], {})
+    else:
+        sys.argv[:] = ["ddprun", "--dry-run", *argv]
+        cli.main()
 
 
 @dataclass
@@ -300,9 +227,6 @@ class Running:
     page: Page
     folder: Path
     nursery: Nursery
-    python: dict[str, str | None] | None = None
-    commands: dict[str, str | None] = field(default_factory=dict)
-    here: Path | None = None
     figures: dict[Figures, Figures] = field(default_factory=dict)  # printed, by what the page shows for them
 
     def __post_init__(self) -> None:
@@ -313,136 +237,96 @@ class Running:
                 path = self.folder / block.file
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(block.text)
-        self.here = self.folder
 
     def failure_of(self, block: Block) -> str | None:
-        """What went wrong in a block; all that stand before it in the page are run, too, once."""
-        if block.is_python:
-            return self._failure_of_python(block)
-        for earlier in self.page.blocks:
-            if earlier.is_commands and earlier.not_run is None and str(earlier) not in self.commands:
-                self.commands[str(earlier)] = self._run_commands(earlier)
-            if earlier == block:
-                break
-        return self.commands[str(block)]
+        """What went wrong in a block; all of its page are run, once."""
+        if not block.is_python:
+            return self._commands[str(block)]
+        left = next((text for text in self._python.values() if text), "it took too long")
+        return self._python.get(str(block), f"not reached: {left}")
 
-    def _failure_of_python(self, block: Block) -> str | None:
-        if self.python is None:
-            python = shutil.which("python", path=environment()["PATH"])
-            options: dict[str, Any] = {"environ": {"OMP_NUM_THREADS": "1"}, "launched": False, "deadline": LIMIT}
-            (rank,) = self.nursery.run(run_python, 1, self.folder, self.page.name, python, **options)
-            self.python = {name: value for name, value in rank.notes.items() if name.startswith(self.page.name)}
-            if not any(self.python.values()) and rank.code:
-                self.python["end"] = f"the process ended with {rank.code} after {list(self.python)}:\n{rank.stderr}"
-        if str(block) in self.python:
-            return self.python[str(block)]
-        return f"not reached: {next((text for text in self.python.values() if text), 'it took too long')}"
+    @cached_property
+    def _commands(self) -> dict[str, str | None]:
+        blocks = [block for block in self.page.blocks if block.is_commands and block.not_run is None]
+        return {str(block): self._run_commands(block) for block in blocks}
+
+    @cached_property
+    def _python(self) -> dict[str, str | None]:
+        python = shutil.which("python", path=environment()["PATH"])
+        options: dict[str, Any] = {"environ": {"OMP_NUM_THREADS": "1"}, "launched": False, "deadline": LIMIT}
+        (rank,) = self.nursery.run(run_python, 1, self.folder, self.page.name, python, **options)
+        found = {name: value for name, value in rank.notes.items() if name.startswith(self.page.name)}
+        if not any(found.values()) and rank.code:
+            found["end"] = f"the process ended with {rank.code} after {list(found)}:\n{rank.stderr}"
+        return found
 
     def _run_commands(self, block: Block) -> str | None:
         if block.patch is not None:
             path = self.folder / block.patch
             path.write_text(patched(path.read_text(), block.text))
-            return None
         for command, expected in block.commands():
-            failure = self._run(f"{command.partition('  #')[0].rstrip()} {block.arguments}".rstrip(), expected)
+            failure = self._run(f"{command.partition('  #')[0].rstrip()} {block.when_tested}".rstrip(), expected)
             if failure:
                 return f"$ {command}\n{failure}"
         return None
 
     def _run(self, command: str, expected: list[str] | None) -> str | None:
-        words = _words(command)
-        if words[0] == "ddprun" and _is_remote(words):
-            return self._try_ddprun(words[1:])
-        if words[0] == "pip" or words[:3] == ["python", "-m", "pip"]:
+        words = re.sub(r"^(\w+=\S* +)+", "", command)  # without variables that are set in front
+        program, *arguments = shlex.split(words, comments=True)
+        if program == "ddprun" and _is_remote(arguments):
+            (rank,) = self.nursery.run(try_ddprun, 1, self.folder, *arguments, launched=False, deadline=LIMIT)
+            return rank.stderr or f"exit code {rank.code}" if rank.code else None
+        if program == "pip" or arguments[:2] in (["-m", "pip"], ["-m", "venv"]):
             return _missing_extras(command)
-        if words[1:3] == ["-m", "venv"]:
-            return None
-        if words[0] == "make":
-            done = subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True)
-            return done.stderr if done.returncode else None
-        if words[0] in ELSEWHERE:
-            return self._missing_files(words)
-        if words[0] not in HERE:
-            return f"tests/pages.py does not know what to do with {words[0]}"
-        return self._run_here(command, expected)
-
-    def _try_ddprun(self, argv: list[str]) -> str | None:
-        """As far as that goes without the nodes."""
-        assert self.here is not None
-        body = check_options if argv[0] in ("doctor", "bench") else run_ddprun
-        argv = argv if body is check_options else ["--dry-run", *argv]
-        (rank,) = self.nursery.run(body, 1, self.here, *argv, launched=False, deadline=LIMIT)
-        return rank.stderr or f"exit code {rank.code}" if rank.code else None
-
-    def _missing_files(self, words: list[str]) -> str | None:
-        assert self.here is not None
-        files = [word for word in words if re.search(r"\.(py|sh|pbs|slurm)$", word)]
-        missing = [name for name in files if not (self.here / name).exists()]
-        return f"not there: {missing}" if missing else None
+        if program in ELSEWHERE:
+            files = [self.folder / word for word in arguments if re.search(r"\.(py|sh|pbs|slurm)$", word)]
+            missing = [path.name for path in files if not path.exists()]
+            return f"not there: {missing}" if missing else None
+        return self._run_here(command, expected) if program in HERE else f"kit.pages does not know {program}"
 
     def _run_here(self, command: str, expected: list[str] | None) -> str | None:
-        assert self.here is not None
         inherited = environment(cold=self.page.name in COLD)
         environ = {name: value for name, value in inherited.items() if not name.startswith("PYTEST")}
-        environ |= {"PYTHONPATH": str(ROOT), "PWD": str(self.here), "COLUMNS": "120"}
-        place = self.folder / ".cwd"
-        script = f"{command}\ncode=$?; pwd > {shlex.quote(str(place))}; exit $code"
-        try:
-            done = subprocess.run(
-                ["timeout", "--signal=TERM", "--kill-after=10", str(LIMIT), "bash", "-c", script],
-                cwd=self.here,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=LIMIT + 15,
-            )
-        except subprocess.TimeoutExpired as error:
-            return f"not ended after {LIMIT} s: {error.stdout}"
-        if place.exists():
-            self.here = Path(place.read_text().rstrip("\n"))
+        environ |= {"PYTHONPATH": str(ROOT), "PWD": str(self.folder), "COLUMNS": "120"}
+        done = subprocess.run(
+            ["timeout", "--signal=TERM", "--kill-after=10", str(LIMIT), "bash", "-c", command],
+            cwd=self.folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         if expected is None and done.returncode:
             return f"exit code {done.returncode}:\n{done.stdout}"
         if expected is not None and not agrees(expected, done.stdout):
             shown = "\n".join(expected)
             return f"shown:\n{shown}\nprinted (exit code {done.returncode}):\n{done.stdout}"
-        return self._unequal(expected or [], done.stdout.splitlines())
-
-    def _unequal(self, expected: list[str], printed: list[str]) -> str | None:
-        """Which figures differ that the page shows as equal, of one process and of two."""
-        for shown, found in zip(figures(expected), figures(printed), strict=False):
-            if self.figures.setdefault(shown, found) != found:
-                return f"shown twice: {shown}; printed {self.figures[shown]} and {found}"
+        # What the page shows as equal, of one process and of two, must be equal.
+        for shown_here, found in zip(figures(expected or []), figures(_lines(done.stdout)), strict=False):
+            if self.figures.setdefault(shown_here, found) != found:
+                return f"shown twice: {shown_here}; printed {self.figures[shown_here]} and {found}"
         return None
 
 
-def _words(command: str) -> list[str]:
-    """Without a comment, and without variables that are set in front."""
-    words = shlex.split(command, comments=True)
-    while re.match(r"\w+=", words[0]):
-        words.pop(0)
-    return words
-
-
-def _is_remote(words: list[str]) -> bool:
+def _is_remote(arguments: list[str]) -> bool:
     """Whether other machines are named, or more time is needed than a test has."""
-    hosts = any(word in ("-H", "--hosts", "--hostfile") or word.startswith("--hosts=") for word in words)
-    return (hosts and "--dry-run" not in words) or words[1:2] == ["bench"]
+    hosts = any(word in ("-H", "--hosts", "--hostfile") or word.startswith("--hosts=") for word in arguments)
+    return (hosts and "--dry-run" not in arguments) or arguments[:1] == ["bench"]
 
 
 def _missing_extras(command: str) -> str | None:
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = [name for group in re.findall(r"(?:\.|ddp_callbacks)\[([\w,]+)\]", command) for name in group.split(",")]
-    missing = [name for name in named if name not in project["optional-dependencies"]]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"(?:\.|ddp_callbacks)\[([\w,]+)\]", command)
+    missing = [name for name in ",".join(named).split(",") if name and name not in extras]
     return f"no such extra: {missing}" if missing else None
 
 
 # --- comparing -------------------------------------------------------------------------------------------------------
 
 Figures = tuple[tuple[str, str], ...]
+_NUMBER = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{6,}\b|(?<![A-Za-z_])[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?")
+_NOTICE = re.compile(r"^(\[.*?\] ?)?ddp_callbacks: ")  # goes to another stream than most lines
 
 
 def figures(lines: list[str]) -> list[Figures]:
@@ -452,36 +336,31 @@ def figures(lines: list[str]) -> list[Figures]:
     return [each for each in found if each]
 
 
-_NUMBER = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{6,}\b|(?<![A-Za-z_])[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?")
-
-_NOTICE = re.compile(r"^(\[.*?\] ?)?ddp_callbacks: ")  # goes to another stream than most lines, too
-
-
-def plain(line: str) -> str:
-    """A line of output without what differs from run to run: numbers, checksums, widths, bars and colours."""
-    line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line.rstrip("\n").rstrip("\r").rpartition("\r")[2])
-    line = re.sub(r"[█▏▎▍▌▋▊▉]+ *", "█", _NUMBER.sub("#", line)).replace("s/it", "it/s").replace("threads", "thread")
-    return re.sub(r"([-─━═])\1+", r"\1", " ".join(line.split()))
+def plain(lines: list[str]) -> list[str]:
+    """Output without what differs from run to run: numbers, checksums, widths, bars (on another stream) and colours."""
+    found = []
+    for line in lines:
+        line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line.rstrip("\r\n").rpartition("\r")[2])
+        line = _NUMBER.sub("#", line).replace("threads", "thread")
+        found.append(re.sub(r"([-─━═])\1+", r"\1", " ".join(line.split())))
+    return [line for line in found if line and "%|" not in line]
 
 
-def _without_bars(lines: list[str]) -> list[str]:
-    """Progress bars go to another stream than most lines, and come before or after them."""
-    return [line for line in lines if "%|" not in line]
+def _lines(output: str) -> list[str]:
+    """Not parted at the ``\\r`` of a progress bar, but where a rank's bar had not ended."""
+    return re.sub(r"(?<=.)(?=\[[\w.-]+:\d+\] )", "\n", output).split("\n")
 
 
 def agrees(expected: list[str], output: str) -> bool:
     """Whether ``output`` is what a page shows: a line ``...`` stands for any lines, ``...`` in a line for any text."""
-    parted = re.sub(r"(?<=.)(?=\[[\w.-]+:\d+\] )", "\n", output)  # where a rank's bar had not ended
-    lines = _without_bars([plain(line) for line in parted.split("\n")])  # not at the \r of a progress bar
-    lines = [line for line in lines if line]
-    pattern = ""
-    for line in _without_bars([plain(line) for line in expected]):
+    lines, pattern = plain(_lines(output)), ""
+    for line in plain(expected):
+        if _NOTICE.search(line) and line not in lines:
+            return False
         if _NOTICE.search(line):
-            if line not in lines:
-                return False
             lines.remove(line)
         elif line == "...":
             pattern += r"(?:.*\n)*?"
-        elif line:
+        else:
             pattern += ".*".join(re.escape(part) for part in line.split("...")) + r"\n"
     return re.fullmatch(pattern, "".join(f"{line}\n" for line in lines)) is not None
