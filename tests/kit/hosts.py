@@ -14,13 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 NEEDS = ("sshd", "ssh", "ssh-keygen", "ip", "tc", "nft", "unshare", "nsenter", "mount")
 NAMESPACES = ("--net", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
 _LIMIT = 300.0  # seconds, for one command of the set-up
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+Done = subprocess.CompletedProcess[str]
 
 # The first process of a host, whose end is the host's: it ends with its standard input.
 _HOST = """
@@ -33,7 +37,7 @@ mount --bind "$2/passwd" /etc/passwd
 mount --bind "$2/hosts" /etc/hosts
 echo ready
 read -r _
-"$3" -D -e -f "$2/sshd_config" 2>"$2/sshd.log" &
+"$(command -v sshd)" -D -e -f "$2/sshd_config" 2>"$2/sshd.log" &
 read -r _ || true
 """
 _PASSWD = """\
@@ -53,22 +57,22 @@ UseDNS no
 SetEnv TMPDIR={folder}/tmp
 """
 _SWITCH = "ip link add br0 type bridge && ip link set br0 up && echo ready && { read -r _ || true; }"
+_CABLE = """
+ip link add {port} type veth peer name eth0 netns {pid}
+ip link set {port} master br0 up
+nsenter -t {pid} -n sh -ec 'ip link set lo up; ip addr add {address}/24 dev eth0; ip link set eth0 up'
+"""
 
 
 def missing() -> str | None:
     """Why hosts cannot be made here; ``None`` if they can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "hosts are made of Linux's namespaces, by root"
-    lacking = [name for name in NEEDS if _find(name) is None]
-    if lacking:
+    if lacking := [name for name in NEEDS if shutil.which(name, path=_PATH) is None]:
         return f"needs {', '.join(lacking)}"
-    trial = [_find("unshare") or "", *NAMESPACES, "sh", "-c", "mount --make-rprivate / && mount -t tmpfs tmpfs /run"]
+    trial = ["unshare", *NAMESPACES, "sh", "-c", "mount --make-rprivate / && mount -t tmpfs tmpfs /run"]
     tried = subprocess.run(trial, capture_output=True, text=True, timeout=_LIMIT, stdin=subprocess.DEVNULL)
     return f"hosts cannot be made here: {tried.stderr.strip()}" if tried.returncode else None
-
-
-def _find(name: str) -> str | None:
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
 class Host:
@@ -88,7 +92,7 @@ class Host:
 
     def command(self, *argv: str, cwd: Path | str = "/") -> list[str]:
         """What runs ``argv`` on the host."""
-        return [_find("nsenter") or "", "-t", str(self.pid), "-n", "-u", "-m", "-p", f"--wdns={cwd}", "--", *argv]
+        return ["nsenter", "-t", str(self.pid), "-n", "-u", "-m", "-p", f"--wdns={cwd}", "--", *argv]
 
     def environ(self, **variables: str) -> dict[str, str]:
         """The environment of someone who has logged in there."""
@@ -96,35 +100,25 @@ class Host:
         return {**keep, "HOME": str(self.home), "USER": "root", **variables}
 
     def start(self, *argv: str, environ: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self.command(*argv, cwd=options.pop("cwd", "/")), env=environ or self.environ(), **options
-        )
+        command = self.command(*argv, cwd=options.pop("cwd", "/"))
+        return subprocess.Popen(command, env=environ or self.environ(), **options)
 
-    def run(self, *argv: str, timeout: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(*argv, cwd=options.pop("cwd", "/")),
-            env=options.pop("environ", None) or self.environ(),
-            **({} if "input" in options else {"stdin": subprocess.DEVNULL}),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            **options,
-        )
+    def run(self, *argv: str, timeout: float = 600, input: str = "", **options: Any) -> Done:
+        command = self.command(*argv, cwd=options.pop("cwd", "/"))
+        environ = options.pop("environ", None) or self.environ()
+        streams: dict[str, Any] = {"input": input, "capture_output": True, "text": True}
+        return subprocess.run(command, env=environ, timeout=timeout, **streams, **options)
 
     def processes(self, of_sshd: bool = False) -> dict[int, str]:
         """The command lines of all processes but sshd's, or of those, by process id seen from outside."""
         namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = {}
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                try:
-                    if os.readlink(f"/proc/{entry}/ns/pid") == namespace:
-                        line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                        state = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[0]
-                        if state != "Z" and ("sshd" in line) == of_sshd and int(entry) != self.pid:
-                            found[int(entry)] = line
-                except OSError:
-                    pass  # it has ended by now
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):  # it has ended by now
+                if os.readlink(f"/proc/{entry}/ns/pid") == namespace and int(entry) != self.pid:
+                    line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    if line and ("sshd" in line) == of_sshd:  # empty, if it has ended
+                        found[int(entry)] = line
         return found
 
 
@@ -140,46 +134,35 @@ class HostBed:
     def __init__(self, count: int, prefix: str = "h", own_name: str = "") -> None:
         self._own_name = own_name
         self._folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/var/tmp"))
-        self._switch: subprocess.Popen[str] | None = None
         self.hosts = [Host(f"{prefix}{i}", f"10.83.0.{i}", self._folder / f"{prefix}{i}") for i in range(1, count + 1)]
 
     def __enter__(self) -> HostBed:
         from kit.budget import count  # examples, too, make hosts
 
         count("hosts", len(self.hosts))
-        try:
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, self._folder)
             self._make_files()
-            self._switch = _held([_find("unshare") or "", "--net", "sh", "-c", _SWITCH])
-            for index, host in enumerate(self.hosts, start=1):
-                self._start(host, index)
-        except BaseException:
-            self.__exit__()
-            raise
+            self._switch = stack.enter_context(_held(["unshare", "--net", "sh", "-c", _SWITCH]))
+            for host in self.hosts:
+                command = ["unshare", *NAMESPACES, "sh", "-c", _HOST, "sh", host.name, str(host.folder)]
+                host.init = stack.enter_context(_held(command))
+                self._connect(host)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in [*(host.init for host in self.hosts), self._switch]:
-            if process is not None:
-                assert process.stdin is not None and process.stdout is not None
-                process.stdin.close()
-                try:
-                    process.wait(5)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-                process.stdout.close()
-        shutil.rmtree(self._folder)
+        self._stack.close()
 
     def set_link(self, host: Host, up: bool) -> None:
         """Plug or unplug the host's cable, at the switch."""
-        _check([*self._at_the_switch(), "ip", "link", "set", self._port(host), "up" if up else "down"])
+        _run_in_network(self._switch.pid, f"ip link set {self._port(host)} {'up' if up else 'down'}")
 
     def set_rate(self, host: Host, rate: str) -> None:
         """Limit the host's link to ``rate`` each way, in tc's words: ``200mbit``."""
-        bucket = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-        inside = [_find("nsenter") or "", "-t", str(host.pid), "-n"]
-        for enter, device in ((self._at_the_switch(), self._port(host)), (inside, "eth0")):
-            _check([*enter, _find("tc") or "", "qdisc", "replace", "dev", device, *bucket])
+        for pid, device in ((self._switch.pid, self._port(host)), (host.pid, "eth0")):
+            bucket = f"root tbf rate {rate} burst 256kb latency 50ms"
+            _run_in_network(pid, f"tc qdisc replace dev {device} {bucket}")
 
     def power_off(self, host: Host) -> None:
         """The kernel ends everything that runs there."""
@@ -192,10 +175,6 @@ class HostBed:
     def end_sshd(self) -> None:
         """Nothing listens on the hosts' port 22 from now on, so that another sshd can."""
         _end(self.hosts, of_sshd=True)
-
-    def _at_the_switch(self) -> list[str]:
-        assert self._switch is not None
-        return [_find("nsenter") or "", "-t", str(self._switch.pid), "-n"]
 
     def _port(self, host: Host) -> str:
         return f"v{self.hosts.index(host) + 1}"
@@ -221,21 +200,10 @@ class HostBed:
             (host.folder / "passwd").write_text(_PASSWD.format(home=host.home))
             (host.folder / "sshd_config").write_text(_SSHD_CONFIG.format(address=host.address, folder=host.folder))
 
-    def _start(self, host: Host, index: int) -> None:
-        assert self._switch is not None
-        unshare = [_find("unshare") or "", *NAMESPACES]
-        host.init = _held([*unshare, "sh", "-c", _HOST, "sh", host.name, str(host.folder), _find("sshd") or ""])
-        switch, inside = ["-t", str(self._switch.pid), "-n"], ["-t", str(host.pid), "-n"]
-        enter = _find("nsenter") or ""
-        veth = ["type", "veth", "peer", "name", "eth0", "netns", str(host.pid)]
-        _check([enter, *switch, "ip", "link", "add", f"v{index}", *veth])
-        _check([enter, *switch, "ip", "link", "set", f"v{index}", "master", "br0", "up"])
-        _check([enter, *inside, "ip", "link", "set", "lo", "up"])
-        _check([enter, *inside, "ip", "addr", "add", f"{host.address}/24", "dev", "eth0"])
-        _check([enter, *inside, "ip", "link", "set", "eth0", "up"])
-        assert host.init.stdin is not None
-        host.init.stdin.write("\n")
-        host.init.stdin.flush()
+    def _connect(self, host: Host) -> None:
+        _run_in_network(self._switch.pid, _CABLE.format(port=self._port(host), pid=host.pid, address=host.address))
+        assert host.init is not None and host.init.stdin is not None
+        print(file=host.init.stdin, flush=True)
         self._await_sshd(host)
 
     def _await_sshd(self, host: Host) -> None:
@@ -246,12 +214,20 @@ class HostBed:
             time.sleep(0.05)
 
 
-def _held(command: list[str]) -> subprocess.Popen[str]:
+@contextmanager
+def _held(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A process that lives until its standard input is closed, once it says that it is ready."""
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n", f"{command} failed"
-    return process
+    environ = {**os.environ, "PATH": _PATH}
+    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n", f"{command} failed"
+            yield process
+        finally:
+            process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):  # what was started from outside may wait there to be reaped
+                process.wait(5)
+            process.kill()
 
 
 def _end(hosts: list[Host], of_sshd: bool = False) -> None:
@@ -264,8 +240,14 @@ def _end(hosts: list[Host], of_sshd: bool = False) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+def _run_in_network(pid: int, script: str) -> None:
+    """In that of the process."""
+    _check(["nsenter", "-t", str(pid), "-n", "sh", "-ec", script])
+
+
 def _check(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, stdin=subprocess.DEVNULL)
+    environ = {**os.environ, "PATH": _PATH}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_LIMIT, input="")
     assert done.returncode == 0, f"{command}: {done.stderr}"
 
 
