@@ -49,15 +49,20 @@ class Agent:
             signal.signal(number, lambda number, _: self._report({"asked": signal.Signals(number).name}))
         try:
             self._start()
-            while not all(worker.poll() == 0 for worker in self._workers.values()):
-                if any(worker.poll() for worker in self._workers.values()):
-                    return self._fail()
+            while None in (codes := [worker.poll() for worker in self._workers.values()]) and not any(codes):
                 time.sleep(_LOOK)
-            self._tell()
-            return 0
+            self._tell("noticed")
+            if not any(codes):
+                return 0
+            if EXIT_PREEMPTED in codes:
+                self._await()
+            self._end(signal.SIGTERM)
+            self._told.clear()
+            self._tell("failed")
+            return 1
         except Ended as ended:
             (number,) = ended.args
-            self._tell()
+            self._tell("noticed")
             self._report({"ending": signal.Signals(number).name})
             self._await()
             self._end(number)
@@ -71,55 +76,25 @@ class Agent:
 
     def _start(self) -> None:
         job, processes = self._job, int(self._job["torchrun"]["nproc_per_node"] or 1)
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
+        threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
         interface = os.environ.setdefault("GLOO_SOCKET_IFNAME", route_to(job["address"]).interface or "lo")
-        self._report(
-            {"agent": {"processes": processes, "threads": os.environ["OMP_NUM_THREADS"], "interface": interface}}
-        )
-        counts = self._meet(processes)
+        self._report({"agent": {"processes": processes, "threads": threads, "interface": interface}})
+        counts = _meet(job, processes)
         first = sum(counts[: job["node_rank"]])
+        ranks = range(first, first + processes)
         common = {"WORLD_SIZE": sum(counts), "LOCAL_WORLD_SIZE": processes, "TORCHELASTIC_RESTART_COUNT": 0}
         common |= {"MASTER_ADDR": job["address"], "MASTER_PORT": job["port"]}
-        self._report({"workers": {"ranks": list(range(first, first + processes)), "attempt": 0}})
+        self._report({"workers": {"ranks": list(ranks), "attempt": 0}})
         command = [sys.executable, "-u", *(bytes.fromhex(word) for word in job["command"])]
-        for local_rank in range(processes):
-            rank, out, err = first + local_rank, os.pipe(), os.pipe()
-            self._report({"rank": rank}, (out[0], err[0]))
+        for local_rank, rank in enumerate(ranks):
+            (from_out, out), (from_err, err) = os.pipe(), os.pipe()
+            self._report({"rank": rank}, (from_out, from_err))
             own = {**common, "RANK": rank, "LOCAL_RANK": local_rank}
-            environ = {**os.environ, **{name: str(value) for name, value in own.items()}}
-            self._workers[rank] = subprocess.Popen(
-                command, env=environ, stdout=out[1], stderr=err[1], start_new_session=True
-            )
-            for descriptor in (*out, *err):
+            environ = os.environ | {name: str(value) for name, value in own.items()}
+            worker = subprocess.Popen(command, env=environ, stdout=out, stderr=err, start_new_session=True)
+            self._workers[rank] = worker
+            for descriptor in (from_out, out, from_err, err):
                 os.close(descriptor)
-
-    def _meet(self, processes: int) -> list[int]:
-        """The number of processes of each node, once all are there: each tells the first, which tells each."""
-        job = self._job
-        if job["listener"] is None:
-            with socket.create_connection((job["address"], job["port"])) as first, first.makefile("rw") as lines:
-                print(json.dumps([job["node_rank"], processes]), file=lines, flush=True)
-                return list(json.loads(lines.readline()))
-        found, others = {job["node_rank"]: processes}, []
-        with socket.socket(fileno=job["listener"]) as listener:
-            while len(found) < int(str(job["torchrun"]["nnodes"]).rpartition(":")[2]):
-                others.append(listener.accept()[0].makefile("rw"))
-                if told := others[-1].readline():  # else it has only tried whether the port can be reached
-                    found.update([json.loads(told)])
-        for lines in others:
-            with suppress(OSError):
-                print(json.dumps([found[node] for node in sorted(found)]), file=lines, flush=True)
-        return [found[node] for node in sorted(found)]
-
-    def _fail(self) -> int:
-        self._tell()
-        if EXIT_PREEMPTED in (worker.poll() for worker in self._workers.values()):
-            self._await()
-        self._end(signal.SIGTERM)
-        for end in self._ends():
-            if end["code"]:
-                self._report({"failed": end})
-        return 1
 
     def _await(self) -> None:
         """Until those that were asked to stop have ended."""
@@ -127,23 +102,17 @@ class Agent:
         limit = time.monotonic() + (GRACE if grace is None else grace)
         while len(self._told) < len(self._workers) and time.monotonic() < limit and self._is_read():
             time.sleep(_LOOK)
-            self._tell()
+            self._tell("noticed")
 
-    def _tell(self) -> None:
-        for end in self._ends():
-            if end["rank"] not in self._told:
-                self._told.add(end["rank"])
-                self._report({"noticed": end})
-
-    def _ends(self) -> list[dict[str, Any]]:
-        """Of the workers that have ended."""
-        ends = []
+    def _tell(self, what: str) -> None:
+        """Of each worker that has ended, or failed, once."""
         for rank, worker in self._workers.items():
-            if (code := worker.poll()) is not None:
-                name = signal.Signals(-code).name if code < 0 else None
-                code = code if code >= 0 else 128 - code
-                ends.append({"rank": rank, "pid": worker.pid, "code": code, "signal": name, "message": None})
-        return ends
+            code = worker.poll()
+            if rank not in self._told and code is not None and (code or what == "noticed"):
+                self._told.add(rank)
+                name, code = (signal.Signals(-code).name, 128 - code) if code < 0 else (None, code)
+                end = {"rank": rank, "pid": worker.pid, "code": code, "signal": name, "message": None}
+                self._report({what: end})
 
     def _end(self, number: int) -> None:
         limit = time.monotonic() + _ENDS
@@ -155,6 +124,25 @@ class Agent:
                 time.sleep(_LOOK)
         for worker in self._workers.values():
             worker.wait()
+
+
+def _meet(job: dict[str, Any], processes: int) -> list[int]:
+    """The number of processes of each node, once all are there: each tells the first, which tells each."""
+    told, others = [(job["node_rank"], processes)], []
+    if job["listener"] is None:
+        with socket.create_connection((job["address"], job["port"])) as first, first.makefile("rw") as lines:
+            print(json.dumps(told[0]), file=lines, flush=True)
+            return list(json.loads(lines.readline()))
+    with socket.socket(fileno=job["listener"]) as listener:
+        while len(told) < int(str(job["torchrun"]["nnodes"]).rpartition(":")[2]):
+            others.append(listener.accept()[0].makefile("rw"))
+            if line := others[-1].readline():  # else it has only tried whether the port can be reached
+                told.append(tuple(json.loads(line)))
+    counts = [count for _, count in sorted(told)]
+    for lines in others:
+        with suppress(OSError):
+            print(json.dumps(counts), file=lines, flush=True)
+    return counts
 
 
 def _raise_ended(number: int, _: object) -> NoReturn:
