@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 def adopt_orphans() -> None:
@@ -54,10 +53,6 @@ class Machine:
 
 
 def _files() -> set[str]:
-    """Without those of MPI libraries, whose jobs tests run side by side, and which a killed rank leaves there.
-
-    Nor those of joblib's workers: no test starts any, but other programs of the machine may. Nor the semaphores of
-    processes that are spawned, which have a name as long as they are in use, and a tracker that unlinks them.
-    """
-    names = {path.name for path in _SHARED_MEMORY.iterdir()} if _SHARED_MEMORY.is_dir() else set()
+    """Without those of MPI, of joblib and of spawned processes: killed ranks and other programs leave them there."""
+    names = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     return {name for name in names if not name.startswith(("mpich_shm_", "vader_segment.", "sem.loky-", "sem.mp-"))}

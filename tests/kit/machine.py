@@ -1,9 +1,8 @@
 """How busy the machine is while something is measured, so that a promise about time can be tested beside other work.
 
 A promise is made for a machine with nothing else to do; there the factor is 1.05. Beside eight processes that compute,
-on two cores, everything takes five times as long or longer, and so do the starts of an interpreter that go on beside
-what is measured: the factor grows with them. They need a core, the kernel and the disk's cache, as most of what the
-tests measure does. What only decides when a test gives up needs none of this: let it be long.
+on two cores, the starts of an interpreter that go on beside what is measured take five times as long, as everything
+does: they need a core, the kernel and the disk's cache. What only decides when a test gives up needs none of this.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ python -m kit.promises      in the folder tests
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 from kit.paths import TESTS
@@ -31,9 +30,14 @@ TITLES = {
 
 def generate() -> str:
     """The page: what stands above the list, and the list."""
-    head = PAGE.read_text().partition(BEGIN)[0]
-    sections = [f"### {title}\n\n{''.join(_of_folder(TESTS / folder))}" for folder, title in TITLES.items()]
-    return f"{head}{BEGIN}\n" + "\n".join(sections)
+    parts = [PAGE.read_text().partition(BEGIN)[0] + BEGIN]
+    for folder, title in TITLES.items():
+        parts.append(f"### {title}\n")
+        for path in sorted((TESTS / folder).glob("test_*.py")):
+            if found := promises(path):
+                parts.append(f"[{path.name}]({folder}/{path.name})\n")
+                parts.append("\n".join(f"- {promise}" for promise in found) + "\n")
+    return "\n".join(parts)
 
 
 def promises(path: Path) -> list[str]:
@@ -41,15 +45,6 @@ def promises(path: Path) -> list[str]:
     tests = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     docs = [ast.get_docstring(node) for node in tests if node.name.startswith("test_")]
     return [" ".join(doc.partition("\n\n")[0].split()) for doc in docs if doc]
-
-
-def _of_folder(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.glob("test_*.py")):
-        found = promises(path)
-        if found:
-            yield (
-                f"[{path.name}]({path.relative_to(TESTS)})\n\n" + "".join(f"- {promise}\n" for promise in found) + "\n"
-            )
 
 
 if __name__ == "__main__":
