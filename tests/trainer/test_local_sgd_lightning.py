@@ -43,78 +43,34 @@ def test_in_a_world_of_one_local_sgd_changes_nothing() -> None:
 
 
 class Watch(Callback):
-    """Keeps what each step was trained on, and the parameters and the number of messages at several moments."""
+    """Keeps the number of messages before each batch, and the parameters that are evaluated."""
 
     def __init__(self) -> None:
-        self.batches: list[Any] = []
-        self.evaluated: list[torch.Tensor] = []
-        self.ended: list[torch.Tensor] = []
         self.messages: list[int] = []
+        self.evaluated: list[torch.Tensor] = []
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.batches.append(tuple(part.clone() for part in batch))
+    def on_train_batch_start(self, *_: Any) -> None:
         self.messages.append(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self.evaluated.append(vector(pl_module))
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.ended.append(vector(pl_module))
-
-
-def adamw(module: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=0.05)
-
 
 @WORLD.runs(GLOO)
-def diloco() -> Any:
+def watched() -> Any:
     """Four steps of accumulated batches in an epoch: windows of three and one."""
-    watch, module = Watch(), Net(optimizer=adamw)
-    start, rows = vector(module), (loader(52, 7, shuffle=True), loader(13, 5, 9))
+    watch, module = Watch(), Net(optimizer=lambda net: torch.optim.AdamW(net.parameters(), lr=0.05))
+    rows = loader(52, 7, shuffle=True), loader(13, 5, 9)
     result = fit(strategy(DiLoCo(3)), module, *rows, callbacks=[watch], accumulate_grad_batches=2)
-    return result | {"start": start, **vars(watch)}
+    return watch.messages, [watch.evaluated, result["parameters"]]
 
 
-def simulated(batches: list[list[Any]], start: torch.Tensor) -> list[torch.Tensor]:
-    """The model at the end of each epoch by the paper's algorithm, with all ranks in this process."""
-    replicas = [Net(optimizer=adamw) for _ in batches]
-    optimizers = [replica.configure_optimizers() for replica in replicas]
-    outer_step, weights, models = OuterStep(start), [0] * len(replicas), []
-    for step in range(8):
-        for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
-            optimizer.zero_grad()
-            for x, y in batches[rank][2 * step : 2 * step + 2]:
-                weights[rank] += len(x)
-                (F.cross_entropy(replica(x), y) / 2).backward()
-            optimizer.step()
-        if step % 4 in (2, 3):
-            outer_step(replicas, weights)
-            weights = [0] * len(replicas)
-        if step % 4 == 3:
-            models.append(outer_step.anchor)
-    return models
-
-
-def test_a_trainer_trains_by_the_papers_algorithm() -> None:
-    ranks = WORLD.returned(diloco, GLOO)
-    expected = simulated([rank["batches"] for rank in ranks], ranks[0]["start"])
-    for rank in ranks:
-        assert_equal(rank["ended"], expected, RELATIVE)
-        assert_equal(rank["evaluated"][-2:], expected, RELATIVE)
-
-
-def test_epochs_and_evaluations_are_those_of_one_model_on_all_ranks() -> None:
-    first, other = WORLD.returned(diloco, GLOO)
-    epochs = [{k: v for k, v in line.items() if "step" not in k} for line in first["logged"]]
-    assert any("loss_epoch" in line for line in epochs) and any("val_loss" in line for line in epochs)
-    assert_equal(other["parameters"], first["parameters"], 0.0)
-    assert_equal([{k: v for k, v in line.items() if "step" not in k} for line in other["logged"]], epochs, 0.0)
-
-
-def test_nothing_is_sent_inside_a_window() -> None:
+def test_nothing_is_sent_inside_a_window_and_evaluations_are_of_one_model() -> None:
     """Processes send nothing inside a window, and stop together."""
-    for rank in WORLD.returned(diloco, GLOO):
-        steps = [after - before for before, after in itertools.pairwise(rank["messages"][:8])]
+    (messages, first), (others, second) = WORLD.returned(watched, GLOO)
+    assert_equal(second, first, 0.0)
+    for each in (messages, others):
+        steps = [after - before for before, after in itertools.pairwise(each[:8])]
         # Batches 4 and 5 are those of the step that closes the window.
         assert steps[:4] == [0, 0, 0, 0] and steps[4] > 0 and steps[5] > 0 and steps[6] == 0
 
@@ -145,68 +101,54 @@ def test_all_ranks_stop_together_when_the_window_closes() -> None:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def train(sync: Any, folder: Path, checkpoint: Any = None, **when: Any) -> tuple[Any, list[Any]]:
-    """The parameters after two epochs of four steps, and the checkpoints of this rank."""
+def train(folder: Path, every: int, checkpoint: Any = None, steps: int | None = None) -> tuple[Any, dict[str, Any]]:
+    """The parameters after two epochs of four steps, and the first checkpoint, after so many steps or an epoch."""
+    folder.mkdir()
     if checkpoint is not None:
-        torch.save(checkpoint, path := folder.with_suffix(".ckpt"))
-    saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, **when)
-    made = trainer(strategy(sync), callbacks=[saving], enable_checkpointing=True, max_epochs=2)
+        torch.save(checkpoint, folder / "given")
+    saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=steps)
+    made = trainer(strategy(DiLoCo(every)), callbacks=[saving], enable_checkpointing=True, max_epochs=2)
     module = Net(optimizer=sgd)
-    made.fit(module, loader(32, 8), ckpt_path=None if checkpoint is None else path)
+    made.fit(module, loader(28, 7), ckpt_path=None if checkpoint is None else folder / "given")
     made.strategy.barrier()
-    saved = sorted(folder.glob("*.ckpt")) if made.is_global_zero else []
-    return outcome(made, module)["parameters"], [torch.load(path, weights_only=False) for path in saved]
+    path = min(made.strategy.broadcast(folder).glob("*.ckpt"))
+    return outcome(made, module)["parameters"], torch.load(path, weights_only=False)
 
 
 @WORLD
 def checkpoints() -> Any:
-    """Saved each three steps of windows of two, so in the middle of the second; and after each epoch."""
-    _, saved = train(DiLoCo(2), Path("steps"), every_n_train_steps=3)
-    whole, of_epochs = train(DiLoCo(2), Path("epochs"), every_n_epochs=1)
-    received = of_epochs[:1] or [None]
-    dist.broadcast_object_list(received)
-    resumed, _ = train(DiLoCo(2), Path(f"more-{dist.get_rank()}"), received[0], every_n_epochs=1)
-    return {"saved": saved, "whole": whole, "resumed": resumed}
+    """In the middle of the second window of two steps; and behind windows of one of SGD, which need no other rank."""
+    own = Path(f"rank-{dist.get_rank()}").absolute()
+    own.mkdir()
+    return train(own / "windows", 2, steps=3)[1], train(own / "single", 1)
 
 
 def test_a_checkpoint_in_the_middle_of_a_window_has_the_averaged_model() -> None:
-    first, other = WORLD.returned(checkpoints)
-    assert (len(first["saved"]), len(other["saved"])) == (2, 0)
-    state = first["saved"][0]
-    assert state["global_step"] == 3
-    assert_equal(state["state_dict"], three_steps(), RELATIVE)
+    expected = three_steps()
+    for saved, _ in WORLD.returned(checkpoints):
+        assert saved["global_step"] == 3
+        assert_equal(saved["state_dict"], expected, RELATIVE)
 
 
 def three_steps() -> dict[str, torch.Tensor]:
-    """Windows of two steps and of one, closed for the checkpoint, by the paper's algorithm; shares of 4 samples."""
-    x, y = data(32).tensors
+    """Windows of two steps and of one, closed for the checkpoint, by the paper's algorithm; shares of 4 and 3."""
+    x, y = data(28).tensors
     replicas = [Net(optimizer=sgd), Net(optimizer=sgd)]
     outer_step = OuterStep(vector(replicas[0]))
     for step in range(3):
-        for rank, replica in enumerate(replicas):
-            begin = 8 * step + 4 * rank
+        for replica, begin, end in zip(replicas, (0, 4), (4, 7), strict=True):
+            part = slice(7 * step + begin, 7 * step + end)
             optimizer = replica.configure_optimizers()
-            F.cross_entropy(replica(x[begin : begin + 4]), y[begin : begin + 4]).backward()
+            F.cross_entropy(replica(x[part]), y[part]).backward()
             optimizer.step()
             optimizer.zero_grad()
         if step:
-            outer_step(replicas, [4, 4])
+            outer_step(replicas, [4, 3])
     return copy.deepcopy(replicas[0].state_dict())
 
 
-def test_the_outer_momentum_is_resumed() -> None:
-    for rank in WORLD.returned(checkpoints):
-        assert_equal(rank["resumed"], rank["whole"], 0.0)
-
-
-@WORLD
-def resumed_elsewhere() -> Any:
-    """Windows of one step of SGD do not depend on the number of ranks."""
-    return train(DiLoCo(1), Path("single"), every_n_epochs=1)
-
-
 def test_the_outer_momentum_is_resumed_at_another_number_of_processes(tmp_path: Path) -> None:
-    whole, (checkpoint, _) = WORLD.returned(resumed_elsewhere)[0]
+    _, (whole, checkpoint) = WORLD.returned(checkpoints)[0]
     with quiet():
-        alone, _ = train(DiLoCo(1), tmp_path / "alone", checkpoint, every_n_epochs=1)
+        alone, _ = train(tmp_path / "alone", 1, checkpoint)
     assert_equal(alone, whole, RELATIVE)

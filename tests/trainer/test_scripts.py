@@ -1,0 +1,186 @@
+"""Trainers and Fabric loops as scripts: by each launcher, by processes of their own, with either package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fabric_loops import fabric, network, sgd, values
+from fabric_loops import loader as rows
+from fabric_loops import train as train_loop
+from kit.commands import DEADLINE, TWO_PROCESSES, run, start
+from kit.paths import FOLDERS
+from kit.ranks import free_port
+from trainer_cases import PLAIN, RELATIVE, quiet
+from trainers import Net, loader, trainer
+
+pytestmark = pytest.mark.usefixtures("seed_variables")
+
+
+def report(made: Any, parameters: list[torch.Tensor]) -> float:
+    total = sum(value.sum() for value in parameters).item()  # type: ignore[union-attr]
+    # In one write: two processes share the pipe.
+    print(f"rank {made.global_rank} of {made.world_size} sum {total!r}\n", end="", flush=True)
+    return float(total)
+
+
+def loop(made: Any, fails: bool = False) -> float:
+    model = network()
+    model, optimizer = made.setup(model, sgd(model))
+    with quiet():
+        train_loop(made, made.setup_dataloaders(rows()), model, optimizer)
+    if fails and made.global_rank == 1:
+        raise ZeroDivisionError("a bad sample")
+    made.barrier()
+    return report(made, values(model))
+
+
+def fit(strategy: Any, devices: int = 2) -> float:
+    with quiet():
+        made, module = trainer(strategy, devices=devices, max_epochs=1), Net()
+        made.fit(module, loader())
+    return report(made, [*module.parameters()])
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {tests!r}
+{before}
+from test_scripts import fit, loop
+if __name__ == "__main__":
+    {call}
+"""
+FABRIC = """
+import ddp_callbacks.lightning
+from ddp_callbacks.lightning import CallbackFabricStrategy
+from lightning.fabric import Fabric
+"""
+FABRIC_AND_THE_OTHER_LATER = "import ddp_callbacks.lightning, lightning_fabric\nfrom lightning_fabric import Fabric"
+FABRIC_OF_THE_OTHER_ALONE = """
+import lightning_fabric
+import ddp_callbacks.lightning
+from ddp_callbacks.lightning import CallbackFabricStrategy
+from lightning_fabric import Fabric
+assert "lightning.fabric" not in sys.modules
+assert issubclass(CallbackFabricStrategy, lightning_fabric.strategies.DDPStrategy)
+assert isinstance(CallbackFabricStrategy(), lightning_fabric.strategies.DDPStrategy)
+"""
+PYTHON, FABRIC_RUN = ["python"], ["fabric", "run", "--accelerator", "cpu", "--devices", 2, "--main-port", 0]
+STARTS = 'made = Fabric(accelerator="cpu", devices=2, strategy="ddp_callbacks"); made.launch(); loop(made, {fails})'
+FORKS = """made = Fabric(accelerator="cpu", devices=2, strategy=CallbackFabricStrategy(start_method="fork"))
+    made.launch(loop, {fails})"""
+LAUNCHED = 'Fabric(accelerator="cpu", devices=2, strategy="callbacks").launch(loop)'
+LAUNCHED_BEFORE = 'loop(Fabric(accelerator="cpu", devices=2, strategy="ddp_callbacks"))'
+TRAINER = 'fit("ddp_callbacks")'
+TRAINER_FORKS = 'from ddp_callbacks.lightning import CallbackStrategy; fit(CallbackStrategy(start_method="fork"))'
+NOTEBOOK = "sys.ps1 = '>>> '"  # what Python defines where someone types
+COLD, NIGHT = pytest.mark.cold, [pytest.mark.cold, pytest.mark.night]
+
+
+def write(folder: Path, before: str, call: str, fails: bool = False) -> Path:
+    script = folder / "script.py"
+    call = call.replace("{fails}", str(fails))
+    script.write_text(SCRIPT.format(tests=list(map(str, FOLDERS)), before=before, call=call))
+    return script
+
+
+@pytest.mark.parametrize(
+    ("command", "before", "call"),
+    [
+        pytest.param(PYTHON, FABRIC, STARTS, id="Fabric"),
+        pytest.param(PYTHON, FABRIC, FORKS, id="Fabric, forked"),
+        pytest.param(TWO_PROCESSES, FABRIC_AND_THE_OTHER_LATER, LAUNCHED, id="Fabric by torchrun, imported later"),
+        pytest.param(FABRIC_RUN, FABRIC, LAUNCHED_BEFORE, id="fabric run", marks=COLD),
+        pytest.param(
+            ["ddprun", "--nproc-per-node", 2], FABRIC_OF_THE_OTHER_ALONE, LAUNCHED, id="Fabric by ddprun", marks=NIGHT
+        ),
+        pytest.param(PYTHON, "", TRAINER, id="Trainer", marks=COLD),
+        pytest.param(PYTHON, "", TRAINER_FORKS, id="Trainer, forked", marks=NIGHT),
+        pytest.param(PYTHON, NOTEBOOK, TRAINER, id="Trainer in a notebook", marks=NIGHT),
+    ],
+)
+def test_a_script_starts_its_processes_and_they_have_the_numbers_of_one(
+    request: pytest.FixtureRequest, command: list[Any], before: str, call: str, tmp_path: Path
+) -> None:
+    """`ddprun`, `torchrun`, `fabric run` and `python` start Fabric loops and Trainers."""
+    if command is FABRIC_RUN:
+        pytest.importorskip("click")
+    words = [free_port() if word == 0 else word for word in command]
+    is_cold = request.node.get_closest_marker("cold") is not None
+    output = run([*words, write(tmp_path, before, call)], tmp_path, cold=is_cold)
+    lines = sorted(re.findall(r"rank (\d) of (\d) sum (\S+)", output))
+    # Processes that were forked have ended when the function returns, to rank 0 of one process.
+    assert [(rank, size) for rank, size, _ in lines] in ([("0", "2"), ("1", "2")], [("0", "2")]), output
+    with quiet():
+        expected = pytest.approx(loop(fabric(PLAIN)) if "loop" in call else fit(PLAIN, 1), rel=RELATIVE)
+    assert [float(total) for _, _, total in lines] == [expected] * len(lines)
+
+
+@pytest.mark.parametrize("call", [STARTS, FORKS], ids=["started", "forked"])
+def test_a_failure_in_a_process_that_fabric_has_started_ends_all(call: str, tmp_path: Path) -> None:
+    with start([*PYTHON, write(tmp_path, FABRIC, call, fails=True)], tmp_path) as process:
+        output, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode != 0
+    assert "ZeroDivisionError: a bad sample" in output
+    if call is STARTS:  # one of two that were forked ends both, before rank 0 can say anything
+        assert re.search(r"PeerError: .*rank 1 \(host \S+, pid \d+\) failed with ZeroDivisionError", output)
+
+
+OTHER_PACKAGE = """
+import sys
+import pytorch_lightning
+import ddp_callbacks.lightning as ours
+assert "lightning.pytorch" not in sys.modules
+from pytorch_lightning.demos.boring_classes import BoringModel
+trainer = pytorch_lightning.Trainer(strategy="ddp_callbacks", accelerator="cpu", fast_dev_run=True, logger=False)
+assert type(trainer.strategy) is ours.CallbackStrategy
+assert isinstance(trainer.strategy, pytorch_lightning.strategies.DDPStrategy)
+module = BoringModel()
+trainer.fit(module)
+sys.stdout.write(f"trained on {trainer.world_size} {trainer.model is module}\\n")  # at once: two processes write
+"""
+BOTH = """
+from ddp_callbacks.lightning import CallbackStrategy
+import pytorch_lightning as pl
+import pickle
+options = {"accelerator": "cpu", "logger": False}
+trainers = [pl.Trainer(strategy=CallbackStrategy(compress="bf16"), **options)]
+trainers.append(pl.Trainer(strategy="ddp_callbacks", **options))
+other = {"options": options, "CallbackStrategy": CallbackStrategy}
+exec("import lightning.pytorch as pl; made = pl.Trainer(strategy=CallbackStrategy(), **options)", other)
+trainers.append(other["made"])
+for package in (pl, other["pl"]):
+    made = package.Trainer(strategy="ddp_callbacks", **options)
+    assert isinstance(made.strategy, package.strategies.DDPStrategy), package
+assert all(type(pickle.loads(pickle.dumps(made.strategy))) is type(made.strategy) for made in trainers)
+print([type(made.strategy).__module__.rpartition(".")[2] for made in trainers])
+"""
+NEITHER = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if "lightning" in name.split(".")[0] else find(name, *rest)
+try:
+    import ddp_callbacks.lightning
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize(
+    ("script", "command", "says"),
+    [
+        (OTHER_PACKAGE, TWO_PROCESSES, "trained on 2 True"),
+        (BOTH, PYTHON, "['for_pytorch_lightning', 'for_pytorch_lightning', 'for_lightning']"),
+        (NEITHER, PYTHON, 'Lightning is not installed: pip install "lightning'),
+    ],
+    ids=["the other", "both", "neither"],
+)
+def test_either_package_will_do(script: str, command: list[Any], says: str, tmp_path: Path) -> None:
+    """The strategy works with `lightning`, `pytorch_lightning` and both."""
+    (tmp_path / "script.py").write_text(script)
+    output = run([*command, "script.py"], tmp_path, cold=True)
+    assert output.count(says) == (2 if command is TWO_PROCESSES else 1), output
