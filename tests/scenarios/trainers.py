@@ -295,8 +295,6 @@ def run_script(script: Scenario, way: Way | None, folder: str, cut: int | None, 
     """Its result, and the number of its moments."""
     within = Within(way, folder, cut, has_resume)
     with quiet(), without_sync_dist() if has_resume and get_world_size() == 1 else contextlib.nullcontext():
-        if way is not None and way.after_failure:
-            fail()
         return script(within), within.counts["moments"]
 
 
@@ -333,8 +331,8 @@ class Fails(Net):
 
 
 def fail() -> None:
-    """As a script that catches it."""
-    with contextlib.suppress(ArithmeticError, PeerError):
+    """As a script that catches it; see ``ways.Table``."""
+    with quiet(), contextlib.suppress(ArithmeticError, PeerError):
         fit("ddp_callbacks", Fails())
 
 
@@ -352,58 +350,50 @@ settings("clip_by_norm", {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2
 settings("clip_by_value", {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"})
 
 
+def one_cycle(optimizer: Any, **options: Any) -> Any:
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20, **options)
+    return {"scheduler": schedule, "interval": "step"}
+
+
+def halving(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def on_plateau(optimizer: Any) -> Any:
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.05)
+    return {"scheduler": schedule, "monitor": "val_loss"}
+
+
+def sgd(net: Any) -> Any:
+    return torch.optim.SGD(net.parameters(), 0.2)
+
+
+def lbfgs(net: Any) -> Any:
+    return torch.optim.LBFGS(net.parameters(), 0.5, max_iter=4)
+
+
 @scenario
 def without_momentum(strategy: Any) -> Any:
-    def module(scheduler: Any = None) -> Net:
-        return Net(optimizer=lambda net: torch.optim.SGD(net.parameters(), 0.2), scheduler=scheduler)
-
-    per_step = module(
-        lambda optimizer: {
-            "scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20, cycle_momentum=False),
-            "interval": "step",
-        }
-    )
+    per_step = Net(optimizer=sgd, scheduler=lambda optimizer: one_cycle(optimizer, cycle_momentum=False))
+    stop = EarlyStopping("val_loss", patience=1, min_delta=0.01)
     return [
-        fit(strategy, module(), loader(29, 8, shuffle=True), loader(13, 5, 9), val_check_interval=2),
-        fit(strategy, per_step, callbacks=[EarlyStopping("val_loss", patience=1, min_delta=0.01)]),
-        fit(strategy, module(), DataLoader(Stream(19), 4), DataLoader(Stream(7), 3)),
+        fit(strategy, per_step, loader(29, 8, shuffle=True), loader(13, 5, 9), val_check_interval=2, callbacks=[stop]),
+        fit(strategy, Net(optimizer=sgd), DataLoader(Stream(19), 4), DataLoader(Stream(7), 3)),
     ]
 
 
 @scenario
-def adam_and_a_generator_of_the_sampler(strategy: Any) -> Any:
-    module = Net(optimizer=lambda net: torch.optim.Adam(net.parameters(), 0.02))
-    sampler = WeightedRandomSampler([1.0, 3.0, 2.0] * 9, 27, generator=torch.Generator().manual_seed(5))
-    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
-    return fit(strategy, module, loader(27, 4, sampler=sampler), loader(9, 5, 9), **options)
-
-
-@scenario
 def schedulers(strategy: Any) -> Any:
-    per_step = Net(
-        scheduler=lambda optimizer: {
-            "scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20),
-            "interval": "step",
-        }
-    )
-    per_epoch = Net(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.3))
-    return [fit(strategy, per_step), fit(strategy, per_epoch, max_epochs=3)]
-
-
-@scenario
-def plateau(strategy: Any) -> Any:
-    scheduler = lambda optimizer: {  # noqa: E731
-        "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.05),
-        "monitor": "val_loss",
+    return {
+        "per step": fit(strategy, Net(scheduler=one_cycle)),
+        "per epoch": fit(strategy, Net(scheduler=halving)),
     }
-    module = Net(lr=0.8, scheduler=scheduler)
-    return fit(strategy, module, max_epochs=5)
 
 
 @scenario
-def early_stopping(strategy: Any) -> Any:
+def early_stopping_and_a_plateau(strategy: Any) -> Any:
     stop = EarlyStopping("val_loss", patience=1, min_delta=0.01)
-    return fit(strategy, Net(lr=0.5), callbacks=[stop], max_epochs=12) | {"best": stop.best_score}
+    return fit(strategy, Net(lr=0.5, scheduler=on_plateau), callbacks=[stop], max_epochs=12) | {"best": stop.best_score}
 
 
 @scenario
@@ -411,11 +401,9 @@ def checkpoints(strategy: Any) -> Any:
     with folder(strategy) as name:
         best = ModelCheckpoint(name, "b-{epoch}-{val_loss:.3f}", "val_loss", save_top_k=2, save_last=True)
         steps = ModelCheckpoint(name, "s-{step}-{loss_step:.3f}", "loss_step", save_top_k=2, every_n_train_steps=3)
-        results = fit(strategy, Net(lr=0.4), callbacks=[best, steps], enable_checkpointing=True, max_epochs=4)
-        return results | {
-            "best": {Path(path).name: score for path, score in sorted(best.best_k_models.items())},
-            "steps": {Path(path).name: score for path, score in sorted(steps.best_k_models.items())},
-        }
+        results = fit(strategy, Net(lr=0.4), callbacks=[best, steps], enable_checkpointing=True, max_epochs=3)
+        kept = [sorted(saving.best_k_models.items()) for saving in (best, steps)]
+        return results | {"kept": [{Path(path).name: score for path, score in each} for each in kept]}
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -439,10 +427,8 @@ class DrawsAtEpochs(pl.Callback):
 
 @scenario
 def parameters_changed_at_random_in_hooks(strategy: Any) -> Any:
-    module = Net()
-    result = fit(strategy, module, callbacks=[DrawsAtEpochs()], max_epochs=3)
-    after = [float(torch.rand(())), random.random(), float(numpy.random.rand())]
-    return result, after
+    result = fit(strategy, callbacks=[DrawsAtEpochs()])
+    return result, [float(torch.rand(())), random.random(), float(numpy.random.rand())]
 
 
 class Stream(IterableDataset[Any]):
@@ -486,34 +472,27 @@ def predictions_of_all_kinds(strategy: Any) -> Any:
 
 @scenario
 def odd_loaders(strategy: Any) -> Any:
-    weighted = WeightedRandomSampler([1.0, 3.0] * 11, 17)
-    return [
-        fit(strategy, None, loader(11, 3, shuffle=True), loader(5, 2, 9)),  # smaller than the world
-        fit(strategy, None, DataLoader(Stream(19), 4), DataLoader(Stream(7), 3)),
-        fit(strategy, None, DataLoader(data(22), 5, sampler=weighted, drop_last=True), max_epochs=3),
-    ]
+    weighted = WeightedRandomSampler([1.0, 3.0] * 11, 17, generator=torch.Generator().manual_seed(5))
+    return {
+        "smaller than the world": fit(strategy, None, loader(11, 3, shuffle=True), loader(5, 2, 9)),
+        "streams": fit(strategy, None, DataLoader(Stream(19), 4), DataLoader(Stream(7), 3)),
+        "weighted": fit(strategy, None, DataLoader(data(22), 5, sampler=weighted, drop_last=True)),
+    }
 
 
 class EndsEarly(Net):
+    """Leaves an epoch, and freezes a layer in a hook that Lightning does not repeat in the middle of an epoch."""
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 2 else None
-
-
-@scenario
-def a_hook_ends_the_epoch(strategy: Any) -> Any:
-    return fit(strategy, EndsEarly())
-
-
-class Freezes(Net):
-    """A layer at the beginning of an epoch, in a hook that Lightning does not repeat in the middle of one."""
 
     def on_train_epoch_start(self) -> None:
         self.layers[0].requires_grad_(self.current_epoch < 1)
 
 
 @scenario
-def a_layer_that_a_hook_freezes(strategy: Any) -> Any:
-    return fit(strategy, Freezes(), max_epochs=3)
+def hooks_that_end_an_epoch_and_freeze_a_layer(strategy: Any) -> Any:
+    return fit(strategy, EndsEarly(), max_epochs=3)
 
 
 class TwoSources(Net):
@@ -523,25 +502,22 @@ class TwoSources(Net):
         return torch.stack(list(losses.values())).sum()
 
 
+class TwoValidations(Net):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch), on_step=True, on_epoch=True)
+
+
 @scenario
 def several_loaders(strategy: Any) -> Any:
-    def combined(mode: str, *others: Any) -> Any:
+    def combined(mode: str) -> Any:
         a, b = loader(22, 4, shuffle=True), loader(13, 4, 5, shuffle=True)
-        return fit(strategy, TwoSources(), CombinedLoader({"a": a, "b": b}, mode), *others)
+        return fit(strategy, TwoSources(), CombinedLoader({"a": a, "b": b}, mode))
 
-    class TwoValidations(Net):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.log("val_loss", self.loss(batch), on_step=True, on_epoch=True)
-
-    validations = [loader(13, 5, 9), loader(7, 4, 8)]
     streams = {"a": DataLoader(Stream(22), 4), "b": DataLoader(Stream(13), 4)}
-    return [
-        combined("min_size"),
-        combined("max_size_cycle"),
-        combined("max_size"),
-        fit(strategy, TwoSources(), streams),
-        fit(strategy, TwoValidations(), loader(), validations),
-    ]
+    return {mode: combined(mode) for mode in ("min_size", "max_size_cycle", "max_size")} | {
+        "streams": fit(strategy, TwoSources(), streams),
+        "validations": fit(strategy, TwoValidations(), loader(), [loader(13, 5, 9), loader(7, 4, 8)]),
+    }
 
 
 class Digits(pl.LightningDataModule):
@@ -577,11 +553,6 @@ class DrawsItself(Net):
         loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch[1]))
         return loss
-
-
-@scenario
-def dataloader_iter(strategy: Any) -> Any:
-    return fit(strategy, DrawsItself(), loader(29, 8, shuffle=True))
 
 
 # --- what is logged ---------------------------------------------------------------------------------------------------
@@ -644,7 +615,7 @@ class LogsAll(Net):
 
 @scenario
 def logs(strategy: Any) -> Any:
-    return fit(strategy, LogsAll(), loader(29, 8, shuffle=True), loader(13, 5, 9), max_epochs=3)
+    return fit(strategy, LogsAll(), loader(29, 8, shuffle=True), loader(13, 5, 9))
 
 
 class LogsBehind(Net):
@@ -679,7 +650,7 @@ def logs_behind_the_step(strategy: Any) -> Any:
     def run(interval: str, patience: int) -> Any:
         module, stop = LogsBehind(interval), EarlyStopping("behind", patience=patience)
         options: dict[str, Any] = {"callbacks": [stop], "val_check_interval": 3, "log_every_n_steps": 2}
-        results = fit(strategy, module, loader(59, 8, shuffle=True), loader(13, 5, 9), max_epochs=3, **options)
+        results = fit(strategy, module, loader(29, 4, shuffle=True), loader(13, 5, 9), max_epochs=3, **options)
         return results, module.seen, stop.best_score, stop.wait_count
 
     return run("step", 5), run("epoch", 1)
@@ -745,20 +716,25 @@ class NormalizedDrawsItself(Normalized, DrawsItself):
 
 
 @scenario
+def dataloader_iter(strategy: Any) -> Any:
+    return [
+        fit(strategy, DrawsItself(), loader(29, 8, shuffle=True)),
+        fit(strategy, NormalizedDrawsItself(), loader(11, 3, shuffle=True), sync_batchnorm=True),
+    ]
+
+
+@scenario
 def synchronized_batchnorm(strategy: Any) -> Any:
     """Ragged batches, some smaller than the world, in training and in evaluations."""
     options: dict[str, Any] = {"sync_batchnorm": True}
     ragged, small = (loader(29, 8, shuffle=True), loader(13, 5, 9)), (loader(11, 3, shuffle=True), loader(5, 2, 9))
     made, module = trainer(strategy, **options), Normalized(track_running_stats=False)
     made.fit(module, loader(11, 3))
-    return [
-        fit(strategy, Normalized(), *ragged, **options),
-        fit(strategy, Normalized(), *small, accumulate_grad_batches=2, gradient_clip_val=0.1, **options),
-        fit(strategy, NormalizedDrawsItself(), loader(26, 8, shuffle=True), **options),
-        fit(strategy, NormalizedDrawsItself(), loader(11, 3, shuffle=True), **options),
-        fit(strategy, Normalized(), *ragged, callbacks=[EMAWeightAveraging(decay=0.7)], **options),
-        outcome(made, module) | {"test": made.test(module, loader(11, 3, 4), verbose=False)},
-    ]
+    return {
+        "averaged": fit(strategy, Normalized(), *ragged, callbacks=[EMAWeightAveraging(decay=0.7)], **options),
+        "small": fit(strategy, Normalized(), *small, accumulate_grad_batches=2, gradient_clip_val=0.1, **options),
+        "no statistics": outcome(made, module) | {"test": made.test(module, loader(11, 3, 4), verbose=False)},
+    }
 
 
 # --- optimization -----------------------------------------------------------------------------------------------------
@@ -814,26 +790,17 @@ def fit_and_test(strategy: Any, module: pl.LightningModule, **options: Any) -> A
 
 @scenario
 def means_over_what_counts(strategy: Any) -> Any:
-    def lbfgs(net: Any) -> Any:
-        return torch.optim.LBFGS(net.parameters(), 0.05, max_iter=3)
+    def weighed(module: Any, **options: Any) -> Any:
+        return fit_and_test(given(strategy, weight=counted), module, **options)
 
     stop = EarlyStopping("val_loss", patience=1, min_delta=0.01)
-    return [
-        fit_and_test(given(strategy, weight=counted), MaskedMean()),
-        fit_and_test(given(strategy, weight=counted), MaskedMean(), accumulate_grad_batches=3, gradient_clip_val=0.1),
-        fit_and_test(given(strategy, weight=counted), MaskedMean(lr=0.5), callbacks=[stop], max_epochs=8),
-        fit_and_test(given(strategy, weight=counted), MaskedMean(optimizer=lbfgs), max_epochs=1),
-        stop.best_score,
-    ]
-
-
-@scenario
-def means_over_what_counts_with_synchronized_batchnorm(strategy: Any) -> Any:
-    options: dict[str, Any] = {"sync_batchnorm": True}
-    return [
-        fit_and_test(given(strategy, weight=counted), NormalizedMaskedMean(), **options),
-        fit_and_test(given(strategy, weight=counted), NormalizedMaskedMean(), accumulate_grad_batches=2, **options),
-    ]
+    return {
+        "accumulated": weighed(MaskedMean(), accumulate_grad_batches=3, gradient_clip_val=0.1),
+        "stopped": weighed(MaskedMean(lr=0.5), callbacks=[stop], max_epochs=8),
+        "several forwards": weighed(MaskedMean(optimizer=lbfgs), max_epochs=1),
+        "synchronized": weighed(NormalizedMaskedMean(), accumulate_grad_batches=2, sync_batchnorm=True),
+        "best": stop.best_score,
+    }
 
 
 @scenario
@@ -915,9 +882,8 @@ def skipped_parameters(strategy: Any) -> Any:
 
 
 @scenario
-def lbfgs(strategy: Any) -> Any:
-    module = Net(optimizer=lambda net: torch.optim.LBFGS(net.parameters(), 0.5, max_iter=4))
-    return fit(strategy, module, loader(24, 12))
+def several_forwards_in_a_step(strategy: Any) -> Any:
+    return fit(strategy, Net(optimizer=lbfgs), loader(24, 12))
 
 
 class Silent(Net):

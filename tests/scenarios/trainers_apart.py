@@ -12,12 +12,12 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from trainers import FEATURES, Net, Scenario, Shuffled, TwoSources, data, fit, given, joined, loader, run_script
+from trainers import FEATURES, Net, Scenario, Shuffled, TwoSources, data, fail, fit, given, joined, loader, run_script
 from ways import Way
 
 from ddp_callbacks import DiLoCo, LocalSGD, get_rank, get_world_size
 
-__all__ = ["APART", "SCENARIOS", "joined", "names", "refusal", "run"]  # see ways.Table
+__all__ = ["APART", "SCENARIOS", "fail", "joined", "names", "run"]  # see ways.Table
 
 SCENARIOS: dict[str, Scenario] = {}
 APART: dict[str, Scenario] = {}
@@ -30,10 +30,6 @@ def apart(function: Scenario) -> Scenario:
 
 def names(way: Way) -> list[str]:
     return [*APART]
-
-
-def refusal(name: str, way: Way) -> str:
-    return ""
 
 
 def run(name: str, way: Way | None, folder: str = "", cut: int | None = None) -> tuple[Any, int]:

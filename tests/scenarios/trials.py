@@ -23,7 +23,6 @@ import torch
 import torchbearer
 from torch import nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -50,9 +49,7 @@ from ddp_callbacks import DiLoCo, LocalSGD, PowerSGD, get_rank, get_world_size
 from ddp_callbacks.torchbearer import DDPCallback, Resume
 
 SCENARIOS: dict[str, Scenario] = {}
-EXACT: list[
-    str
-] = []  # of SGD without momentum, or of the same steps on every rank: local windows of one step are exact
+EXACT: list[str] = []  # SGD without momentum, or the same steps on every rank: local windows of one step are exact
 APART: dict[str, Scenario] = {}  # depend on the number of ranks
 NOT_RESUMED = {
     "regression": 'the "acc" that Torchbearer chooses by the criterion becomes that of classes',
@@ -133,16 +130,10 @@ def names(way: Way) -> list[str]:
     return [name for name in (*SCENARIOS, *APART) if name not in left_out]
 
 
-def refusal(name: str, way: Way) -> str:
-    return ""
-
-
 def run(name: str, way: Way | None, folder: str = "", cut: int | None = None) -> tuple[Any, int]:
     """See :class:`ways.Table`."""
     # What is random in the workers of a loader is drawn in another way where a run can be resumed.
     extra = Extra(way, folder, cut, resumes=way is not None and (way.resumed_on != 0 or name in APART))
-    if way is not None and way.after_failure:
-        fail(extra)
     return (SCENARIOS | APART)[name](extra), extra.moments
 
 
@@ -150,8 +141,8 @@ def joined(first: Any, second: Any) -> Any:
     return second
 
 
-def fail(extra: Extra) -> None:
-    """A Trial that raises on all ranks in the middle of an epoch."""
+def fail() -> None:
+    """A Trial that raises on all ranks in the middle of an epoch; see :class:`ways.Table`."""
 
     @torchbearer.callbacks.on_backward
     def raise_it(state: Any) -> None:
@@ -159,7 +150,7 @@ def fail(extra: Extra) -> None:
             raise KeyError("on all ranks")
 
     with contextlib.suppress(KeyError):
-        train(trial(extra(), callbacks=[raise_it]), DataLoader(data(20), 6))
+        train(trial([DDPCallback()], callbacks=[raise_it]), DataLoader(data(20), 6))
 
 
 def scenario(function: Scenario) -> Scenario:
@@ -246,19 +237,8 @@ def unshuffled_drop_last_momentum(extra: Extra) -> Any:
 
 @exact
 def batches_smaller_than_the_world(extra: Extra) -> Any:
-    return train(trial(extra()), DataLoader(data(7), 2, shuffle=True), DataLoader(data(5, 9), 3))
-
-
-@exact
-def batches_of_one(extra: Extra) -> Any:
-    return train(trial(extra()), DataLoader(data(5), 1, shuffle=True))
-
-
-@scenario
-def weighted_sampler_adamw(extra: Extra) -> Any:
-    made = trial(extra(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1))
-    sampler = WeightedRandomSampler(torch.arange(1.0, 41.0), 33)
-    return train(made, DataLoader(data(40), 8, sampler=sampler))
+    small = train(trial(extra()), DataLoader(data(7), 2, shuffle=True), DataLoader(data(5, 9), 3))
+    return [small, train(trial(extra()), DataLoader(data(5), 1, shuffle=True))]
 
 
 class LazySampler(Sampler[int]):
@@ -291,18 +271,15 @@ class GrowingBatches(Sampler[list[int]]):
 
 
 @exact
-def custom_samplers(extra: Extra) -> Any:
-    lazy = train(trial(extra()), DataLoader(data(30), 8, sampler=LazySampler(30)))
-    grouped = train(trial(extra()), DataLoader(data(30), batch_sampler=GrowingBatches(30)))
-    plain = train(trial(extra()), DataLoader(data(30), batch_sampler=BatchSampler(range(30), 4, False)))
-    return [lazy, grouped, plain]
-
-
-@exact
-def generator_of_the_loader(extra: Extra) -> Any:
-    loader = DataLoader(data(32), 8, shuffle=True, generator=torch.Generator().manual_seed(11))
-    ragged = DataLoader(data(30), 8, shuffle=True, generator=torch.Generator().manual_seed(12))
-    return [train(trial(extra()), loader), train(trial(extra()), ragged)]
+def samplers(extra: Extra) -> Any:
+    own = torch.Generator().manual_seed(11)
+    loaders = {
+        "lazy": DataLoader(data(30), 8, sampler=LazySampler(30)),
+        "growing": DataLoader(data(30), batch_sampler=GrowingBatches(30)),
+        "weighted": DataLoader(data(40), 8, sampler=WeightedRandomSampler(torch.arange(1.0, 41.0), 33)),
+        "own generator": DataLoader(data(30), 8, shuffle=True, generator=own),
+    }
+    return {name: train(trial(extra()), loader) for name, loader in loaders.items()}
 
 
 class Stream(IterableDataset[Any]):
@@ -349,16 +326,10 @@ def bare_tensor_dataset(extra: Extra) -> Any:
 
 
 @exact
-def list_of_batches(extra: Extra) -> Any:
+def batches_that_are_made_already(extra: Extra) -> Any:
     batches = list(DataLoader(data(30), 7))
-    return train(trial(extra()), batches, list(DataLoader(data(11, 9), 4)))
-
-
-@scenario
-def loader_without_automatic_batching(extra: Extra) -> Any:
-    x, y = data(24).tensors
-    batches = [(x[i : i + 6], y[i : i + 6]) for i in range(0, 24, 6)]
-    return train(trial(extra()), DataLoader(batches, batch_size=None, shuffle=True))
+    listed = train(trial(extra()), batches, list(DataLoader(data(11, 9), 4)))
+    return [listed, train(trial(extra()), DataLoader(batches, batch_size=None, shuffle=True))]
 
 
 class Sequences(Dataset[Any]):
@@ -447,8 +418,8 @@ def train_steps_below_and_above_an_epoch(extra: Extra) -> Any:
     def loader() -> DataLoader[Any]:
         return DataLoader(data(30), 8, shuffle=True)
 
-    more = [train(trial(extra()), loader(), train_steps=steps) for steps in (2, 4, 9)]
-    return [*more, train(trial(extra()), loader(), loader(), train_steps=3, val_steps=2)]
+    more = train(trial(extra()), loader(), train_steps=9)
+    return [more, train(trial(extra()), loader(), loader(), train_steps=3, val_steps=2)]
 
 
 @scenario
@@ -470,13 +441,8 @@ def a_validation_alone(extra: Extra) -> Any:
 
 
 @scenario
-def a_first_batch_that_is_verified(extra: Extra) -> Any:
-    return train(trial(extra(verify="first_batch")), DataLoader(data(30), 6, shuffle=True))
-
-
-@scenario
-def ours_behind_the_others(extra: Extra) -> Any:
-    ours = sorted(extra(), key=lambda callback: isinstance(callback, DDPCallback))
+def ours_behind_the_others_and_verifying(extra: Extra) -> Any:
+    ours = sorted(extra(verify="first_batch"), key=lambda callback: isinstance(callback, DDPCallback))
     return train(trial(ours), DataLoader(data(30), 6, shuffle=True), DataLoader(data(13, 9), 5))
 
 
@@ -502,10 +468,8 @@ def schedulers(extra: Extra) -> Any:
 
 @scenario
 def clipping_and_decay(extra: Extra) -> Any:
-    results = []
-    for callback in (GradientClipping(0.01), GradientNormClipping(0.05), L1WeightDecay(0.1)):
-        results.append(train(trial(extra(), callbacks=[callback]), DataLoader(data(30), 8, shuffle=True)))
-    return results
+    callbacks = (GradientClipping(0.01), GradientNormClipping(0.05), L1WeightDecay(0.1))
+    return [train(trial(extra(), callbacks=[each]), DataLoader(data(30), 8, shuffle=True)) for each in callbacks]
 
 
 @exact
@@ -599,6 +563,9 @@ def means_over_what_counts(extra: Extra) -> Any:
     return result | {"evaluation": made.evaluate(data_key=torchbearer.TEST_DATA)}
 
 
+SMALL_STEPS = functools.partial(torch.optim.SGD, lr=0.01)
+
+
 @scenario
 def two_losses_with_a_backward_each(extra: Extra) -> Any:
     """By a closure of the user's own; the losses are means, or sums."""
@@ -613,11 +580,11 @@ def two_losses_with_a_backward_each(extra: Extra) -> Any:
             loss.backward()
             state[torchbearer.CALLBACK_LIST].on_backward(state)
 
-    results = []
-    for criterion in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")):
-        made = trial(extra(), criterion=criterion, optimizer=lambda p: torch.optim.SGD(p, lr=0.02))
-        results.append(train(made.with_closure(closure), DataLoader(data(30), 8, shuffle=True)))
-    return results
+    def trained(criterion: Any) -> Any:
+        made = trial(extra(), criterion=criterion, optimizer=SMALL_STEPS).with_closure(closure)
+        return train(made, DataLoader(data(30), 8, shuffle=True))
+
+    return [trained(nn.CrossEntropyLoss()), trained(nn.CrossEntropyLoss(reduction="sum"))]
 
 
 class EveryThird(torch.optim.Adam):
@@ -648,8 +615,7 @@ def a_closure_that_accumulates(extra: Extra) -> Any:
 
 @exact
 def sum_reduction(extra: Extra) -> Any:
-    criterion, sgd = nn.CrossEntropyLoss(reduction="sum"), functools.partial(torch.optim.SGD, lr=0.01)
-    made = trial(extra(), criterion=criterion, optimizer=sgd)
+    made = trial(extra(), criterion=nn.CrossEntropyLoss(reduction="sum"), optimizer=SMALL_STEPS)
     return train(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4))
 
 
@@ -668,12 +634,12 @@ def evaluate_and_predict(extra: Extra) -> Any:
     made = trial(extra(), metrics=["acc", "loss", "roc_auc"])
     result = train(made, DataLoader(data(30), 11), DataLoader(data(23, 9), 10, shuffle=True))
     x, _ = data(25, 4).tensors
-    made.with_test_generator(DataLoader(TensorDataset(x), 7))
-    result["predictions"] = made.predict()
-    result["evaluation"] = made.evaluate()
-    result["on training data"] = made.evaluate(data_key=torchbearer.TRAIN_DATA)
-    result["small"] = made.with_test_generator(DataLoader(TensorDataset(x[:2]), 7)).predict()
-    return result
+    return result | {
+        "predictions": made.with_test_generator(DataLoader(TensorDataset(x), 7)).predict(),
+        "evaluation": made.evaluate(),
+        "on training data": made.evaluate(data_key=torchbearer.TRAIN_DATA),
+        "small": made.with_test_generator(DataLoader(TensorDataset(x[:2]), 7)).predict(),
+    }
 
 
 @scenario
@@ -699,11 +665,9 @@ def synchronized_batch_norm(extra: Extra) -> Any:
     for samples, batch_size, options in ((29, 8, {}), (11, 4, {}), (11, 4, {"track_running_stats": False})):
         clip = GradientNormClipping(0.5)
         made = trial(extra(sync_batchnorm=True), model=normalized(**options), callbacks=[clip])
-        validation = DataLoader(data(13, 9), 5)
-        results.append(train(made, DataLoader(data(samples), batch_size, shuffle=True), validation))
-        x, _ = data(11, 4).tensors
-        predictions = made.with_test_generator(DataLoader(TensorDataset(x), 3)).predict()
-        results.append({"predictions": predictions, "evaluation": made.evaluate()})
+        results.append(train(made, DataLoader(data(samples), batch_size, shuffle=True), DataLoader(data(13, 9), 5)))
+        made.with_test_generator(DataLoader(TensorDataset(data(11, 4).tensors[0]), 3))
+        results.append({"predictions": made.predict(), "evaluation": made.evaluate()})
     return results
 
 
@@ -713,47 +677,25 @@ def synchronized_batch_norm_with_weighted_targets(extra: Extra) -> Any:
 
     The last criterion is a mean over nothing there: its gradient is 0 / 0.
     """
-    x, y = ignored(data(30)).tensors
-    cases: list[tuple[Any, Any]] = [
-        (nn.CrossEntropyLoss(weight=torch.arange(1.0, CLASSES + 1, dtype=torch.float64)), None),
-        (nn.CrossEntropyLoss(reduction="sum"), None),
-        (own_mean, counted),
-    ]
-    results = []
-    for criterion, weight in cases:
-        synchronized = extra(sync_batchnorm=True, weight=weight)
-        sgd = functools.partial(torch.optim.SGD, lr=0.01)
-        made = trial(synchronized, model=normalized(), criterion=criterion, optimizer=sgd)
-        results.append(train(made, DataLoader(TensorDataset(x, y), 8)))
-    return results
 
+    def weighed(criterion: Any, weight: Any = None) -> Any:
+        made = trial(extra(sync_batchnorm=True, weight=weight), normalized(), SMALL_STEPS, criterion)
+        return train(made, DataLoader(ignored(data(30)), 8))
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(FEATURES, 3).double(), nn.Linear(FEATURES, 2).double()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.first(x), self.second(x)
-
-
-@scenario
-def predict_several_outputs(extra: Extra) -> Any:
-    torch.manual_seed(1)
-    made = Trial(TwoHeads(), callbacks=extra(), verbose=0).to("cpu", torch.float64)
-    x, _ = data(11, 4).tensors
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Failed to format predictions")
-        return made.with_test_generator(DataLoader(TensorDataset(x), 4)).predict()
+    return {
+        "weighted": weighed(nn.CrossEntropyLoss(weight=torch.arange(1.0, CLASSES + 1, dtype=torch.float64))),
+        "sum": weighed(nn.CrossEntropyLoss(reduction="sum")),
+        "own": weighed(own_mean, counted),
+    }
 
 
 @scenario
 def several_trials_in_one_process(extra: Extra) -> Any:
-    folds = []
-    for fold in range(3):
-        made = trial(extra(), model=network(fold))
-        folds.append(train(made, DataLoader(data(20, fold), 6, shuffle=True), DataLoader(data(9, fold), 4)))
-    return folds
+    def fold(seed: int) -> Any:
+        loaders = DataLoader(data(20, seed), 6, shuffle=True), DataLoader(data(9, seed), 4)
+        return train(trial(extra(), model=network(seed)), *loaders)
+
+    return [fold(seed) for seed in range(3)]
 
 
 class DrawsAtEpochs(Callback):
@@ -815,19 +757,14 @@ def rows_of(path: str) -> list[list[float]]:
 @scenario
 def resumed(extra: Extra) -> Any:
     def make() -> Trial:
-        made = trial(
-            extra(),
-            optimizer=lambda p: torch.optim.Adam(p, lr=0.05),
-            callbacks=[EarlyStopping(monitor="val_loss", patience=40)],
-        )
+        stop = EarlyStopping(monitor="val_loss", patience=40)
+        made = trial(extra(), optimizer=lambda p: torch.optim.Adam(p, lr=0.05), callbacks=[stop])
         return made.with_generators(DataLoader(data(30), 8), DataLoader(data(13, 9), 4))
 
-    first = make()
+    first, second, file = make(), make(), io.BytesIO()
     first.run(2)
-    file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
-    second = make()
     second.load_state_dict(torch.load(file, weights_only=False))
     return outcome(second, second.run(4))
 
@@ -878,19 +815,13 @@ def augmentation_in_workers(extra: Extra) -> Any:
     return train(trial(extra()), loader, DataLoader(data(12, 9), 6))
 
 
-def local_steps(extra: Extra, sync: Any) -> Any:
-    made = trial(extra(sync=sync), model=normalized(), optimizer=lambda p: torch.optim.Adam(p, lr=0.05))
-    return train(made, DataLoader(data(64), 8, shuffle=True), DataLoader(data(17, 9), 6))
-
-
 @apart
-def local_sgd(extra: Extra) -> Any:
-    return local_steps(extra, LocalSGD(every=3))
+def local_steps(extra: Extra) -> Any:
+    def steps(sync: Any) -> Any:
+        made = trial(extra(sync=sync), model=normalized(), optimizer=lambda p: torch.optim.Adam(p, lr=0.05))
+        return train(made, DataLoader(data(64), 8, shuffle=True), DataLoader(data(17, 9), 6))
 
-
-@apart
-def diloco(extra: Extra) -> Any:
-    return local_steps(extra, DiLoCo(every=3))
+    return [steps(LocalSGD(every=3)), steps(DiLoCo(every=3))]
 
 
 @apart

@@ -47,7 +47,7 @@ class Way:
         resume: Options of ``Resume``, by name.
         after_failure: Behind a run that has failed on all ranks, and was caught.
         tier: The marker of its tests; empty: part of ``make test``.
-        part: ``(1, 3)``: every third scenario, from the second one.
+        part: ``(1, 3)``: every third scenario, from the second one. A part of whole runs also has what cannot be cut.
     """
 
     size: int = 2
@@ -89,9 +89,6 @@ class Table(Protocol):
     def names(self, way: Way) -> list[str]:
         """The scenarios that this way applies to."""
 
-    def refusal(self, name: str, way: Way) -> str:
-        """Part of the message where this way is refused, or nothing."""
-
     def run(self, name: str, way: Way | None, folder: str = "", cut: int | None = None) -> tuple[Any, int]:
         """The result of a scenario on this rank, and the number of moments at which it could have been cut.
 
@@ -104,6 +101,9 @@ class Table(Protocol):
 
     def joined(self, first: Any, second: Any) -> Any:
         """The result of the two halves of a run; the first is ``None`` if it raised ``Preempted``."""
+
+    def fail(self) -> None:
+        """A run that fails on all ranks, and is caught."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ def table_of(name: str) -> Any:
 def names_in(table: str, way: Way) -> list[str]:
     """The scenarios that are run in this way."""
     first, step = way.part
-    return list(table_of(table).names(way)[first::step])
+    names = list(table_of(table).names(way))
+    never_cut = set(names) - set(names if way.resumed_on else table_of(table).names(replace(way, resumed_on=1)))
+    return [name for index, name in enumerate(names) if index % step == first or name in never_cut]
 
 
 def in_each(table: str, ways: Mapping[str, Way]) -> pytest.MarkDecorator:
@@ -140,6 +142,8 @@ def run_each(
     """On a rank: the scenarios one after another; one that fails does not end the others."""
     if way is not None:
         way.enter()
+        if way.after_failure:
+            table_of(table).fail()
     found: dict[str, Any] = {}
     for name in names:
         try:
@@ -206,9 +210,6 @@ def prove(table: str, way: Way, name: str, seed: str = "") -> None:
     wanted = results(table, replace(way, resumed_on=0, resume=(), part=(0, 1))) if way.keeps_its_size else []
     for rank, found in enumerate(results(table, way, seed)):
         where = f"rank {rank}"
-        if refusal := table_of(table).refusal(name, way):
-            assert isinstance(found[name], Failed) and refusal in found[name].text, (where, found[name])
-            continue
         assert not isinstance(found[name], Failed), f"{where}: {found[name].text}"
         if way.keeps_its_size and name not in getattr(table_of(table), "ROUNDED", ()):
             assert_equal(found[name], wanted[rank][name], 0.0, where)

@@ -19,7 +19,8 @@ WAYS = {
     "two, local windows of one step": Way(options=(("sync", LocalSGD(1)),)),
     "one, resumed on two": Way(1, resumed_on=2, part=(0, 4)),
     "two, resumed on one": Way(resumed_on=1, resume=EVERY, part=(2, 4)),
-    "three on two hosts, behind a failure": Way(3, layout=(2, 1), after_failure=True, tier="wide"),
+    "three on two hosts, behind a failure": Way(3, layout=(2, 1), after_failure=True, part=(0, 4), tier="wide"),
+    "all on three, behind a failure": Way(3, layout=(2, 1), after_failure=True, tier="night"),
     "two, resumed on three on two hosts": Way(2, layout=(2, 1), resumed_on=3, part=(1, 4), tier="wide"),
     "one, resumed on two by gloo": Way(1, gloo=True, resumed_on=2, resume=ASYNCHRONOUS, part=(3, 4), tier="wide"),
 }

@@ -27,7 +27,8 @@ WAYS = {
     "one, resumed on two": Way(1, resumed_on=2, part=(0, 3)),
     "two, resumed on one": Way(resumed_on=1, part=(1, 3)),
     "two, resumed on two": Way(resumed_on=2, part=(2, 3)),
-    "three on two hosts, behind a failure": Way(3, layout=(2, 1), after_failure=True, tier="wide"),
+    "three on two hosts, behind a failure": Way(3, layout=(2, 1), after_failure=True, part=(2, 3), tier="wide"),
+    "all on three, behind a failure": Way(3, layout=(2, 1), after_failure=True, tier="night"),
     "two, resumed on three on two hosts": Way(2, layout=(2, 1), resumed_on=3, part=(0, 3), tier="wide"),
     "one, resumed by gloo": Way(1, gloo=True, resumed_on=2, resume=ASYNCHRONOUS, part=(1, 3), tier="wide"),
 }
