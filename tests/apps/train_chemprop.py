@@ -14,7 +14,6 @@ if kind != "alone":
 
     options = {
         "weighted": {"weight": lambda batch: batch.Y.isfinite().sum()},
-        "unweighted": {},
         "verified": {"verify": "first_batch"},
     }
     strategy = CallbackStrategy(**options[kind])

@@ -16,7 +16,6 @@ if kind != "alone":
 
     options = {
         "weighted": {"weight": lambda batch: batch[0]["decoder_lengths"].sum()},
-        "unweighted": {},
         "verified": {"verify": "first_batch"},
     }
     strategy, name = CallbackStrategy(**options[kind]), "ddp_callbacks"

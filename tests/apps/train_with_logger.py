@@ -21,7 +21,6 @@ class Net(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
-        self.save_hyperparameters({"width": 8})
 
     def loss(self, batch):
         return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
@@ -47,17 +46,15 @@ def data(samples):
 
 
 def of_wandb(logger):
-    """What stays of a run in the summary, and how many runs there are."""
-    summary = {name: float(value) for name, value in dict(logger.experiment.summary).items() if name[0] != "_"}
-    return {"summary": summary, "config": dict(logger.experiment.config)}
+    """What stays of a run in the summary."""
+    return {name: float(value) for name, value in dict(logger.experiment.summary).items() if name[0] != "_"}
 
 
 def of_mlflow(logger):
     """Every value of each metric, in the order of the steps."""
     client, run = logger.experiment, logger.run_id
     names = sorted(client.get_run(run).data.metrics)
-    history = {name: [(each.step, each.value) for each in client.get_metric_history(run, name)] for name in names}
-    return {"history": {name: [list(each) for each in values] for name, values in history.items()}}
+    return {name: [[each.step, each.value] for each in client.get_metric_history(run, name)] for name in names}
 
 
 pl.seed_everything(1)
@@ -74,5 +71,5 @@ loaders = (torch.utils.data.DataLoader(part, 8) for part in (train, validation))
 trainer.fit(module, *loaders)
 result = {"parameters": sum(float(p.sum()) for p in module.parameters())}
 if trainer.is_global_zero:
-    result |= read(logger)
+    result["values"] = read(logger)
 torch.save(result, f"{results}.{trainer.global_rank}")
