@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import collections
+import copy
 import multiprocessing
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from kit.compare import assert_equal
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
-from trainer_cases import OURS, RELATIVE, Bodies, assert_as_on_one, on_one, quiet
-from trainers import FEATURES, Net, Stream, TwoSources, data, fit, loader, trainer
+from trainer_cases import OURS, PLAIN, RELATIVE, TWO, Bodies, on_one, quiet
+from trainers import FEATURES, Net, Stream, TwoSources, data, fit, loader, outcome, trainer
 
 from ddp_callbacks.lightning import CallbackStrategy
 
@@ -33,8 +36,11 @@ WORLD = Bodies(__name__, quiet)
 class Noise(Dataset[Any]):
     """Each sample says what its process draws."""
 
+    def __init__(self, samples: int = 8) -> None:
+        self.samples = samples
+
     def __len__(self) -> int:
-        return 8
+        return self.samples
 
     def __getitem__(self, index: int) -> tuple[int, float, float]:
         return index, torch.rand(()).item(), random.random()
@@ -76,56 +82,34 @@ def test_ranks_draw_apart_in_the_step_and_in_the_workers() -> None:
     assert len({*drawn, *of_second}) == len(drawn) + len(of_second)
 
 
-@WORLD
-def loaders_of_the_user() -> Any:
-    sampler = DistributedSampler(Noise(), shuffle=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # undivided() looks at what is said
-        own, _ = collected(DataLoader(Noise(), 2, sampler=sampler))
-    whole, _ = collected(DataLoader(Noise(), 4), use_distributed_sampler=False)
-    return own, whole
-
-
+@WORLD.on(TWO)
 def test_loaders_are_left_alone_where_the_user_says_so() -> None:
     """`use_distributed_sampler=False` keeps loaders undivided."""
-    assert WORLD.returned(loaders_of_the_user) == [([0, 2, 4, 6], list(range(8))), ([1, 3, 5, 7], list(range(8)))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the next test looks at what is said
+        own, _ = collected(DataLoader(Noise(), 2, sampler=DistributedSampler(Noise(), shuffle=False)))
+    whole, _ = collected(DataLoader(Noise(), 4), use_distributed_sampler=False)
+    assert (own, whole) == ([*range(dist.get_rank(), 8, 2)], [*range(8)])
 
 
-@WORLD
-def per_process(strategy: str = OURS) -> Any:
+@WORLD.as_on_one()
+def test_per_process_batches_are_those_of_a_trainer_with_larger_ones(strategy: str) -> Any:
     size = 4 if strategy == OURS else 8
     chosen: Any = CallbackStrategy(batch_size="per_process") if strategy == OURS else strategy
     return fit(chosen, None, loader(32, size), loader(16, size, 9))
 
 
-def test_per_process_batches_are_those_of_a_trainer_with_larger_ones() -> None:
-    assert_as_on_one(per_process)
-
-
-@WORLD
-def lent_loaders(strategy: str = OURS) -> Any:
-    """A loader of the user's own that combines others, given to two fits; one leaves its workers in mid-pass."""
+@WORLD.as_on_one()
+def test_loaders_are_given_back_and_their_workers_end_with_the_fit(strategy: str) -> Any:
+    """A fit returns your loader and ends its workers."""
     workers = [loader(22, 4, shuffle=True, num_workers=1, persistent_workers=kept) for kept in (False, True)]
     combined = CombinedLoader({"a": workers[0], "b": workers[1]}, "max_size_cycle")
-    during: list[Any] = []
-
-    class Looks(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            for each in trainer.train_dataloader.values():
-                during.append((isinstance(each, DataLoader), each.dataset is workers[0].dataset, each.num_workers))
-
-    results = [fit(strategy, TwoSources(), combined, max_epochs=1, limit_train_batches=3, callbacks=[Looks()])]
-    alive = [child.name for child in multiprocessing.active_children()]
+    # It leaves its workers in mid-pass.
+    results = [fit(strategy, TwoSources(), combined, max_epochs=1, limit_train_batches=3)]
+    assert strategy != OURS or not multiprocessing.active_children()
     results.append(fit(strategy, TwoSources(), combined, max_epochs=1))
-    return results, alive, [each is own for each, own in zip(combined.flattened, workers, strict=True)], set(during)
-
-
-def test_loaders_are_given_back_and_their_workers_end_with_the_fit() -> None:
-    """A fit returns your loader and ends its workers."""
-    expected = on_one(lent_loaders)[0]
-    for results, alive, own, during in WORLD.returned(lent_loaders):
-        assert_equal(results, expected, RELATIVE)
-        assert (alive, own, during) == ([], [True, True], {(True, False, 1), (True, True, 1)})
+    assert all(each is own for each, own in zip(combined.flattened, workers, strict=True))
+    return results
 
 
 class Unsized(Stream):
@@ -150,57 +134,33 @@ class TakesMappings(Net):
         return self.loss((batch["x"], batch["y"]))
 
 
-@WORLD
-def odd_batches(strategy: str = OURS) -> Any:
+@WORLD.as_on_one()
+def test_batches_of_any_mapping_are_divided_also_of_loaders_without_a_length(strategy: str) -> Any:
+    """The library divides any Mapping; loaders need no length."""
     mapped = fit(strategy, TakesMappings(), DataLoader(Wrapped(collections.UserDict), batch_size=None), max_epochs=1)
     return mapped, fit(strategy, None, DataLoader(Unsized(19), 4), max_epochs=1)
 
 
-def test_batches_of_any_mapping_are_divided_also_of_loaders_without_a_length() -> None:
-    """The library divides any Mapping; loaders need no length."""
-    assert_as_on_one(odd_batches)
-
-
-@WORLD
-def undivided() -> Any:
-    """What is said of batches that cannot be divided, and of a loader that is not; of two epochs each."""
-    rows = data(16)
-    given = [
-        (TakesMappings(), DataLoader(Wrapped(dict, ragged=True), batch_size=None)),
-        (Net(), DataLoader(rows, 2, sampler=DistributedSampler(rows))),
-    ]
-    said = []
-    for module, batches in given:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fit(OURS, module, batches)
-        texts = [str(each.message) for each in caught]
-        said.append([text for text in texts if "istributedSampler" in text or "dimension" in text])
-    return said
-
-
+@WORLD.on(TWO)
 def test_what_is_not_divided_is_said_once() -> None:
     """One warning names what the library can't divide."""
-    ((in_turn,), (left,)), (*others,) = WORLD.returned(undivided)
-    assert "A batch of Wrapped (dict: [4, 6], [4], [3]) has no common first dimension" in in_turn
-    assert "Yield tensors that all have the samples in front; or a data set with samples by index" in in_turn
-    assert left.startswith("The loader of TensorDataset has a DistributedSampler, so it is left as it is")
-    assert 'strategy="callbacks" is another name' in left
-    assert others == [[], []]
+    ragged = DataLoader(Wrapped(dict, ragged=True), batch_size=None)
+    sampled = DataLoader(data(16), 2, sampler=DistributedSampler(data(16)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(OURS, TakesMappings(), ragged)
+        fit(OURS, None, sampled)
+    texts = [str(each.message) for each in caught]
+    said = [text for text in texts if "istributedSampler" in text or "dimension" in text]
+    assert len(said) == (0 if dist.get_rank() else 2)  # in two epochs each
+    if said:
+        assert "A batch of Wrapped (dict: [4, 6], [4], [3]) has no common first dimension" in said[0]
+        assert "Yield tensors that all have the samples in front; or a data set with samples by index" in said[0]
+        assert said[1].startswith("The loader of TensorDataset has a DistributedSampler, so it is left as it is")
+        assert 'strategy="callbacks" is another name' in said[1]
 
 
 # --- changes at random ------------------------------------------------------------------------------------------------
-
-
-class Langevin(torch.optim.SGD):
-    """Adds noise to the parameters, as some samplers do."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter.add_(0.01 * torch.randn_like(parameter))
-        return loss
 
 
 class DrawsInBatches(pl.Callback):
@@ -219,31 +179,23 @@ class DrawsInBatches(pl.Callback):
         if trainer.is_global_zero:
             torch.rand(3)
 
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.on_train_batch_end(trainer, module)
 
-
-class SplitsItsData(Net):
-    """Splits in ``setup``, and draws by the part of the batch."""
+class SplitsItsData(Collects):
+    """Splits in ``setup``, and draws in each step."""
 
     def setup(self, stage: str) -> None:
         self.order = torch.randperm(20).tolist()
-        self.drawn: list[float] = []
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Subset(data(20), self.order), 8, shuffle=True)
+        return DataLoader(Subset(Noise(20), self.order), 8, shuffle=True)
 
     def val_dataloader(self) -> Any:
         return loader(8, 4)
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.drawn.append(float(torch.rand(len(batch[0]))[0]))
-        return self.loss(batch)
-
 
 @WORLD
 def random_changes() -> Any:
-    module = SplitsItsData(optimizer=lambda net: Langevin(net.parameters(), 0.1))
+    module = SplitsItsData()
     made = trainer(OURS, max_epochs=3, callbacks=[DrawsInBatches()])
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(made.global_rank)  # a user who seeds nothing
@@ -324,10 +276,116 @@ class Fetches(Net):
         return self(x), [type(value).__name__ for value in x], x
 
 
-@WORLD
-def predictions_fetched(strategy: str = OURS) -> Any:
+@WORLD.as_on_one()
+def test_predictions_of_a_step_that_draws_itself_are_whole(strategy: str) -> Any:
     return trainer(strategy).predict(Fetches(), loader(11, 5, 3))
 
 
-def test_predictions_of_a_step_that_draws_itself_are_whole() -> None:
-    assert_as_on_one(predictions_fetched)
+# --- loaders with a state ---------------------------------------------------------------------------------------------
+
+SAMPLES, BATCH_SIZE, STOP = 29, 4, 3
+CHECKPOINT = f"step={STOP}.ckpt"  # in the middle of eight batches
+
+
+class Resumable:
+    """A loader of a user's own, that counts what it has yielded."""
+
+    def __init__(self) -> None:
+        self.rows = DataLoader(data(SAMPLES), BATCH_SIZE)
+        self.yielded = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self.rows):
+            if index >= self.yielded:
+                self.yielded += 1
+                yield batch
+        self.yielded = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.yielded = state["yielded"]
+
+
+def torchdata_s(rows: Any, **options: Any) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(rows, batch_size=BATCH_SIZE, **options)
+
+
+def shuffled() -> Any:
+    generator = torch.Generator().manual_seed(11)
+    return torchdata_s(data(SAMPLES), shuffle=True, generator=generator)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "a_loader_of_the_user_s": Resumable,
+    "torchdata_s_that_shuffles": shuffled,
+    "torchdata_s_with_workers": lambda: torchdata_s(data(SAMPLES), num_workers=2),
+    "torchdata_s_of_a_stream": lambda: torchdata_s(Stream(SAMPLES)),
+    "two_of_torchdata_s": lambda: CombinedLoader(
+        {"a": torchdata_s(data(SAMPLES)), "b": torchdata_s(data(17, 5))}, "min_size"
+    ),
+}
+
+
+def train(strategy: Any, name: str, folder: Path, path: Path | None = None) -> Any:
+    """One epoch, and the checkpoints in its middle."""
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=STOP, save_top_k=-1)
+    made = trainer(copy.deepcopy(strategy), callbacks=[saving], enable_checkpointing=True, max_epochs=1)
+    module = TwoSources() if name == "two_of_torchdata_s" else Net()
+    made.fit(module, LOADERS[name](), ckpt_path=path)
+    results = outcome(made, module)
+    return {name: results[name] for name in ("parameters", "global_step", "epochs")}
+
+
+def train_and_resume(strategy: Any, name: str, folder: Path) -> list[Any]:
+    """An epoch, and the same from a checkpoint in its middle."""
+    return [train(strategy, name, folder), train(strategy, name, folder / "again", folder / CHECKPOINT)]
+
+
+@WORLD
+def resumed() -> dict[str, Any]:
+    """Of each loader: an epoch, the same from its own checkpoint in the middle, and from that of one process."""
+    results = {}
+    for name in LOADERS:
+        found, of_one = train_and_resume(OURS, name, Path(name)), Path(f"{name}-{dist.get_rank()}")
+        train(PLAIN, name, of_one)
+        found.append(train(OURS, name, Path(name, "from-one"), of_one / CHECKPOINT))
+        results[name] = found, Path(name, CHECKPOINT).read_bytes()
+    return results
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loader_with_a_state_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, name: str) -> None:
+    """A loader with a `state_dict` goes on in mid-epoch."""
+    pytest.importorskip("torchdata")
+    with quiet():
+        whole, again = train_and_resume(PLAIN, name, tmp_path)
+    # Without a length, Lightning fetches a batch ahead, which the state then counts as trained, on one process, too.
+    if name != "torchdata_s_of_a_stream":
+        assert_equal(again, whole, 0.0, "one process")
+    saved = tmp_path / "saved.ckpt"
+    for rank, results in enumerate(WORLD.returned(resumed)):
+        found, content = results[name]
+        assert_equal(found, [whole, again, again], RELATIVE, f"rank {rank}")
+        saved.write_bytes(content)
+    with quiet():
+        assert_equal(train(PLAIN, name, tmp_path / "back", saved), again, RELATIVE, "one process from several")
+
+
+@WORLD
+def per_process() -> list[Any]:
+    """Whole batches in turn: a step draws as many as there are processes."""
+    strategy: Any = CallbackStrategy(batch_size="per_process")
+    return train_and_resume(strategy, "torchdata_s_that_shuffles", Path("per-process"))
+
+
+def test_per_process_batches_go_on_where_they_were() -> None:
+    pytest.importorskip("torchdata")
+    for whole, again in WORLD.returned(per_process):
+        assert_equal(again, whole, RELATIVE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,13 +24,6 @@ def on_one(body: Callable[..., Any]) -> Any:
     """What it returns on one process, without the library."""
     with quiet():
         return body(PLAIN)
-
-
-def assert_as_on_one(body: Callable[..., Any], relative: float = RELATIVE) -> None:
-    """Each rank has seen the numbers of one process."""
-    expected = on_one(body)
-    for rank, found in enumerate(sys.modules[body.__module__].WORLD.returned(body)):
-        assert_equal(found, expected, relative, f"rank {rank}")
 
 
 class Bodies(shared_worlds.Bodies):
