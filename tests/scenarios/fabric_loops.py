@@ -36,10 +36,6 @@ def names(way: Way) -> list[str]:
     return list(SCENARIOS)
 
 
-def refusal(name: str, way: Way) -> str:
-    return ""
-
-
 def run(name: str, way: Way | None, folder: str = "", cut: int | None = None) -> tuple[Any, int]:
     """See :class:`ways.Table`; a loop has no moment at which it is cut."""
     with quiet():
@@ -60,9 +56,8 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", "Metric `.*` will save all targets and predictions")
         warnings.filterwarnings("ignore", "No (positive|negative) samples in targets|.*these classes")
         warnings.filterwarnings("ignore", "torch.distributed.nn.functional.* is deprecated")
-        warnings.filterwarnings(
-            "ignore", "The ``compute`` method of metric .* was called before"
-        )  # a rank had no sample
+        # A rank had no sample.
+        warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before")
         yield
 
 
@@ -98,6 +93,13 @@ def values(*models: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for model in models for parameter in model.parameters()]
 
 
+def learn(made: Fabric, loss: torch.Tensor, *optimizers: Any) -> None:
+    made.backward(loss)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def train(
     made: Fabric, batches: Any, model: Any, optimizer: Any, epochs: int = 2, clip: dict[str, float] | None = None
 ) -> list[Any]:
@@ -113,12 +115,16 @@ def train(
     return [norms, values(model)]
 
 
-def fit(strategy: Any, batches: Any = None, clip: dict[str, float] | None = None, **options: Any) -> Any:
-    made = fabric(strategy, **options)
-    model = network()
-    model, optimizer = made.setup(model, sgd(model))
+def begin(strategy: Any) -> tuple[Fabric, Any, Any]:
+    """A Fabric with a model and its optimizer."""
+    made, model = fabric(strategy), network()
+    return made, *made.setup(model, sgd(model))
+
+
+def fit(strategy: Any, batches: Any = None, **options: Any) -> Any:
+    made, model, optimizer = begin(strategy)
     batches = made.setup_dataloaders(loader(shuffle=True) if batches is None else batches)
-    return train(made, batches, model, optimizer, clip=clip)
+    return train(made, batches, model, optimizer, **options)
 
 
 @scenario
@@ -138,20 +144,14 @@ class Stream(IterableDataset[Any]):
 
 
 @scenario
-def iterable_data(strategy: Any) -> Any:
-    return [fit(strategy, DataLoader(Stream(), 7)), fit(strategy, DataLoader(Stream(), 7, num_workers=1))]
-
-
-@scenario
-def workers(strategy: Any) -> Any:
-    return fit(strategy, loader(shuffle=True, num_workers=1))
+def streams_and_workers(strategy: Any) -> Any:
+    loaders = DataLoader(Stream(), 7), DataLoader(Stream(), 7, num_workers=1), loader(shuffle=True, num_workers=1)
+    return [fit(strategy, batches) for batches in loaders]
 
 
 @scenario
 def gradient_accumulation(strategy: Any) -> Any:
-    made = fabric(strategy)
-    model = network()
-    model, optimizer = made.setup(model, sgd(model))
+    made, model, optimizer = begin(strategy)
     batches = made.setup_dataloaders(loader(shuffle=True))
     for index, (x, y) in enumerate(itertools.chain(batches, batches)):
         is_last = index % 3 == 2
@@ -173,10 +173,7 @@ def two_optimizers(strategy: Any) -> Any:
     model = made.setup_module(model)
     first, second = made.setup_optimizers(first, second)
     for x, y in made.setup_dataloaders(loader(shuffle=True)):
-        made.backward(F.cross_entropy(model(x), y))
-        for optimizer in (first, second):
-            optimizer.step()
-            optimizer.zero_grad()
+        learn(made, F.cross_entropy(model(x), y), first, second)
         scheduler.step()
     return values(model)
 
@@ -204,66 +201,41 @@ def gan(strategy: Any) -> Any:
     return values(generator, judge)
 
 
-class Sometimes(nn.Module):
-    """Two models in one loop, of which some batches on some ranks use only one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, CLASSES).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layer(x)
-        return found
-
-
 @scenario
 def a_model_that_some_ranks_do_not_use(strategy: Any) -> Any:
     made = fabric(strategy)
-    first, second = network(), Sometimes()
+    first, second = network(), nn.Linear(FEATURES, CLASSES).double()
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
-    model, extra = made.setup_module(first), made.setup_module(second)
+    model: Any = made.setup_module(first)
+    extra: Any = made.setup_module(second)
     optimizer = made.setup_optimizers(optimizer)
     for x, y in made.setup_dataloaders(loader(shuffle=True)):
         loss = F.cross_entropy(model(x), y, reduction="none")
         chosen = x[:, 0] > 0.9
         if chosen.any():
             loss = loss + torch.where(chosen, F.cross_entropy(extra(x), y, reduction="none"), 0.0)
-        made.backward(loss.mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(made, loss.mean(), optimizer)
     return values(model, extra)
 
 
 def evaluate(model: Any, batches: Any) -> list[float]:
     """As a user does, who knows of no processes; the metrics live in variables, and keep states of every kind."""
-    loss, accuracy = (
-        torchmetrics.MeanMetric().set_dtype(torch.float64),
-        torchmetrics.Accuracy("multiclass", num_classes=CLASSES),
-    )
-    auroc = torchmetrics.AUROC("multiclass", num_classes=CLASSES)
-    both = torchmetrics.MetricCollection(
-        [
-            torchmetrics.F1Score("multiclass", num_classes=CLASSES),
-            torchmetrics.Precision("multiclass", num_classes=CLASSES),
-        ]
-    )
+    options: dict[str, Any] = {"task": "multiclass", "num_classes": CLASSES}
+    loss = torchmetrics.MeanMetric().set_dtype(torch.float64)
+    auroc = torchmetrics.AUROC(**options)
+    both = torchmetrics.MetricCollection([torchmetrics.F1Score(**options), torchmetrics.Precision(**options)])
     for x, y in batches:
         logits = model(x)
         loss.update(F.cross_entropy(logits, y), len(y))
-        for metric in (accuracy, auroc, both):
-            metric.update(logits, y)
-    return [
-        *(metric.compute().item() for metric in (loss, accuracy, auroc)),
-        *(v.item() for v in both.compute().values()),
-    ]
+        auroc.update(logits, y)
+        both.update(logits, y)
+    return [loss.compute().item(), auroc.compute().item(), *(value.item() for value in both.compute().values())]
 
 
 @scenario
 def evaluation(strategy: Any) -> Any:
     """In the middle of an epoch, between drawing, forward and backward, with gradients on and off."""
-    made = fabric(strategy)
-    model = network()
-    model, optimizer = made.setup(model, sgd(model))
+    made, model, optimizer = begin(strategy)
     batches, few, more = made.setup_dataloaders(loader(30, shuffle=True), loader(2, 2, 9), loader(13, 4, 5))
     found = []
     for index, (x, y) in enumerate(batches):
@@ -273,9 +245,7 @@ def evaluation(strategy: Any) -> Any:
             found.append(evaluate(model, more))
         if index == 3:
             next(iter(more))
-        made.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(made, loss, optimizer)
     with torch.inference_mode():
         found.append(evaluate(model, more))
     return [found, values(model)]
@@ -284,22 +254,16 @@ def evaluation(strategy: Any) -> Any:
 @scenario
 def several_loaders(strategy: Any) -> Any:
     """Drawn in turn, and at once where the batches are divided alike."""
-    made = fabric(strategy)
-    model = network()
-    model, optimizer = made.setup(model, sgd(model))
+    made, model, optimizer = begin(strategy)
     first, second = made.setup_dataloaders(loader(shuffle=True), loader(23, 5, 9))
     others = iter(second)
     for x, y in first:
         made.backward(F.cross_entropy(model(x), y))
         other, labels = next(others)
-        made.backward(0.5 * F.cross_entropy(model(other), labels))
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(made, 0.5 * F.cross_entropy(model(other), labels), optimizer)
     alike = made.setup_dataloaders(loader(36, 12), loader(24, 12, 9))
     for (x, y), (other, labels) in zip(*alike, strict=False):
-        made.backward(F.cross_entropy(model(x), y) + F.cross_entropy(model(other), labels))
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(made, F.cross_entropy(model(x), y) + F.cross_entropy(model(other), labels), optimizer)
     return values(model)
 
 
@@ -345,12 +309,8 @@ def resume(made: Fabric, path: str) -> Any:
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
     left = made.load(path, state)
     batches = made.setup_dataloaders(loader())
-    return [
-        left,
-        state["epoch"],
-        train(made, batches, model, optimizer, epochs=1),
-        optimizer.state_dict()["param_groups"][0]["lr"],
-    ]
+    lr = optimizer.state_dict()["param_groups"][0]["lr"]
+    return [left, state["epoch"], lr, train(made, batches, model, optimizer, epochs=1)]
 
 
 @scenario
@@ -397,26 +357,7 @@ def frozen_layers_and_a_compiled_model(strategy: Any) -> Any:
 @scenario
 def samples_that_no_loader_gave(strategy: Any) -> Any:
     """Each process makes the same batch itself: all count the same."""
-    made = fabric(strategy)
-    model: Any = network()
-    model, optimizer = made.setup(model, sgd(model))
+    made, model, optimizer = begin(strategy)
     x, y = data(8).tensors
-    made.backward(F.cross_entropy(model(x), y))
-    optimizer.step()
+    learn(made, F.cross_entropy(model(x), y), optimizer)
     return values(model)
-
-
-@scenario
-def what_processes_ask(strategy: Any) -> Any:
-    """Only what is the same on one process and on many."""
-    made = fabric(strategy)
-    with made.rank_zero_first():
-        first = made.global_rank
-    return [
-        made.all_reduce(torch.tensor([3.0, 4.0])),
-        made.all_reduce({"a": 2.0, "b": [torch.tensor(3)]}),
-        made.broadcast({"name": 5, "values": torch.arange(3)})["values"],
-        float(made.broadcast(made.global_rank)),
-        float(first * 0),
-        float(made.strategy.reduce_boolean_decision(True)),
-    ]

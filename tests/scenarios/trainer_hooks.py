@@ -21,10 +21,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning_utilities.core.inheritance import get_all_subclasses
-from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader
-from trainers import ACCELERATOR, CLASSES, FEATURES, Record, data, loader, outcome, quiet
+from trainers import Net, data, halving, loader, outcome, quiet, trainer
 
 from ddp_callbacks.errors import PeerError
 
@@ -135,40 +133,20 @@ class Data(HasState, Loaders, pl.LightningDataModule):
     pass
 
 
-class Module(pl.LightningModule):
+class Module(Net):
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.Linear(FEATURES, CLASSES).double()
+        super().__init__(scheduler=halving)
         self.mean = torch.zeros(())  # over the samples of this rank's part
         self.fails = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
     def loss(self, batch: Any) -> torch.Tensor:
         self.mean = batch[0].mean()
-        return F.cross_entropy(self(batch[0]), batch[1])
+        return super().loss(batch)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.fails and batch_idx == 1:
             raise Raised("in a step")
-        loss = self.loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.loss(batch))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self(batch[0])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+        return super().training_step(batch, batch_idx)
 
 
 class WithLoaders(Loaders, Module):
@@ -206,19 +184,13 @@ class Script:
     trainer: pl.Trainer | None = None
 
     def __init__(self, strategy: Any, folder: str, owners: dict[str, Any]) -> None:
-        pl.seed_everything(7, verbose=False)
         self.module = owners.get("module") or (WithLoaders() if "datamodule" not in owners else Module())
         self.options = {"datamodule": owners["datamodule"]} if "datamodule" in owners else {}
-        self.made = Script.trainer = pl.Trainer(
-            strategy=strategy,
-            accelerator=ACCELERATOR,
-            max_epochs=2,
+        self.made = Script.trainer = trainer(
+            strategy,
             num_sanity_val_steps=1,
             callbacks=[*filter(None, [owners.get("callback")]), ModelCheckpoint(folder, save_top_k=-1)],
-            logger=Record(),
-            log_every_n_steps=1,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            enable_checkpointing=True,
             default_root_dir=folder,
         )
 
