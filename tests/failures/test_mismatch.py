@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,8 +115,8 @@ def wait_for(seconds: float, name: str) -> None:
     wait(Late(seconds), name, resolve_group())
 
 
-def begin(seconds: float = 120) -> None:
-    join_process_group(timeout=timedelta(seconds=seconds))
+def begin() -> None:
+    join_process_group(timeout=timedelta(seconds=120))
     begin_run()
     note("begin")
 
@@ -178,30 +177,6 @@ def die_while_one_computes() -> None:
         sum_by_gloo(1 << 20)("a large sum")
 
 
-def be_late() -> None:
-    """Rank 1 waits in the standard library, as for the workers of a loader, until rank 0 has given up."""
-    os.environ["DDP_CALLBACKS_SHARED_MEMORY"] = "0"
-    begin(3)
-    any_rank(False, "the first message")
-    end = time.monotonic() + 60
-    while my_rank() == 1 and not Path("error-0").exists() and time.monotonic() < end:
-        threading.Event().wait(0.2)
-    with noting_errors():
-        try:
-            any_rank(False, "the second message")
-        finally:
-            Path(f"error-{my_rank()}").touch()
-
-
-def leave_while_the_other_receives() -> None:
-    begin()
-    if my_rank() == 0:
-        enter("the last broadcast")
-    else:
-        wait_for(4, "the last broadcast")  # its link is slow; rank 0 has sent all, and ends
-        note("received")
-
-
 def exchange_quickly() -> None:
     """Notes how often this process asks the store meanwhile."""
     begin()
@@ -223,8 +198,8 @@ def exchange_quickly() -> None:
 
 @pytest.fixture(scope="module")
 def two(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rank]]:
-    bodies = (wait_in_a_thread_of_autograd, wait_for_one_in_torchs_collective, be_ahead, take_a_long_step, be_late)
-    worlds = {body.__name__: World(body) for body in (*bodies, leave_while_the_other_receives)}
+    bodies = (wait_in_a_thread_of_autograd, wait_for_one_in_torchs_collective, be_ahead, take_a_long_step)
+    worlds = {body.__name__: World(body) for body in bodies}
     worlds |= {name: World(meet_in_different_exchanges, ([name], [])) for name in DIFFERENT}
     return run_side_by_side(nursery, tmp_path_factory.mktemp("two"), worlds)
 
@@ -295,27 +270,12 @@ def test_a_rank_in_torchs_own_collective_is_named_with_its_line(two: dict[str, l
     assert first.noted_at["error"] - first.noted_at["begin"] < 10 * first.slowness
 
 
-def test_a_rank_that_is_late_is_named_alive_with_its_line(two: dict[str, list[Rank]]) -> None:
-    first, second = two["be_late"]
-    kind, text = first.notes["error"]
-    assert kind == "PeerError" and "waited for the second message in vain, though every rank is alive" in text, text
-    assert f"pid {second.pid}) is not in any collective of ddp_callbacks: it last was in the first message" in text
-    assert re.search(r"is at .*test_mismatch\.py:\d+\.", text), text
-
-
 @pytest.mark.waits(5)
 @pytest.mark.parametrize("body", [be_ahead, take_a_long_step])
 def test_a_rank_that_is_ahead_or_computes_for_long_is_no_mismatch(two: dict[str, list[Rank]], body: Any) -> None:
     """A rank in a long step raises nothing."""
     ranks = two[body.__name__]
     assert [rank.notes.get("sum") for rank in ranks] == [2.0, 2.0], [rank.stderr for rank in ranks]
-
-
-def test_a_rank_that_has_sent_all_may_leave_while_the_other_still_receives(two: dict[str, list[Rank]]) -> None:
-    first, second = two["leave_while_the_other_receives"]
-    assert (first.code, second.code) == (0, 0), second.stderr
-    assert "received" in second.notes and second.stderr == ""
-    assert first.ended > second.noted_at["received"] - 1, "the store was there as long as somebody looked into it"
 
 
 @pytest.mark.wide
