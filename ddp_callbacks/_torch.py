@@ -232,11 +232,6 @@ def timeout_in(options: Backend.Options) -> timedelta:
     return options._timeout
 
 
-def set_timeout_in(options: Backend.Options, timeout: timedelta) -> None:
-    """Set the timeout in a backend's options."""
-    options._timeout = timeout
-
-
 def is_ordered_by_stream(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group's collectives on ``device`` are operations in a stream, which the host does not wait for."""
     if device.type == "cpu" or torch.device(device.type) not in devices_of(group):

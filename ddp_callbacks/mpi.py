@@ -1,21 +1,362 @@
 """``backend="mpi4py"``: torch's process groups over MPI, for a torch that was built without MPI.
 
-Importing this module registers the backend; it needs the extra ``mpi``. In a script started by ``mpiexec``, write
-either of these::
+Importing this module starts MPI and registers the backend; it needs the extra ``mpi``. In a script started by
+``mpiexec``, write either of these::
 
     ddp_callbacks.join_process_group(backend="mpi4py")
 
     import ddp_callbacks.mpi
     torch.distributed.init_process_group("mpi4py", init_method="mpi://")
 
-With ``mpi://``, MPI tells the processes where rank 0 listens; ``env://`` and other methods work too. While a group
-exists, an uncaught exception in one process ends the whole job; MPI alone would hang.
+An uncaught exception in one process ends the whole job, by MPI_Abort; without that, MPI_Finalize would hang.
 """
 
-from ddp_callbacks.comm.mpi.backend import register
-from ddp_callbacks.comm.mpi.process_group import MPIProcessGroup
-from ddp_callbacks.comm.mpi.rendezvous import place
+from __future__ import annotations
 
-__all__ = ["MPIProcessGroup", "place"]
+import atexit
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeAlias
 
-register()
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from ddp_callbacks._torch import Backend, timeout_in
+from ddp_callbacks.environment import WorkerEnv
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group import DEFAULT_TIMEOUT, leave_process_group
+from ddp_callbacks.process_group.failures import wait
+from ddp_callbacks.process_group.rendezvous import meet
+from ddp_callbacks.versions import how_to_install
+
+try:
+    import mpi4py.run
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
+    raise ConfigurationError(
+        f'backend="mpi4py" needs mpi4py and an MPI library: {how_to_install("mpi4py", "mpich")}. On a cluster with '
+        f"its own MPI, leave out mpich. Cause: {error}"
+    ) from error
+
+__all__ = ["MPIProcessGroup"]
+
+Tensors: TypeAlias = list[torch.Tensor]
+Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+
+_lock = threading.RLock()  # held during MPI calls: some libraries allow only one thread at a time
+_ProcessGroup: Any = dist.ProcessGroup  # its methods are overloaded; torch.distributed calls one form of each
+_Ops: Any = dist.ReduceOp.RedOpType
+_OPS = {
+    _Ops.SUM: MPI.SUM,
+    _Ops.PRODUCT: MPI.PROD,
+    _Ops.MIN: MPI.MIN,
+    _Ops.MAX: MPI.MAX,
+    _Ops.BAND: MPI.BAND,
+    _Ops.BOR: MPI.BOR,
+    _Ops.BXOR: MPI.BXOR,
+}
+_TYPES = {
+    torch.float64: MPI.DOUBLE,
+    torch.float32: MPI.FLOAT,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T,
+}
+_HALVES = (torch.float16, torch.bfloat16)  # MPI lacks them: they are reduced in float32, and rounded once
+
+
+class Work(dist.Work):
+    """The work handle of an MPI operation, which goes on whenever its process is in this handle or in another.
+
+    Args:
+        name: For messages: "all-reduce".
+        group: The group that communicates.
+        request: MPI's handle.
+        copies: Each output tensor, and the buffer in which MPI puts its value.
+        buffers: What MPI reads meanwhile, to keep it.
+    """
+
+    def __init__(self, name: str, group: MPIProcessGroup, request: MPI.Request, copies: Copies, buffers: Any) -> None:
+        super().__init__()
+        self._name, self._group, self._request = name, group, request
+        self._copies, self._buffers = copies, buffers
+        self._timeout = timeout_in(group.options)
+        self._end = time.monotonic() + self._timeout.total_seconds()
+        self._status = MPI.Status()
+        self._done = False
+        self._error: RuntimeError | None = None
+
+    def is_completed(self) -> bool:
+        with _lock:
+            try:
+                if self._done or not self._request.Test(self._status):
+                    return self._done
+                for tensor, buffer in self._copies:
+                    if tensor.data_ptr() != buffer.data_ptr():
+                        tensor.detach().copy_(buffer.view(tensor.shape))
+            except RuntimeError as error:  # MPI's are of this kind, too
+                self._error = error
+            self._done = True
+            return True
+
+    def wait_slice(self, seconds: float) -> bool:
+        """Whether it completes within ``seconds``. Raises RuntimeError if it failed, or after the group's timeout."""
+        end, pause = time.monotonic() + seconds, 0.0
+        while not self.is_completed():
+            now = time.monotonic()
+            if now > self._end:
+                raise RuntimeError(f"{self._name} over MPI was not complete after {self._timeout}")
+            if now > end:
+                return False
+            time.sleep(pause)  # a late rank should not cost the others a core
+            pause = min(pause + 1e-5, 1e-3)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until it is complete, or for ``timeout`` if that is positive.
+
+        Raises:
+            PeerError: Another rank reported a failure, left, or nothing came within the group's timeout.
+            RuntimeError: It was not complete after ``timeout``; the operation continues.
+        """
+        if timeout <= timedelta(0):
+            wait(self, f"{self._name} over MPI", self._group)
+        elif not self.wait_slice(timeout.total_seconds()):
+            raise RuntimeError(f"{self._name} over MPI is not complete after {timeout}")
+        return True
+
+    def result(self) -> Tensors:
+        return [tensor for tensor, _ in self._copies]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the output tensors. It blocks: nothing would complete the operation for who waits in C++."""
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+    def _source_rank(self) -> int:
+        return self._status.Get_source()
+
+
+class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group over MPI, for CPU tensors of any strides. Each operation returns a :class:`Work`.
+
+    The MPI library chooses the order of a sum; float16 and bfloat16 are summed in float32 and rounded once.
+
+    Args:
+        comm: The communicator, with the ranks in the order of the group; ``shutdown`` frees it.
+        store: The group's store.
+        timeout: Timeout of an operation.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, store: dist.Store, timeout: timedelta) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size())
+        self.options = Backend.Options("mpi4py", timeout)
+        self._comm, self._store = comm, store
+        self._pending: list[Work] = []  # kept, as MPI uses their buffers
+        self._names = {"name": "", "desc": ""}
+
+    # --- what torch asks of a group -----------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return "mpi4py"
+
+    def setGroupName(self, name: str) -> None:
+        self._names["name"] = name
+
+    def getGroupName(self) -> str:
+        return self._names["name"]
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._names["desc"] = desc
+
+    def getGroupDesc(self) -> str:
+        return self._names["desc"]
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> MPIProcessGroup:
+        return self
+
+    def shutdown(self) -> None:
+        """Free the communicator, unless operations are pending. Safe to call twice."""
+        with _lock:
+            if self._comm != MPI.COMM_NULL and not MPI.Is_finalized() and all(w.is_completed() for w in self._pending):
+                self._comm.Free()
+
+    # --- the operations -----------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
+        numbers, *reduction = _reduction(tensors, opts)
+        return self._start("all-reduce", [(tensors[0], numbers)], [], self._comm.Iallreduce, MPI.IN_PLACE, *reduction)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:
+        numbers, spec, op = _reduction(tensors, opts)
+        if self.rank() != opts.rootRank:
+            return self._start("reduce", [], [numbers], self._comm.Ireduce, spec, None, op, opts.rootRank)
+        copies = [(tensors[0], numbers)]
+        return self._start("reduce", copies, [], self._comm.Ireduce, MPI.IN_PLACE, spec, op, opts.rootRank)
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
+        (buffer,) = map(_dense, tensors)
+        return self._start("broadcast", [(tensors[0], buffer)], [], self._comm.Ibcast, _spec(buffer), opts.rootRank)
+
+    def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None) -> Work:
+        (sent,) = map(_dense, input_tensors)
+        received = sent.new_empty(self.size(), *sent.shape)
+        copies = list(zip(output_tensors[0], received, strict=True))
+        return self._start("all-gather", copies, [sent], self._comm.Iallgather, _spec(sent), _spec(received))
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        sent, received = _dense(input).clone(), _dense(output)  # in MPI they must not overlap
+        copies = [(output, received)]
+        return self._start("all-gather", copies, [sent], self._comm.Iallgather, _spec(sent), _spec(received))
+
+    def gather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> Work:
+        (sent,) = map(_dense, input_tensors)
+        if self.rank() != opts.rootRank:
+            return self._start("gather", [], [sent], self._comm.Igather, _spec(sent), None, opts.rootRank)
+        received = sent.new_empty(self.size(), *sent.shape)
+        copies = list(zip(output_tensors[0], received, strict=True))
+        return self._start("gather", copies, [sent], self._comm.Igather, _spec(sent), _spec(received), opts.rootRank)
+
+    def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> Work:
+        (received,) = map(_dense, output_tensors)
+        sent = torch.stack(list(map(_dense, input_tensors[0]))) if self.rank() == opts.rootRank else None
+        specs = None if sent is None else _spec(sent), _spec(received)
+        copies = [(output_tensors[0], received)]
+        return self._start("scatter", copies, [sent], self._comm.Iscatter, *specs, opts.rootRank)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
+    ) -> Work:
+        if output_sizes or input_sizes:
+            raise _refusal("all_to_all_single with split sizes")
+        sent, received = _dense(input).clone(), _dense(output)
+        copies = [(output, received)]
+        return self._start("all-to-all", copies, [sent], self._comm.Ialltoall, _spec(sent), _spec(received))
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._start("barrier", [], [], self._comm.Ibarrier)
+
+    def send(self, tensors: Tensors, dst: int, tag: int) -> Work:
+        (sent,) = map(_dense, tensors)
+        return self._start(f"send to rank {dst} of the group", [], [sent], self._comm.Isend, _spec(sent), dst, tag)
+
+    def recv(self, tensors: Tensors, src: int, tag: int) -> Work:
+        (received,) = map(_dense, tensors)
+        name = f"receive from {'any rank' if src == MPI.ANY_SOURCE else f'rank {src}'} of the group"
+        return self._start(name, [(tensors[0], received)], [], self._comm.Irecv, _spec(received), src, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
+        return self.recv(tensors, MPI.ANY_SOURCE, tag)
+
+    _allgather_base = all_gather_single
+    alltoall_base = all_to_all_single
+
+    def _start(self, name: str, copies: Copies, buffers: Any, call: Callable[..., Any], *args: Any) -> Work:
+        with _lock:
+            work = Work(name, self, call(*args), copies, buffers)
+            self._pending = [each for each in [*self._pending, work] if not each.is_completed()]
+        return work
+
+
+def _refusal(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"backend mpi4py has no {what}. Use gloo, which works under mpirun, too: leave out backend."
+    )
+
+
+def _refuse(name: str) -> None:
+    def refuse(*_: Any, **__: Any) -> Work:
+        raise _refusal(name)
+
+    setattr(MPIProcessGroup, name, refuse)
+
+
+for _name in ("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "alltoall", "allreduce_coalesced"):
+    _refuse(_name)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The values side by side in memory: the same memory, if they are."""
+    if not tensor.is_cpu or tensor.layout != torch.strided:
+        raise ConfigurationError(
+            f"backend mpi4py takes dense tensors on the CPU, got one on {tensor.device} of layout {tensor.layout}. Use "
+            "gloo or NCCL for these, or copy it."
+        )
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _spec(buffer: torch.Tensor, datatype: MPI.Datatype = MPI.BYTE) -> Any:
+    """The memory of a dense tensor in mpi4py's words: as bytes, unless MPI is to compute with them."""
+    return [MPI.buffer.fromaddress(buffer.data_ptr(), buffer.nbytes), datatype]
+
+
+def _reduction(tensors: Tensors, opts: Any) -> tuple[torch.Tensor, Any, MPI.Op]:
+    """The numbers to reduce, as a tensor and in mpi4py's words, and the operation."""
+    (numbers,) = map(_dense, tensors)
+    op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
+    numbers = numbers.float() if numbers.dtype in _HALVES else numbers
+    if numbers.dtype not in _TYPES or op not in _OPS:
+        raise _refusal(f"{op} of {tensors[0].dtype}")
+    return numbers, _spec(numbers, _TYPES[numbers.dtype]), _OPS[op]
+
+
+def create(options: Any, _: Any = None) -> MPIProcessGroup:
+    """Create a group with a communicator of its own. torch calls it on each member; blocks until all have come.
+
+    Raises:
+        ConfigurationError: MPI's ranks differ from torch's.
+    """
+    world, ranks = MPI.COMM_WORLD, list(options.global_ranks_in_group) or list(range(options.group_size))
+    rank, size = ranks[options.group_rank], dist.get_world_size() if dist.is_initialized() else options.group_size
+    if (rank, size) != (world.Get_rank(), world.Get_size()):
+        raise ConfigurationError(
+            f"this process is rank {rank} of {size}, but to MPI it is rank {world.Get_rank()} of {world.Get_size()}. "
+            f'Start it as "mpiexec -n {size} python ..." by the mpiexec of {MPI.get_vendor()[0]}, which mpi4py has '
+            "loaded (MPI4PY_LIBMPI sets another library; srun needs --mpi=pmix or --mpi=pmi2), without variables or "
+            "arguments that number the processes otherwise; or leave out backend, and gloo connects them."
+        )
+    with _lock:
+        comm = world.Create_group(world.Get_group().Incl(ranks), zlib.crc32(options.group_id.encode()) % 32768)
+    return MPIProcessGroup(comm, options.store, options.timeout)
+
+
+def rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """torch's handler for ``init_method="mpi://"``."""
+    env = WorkerEnv.from_environ()
+    env, store = meet(env, timeout) if env.world_size > 1 else (env, dist.HashStore())
+    atexit.register(leave_process_group)  # so that ranks that wait for this one notice
+    yield store, env.rank, env.world_size
+
+
+def _abort_after_uncaught_exceptions() -> None:
+    previous = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        mpi4py.run.set_abort_status(error)
+
+    sys.excepthook = report
+
+
+dist.Backend.register_backend("mpi4py", create, extended_api=True, devices=["cpu"])
+register_rendezvous_handler("mpi", rendezvous)
+_abort_after_uncaught_exceptions()

@@ -43,7 +43,7 @@ nitpick_ignore_regex = [  # what is not described here: other libraries, and nam
     ("py:.*", r"(torch|c10d|torchbearer|lightning|mpi4py|collections|datetime|os|signal|typing|dist)\b.*"),
     (
         "py:.*",
-        "ddp_callbacks.comm.mpi.progress.Progress|ddp_callbacks.torchbearer.(base.LocalStates|metrics.MetricsPass)|Callback|Trial|Work|timedelta|Process(Raised|Exited)Exception|BatchSize|CommHook|Compress|Every|Reduction|SkipBatch|Sync|Verify|Weight",
+        "ddp_callbacks.torchbearer.(base.LocalStates|metrics.MetricsPass)|Callback|Trial|Work|timedelta|Process(Raised|Exited)Exception|BatchSize|CommHook|Compress|Every|Reduction|SkipBatch|Sync|Verify|Weight",
     ),
 ]
 

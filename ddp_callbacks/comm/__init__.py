@@ -10,7 +10,6 @@
 - :mod:`.batch_statistics`: the exchanges of batch normalization
 - :mod:`.buckets`, :mod:`.flat_buffer`: how gradients are grouped, and the memory that carries them
 - :mod:`.hooks`, :mod:`.compression`: DDP's communication hooks, and the hooks that compress
-- :mod:`.mpi`: a process group over MPI
 """
 
 from ddp_callbacks.comm.collectives import (

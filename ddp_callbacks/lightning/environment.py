@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ddp_callbacks.environment import WorkerEnv
-from ddp_callbacks.process_group import MPI4PY, join_process_group
+from ddp_callbacks.process_group import join_process_group
 from ddp_callbacks.schedulers import unknown_launcher
 
 
@@ -81,9 +81,6 @@ def join(environment: Any, device: torch.device, backend: str | None, timeout: t
     """Meet the other processes of ``environment``, to compute on ``device``. Blocks until all are there."""
     rank, size = environment.global_rank(), environment.world_size()
     meet = functools.partial(join_process_group, backend=backend, device=device, timeout=timeout)
-    if backend == MPI4PY:  # which knows the place, and where to meet
-        meet()
-        return
     if type(environment).__name__ != "LightningEnvironment" and not unknown_launcher(os.environ):
         env = WorkerEnv.from_environ()
         if (env.rank, env.world_size) == (rank, size):

@@ -15,7 +15,6 @@
 
 from ddp_callbacks.process_group.membership import (
     DEFAULT_TIMEOUT,
-    MPI4PY,
     get_rank,
     get_world_size,
     join_process_group,
@@ -25,7 +24,6 @@ from ddp_callbacks.process_group.membership import (
 
 __all__ = [
     "DEFAULT_TIMEOUT",
-    "MPI4PY",
     "get_rank",
     "get_world_size",
     "join_process_group",

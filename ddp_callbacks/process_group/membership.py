@@ -8,7 +8,6 @@ import sys
 from datetime import timedelta
 from importlib import import_module
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from ddp_callbacks.process_group.runs import destroy_groups, form_group
 from ddp_callbacks.versions import how_to_install
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default for gloo
-MPI4PY = "mpi4py"  # the backend of ddp_callbacks.mpi, imported on demand
+_MPI4PY = "mpi4py"  # the backend of ddp_callbacks.mpi
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -96,14 +95,11 @@ def join_process_group(
         return env
     device = None if device is None else torch.device(device)
     chosen = _choose_backend(backend, device)
-    if chosen == MPI4PY and (rank, world_size, host, port) == (None,) * 4 and init_method in (None, "env://"):
-        env = _mpi().place(timeout)
-    else:
-        env = _place(rank, world_size, host, port, init_method)
+    env = _place(rank, world_size, host, port, init_method)
     if env.world_size == 1:
         return env
     require_torch()
-    if chosen != MPI4PY:  # mpi4py runs on CPUs
+    if chosen != _MPI4PY:  # mpi4py runs on CPUs
         select_gpu(env.local_rank, device)
     env, store = meet(env, timeout)
     choose_interface(env.host)
@@ -153,17 +149,12 @@ def _choose_backend(backend: str | None, device: torch.device | None) -> str:
             f'backend="mpi4py" ({how_to_install("mpi4py")}), or leave out backend: gloo and NCCL work under '
             "mpirun, too."
         )
-    if backend == MPI4PY:
-        _mpi()
+    if backend == _MPI4PY:
+        import_module("ddp_callbacks.mpi")  # registers it with torch, or says that mpi4py is missing
     if backend is not None:
         return backend
     for_gpus = torch.cuda.is_available() and dist.is_nccl_available() and (device is None or device.type != "cpu")
     return "cpu:gloo,cuda:nccl" if for_gpus else "gloo"
-
-
-def _mpi() -> Any:
-    """Register the backend with torch. Raises ConfigurationError if mpi4py is missing."""
-    return import_module("ddp_callbacks.mpi")
 
 
 def _report_uncaught_exceptions() -> None:

@@ -150,6 +150,7 @@ def announce_leave() -> None:
     if dist.get_rank() == 0:
         store().set("closing", "1")
     raise_alarm()
+    store().add("away", 1)  # the last of all: now rank 0 may close the store
 
 
 def linger(root: dist.Store, world_size: int) -> None:
@@ -158,7 +159,7 @@ def linger(root: dist.Store, world_size: int) -> None:
     It doesn't wait for ranks that are silent for :data:`LINGER` seconds; waiting ranks check the store more often.
     """
     looks, end = -1, time.monotonic() + LINGER
-    while root.add("left", 0) < world_size and time.monotonic() < end:
+    while root.add("away", 0) < world_size and time.monotonic() < end:
         before, looks = looks, root.add("looks", 0)
         if looks != before:
             end = time.monotonic() + LINGER

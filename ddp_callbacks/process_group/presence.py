@@ -21,6 +21,7 @@ Keys in that store, below ``ddp_callbacks/``; ``{run}`` is the number of the run
 ``connected``                 counts the ranks that have their connections
 ``connected/complete``        the last one has them
 ``left``, ``left/{n}``        how many ranks have left for good; JSON, the n-th of them, and what it had entered
+``away``                      counts the ranks that have left and write nothing more
 ``closing``                   rank 0, whose process may host the store, has left
 ``looks``                     counts the checks of ranks that have waited long
 ``question``                  counts the questions "where are you?"

@@ -131,7 +131,7 @@ def layers() -> str:
         ("engines", ORANGE, ("gradients\nevery backward", "local_sgd\nevery few steps", "batch_norm\nwhole batch")),
         ("", ORANGE, ("weighing\na rank\u2019s weight", "verification\nchecks gradients")),
         ("data", GREEN, ("data/\ndivides a batch", "replicas\nstart and stay equal")),
-        ("transport", TEAL, ("comm/\nprocess group, shared memory, hierarchical, MPI",)),
+        ("transport", TEAL, ("comm/\nprocess group, shared memory, hierarchical",)),
         ("group", BLUE, ("process_group/\njoins the ranks, names a rank that failed",)),
         ("base", GREY, ("environment", "schedulers", "network", "errors")),
     )
