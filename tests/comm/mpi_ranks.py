@@ -253,6 +253,12 @@ HAPPENS: dict[str, Callable[[], Any]] = {
 }
 
 
+def through_gloo() -> None:
+    env = join_process_group(timeout=PATIENCE)
+    dist.all_reduce(ranks := torch.tensor([env.rank + 1, env.local_rank + 1, 1]))
+    assert dist.get_backend() == "gloo" and ranks.tolist() == [6, 6, 3]
+
+
 def joins() -> None:
     join_process_group(backend="mpi4py", timeout=PATIENCE)
 

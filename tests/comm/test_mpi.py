@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from kit.ranks import free_port
 
 pytestmark = [pytest.mark.mpi, pytest.mark.shares_results("library")]
 RANKS = 3
-OPEN_MPI_LIBRARY = {"MPI4PY_LIBMPI": "libmpi.so.40"}
+VARIABLES: dict[str, Callable[[], dict[str, str]]] = {
+    "MPICH": lambda: {"MASTER_PORT": str(free_port())},  # tests beside this one use it, too; Open MPI's jobs have names
+    "Open MPI": lambda: {"MPI4PY_LIBMPI": "libmpi.so.40"},
+}
 
 Done = subprocess.CompletedProcess[str]
 
@@ -41,8 +45,7 @@ def launcher(library: str) -> list[str]:
 def launch(library: str, processes: int, *program: Any, cold: bool = False, **variables: str) -> Done:
     """Run a function of :mod:`mpi_ranks` on that many ranks."""
     command = [*launcher(library), "-n", str(processes)]
-    environ = environment() | {"MASTER_PORT": str(free_port())} | variables
-    environ |= OPEN_MPI_LIBRARY if library == "Open MPI" else {}
+    environ = {**environment(), **VARIABLES[library](), **variables}
     words = [*command, sys.executable if cold else "python", "-W", "error", mpi_ranks.__file__, *program]
     process = start(words, Path.cwd(), env=environ, stderr=subprocess.PIPE)
     try:
@@ -64,9 +67,11 @@ def checked(library: str) -> list[dict[str, str]]:
         return [json.loads(Path(folder, f"rank-{rank}").read_text()) for rank in range(RANKS)]
 
 
+each_library = pytest.mark.parametrize("library", ["MPICH", "Open MPI"])
+
+
 def checks(*names: str) -> Any:
     """A test of these checks of :mod:`mpi_ranks`, for each library."""
-    each_library = pytest.mark.parametrize("library", ["MPICH", "Open MPI"])
     return lambda test: each_library(pytest.mark.parametrize("name", names)(test))
 
 
@@ -85,6 +90,12 @@ def test_operations_give_what_torch_computes_for_all_dtypes_and_layouts_in_any_o
 def test_gradients_and_a_trial_have_the_numbers_of_one_process(library: str, name: str) -> None:
     """Training over MPI gives one process's numbers."""
     require(library, name)
+
+
+@each_library
+def test_processes_that_mpirun_starts_meet_and_talk_through_gloo(library: str) -> None:
+    done = launch(library, RANKS, "through_gloo")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_lightning_trainer_takes_it_as_its_backend() -> None:
