@@ -21,10 +21,11 @@ from typing import Any
 
 from kit.commands import environment
 from kit.paths import ROOT
-from kit.ranks import Nursery, note
+from kit.ranks import Nursery, free_port, note
 
 LIMIT = 600.0  # seconds, for each command and for the Python blocks of a page together
 LANGUAGES = {"python", "diff", "console", "sh", "text", "toml", "json", "yaml"}
+MPI = ("mpirun ", "mpiexec ")
 HERE = {"ddprun", "python", "torchrun", "mpirun", "mpiexec"}
 # Programs that need a cluster, another machine or the network: the files that they are given must be there.
 ELSEWHERE = {"ssh", "ssh-keygen", "ssh-copy-id", "scp", "rsync", "srun", "sbatch", "qsub", "git", "source", "make"}
@@ -91,7 +92,7 @@ class Block:
 
     @property
     def needs_mpi(self) -> bool:
-        return any(command.startswith(("mpirun ", "mpiexec ")) for command, _ in self.commands())
+        return any(command.startswith(MPI) for command, _ in self.commands())
 
 
 @dataclass
@@ -288,6 +289,8 @@ class Running:
         inherited = environment(cold=self.page.name in COLD)
         environ = {name: value for name, value in inherited.items() if not name.startswith("PYTEST")}
         environ |= {"PYTHONPATH": str(ROOT), "PWD": str(self.folder), "COLUMNS": "120"}
+        if command.startswith(MPI):
+            environ["MASTER_PORT"] = str(free_port())  # tests beside this one use MPICH, too
         done = subprocess.run(
             ["timeout", "--signal=TERM", "--kill-after=10", str(LIMIT), "bash", "-c", command],
             cwd=self.folder,
