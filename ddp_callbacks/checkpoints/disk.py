@@ -12,7 +12,7 @@ import shutil
 import socket
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,8 +45,12 @@ def remove_temporary_files(path: str) -> None:
                 os.remove(leftover)
 
 
-def write(content: dict[str, Any], path: str) -> None:
-    """Write ``content`` beside ``path``, flush it to the disk, keep the file at ``path`` as the previous one, rename.
+def write(save: Callable[[BinaryIO], object], path: str, *, keep: bool) -> None:
+    """Write a file beside ``path``, flush it to the disk, keep the file at ``path`` as the previous one, rename.
+
+    Args:
+        save: Writes the content.
+        keep: The file at ``path`` is whole. If it is not, the previous one stays.
 
     Raises:
         CheckpointError: The disk is full, or refuses. The files that were there still are.
@@ -55,10 +59,10 @@ def write(content: dict[str, Any], path: str) -> None:
     with _explaining(path):
         try:
             with open(temporary, "wb") as file:
-                torch.save(content, file)
+                save(file)
                 file.flush()
                 os.fsync(file.fileno())
-            if os.path.exists(path):
+            if keep and os.path.exists(path):
                 _keep_as_previous(path)
             os.replace(temporary, path)
         finally:
@@ -178,15 +182,25 @@ def load(path: str, weights_only: bool) -> tuple[dict[str, Any] | None, str]:
         CheckpointError: The file is not ours, of a newer format, or has objects that ``weights_only`` excludes.
     """
     with open(path, "rb") as file:
-        start = file.read(len(_ZIP))
-        if start != _ZIP and start.strip(b"\0"):
-            raise not_ours(path)
-        if damage := _truncation(file):
-            return None, f"{path} is damaged ({damage})"
-        content = load_open(file, path, weights_only)
+        if not zipfile.is_zipfile(file):
+            file.seek(0)
+            start = file.read(len(_ZIP))
+            if start != _ZIP and start.strip(b"\0"):
+                raise not_ours(path)
+            return None, f"{path} is damaged (it is not a zip file; it has {os.fstat(file.fileno()).st_size} bytes)"
+        try:
+            content = load_open(file, path, weights_only)
+        except CheckpointError as error:
+            if error.__cause__ is not None and (entry := zipfile.ZipFile(file).testzip()):
+                return None, _damaged(path, entry)
+            raise
         if content[KEY].get("crc32") and (entry := zipfile.ZipFile(file).testzip()):
-            return None, f"{path} is damaged (the checksum of {entry} is not that of its bytes)"
+            return None, _damaged(path, entry)
         return content, ""
+
+
+def _damaged(path: str, entry: str) -> str:
+    return f"{path} is damaged (the checksum of {entry} is not that of its bytes)"
 
 
 def load_open(file: BinaryIO, path: str, weights_only: bool) -> dict[str, Any]:
@@ -208,12 +222,3 @@ def load_open(file: BinaryIO, path: str, weights_only: bool) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     require_ours(content, path)
     return content
-
-
-def _truncation(file: BinaryIO) -> str:
-    file.seek(0)
-    try:
-        zipfile.ZipFile(file).close()
-    except zipfile.BadZipFile as error:
-        return f"{error}; it has {os.fstat(file.fileno()).st_size} bytes"
-    return ""

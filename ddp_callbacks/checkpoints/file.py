@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 
 from ddp_callbacks.checkpoints import disk
-from ddp_callbacks.checkpoints.background import BackgroundWriter, copy_to_memory
+from ddp_callbacks.checkpoints.background import BackgroundWriter
 from ddp_callbacks.checkpoints.claim import Claim
-from ddp_callbacks.checkpoints.format import KEY, Saved, make_content, pack_own
+from ddp_callbacks.checkpoints.format import Saved, make_content, pack_own
 from ddp_callbacks.checkpoints.transfer import broadcast_file, on_rank_zero
 from ddp_callbacks.comm.collectives import all_gather_json, broadcast_tensors, gather_bytes
 from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted, say
-from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
+from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
 
 Shared = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
@@ -62,6 +63,7 @@ class CheckpointFile:
         self.process_group = process_group
         self._is_open = False
         self._claim: Claim | None = None  # on rank 0
+        self._is_damaged = False  # the file at the path: it must not take the previous one's place; on rank 0
         self._background = BackgroundWriter() if async_save else None
 
     def __enter__(self) -> CheckpointFile:
@@ -89,24 +91,18 @@ class CheckpointFile:
     def read(self) -> Saved | None:
         """What the newest file that can be read holds; ``None`` if there is no file. A collective.
 
-        If the last file is damaged, that is the one before it, with a warning on rank 0 that says why. Ranks that do
-        not see rank 0's file get it from there.
+        If the last file is damaged, that is the one before it, with a warning on rank 0 that says why. Rank 0 reads
+        it and sends it to the others.
 
         Raises:
             CheckpointError: No file can be read, or the file is not ours or of a newer format.
         """
         found = on_rank_zero(lambda: disk.find(self.path, self._weights_only), _READ, self.process_group)
-        name, content = ("", None) if found is None else found
-        mine = None if content is None else content[KEY]["id"]
-        (name, wanted), _ = broadcast_tensors([name, mine], [], _READ, self.process_group)
-        if wanted is None:
-            return None
-        if content is None:
-            content = self._find_same(name, wanted)
-        if not all(all_gather_json(content is not None, _READ, self.process_group)):
-            content = self._receive(name, content)
-        assert content is not None
-        return Saved(content, self._weights_only)
+        content = found[1] if found else None
+        self._is_damaged = found is not None and found[0] != self.path
+        if get_world_size(self.process_group) > 1:
+            content = self._broadcast(found)
+        return None if content is None else Saved(content, self._weights_only)
 
     def write(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> None:
         """Write a new file; the last one becomes the previous one. A collective.
@@ -174,22 +170,14 @@ class CheckpointFile:
 
     # --- reads --------------------------------------------------------------------------------------------------------
 
-    def _find_same(self, name: str, wanted: str) -> dict[str, Any] | None:
-        """The content of this rank's file, if it is the one that rank 0 has found."""
-        try:
-            content, _ = disk.load(name, self._weights_only)
-        except (OSError, CheckpointError):
+    def _broadcast(self, found: tuple[str, dict[str, Any]] | None) -> dict[str, Any] | None:
+        """The content of rank 0's file on all ranks; only rank 0 needs to see it."""
+        (name,), _ = broadcast_tensors([found and found[0]], [], _READ, self.process_group)
+        if name is None:
             return None
-        return content if content is not None and content[KEY]["id"] == wanted else None
-
-    def _receive(self, name: str, content: dict[str, Any] | None) -> dict[str, Any]:
-        file = open(name, "rb") if get_rank(self.process_group) == 0 else None
-        try:
+        with open(name, "rb") if found else contextlib.nullcontext() as file:
             received = broadcast_file(file, _READ, self.process_group)
-        finally:
-            if file is not None:
-                file.close()
-        return disk.load_open(received, name, self._weights_only) if content is None else content
+        return found[1] if found else disk.load_open(received, name, self._weights_only)
 
     # --- writes -------------------------------------------------------------------------------------------------------
 
@@ -213,9 +201,15 @@ class CheckpointFile:
             self._wait_for_last(self._background)
         content = make_content(shared() if callable(shared) else shared, ranks, about)
         if self._background is None:
-            disk.write(content, self.path)
+            self._replace(partial(torch.save, content))
         else:
-            self._background.start(partial(disk.write, copy_to_memory(content), self.path))
+            memory = io.BytesIO()
+            torch.save(content, memory)
+            self._background.start(partial(self._replace, lambda file: file.write(memory.getbuffer())))
+
+    def _replace(self, save: Callable[[BinaryIO], object]) -> None:
+        disk.write(save, self.path, keep=not self._is_damaged)
+        self._is_damaged = False
 
     def _wait_for_last(self, background: BackgroundWriter) -> None:
         if background.is_writing:

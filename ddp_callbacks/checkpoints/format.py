@@ -2,14 +2,13 @@
 
 ::
 
-    {**shared, "ddp_callbacks": {"format": 1, "version": ..., "id": ..., "written": ..., "crc32": ...,
+    {**shared, "ddp_callbacks": {"format": 1, "version": ..., "written": ..., "crc32": ...,
                                  "world_size": N, "ranks": [N x uint8: torch.save of a rank's state], "about": {...}}}
 """
 
 from __future__ import annotations
 
 import io
-import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -65,7 +64,6 @@ def make_content(shared: Mapping[str, Any], ranks: Sequence[torch.Tensor], about
     header = {
         "format": FORMAT,
         "version": __version__,
-        "id": secrets.token_hex(8),
         "written": datetime.now().astimezone().isoformat(timespec="seconds"),
         "crc32": torch.serialization.get_crc32_options(),
         "world_size": len(ranks),

@@ -18,6 +18,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.ranks import Nursery, note, noting_errors, run_distributed
@@ -232,6 +233,10 @@ def with_other_numbers(whole: bytes) -> bytes:
 
 DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "truncated": (lambda whole: whole[: len(whole) // 2], "not a zip file"),
+    **{
+        f"{count} zeros at the beginning": (lambda whole, count=count: bytes(count) + whole[count:], "checksum of ")
+        for count in (4, 512)
+    },
     "other bytes": (with_other_numbers, "checksum of .*data/"),
 }
 
@@ -243,8 +248,12 @@ def test_a_damaged_file_is_passed_over_for_the_one_before_with_a_warning(tmp_pat
     path = tmp_path / "run.pt"
     write_steps(path, 1, 2, numel=1000)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.warns(UserWarning, match=rf"run\.pt is damaged \(.*{reason}.*goes on from the one before: .*ous"):
-        assert step_at(path) == 1
+    with CheckpointFile(path) as file:
+        with pytest.warns(UserWarning, match=rf"run\.pt is damaged \(.*{reason}.*goes on from the one before: .*ous"):
+            saved = file.read()
+        assert saved is not None and saved.shared["step"] == 1
+        file.write(content(3), {"step": 3}, ABOUT)
+    assert [step_at(path), step_at(tmp_path / "run.previous.pt")] == [3, 1]  # not the damaged one
 
 
 def test_a_lost_file_is_passed_over_and_two_damaged_ones_are_an_error(tmp_path: Path) -> None:
@@ -403,3 +412,13 @@ def test_a_write_beside_training_holds_the_state_of_its_moment_and_the_next_one_
     assert first["tied"].untyped_storage().data_ptr() == first["weight"].untyped_storage().data_ptr()
     assert torch.load(path)["weight"].unique().tolist() == [1]
     assert torch.load(tmp_path / "run.previous.pt")["step"] == 1
+
+
+def test_tensors_that_share_memory_and_differ_in_length_are_whole_after_async_save(
+    tmp_path: Path,
+) -> None:
+    memory = np.arange(1000.0)
+    views = {"short": torch.from_numpy(memory[:10]), "long": torch.from_numpy(memory)}
+    with CheckpointFile(tmp_path / "run.pt", async_save=True) as file:
+        file.write(views, {}, {})
+    assert torch.load(tmp_path / "run.pt")["long"].tolist() == memory.tolist()
