@@ -58,7 +58,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import call_at_end_of_backward, current_node, hooks_on_accumulation
-from ddp_callbacks.comm.agreement import parameter_settings, require_agreement
+from ddp_callbacks.comm.agreement import layout_settings, parameter_settings, require_agreement
 from ddp_callbacks.comm.buckets import Bucket, Forecast, ParameterSpec, assign_buckets, check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_gather_tensors
 from ddp_callbacks.comm.compression import (
@@ -739,7 +739,9 @@ def _require_same_way(
 ) -> None:
     """Raise if the ranks would sum different buckets, or use different all-reduces, and so deadlock."""
     hook = None if comm_hook is None else getattr(comm_hook, "__qualname__", type(comm_hook).__name__)
-    settings = parameter_settings(module) | {
+    settings = {
+        **parameter_settings(module),
+        **layout_settings(module),
         "bucket_cap_mb": bucket_cap_mb,
         "comm_hook": str(hook),
         "compress": str(compress),

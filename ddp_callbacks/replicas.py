@@ -153,16 +153,17 @@ def _gpus_of(module: torch.nn.Module) -> list[str]:
 
 
 def _broadcast_all(tensors: list[torch.Tensor], doing: str, group: dist.ProcessGroup | None) -> None:
-    """Pack small tensors into messages; send large ones without a copy."""
+    """Pack small tensors into messages; send large ones without a copy. As bytes: gloo does not know all dtypes."""
     if get_world_size(group) == 1:
         return
     for some in _messages(tensors):
         if len(some) == 1 and _is_as_in_memory(some[0]):
-            broadcast(some[0], doing, group)
+            broadcast(memory_of(some[0]), doing, group)
         else:
-            flat = torch.cat([tensor.reshape(-1) for tensor in some])
+            flat = torch.cat(list(map(memory_of, some)))
             broadcast(flat, doing, group)
-            _copy_back(flat, some)
+            for part, tensor in zip(flat.split([tensor.nbytes for tensor in some]), some, strict=True):
+                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a clone: it is aligned
 
 
 def _is_as_in_memory(tensor: torch.Tensor) -> bool:
@@ -170,16 +171,16 @@ def _is_as_in_memory(tensor: torch.Tensor) -> bool:
 
 
 def _messages(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Group tensors of the same dtype and device until they reach :data:`MESSAGE_NBYTES`."""
-    waiting: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    """Group tensors of the same device until they reach :data:`MESSAGE_NBYTES`."""
+    waiting: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in map(torch.Tensor.detach, tensors):
         if tensor.nbytes >= MESSAGE_NBYTES:
             yield [tensor]
             continue
-        some = waiting.setdefault((tensor.dtype, tensor.device), [])
+        some = waiting.setdefault(tensor.device, [])
         some.append(tensor)
         if sum(other.nbytes for other in some) >= MESSAGE_NBYTES:
-            yield waiting.pop((tensor.dtype, tensor.device))
+            yield waiting.pop(tensor.device)
     yield from waiting.values()
 
 

@@ -191,7 +191,7 @@ def _gradients(loss: torch.Tensor, parameters: dict[str, nn.Parameter]) -> list[
     inputs = list(parameters.values())
     found = torch.autograd.grad(loss, inputs, allow_unused=True) if loss.requires_grad else [None] * len(inputs)
     return [
-        torch.zeros_like(parameter) if gradient is None else gradient.to_dense().contiguous()
+        (torch.zeros_like(parameter) if gradient is None else gradient.to_dense()).contiguous()
         for gradient, parameter in zip(found, inputs, strict=True)
     ]
 

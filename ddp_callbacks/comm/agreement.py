@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_callbacks.comm.checksums import is_dense
 from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.process_group import get_world_size, resolve_group
@@ -70,6 +71,15 @@ def parameter_settings(module: torch.nn.Module) -> dict[str, str]:
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     return settings | {"the order of the parameters": ", ".join(name for name, _ in module.named_parameters())}
+
+
+def layout_settings(module: torch.nn.Module) -> dict[str, str]:
+    """The strides of each parameter that is not contiguous, by name. Messages hold gradients as memory holds them."""
+    return {
+        f"parameter {name} in memory": f"strides {list(parameter.stride())}"
+        for name, parameter in module.named_parameters()
+        if is_dense(parameter) and not parameter.is_contiguous()
+    }
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:

@@ -29,6 +29,8 @@ def checksum_of(value: Any, checksum: int = 0) -> int:
         value = value.tolist()
     if isinstance(value, Mapping):
         value = [entry for item in value.items() for entry in item]
+    if isinstance(value, set | frozenset):
+        value = sorted(map(checksum_of, value))  # texts have another order on each process
     if isinstance(value, list | tuple) and not all(type(entry) is int for entry in value):
         return functools.reduce(lambda found, entry: checksum_of(entry, found), value, zlib.crc32(b"[", checksum))
     return zlib.crc32(_ADDRESS.sub("", repr(value)).encode(), checksum)
@@ -43,7 +45,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a dense tensor."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # the stride of a single element may be any
 
 
 def checksum_of_memory(memory: torch.Tensor) -> int:

@@ -122,6 +122,10 @@ IN_TRAINING: dict[str, list[str]] = {
         "Give every process the same metrics=[...], in the same order.",
     ],
     "order of metrics": [LOGGED, "rank 1: mse, running_mse, loss, running_loss\n"],
+    "memory layout": [
+        "the ranks disagree about how gradients are synchronized",
+        "parameter 0.weight in memory: (none) on {others}; strides [1, 3] on rank 1",
+    ],
     "closure": [
         "the gradients of step 0 were not synchronized: 0.weight has a gradient",
         "must fill gradients by loss.backward(), not by torch.autograd.grad",
@@ -167,6 +171,9 @@ def test_ranks_that_go_apart_in_training_are_told_the_difference(name: str) -> N
     trial = make_trial([], metrics=metrics or ("loss", "mse"), sampler=Urandom() if name == "sampler" else None)
     if name == "closure":
         trial.with_closure(functional_closure)
+    if name == "memory layout" and odd:
+        weight = trial.state[torchbearer.MODEL][0].weight
+        weight.data = weight.data.t().contiguous().t()
     evaluates = odd and name == "call"
     errors = raised_by(lambda: trial.evaluate(data_key=torchbearer.TRAIN_DATA) if evaluates else trial.run(1))
     assert len(set(errors)) == 1 or name == "closure", "the same text on all ranks"

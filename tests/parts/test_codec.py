@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.comm.codec import decode, encode, pack, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -107,3 +108,9 @@ def test_what_cannot_travel_is_refused_with_its_type_and_value(value: Any, kind:
     with pytest.raises(TypeError) as caught:
         pack({"key": [value]}, [])
     assert str(caught.value) == f"only tensors and plain data can be sent between processes, got a {kind}: {value!r}"
+
+
+def test_equal_sets_have_equal_checksums_in_whatever_order_a_process_has_them() -> None:
+    assert list({0, 8}) != list({8, 0})
+    assert checksum_of([{0, 8}, {"a": frozenset([0, 8])}]) == checksum_of([{8, 0}, {"a": frozenset([8, 0])}])
+    assert checksum_of({1, 2}) != checksum_of({1, 3})

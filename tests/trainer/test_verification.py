@@ -124,6 +124,11 @@ def verify(
     return outcome(lambda: verify_gradient(model, functools.partial(loss, model), first.whole, first.part, weight))
 
 
+def with_unused_images() -> nn.Module:
+    images = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    return nn.ModuleList([network(), images]).double()
+
+
 WRONG = "give weight=, or correct it"
 LOSSES: dict[str, tuple[Callable[[], str], str]] = {
     "mean over samples": (lambda: verify(cross_entropy), PASSES),
@@ -140,6 +145,10 @@ LOSSES: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "padded to the longest of a part": (
         lambda: verify(lengths, rows=DataLoader(samples(), SAMPLES, collate_fn=padded)),
+        PASSES,
+    ),
+    "an unused layer in channels_last": (
+        lambda: verify(lambda model, batch: cross_entropy(model[0], batch), model=with_unused_images()),
         PASSES,
     ),
     "contrastive": (lambda: verify(contrastive), WRONG),
