@@ -105,7 +105,7 @@ class GradientSynchronizer:
         module: Its parameters are synchronized. Frozen ones cost nothing, and may be unfrozen later.
         bucket_cap_mb: As in DDP, the size in MiB at which a bucket is launched.
         comm_hook, comm_state: A communication hook as for ``DistributedDataParallel.register_comm_hook`` and its
-            state (see :class:`ddp_callbacks.GradBucket`). ``None`` is the exact all-reduce.
+            state (see :class:`ddp_callbacks.comm.hooks.GradBucket`). ``None`` is the exact all-reduce.
         compress: How to send less over the network between nodes: in half precision (``"bf16"``, ``"fp16"``) or as
             matrices of low rank (:class:`ddp_callbacks.PowerSGD`). ``None`` keeps every sum exact, as it always is on a
             single node.

@@ -22,7 +22,6 @@ in the parameters' precision; and put all parameters into one buffer. The outer 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -287,11 +286,6 @@ class ParameterAverager:
             self._optimizer.load_state_dict(state["optimizer"])
             for fragment in self._fragments:  # also if there was none yet
                 fragment.load_momentum(self._state().get(OUTER_MOMENTUM, {}))
-
-    def close_window(self) -> None:
-        """Deprecated name of :meth:`outer_step`."""
-        warnings.warn("close_window is deprecated: it is called outer_step now.", DeprecationWarning, stacklevel=2)
-        self.outer_step()
 
     def _agree(self) -> tuple[list[_Fragment], float]:
         """The fragments that any rank has changed, and this rank's share of the total weight."""

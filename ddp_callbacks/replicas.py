@@ -35,7 +35,8 @@ broadcast is store-and-forward (four hosts, 100 Mbit/s, 16 tensors of 64 KiB: 22
 def broadcast_parameters(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Overwrite every parameter and buffer of ``module`` with rank 0's, in place. A collective.
 
-    Names, shapes and dtypes must be equal on all ranks; :func:`ddp_callbacks.require_agreement` can check it.
+    Names, shapes and dtypes must be equal on all ranks;
+    :func:`ddp_callbacks.comm.agreement.require_agreement` can check it.
 
     Args:
         module: The same model on every rank.

@@ -19,7 +19,7 @@ DEFAULT_PORT = 29500  # torch's default
 
 @dataclass(frozen=True)
 class Launched:
-    """What a launcher has told this process. The attributes are those of :class:`ddp_callbacks.WorkerEnv`."""
+    """What a launcher has told this process, as :class:`ddp_callbacks.environment.WorkerEnv` has it."""
 
     rank: int
     world_size: int

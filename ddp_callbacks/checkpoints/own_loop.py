@@ -47,7 +47,8 @@ def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
             write beside training (``async_save=True``).
         objects: Everything that changes, by name: what has ``state_dict`` and ``load_state_dict`` (models, optimizers,
             schedulers, scalers, a :class:`GradientSynchronizer`, loaders of :func:`resumable_loader`), dicts of numbers
-            that are equal on all ranks (the epoch), and :class:`LocalSums` of numbers that are not.
+            that are equal on all ranks (the epoch), and
+            :class:`~ddp_callbacks.checkpoints.objects.LocalSums` of numbers that are not.
 
     Raises:
         CheckpointError: The file cannot be written; what was there still is. Or another job writes it.

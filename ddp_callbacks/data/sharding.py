@@ -58,14 +58,14 @@ _LEFT_ALONE = (
 class ShardedLoader:
     """This rank's part of a loader. It has the loader's length and delegates attribute access to it.
 
-    :func:`shard_loader` makes it. Iterating is a collective: all ranks must start together and ask for the same number
-    of batches.
+    :func:`ddp_callbacks.shard_loader` makes it. Iterating is a collective: all ranks must start together and ask for
+    the same number of batches.
 
     Args:
         loader: The user's loader; it is not changed.
-        batch_size: ``"global"`` or ``"per_process"``, see :func:`shard_loader`.
+        batch_size: ``"global"`` or ``"per_process"``, see :func:`ddp_callbacks.shard_loader`.
         group: ``None`` is the default group.
-        at_least: See :func:`shard_loader`.
+        at_least: See :func:`ddp_callbacks.shard_loader`.
 
     Attributes:
         shares: Shares of the batches drawn so far that no caller has taken, oldest first.
@@ -176,10 +176,11 @@ class StatefulShardedDataLoader(_Stateful, ShardedDataLoader):  # type: ignore[m
 def shard_loader(
     loader: Any, batch_size: BatchSize = "global", group: dist.ProcessGroup | None = None, at_least: int = 1
 ) -> Any:
-    """Return this rank's part of ``loader``: a :class:`ShardedLoader`, or ``loader`` itself if it needs no division.
+    """Return this rank's part of ``loader``, or ``loader`` itself if it needs no division.
 
-    It needs none with a single process, if it was sharded before, or if it has a ``DistributedSampler``. The loader is
-    never changed. This call is local; iterating over the result is a collective.
+    The part is a :class:`~ddp_callbacks.data.sharding.ShardedLoader`. A loader needs no division with a single process,
+    if it was sharded before, or if it has a ``DistributedSampler``. It is never changed. This call is local; iterating
+    over the result is a collective.
 
     Args:
         loader: A ``DataLoader``, or any iterable of batches. A batch is a tensor, or tensors in lists, tuples and
@@ -188,7 +189,7 @@ def shard_loader(
             batches in turn.
         group: ``None`` is the default group.
         at_least: A rank gets at least this many samples of a ``"global"`` batch, or none. Pass the result of
-            :func:`ddp_callbacks.samples_needed`.
+            :func:`ddp_callbacks.batch_norm.samples_needed`.
 
     Raises:
         ConfigurationError: ``batch_size`` is invalid, or the loader must be divided after loading, but has workers and

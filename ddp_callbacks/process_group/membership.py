@@ -59,9 +59,9 @@ def join_process_group(
 
     A callback or strategy of this library calls it for you.
     Without arguments, rank and world size come from the variables of torchrun, MPI or Slurm (see
-    :meth:`WorkerEnv.from_environ`). If there are none, this is a single process, and nothing is started. A default
-    group that exists already is used unchanged. The process leaves the group when it exits. Blocks until all processes
-    have joined.
+    :class:`~ddp_callbacks.environment.WorkerEnv`). If there are none, this is a single process, and nothing is started.
+    A default group that exists already is used unchanged. The process leaves the group when it exits. Blocks until all
+    processes have joined.
 
     Args:
         rank, world_size: Rank of this process, and the number of all processes. Pass both or neither.

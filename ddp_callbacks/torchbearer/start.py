@@ -177,7 +177,7 @@ class MergeBuffers(DistributedCallback):
 class CompareReplicas(DistributedCallback):
     """At the end of each epoch of ``run``: raise unless parameters and buffers are equal on all ranks.
 
-    See :func:`ddp_callbacks.require_equal_replicas`. It costs about one pass over the model's memory.
+    See :func:`ddp_callbacks.replicas.require_equal_replicas`. It costs about one pass over the model's memory.
 
     Args:
         process_group: ``None`` is the default group.

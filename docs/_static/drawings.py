@@ -11,7 +11,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from ddp_callbacks import slice_bounds
+from ddp_callbacks.data.shares import slice_bounds
 
 HERE = Path(__file__).parent
 WIDTH = 760

@@ -20,8 +20,9 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_callbacks import GradientSynchronizer, PowerSGD, hierarchical_allreduce_hook
+from ddp_callbacks import GradientSynchronizer, PowerSGD
 from ddp_callbacks.comm import ddp_hook
+from ddp_callbacks.comm.ddp_hook import hierarchical_allreduce_hook
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 
 pytestmark = pytest.mark.shares_results()

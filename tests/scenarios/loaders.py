@@ -23,14 +23,10 @@ from torch.utils.data import (
 )
 from ways import Way
 
-from ddp_callbacks import (
-    LazyRandomSampler,
-    RunRandomState,
-    ShardedIterator,
-    get_rank,
-    get_world_size,
-    resumable_loader,
-)
+from ddp_callbacks import get_rank, get_world_size, resumable_loader
+from ddp_callbacks.data.iterator import ShardedIterator
+from ddp_callbacks.data.random_state import RunRandomState
+from ddp_callbacks.data.samplers import LazyRandomSampler
 
 SAMPLES = 37  # nine batches of four, and one sample, of which most ranks have none
 BATCH_SIZE = 4

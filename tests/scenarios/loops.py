@@ -15,15 +15,15 @@ from ddp_callbacks import (
     DiLoCo,
     GradientSynchronizer,
     LocalSGD,
-    LocalSums,
     ParameterAverager,
     load_checkpoint,
     resumable_loader,
-    samples_needed,
     save_checkpoint,
     seed_by_rank,
     with_shares,
 )
+from ddp_callbacks.batch_norm import samples_needed
+from ddp_callbacks.checkpoints.objects import LocalSums
 from ddp_callbacks.comm import all_reduce
 from ddp_callbacks.process_group import get_world_size
 

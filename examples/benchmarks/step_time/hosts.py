@@ -20,8 +20,9 @@ from main import BASELINE, WORKLOADS, Batch, Step, make_step, plot, table, time_
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_callbacks import GradientSynchronizer, hierarchical_allreduce_hook, join_process_group, leave_process_group
+from ddp_callbacks import GradientSynchronizer, join_process_group, leave_process_group
 from ddp_callbacks.comm.compression import Compress
+from ddp_callbacks.comm.ddp_hook import hierarchical_allreduce_hook
 
 
 def step_of_ours(model: nn.Module, batch: Batch, compress: Compress = None) -> Step:
