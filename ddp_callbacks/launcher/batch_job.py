@@ -12,6 +12,7 @@ from typing import NamedTuple
 _TIMEOUT = 30.0  # seconds for a command of the scheduler
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # DAYS-HOURS:MINUTES:SECONDS
 _PBS_START = ("stime", "start_time")  # PBS Pro, Torque
+_RUNNING = ("RUNNING", "SIGNALING")  # the second until every node has confirmed a signal
 _RESUBMIT = "Let the job script submit itself again after exit code 75, as examples/jobs/preemptible.pbs does"
 
 
@@ -57,7 +58,7 @@ def requeue(environ: Mapping[str, str]) -> str | None:
 
 def _requeue_in_slurm(job: str) -> str:
     state, _ = _run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
-    if state and state != "RUNNING":  # the end was asked for by scancel, or Slurm requeues it itself
+    if state and state not in _RUNNING:  # the end was asked for by scancel, or Slurm requeues it itself
         return f"Slurm job {job} not requeued: it is {state}"
     _, problem = _run("scontrol", "requeue", job)
     return f"Slurm job {job} not requeued: {problem}" if problem else f"requeued Slurm job {job}"

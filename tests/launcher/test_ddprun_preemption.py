@@ -261,6 +261,7 @@ SUBMIT_AGAIN = "Let the job script submit itself again after exit code 75, as ex
             {"squeue": "echo RUNNING", "scontrol": "echo Disabled. >&2; exit 1"},
             "Slurm job 7 not requeued: scontrol requeue 7 failed: Disabled",
         ),
+        ("SLURM_JOB_ID=7", {"squeue": "echo SIGNALING", "scontrol": "exit 0"}, "requeued Slurm job 7"),
         ("SLURM_JOB_ID=7", {}, "Slurm job 7 not requeued: scontrol is not in PATH"),
         ("PBS_JOBID=7.s", {"qrerun": "exit 0"}, "requeued PBS job 7.s"),
         (

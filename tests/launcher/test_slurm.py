@@ -52,6 +52,9 @@ PartitionName=main Nodes=h1,h2 Default=YES State=UP OverSubscribe=FORCE:4
 """
 
 
+ENDS = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL")
+
+
 def _program(name: str) -> str:
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or name
 
@@ -89,8 +92,8 @@ class Slurm:
     def wait(self, job: str) -> str:
         """How the job has ended. ``sbatch --wait`` would look ever less often."""
         query = ["squeue", "-h", "-t", "all", "-j", job, "-o", "%T"]
-        end, not_yet = time.monotonic() + LIMIT, ("", "PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
-        while (state := self.run(*query, cwd=self._folder).stdout.strip()) in not_yet:
+        end = time.monotonic() + LIMIT
+        while (state := self.run(*query, cwd=self._folder).stdout.strip()) not in ENDS:
             assert time.monotonic() < end, state
             time.sleep(0.1)
         return state
@@ -259,7 +262,9 @@ def printed(folder: Path, numbers: str) -> str:
     for rank in range(4):
         signals = rf"{rank}( {numbers}){{1,2}}\n"
         text = (first / f"rank-{rank}.log").read_text()
-        assert re.fullmatch(rf"up {rank} on h\d\nwrote {signals}leaves {signals}", text), text
+        assert re.fullmatch(rf"up {rank} on h\d\nwrote {signals}leaves {signals}", text), (
+            f"rank {rank}: {text}\n{log.read_text()}"
+        )
     return log.read_text()
 
 
