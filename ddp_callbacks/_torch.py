@@ -53,6 +53,7 @@ PRIVATE = (
     "torch.utils._pytree:tree_unflatten(leaves, treespec)",
     "torch.utils._pytree:tree_flatten(tree)",
     "torch.utils.data:DataLoader.__iter__ uses _iterator",
+    "torch.utils.data.dataloader:_BaseDataLoaderIter",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__ uses _index_queues",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers(self)",
 )
@@ -69,6 +70,7 @@ try:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.nn.modules.dropout import _DropoutNd as Dropout
     from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
 except ImportError:
     require_torch()  # names the versions of torch that have it
     raise
@@ -182,6 +184,12 @@ def forget_workers(loader: DataLoader[Any]) -> None:
 def has_persistent_workers(loader: DataLoader[Any]) -> bool:
     """Whether the workers of an earlier pass wait for the next one, which then draws no seed for them."""
     return loader.persistent_workers and loader._iterator is not None
+
+
+def keeps_iterator(loader: DataLoader[Any]) -> bool:
+    """Whether a subclass draws from an iterator that it has made itself, as endless loaders do, over all its passes."""
+    kept = {name: value for name, value in vars(loader).items() if name != "_iterator"}
+    return any(isinstance(value, _BaseDataLoaderIter) for value in kept.values())
 
 
 def worker_queues(batches: Iterator[Any]) -> Any:

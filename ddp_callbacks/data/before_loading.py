@@ -20,7 +20,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from ddp_callbacks._torch import replace_batch_sampler
+from ddp_callbacks._torch import keeps_iterator, replace_batch_sampler
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.data.drawing import Draw, Indices, name_of_sampler
@@ -247,7 +247,7 @@ def divide_before_loading(
     if not isinstance(loader, DataLoader):
         return None
     is_map_style = loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
-    if is_map_style and not has_state(loader):
+    if is_map_style and not has_state(loader) and not keeps_iterator(loader):
         return Part(loader, batch_size, group, at_least)
     if loader.num_workers and not loader.in_order:
         raise ConfigurationError(

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_callbacks._torch import (
     copied_loader,
+    keeps_iterator,
     replace_sampler,
     start_workers_for_each_pass,
 )
@@ -184,6 +185,11 @@ class StatefulWhole(Whole):
 
 def whole_of(loader: Any, group: dist.ProcessGroup | None) -> Whole:
     """How a loader that is not divided before loading goes on."""
+    if isinstance(loader, DataLoader) and keeps_iterator(loader):
+        raise ConfigurationError(
+            f"{type(loader).__name__} keeps an iterator of its own from pass to pass, and where it is cannot be saved. "
+            "Use a plain DataLoader with persistent_workers=True, or do not make the run resumable."
+        )
     if has_state(loader):
         return StatefulWhole(loader, group)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker
@@ -17,14 +18,15 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
+_STARTS_PROGRAM = frozenset({"subprocess.Popen", "os.posix_spawn", "os.exec", "os.system"})  # audit events
 _IS_SUPPORTED = hasattr(signal, "sigwaitinfo")
 
 
 class WorkerStart:
     """A ``worker_init_fn``: the worker then ends on SIGTERM by the process that started it, not by others.
 
-    The signals are blocked, as only a thread that waits for them learns who has sent them. A process that the worker
-    starts has them blocked, too.
+    The signals are blocked, as only a thread that waits for them learns who has sent them. A program that the worker
+    starts must not inherit that: then the first signal that comes is ignored, and they are blocked again.
 
     Args:
         init: The user's ``worker_init_fn``.
@@ -34,10 +36,22 @@ class WorkerStart:
         self.init = init
 
     def __call__(self, worker: int) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        for number in _SIGNALS:
+            signal.signal(number, _block)
+        _block()
+        sys.addaudithook(_unblock_for_programs)
         threading.Thread(target=_await_parent, name="signals", daemon=True).start()
         if self.init is not None:
             self.init(worker)
+
+
+def _block(*_: object) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _unblock_for_programs(event: str, _: object) -> None:
+    if event in _STARTS_PROGRAM:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def _await_parent() -> None:

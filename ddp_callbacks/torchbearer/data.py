@@ -114,6 +114,9 @@ class ShardData(DistributedCallback):
         self.on_end_training(state)
 
     def on_end(self, state: State) -> None:
+        for _, loader in self._sharded.values():
+            if isinstance(loader, ShardedLoader):
+                loader.iterator = None  # its workers end with it, as without this library
         for key, value in self._originals.items():
             state[torchbearer.SELF].state[key] = value
         self._originals = {}

@@ -148,7 +148,10 @@ class _Writer:
         self._preemption, self._interval = preemption, interval
 
     def pass_moment(self, run_state: RunState, state: State, position: Position) -> None:
-        """Write if it is due. If the ranks are asked to stop, write and raise ``Preempted``."""
+        """Write if it is due. If the ranks are asked to stop, write and raise ``Preempted``.
+
+        A run that is over writes and ends as usual.
+        """
         is_end = position.phase == BETWEEN
         is_requested = self._preemption.is_requested()
         is_due = self._interval.is_due(position.phase == TRAINING or position.ends_training, is_end)
@@ -158,7 +161,7 @@ class _Writer:
             with run_state.closed_windows(state):
                 self._file.write(run_state.shared, own, self._about)
             self._interval.note_written()
-        if is_requested:
+        if is_requested and not is_over:
             run_state.let_go(state)
             self._file.wait()
             self._preemption.exit(self._file.path)

@@ -111,6 +111,18 @@ def test_a_finished_run_does_nothing_and_returns_its_history(tmp_path: Path) -> 
     assert_equal(result(again), first, relative=0.0)
 
 
+def test_a_run_that_is_asked_to_stop_in_its_last_moment_is_finished(tmp_path: Path) -> None:
+    resume = Resume(tmp_path / "run.pt")
+
+    @torchbearer.callbacks.on_end_epoch
+    def ask(state: Any) -> None:
+        if state[torchbearer.EPOCH] == 2:
+            resume.preemption.request("the test")
+
+    assert len(plain(resume, ask).run(3)) == 3
+    assert position_in(tmp_path / "run.pt")[0] == 3
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
