@@ -57,7 +57,9 @@ class ShardData(DistributedCallback):
 
     def make_resumable(self) -> None:
         """From the next run on, use loaders that can go on in the middle of a pass, also with a single process."""
-        self._is_resumable = True
+        if not self._is_resumable:
+            self._is_resumable = True
+            self._sharded.clear()  # of an evaluation before
 
     def on_init(self, state: State) -> None:
         super().on_init(state)

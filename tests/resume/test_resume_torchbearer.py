@@ -26,7 +26,7 @@ from ways import Way
 from ddp_callbacks import LocalSGD
 from ddp_callbacks.checkpoints import CheckpointFile
 from ddp_callbacks.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, Preempted
-from ddp_callbacks.torchbearer import SHARE, Resume
+from ddp_callbacks.torchbearer import SHARE, DDPCallback, Resume
 
 RUN = "1.pt"  # the file of the first Trial of a run
 
@@ -109,6 +109,43 @@ def test_a_finished_run_does_nothing_and_returns_its_history(tmp_path: Path) -> 
     again = plain(Resume(tmp_path / "run.pt"))
     again.with_generators(DataLoader(Unreadable(*data(30).tensors), 6, shuffle=True), loader(13, 5, 1))
     assert_equal(result(again), first, relative=0.0)
+
+
+class Reads(TensorDataset):
+    """Notes what is read."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+def evaluate_and_go_on(folder: str) -> list[int]:
+    """What this rank reads in an epoch that is cut behind its third batch, and goes on."""
+    rows = Reads(*data(30).tensors)
+    for cut_at in (2, None):
+        resume = Resume(Path(folder, "run.pt"))
+
+        @torchbearer.callbacks.on_step_training
+        def ask(state: Any, resume: Resume = resume, cut_at: int | None = cut_at) -> None:
+            if state[torchbearer.BATCH] == cut_at:
+                resume.preemption.request("the test")
+
+        made = plain(DDPCallback(), resume, ask).with_train_generator(DataLoader(rows, 6, shuffle=True))
+        read = len(rows.read)
+        made.evaluate(data_key=torchbearer.TRAIN_DATA)
+        del rows.read[read:]
+        with contextlib.suppress(Preempted):
+            made.run(1)
+    return rows.read
+
+
+def test_a_loader_that_was_evaluated_before_the_run_goes_on_at_the_next_sample(tmp_path: Path) -> None:
+    first, second = run_distributed(evaluate_and_go_on, 2, str(tmp_path))
+    assert sorted(first + second) == list(range(30))
 
 
 def test_a_run_that_is_asked_to_stop_in_its_last_moment_is_finished(tmp_path: Path) -> None:
