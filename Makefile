@@ -23,10 +23,9 @@ PYTHON ?= python3
 VENV = .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/installed
-TORCHVISION = $(VENV)/torchvision
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input
 
-PYTEST = TORCHVISION_PATH=$(abspath $(TORCHVISION)) $(BIN)/python -m pytest -n 2 --dist loadgroup
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The ends of the ranges in pyproject.toml.
 OLDEST_PYTHON ?= python3.11
@@ -34,7 +33,7 @@ OLDEST = torch==2.8.0 lightning==2.6.0 pytorch-lightning==2.6.0
 NEWEST_PYTHON ?= python3.13
 NEWEST = torch==2.13.0 lightning==2.6.6 pytorch-lightning==2.6.6
 
-# Applications of others, which train through a Trainer; tests/apps has one file for each.
+# Applications of others, which train through a Trainer; each is a row of tests/apps.
 APPS = chemprop==2.3.1 neuralforecast==3.3.0 pytorch-forecasting==1.8.0 wandb==0.31.0 mlflow-skinny==3.17.2
 
 # The Python that runs the tests for a GPU. One of its own needs no network.
@@ -53,10 +52,10 @@ parts: $(INSTALLED)
 test: lint
 	$(PYTEST) --tier test
 
-check: lint $(TORCHVISION)/installed $(if $(SETUP_HOSTS)$(CI),hosts)
+check: lint $(if $(SETUP_HOSTS)$(CI),hosts)
 	$(PYTEST) --tier check
 
-night: lint $(TORCHVISION)/installed $(if $(SETUP_HOSTS)$(CI),hosts)
+night: lint $(if $(SETUP_HOSTS)$(CI),hosts)
 	SEED=$${SEED:-$$(date +%Y%m%d)} $(PYTEST) --tier night
 	$(MAKE) check-apps versions
 
@@ -116,13 +115,6 @@ $(INSTALLED): pyproject.toml
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq --no-input torch==2.13.0 \
 		lightning==2.6.6 pytorch-lightning==2.6.6 $(APPS) pytest pytest-timeout pytest-xdist --editable '.[torchbearer,examples]'
-	@touch $@
-
-# Apart from the rest: beside a CPU build of torch, an installed torchvision breaks other packages.
-$(TORCHVISION)/installed: $(INSTALLED)
-	@mkdir -p $(TORCHVISION)
-	@$(PIP) --no-deps --upgrade --target $(TORCHVISION) 'torchvision==0.28.*' 2> $(VENV)/torchvision.log \
-		|| echo "torchvision could not be had, its test will be skipped; the reason is in $(VENV)/torchvision.log"
 	@touch $@
 
 # What the tests between real hosts need. Without it they are skipped, and say what is missing.

@@ -52,7 +52,7 @@ def _marks(page: Page, block: Block) -> Iterator[pytest.MarkDecorator]:
     yield pytest.mark.xdist_group(page.name)
     if block.needs_mpi:
         yield pytest.mark.mpi
-    if page.name == COLD:
+    if page.name in COLD:
         yield pytest.mark.cold
 
 

@@ -47,11 +47,6 @@ class OwnLogger(Callback):  # type: ignore[misc]
         with open(self.path, "a") as file:
             print(json.dumps(plain(state[torchbearer.METRICS])), file=file)
 
-    def on_step_training(self, state: Any) -> None:
-        """Nothing; with this event of a callback, all processes agree after a step whether to stop."""
-
-    on_step_validation = on_step_training
-
 
 def data(samples: int = SAMPLES) -> TensorDataset:
     generator = torch.Generator().manual_seed(samples)
