@@ -6,10 +6,12 @@ and writes a checkpoint; its workers, which torch would end, still have to load.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import multiprocessing
 import os
 import signal
-import sys
+import subprocess
 import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker
@@ -18,15 +20,14 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
-_STARTS_PROGRAM = frozenset({"subprocess.Popen", "os.posix_spawn", "os.exec", "os.system"})  # audit events
 _IS_SUPPORTED = hasattr(signal, "sigwaitinfo")
 
 
 class WorkerStart:
     """A ``worker_init_fn``: the worker then ends on SIGTERM by the process that started it, not by others.
 
-    The signals are blocked, as only a thread that waits for them learns who has sent them. A program that the worker
-    starts must not inherit that: then the first signal that comes is ignored, and they are blocked again.
+    The signals are blocked, as only a thread that waits for them learns who has sent them. Programs that the worker
+    starts by ``subprocess`` do not inherit that.
 
     Args:
         init: The user's ``worker_init_fn``.
@@ -36,22 +37,28 @@ class WorkerStart:
         self.init = init
 
     def __call__(self, worker: int) -> None:
-        for number in _SIGNALS:
-            signal.signal(number, _block)
-        _block()
-        sys.addaudithook(_unblock_for_programs)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        _start_programs_unblocked()
         threading.Thread(target=_await_parent, name="signals", daemon=True).start()
         if self.init is not None:
             self.init(worker)
 
 
-def _block(*_: object) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+def _start_programs_unblocked() -> None:
+    """Unblock the signals while this process starts a program; one that comes meanwhile is ignored."""
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: None)
+    start = subprocess.Popen.__init__
 
-
-def _unblock_for_programs(event: str, _: object) -> None:
-    if event in _STARTS_PROGRAM:
+    @functools.wraps(start)
+    def unblocked(*args: Any, **options: Any) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        try:
+            start(*args, **options)
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+    subprocess.Popen.__init__ = unblocked  # type: ignore[method-assign]
 
 
 def _await_parent() -> None:
@@ -65,7 +72,22 @@ def _await_parent() -> None:
 def keep_workers(loader: DataLoader[Any]) -> None:
     """Let the workers of a copy of a loader outlive signals to the whole job."""
     if _IS_SUPPORTED and loader.num_workers:
+        _end_workers_at_exit()
         loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
+
+
+@functools.cache
+def _end_workers_at_exit() -> None:
+    """``multiprocessing`` terminates daemons once and waits for them; a worker that starts a program may miss that."""
+    atexit.register(_terminate_daemons)
+
+
+def _terminate_daemons() -> None:
+    daemons = [process for process in multiprocessing.active_children() if process.daemon]
+    for process in daemons:
+        process.terminate()
+    for process in daemons:
+        process.join(1)
 
 
 class StartingWorkers:

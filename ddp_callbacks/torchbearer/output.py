@@ -86,7 +86,7 @@ def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool =
 
 def _silence(callback: Callback) -> None:
     for event in EVENTS:  # those that it has: all ranks must see the same ones
-        if event in vars(callback) or getattr(type(callback), event) is not getattr(Callback, event):
+        if event in vars(callback) or getattr(type(callback), event, None) is not getattr(Callback, event):
             setattr(callback, event, _nothing)
 
 

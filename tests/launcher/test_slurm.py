@@ -233,10 +233,11 @@ IN_A_STEP = """#!/bin/bash
 exec ddprun --grace 90 --requeue --rsh 'srun --overlap -N1 -n1 -w {host}' "$@"
 """
 # What Slurm signals, as an option of sbatch, and what the job says of it. Slurm looks twice a minute whether it is
-# time, so that the signal comes within a minute; ddprun would stop by itself after one and a half.
+# time in the next half minute, so that the signal comes 25 to 55 seconds after the start, when all ranks are up; ddprun
+# would stop by itself after one and a half minutes.
 WHOM = {
-    "batch": ("B:USR1@160", "ddprun: SIGUSR1: asking all processes to stop within 90 s"),
-    "steps": ("USR1@160", "ddprun: h2 got SIGUSR1: asking all processes to stop"),
+    "batch": ("B:USR1@125", "ddprun: SIGUSR1: asking all processes to stop within 90 s"),
+    "steps": ("USR1@125", "ddprun: h2 got SIGUSR1: asking all processes to stop"),
 }
 
 
@@ -269,7 +270,7 @@ def printed(folder: Path, numbers: str) -> str:
 
 
 @pytest.mark.cold
-@pytest.mark.waits(35)
+@pytest.mark.waits(40)
 def test_a_job_that_slurm_signals_before_its_end_is_requeued_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     """Preemptible Slurm and PBS jobs requeue themselves."""
     jobs = {}
