@@ -162,7 +162,7 @@ def sum_twice(layout: tuple[int, ...], how: str) -> None:
         pytest.param("is killed", (2, 1), marks=pytest.mark.wide),
         ("raises", (1, 1)),
         pytest.param("raises", (2, 1), marks=pytest.mark.wide),
-        pytest.param("stops", (2, 1), marks=[pytest.mark.wide, pytest.mark.waits(PATIENCE)]),
+        pytest.param("stops", (2, 1), marks=pytest.mark.night),
         pytest.param("stops", (2, 2), marks=pytest.mark.night),
     ],
 )

@@ -232,6 +232,7 @@ for name in BY_RANK:
     WORLD.add(f"cpu {name}", partial(train, "cpu", "ddp_callbacks", name))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", [case for case in CASES if case not in BY_RANK])
 def test_what_is_logged_on_gpus_is_what_one_process_logs(case: str) -> None:
     """GPUs log one process's values, and no step waits."""

@@ -14,7 +14,7 @@ MODELS = ("MLP, 80 k", "MLP, 5.8 M", "GRU, bidirectional", "conv + BatchNorm")
 WAYS = ("no sync", "per parameter, afterwards", "DDP", "DDP, bucket view", "ours")
 
 
-@pytest.mark.cold
+@pytest.mark.night
 def test_the_step_of_each_model_is_compared_with_ddp(tmp_path: Path) -> None:
     """The benchmark compares each model's step with DDP's."""
     short = ["--rounds", 2, "--block-seconds", 0.02, "--plot", "plot.png"]
