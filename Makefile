@@ -25,7 +25,7 @@ BIN = $(VENV)/bin
 INSTALLED = $(VENV)/installed
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input
 
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup
+PYTEST = $(BIN)/python -m pytest -n 3 --dist loadgroup
 
 # The ends of the ranges in pyproject.toml.
 OLDEST_PYTHON ?= python3.11
