@@ -55,6 +55,10 @@ def test_inside_all_ranks_draw_what_one_process_draws_and_outside_each_its_own()
     with shared.drawing():
         assert draw() == one_process[2]
     own.append(draw())
+    with pytest.raises(ZeroDivisionError), shared.drawing():
+        draw()
+        raise ZeroDivisionError
+    assert rank == 0 or draw() == draws(101, 4)[3]
     # Rank 0 draws from the shared state, which is its own; from then on they go apart.
     assert own == (draws(101, 3)[1:] if rank else one_process[2:4])
 

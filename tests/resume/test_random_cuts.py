@@ -14,7 +14,7 @@ from ways import Way, names_in, prove
 
 CUTS = int(os.environ.get("CUTS", "5"))
 SEED = os.environ.get("SEED", str(datetime.date.today()))
-SIZES = (1, 2, 3)
+SIZES = (1, 2, 3, 4)
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(3 * 3600), pytest.mark.usefixtures("seed_variables")]
 

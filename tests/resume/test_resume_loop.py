@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from loops import Loop
+import torchbearer
+from kit.compare import assert_equal
+from kit.ranks import Nursery, note
+from loops import BATCHES, EPOCHS, Loop
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from ways import Way, in_each, prove
+from trials import data, trial
+from ways import RELATIVE, Way, in_each, prove
 
-from ddp_callbacks import CheckpointFile, load_checkpoint, resumable_loader, save_checkpoint
+from ddp_callbacks import CheckpointFile, Preemption, load_checkpoint, resumable_loader, save_checkpoint
 from ddp_callbacks.errors import CheckpointError, ConfigurationError
+from ddp_callbacks.process_group import get_rank, get_world_size
+from ddp_callbacks.torchbearer import DDPCallback, Resume
 
 pytestmark = pytest.mark.shares_results()
 
@@ -32,6 +41,64 @@ WAYS = {
 def test_a_loop_that_is_cut_goes_on_at_the_next_batch(way: Way, name: str) -> None:
     """Your own loop resumes at the next batch."""
     prove("loops", way, name)
+
+
+# --- a program --------------------------------------------------------------------------------------------------------
+
+
+def signal_at(step: int, when: int) -> None:
+    if step == when and get_rank() == get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def loop_program(path: str, when: int) -> Any:
+    made = Loop("synchronized")
+    load_checkpoint(path, made.objects)
+    train = made.step
+    with Preemption() as preemption:
+
+        def step(*args: Any) -> None:
+            train(*args)
+            signal_at(BATCHES * made.progress["epoch"] + made.progress["batch"], when)
+            if preemption.is_requested():
+                save_checkpoint(path, made.objects)
+                preemption.exit(path)
+
+        made.step = step  # type: ignore[method-assign]
+        made.run()
+    losses, parameters = made.result()
+    return losses, [value.tolist() for value in parameters]
+
+
+def trial_program(path: str, when: int) -> Any:
+    @torchbearer.callbacks.on_step_training
+    def step(state: Any) -> None:
+        signal_at(BATCHES * state[torchbearer.EPOCH] + state[torchbearer.BATCH] + 1, when)
+
+    made = trial([DDPCallback(), Resume(path)], callbacks=[step]).with_train_generator(DataLoader(data(34), 8, True))
+    history = made.run(EPOCHS)
+    return [epoch["loss"] for epoch in history], [value.tolist() for value in made.state_dict()["model"].values()]
+
+
+PROGRAMS = {"loop": loop_program, "Trial": trial_program}
+
+
+def program(name: str, path: str, when: int) -> None:
+    note("result", PROGRAMS[name](path, when))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_that_gets_a_signal_exits_with_75_and_the_next_start_goes_on(
+    name: str, tmp_path: Path, nursery: Nursery
+) -> None:
+    """After SIGTERM a Trial or a loop exits with 75, and resumes."""
+    for rank in nursery.run(program, 2, tmp_path, name, "run.pt", 7):
+        assert (rank.code, rank.notes) == (75, {}), rank.stderr
+    assert (tmp_path / "run.pt").exists()
+    whole = PROGRAMS[name](str(tmp_path / "whole.pt"), 0)
+    for rank in nursery.run(program, 2, tmp_path, name, "run.pt", 7):
+        assert rank.code == 0, rank.stderr
+        assert_equal(tuple(rank.notes["result"]), whole, RELATIVE)
 
 
 def test_a_loop_is_refused_what_it_cannot_go_on_from(tmp_path: Path) -> None:

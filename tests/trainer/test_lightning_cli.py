@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from trainer_cases import RELATIVE, Bodies, quiet
 from trainers import Net, loader
 
-from ddp_callbacks import DiLoCo, LocalSGD, PowerSGD
+from ddp_callbacks import CrossEntropyWeight, DiLoCo, LocalSGD, PowerSGD
 from ddp_callbacks.lightning import CallbackStrategy
 
 pytest.importorskip("jsonargparse")
@@ -123,6 +123,14 @@ def test_options_are_set_by_a_yaml_and_on_the_command_line_and_their_dump_loads_
     expected, default = (described(in_a_trainer(each)) for each in (wanted, CallbackStrategy()))
     assert expected != default
     assert [described(cli.trainer.strategy) for cli in made] == [expected] * 3
+
+
+@pytest.mark.parametrize("name", ["ddp_callbacks", "callbacks"])
+def test_a_yaml_names_the_strategy_as_a_script_does_and_its_weight_by_a_class(name: str) -> None:
+    """LightningCLI knows the strategy by its names."""
+    assert type(strategy_of(f"--trainer.strategy={name}").trainer.strategy) is CallbackStrategy
+    cli = strategy_of(f"--trainer.strategy={OURS}", "--trainer.strategy.weight=ddp_callbacks.CrossEntropyWeight")
+    assert type(cli.trainer.strategy._weight) is CrossEntropyWeight
 
 
 def in_a_trainer(strategy: Any) -> Any:
