@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from loaders import LOADERS, SAMPLES, Endless, Lazy, seed_all
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, WeightedRandomSampler
 
 from ddp_callbacks import resumable_loader
 from ddp_callbacks.comm.checksums import checksum_of
@@ -56,6 +56,8 @@ def test_a_host_may_draw_a_batch_ahead(name: str) -> None:
     for _ in range(6):
         next(batches)
     state = drawn.state_dict(5)
+    with pytest.raises(ConfigurationError, match=r"handed out, and at least .*, got 7"):
+        drawn.state_dict(7)
     drawn.end()
     assert samples(left(loader(), state)) == expected[5:]
 
@@ -214,14 +216,24 @@ def test_a_lazy_shuffle_spreads_evenly() -> None:
     assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
 
 
-def test_the_first_batch_after_a_million_of_a_huge_data_set_comes_at_once() -> None:
-    """After a million batches it goes on at once."""
-    sampler = LazyRandomSampler(range(10**8), seed=1)
-    last, expected = (list(itertools.islice(sampler.iterate_from(64 * batch), 64)) for batch in (999_999, 10**6))
-    loader = resumable_loader(DataLoader(range(10**8), 64, sampler=sampler))  # type: ignore[arg-type]
+LAZY = LazyRandomSampler(range(10**8), seed=1)
+TORCHS = RandomSampler(range(10**6), generator=torch.Generator().manual_seed(1))
+HUGE: dict[str, tuple[Any, int, Any]] = {  # sampler, batches, and the order from a sample on
+    "lazy": (LAZY, 10**6, LAZY.iterate_from),
+    "torch": (TORCHS, 10**5, lambda first: torch.randperm(10**6, generator=torch.Generator().manual_seed(1))[first:]),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_the_first_batch_after_many_of_a_huge_data_set_comes_at_once(name: str) -> None:
+    """After a million batches it goes on at once, with torch's sampler after 100,000."""
+    (sampler, batches, order), size = HUGE[name], 8
+    both = [int(index) for index in itertools.islice(order((batches - 1) * size), 2 * size)]
+    last, expected = both[:size], both[size:]
+    loader = resumable_loader(DataLoader(range(len(sampler)), size, sampler=sampler))  # type: ignore[arg-type]
     next(iter(loader))
     state = loader.state_dict()
-    state["pass"] |= {"batches": 10**6, "drawn": 10**6, "checksum": checksum_of(last)}
+    state["pass"] |= {"batches": batches, "drawn": batches, "checksum": checksum_of(last)}
     begin = time.thread_time()
     loader.load_state_dict(state)
     assert next(iter(loader)).tolist() == expected

@@ -19,6 +19,7 @@ from trainer_cases import OURS, RELATIVE, Bodies, message_of, quiet
 from trainers import Net, fit, loader, outcome, trainer
 
 from ddp_callbacks.checkpoints import transfer
+from ddp_callbacks.lightning import CallbackStrategy
 
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
 
@@ -95,6 +96,15 @@ def a_checkpoint_of_a_requeued_job(strategy: Any, folder: Path) -> Any:
 @script
 def saved_in_a_thread(strategy: Any, folder: Path) -> Any:
     return run_twice(strategy, folder / "last.ckpt", folder, plugins=[AsyncCheckpointIO()])
+
+
+@script
+def saved_in_a_thread_of_the_strategy(strategy: Any, folder: Path) -> Any:
+    threaded = CallbackStrategy(checkpoint_io=AsyncCheckpointIO()) if strategy == OURS else strategy
+    fit(threaded, None, *loaders(), callbacks=[ModelCheckpoint(folder, save_last=True)], enable_checkpointing=True)
+    made, module = trainer(strategy, max_epochs=3), Net()
+    made.fit(module, *loaders(), ckpt_path=folder / "last.ckpt")
+    return outcome(made, module)
 
 
 class Stumbles(Net):

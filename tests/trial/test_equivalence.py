@@ -28,6 +28,8 @@ WAYS = {
     "two, resumed on one": Way(resumed_on=1, part=(1, 3)),
     "two, resumed on two": Way(resumed_on=2, part=(2, 3)),
     "three on two hosts, behind a failure": Way(3, layout=(2, 1), after_failure=True, part=(2, 3), tier="wide"),
+    "four": Way(4, tier="night"),
+    "two by gloo": Way(gloo=True, tier="night"),
     "all on three, behind a failure": Way(3, layout=(2, 1), after_failure=True, tier="night"),
     "two, resumed on three on two hosts": Way(2, layout=(2, 1), resumed_on=3, part=(0, 3), tier="wide"),
     "one, resumed by gloo": Way(1, gloo=True, resumed_on=2, resume=ASYNCHRONOUS, part=(1, 3), tier="wide"),
@@ -62,21 +64,27 @@ def resume(sync: Any, checkpoint: bytes | None) -> Any:
     return found["history"], found["parameters"]
 
 
-def save_and_resume(sync: Any) -> tuple[bytes, Any, Any, Any]:
-    """A checkpoint of two epochs; the result without a stop, resumed on all ranks, and loaded only on rank 0."""
+def save(sync: Any) -> bytes:
+    """A checkpoint of two epochs."""
     made, file = resumable(sync), io.BytesIO()
     made.run(2)
     torch.save(made.state_dict(), file)
-    checkpoint = file.getvalue()
+    return file.getvalue()
+
+
+def save_and_resume(sync: Any, of_one: bytes) -> tuple[bytes, Any, Any, Any, Any]:
+    """A checkpoint; the result without a stop, resumed on all ranks, loaded only on rank 0, and from one process's."""
+    checkpoint = save(sync)
     only_here = checkpoint if dist.get_rank() == 0 else None
-    return checkpoint, resume(sync, None), resume(sync, checkpoint), resume(sync, only_here)
+    return checkpoint, resume(sync, None), *(resume(sync, given) for given in (checkpoint, only_here, of_one))
 
 
 @pytest.mark.parametrize(("sync", "relative"), [("every_step", RELATIVE), (DiLoCo(1), 0.0)])
 def test_a_checkpoint_of_a_trial_resumes_on_another_number_of_processes(sync: Any, relative: float) -> None:
     """A Trial's checkpoint resumes on any number of processes."""
-    for checkpoint, whole, on_all, on_rank_0 in run_distributed(save_and_resume, 2, sync):
+    for checkpoint, whole, on_all, on_rank_0, from_one in run_distributed(save_and_resume, 2, sync, save(sync)):
         assert_equal(on_all, whole, relative)
         assert_equal(on_rank_0, whole, relative)
-        # Windows of one step of SGD are those of one process.
+        # Windows of one step of SGD are those of one process, and so is the momentum of DiLoCo.
+        assert_equal(from_one, whole, RELATIVE)
         assert_equal(resume(sync, checkpoint), whole, RELATIVE)
