@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -244,6 +245,15 @@ def test_state_and_hyperparameters_of_the_optimizer_become_rank_0s() -> None:
         optimizer = stepped(name, rank, (3, steps)[rank])
         broadcast_optimizer_state(optimizer)
         assert_equal(optimizer.state_dict(), stepped(name, 0, 3).state_dict(), 0.0, name)
+
+
+@WORLD
+def test_an_optimizer_with_other_groups_raises_as_load_state_dict_does() -> None:
+    rank = dist.get_rank()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1)) for _ in range(1 + rank)], 0.1)
+    says = "loaded state dict contains a parameter group that doesn't match"
+    with pytest.raises(ValueError, match=says) if rank else nullcontext():
+        broadcast_optimizer_state(optimizer)
 
 
 # --- buffers before an evaluation -------------------------------------------------------------------------------------

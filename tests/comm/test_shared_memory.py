@@ -9,6 +9,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,13 @@ from torch import Tensor
 
 from ddp_callbacks import GradientSynchronizer, environment, join_process_group
 from ddp_callbacks.comm import memfd
+from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
+from ddp_callbacks.comm.semaphores import SemaphoreChannel
 from ddp_callbacks.comm.shared_memory import SWITCH, SharedMemoryAllReduce
 from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
+from ddp_callbacks.process_group.failures import ProcessEnded
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)
@@ -94,6 +99,21 @@ def test_the_ranks_agree_how_they_sum_and_rank_0_says_it(name: str) -> None:
     assert said == [True] * (rank == 0), texts
 
 
+@WORLD
+def test_memory_that_cannot_be_used_after_all_leaves_no_descriptor() -> None:
+    """Without semaphores between processes gloo sums, and no descriptor stays open."""
+
+    def raises(*_: object) -> None:
+        raise OSError(38, "sem_init between processes")
+
+    all_gather_json("", "a test", group := dist.new_group())  # its connections are open
+    before = descriptors()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedMemoryAllReduce, "__init__", raises)
+        assert isinstance(choose_all_reduce(group, CPU), ProcessGroupAllReduce)
+    assert descriptors() == before
+
+
 # --- sums -------------------------------------------------------------------------------------------------------------
 
 
@@ -139,6 +159,18 @@ def test_sums_that_are_abandoned_on_every_rank_disturb_no_later_one() -> None:
         mine = tensors[(step + rank) % 2].fill_(10**rank * step)
         memory.launch(mine).wait("the test")
         assert (mine == sum(10.0**other * step for other in range(dist.get_world_size()))).all()
+
+
+@WORLD
+def test_a_sum_that_is_waited_for_twice_keeps_its_value() -> None:
+    """A sum that is waited for twice keeps its value."""
+    # The second sum lies in the memory of the first, which is waited for once more when the second is done.
+    memory, first, second = opened(), torch.ones(100), torch.full((100,), 5.0)
+    (one := memory.launch(first)).wait("the test")
+    memory.launch(second).wait("the test")
+    one.wait("the test")
+    memory.launch(third := torch.full((100,), 7.0)).wait("the test")
+    assert [set(tensor.tolist()) for tensor in (first, second, third)] == [{2.0}, {10.0}, {14.0}]
 
 
 # --- memory and descriptors -------------------------------------------------------------------------------------------
@@ -229,6 +261,17 @@ def test_ranks_that_sum_different_sizes_are_named_with_both() -> None:
 
 
 @WORLD
+def test_more_sums_under_way_than_there_is_room_for_are_an_error_with_the_remedy() -> None:
+    """Too many sums under way raise an error with the remedy."""
+    memory = opened()
+    tensor = memory.allocate(1, torch.float32)
+    for _ in range(8192):
+        memory.launch(tensor)
+    with pytest.raises(ValueError, match=r"^more than 8192 sums are in flight: raise bucket_cap_mb"):
+        memory.launch(tensor)
+
+
+@WORLD
 def test_memory_that_cannot_be_had_is_an_error_with_the_remedy() -> None:
     memory, limit = opened(), resource.getrlimit(resource.RLIMIT_NOFILE)
     for spare, cause in enumerate(("Too many open files", "could not duplicate a shared memory file descriptor")):
@@ -260,6 +303,25 @@ def test_a_group_that_is_destroyed_takes_its_shared_memory_with_it() -> None:
 
 
 # --- ranks that die ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_has_posted_and_ended_makes_no_slow_one_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has posted and ended makes no other dead."""
+    fd = memfd.create(SemaphoreChannel.nbytes(3))
+    first, second, third = (SemaphoreChannel(fd, 0, [0, 1, 2], rank, timedelta(seconds=20)) for rank in range(3))
+    monkeypatch.setattr(first, "_lives", lambda other: other == 2)  # a process does not see its own locks
+    second.post()
+    arrival = first.missing(1)
+    assert arrival is not None and arrival.other == 2 and not arrival.wait_slice(0.2)
+    third.post()
+    assert arrival.wait_slice(15)
+    late = first.missing(2)
+    assert late is not None
+    with pytest.raises(ProcessEnded) as caught:
+        late.wait_slice(5)
+    assert caught.value.ranks == {1}
+    os.close(fd)
+
 
 ENDS = {"raises": "failed with ValueError: boom", "is killed": "died"}
 WAITING, NOT_OPENED, SUB_GROUP = "others wait", "others have not opened its memory", "a sub-group"

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from kit.machine import Slowness
 from shared_worlds import TWO, WIDE, World
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
-from ddp_callbacks import GradientSynchronizer, shard_loader, with_shares
+from ddp_callbacks import GradientSynchronizer, get_rank, get_world_size, shard_loader, with_shares
 from ddp_callbacks.data.shares import Share
 from ddp_callbacks.errors import ConfigurationError
 
@@ -60,6 +59,15 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tenso
 @WORLD.each(LOADERS, TWO, WIDE)
 def test_the_processes_of_a_loop_train_as_one(name: str) -> None:
     """Your own loop trains as on one process."""
+    train_beside_plain_torch(name, 1e-12)
+
+
+def test_one_process_has_the_whole_of_each_batch_bit_for_bit() -> None:
+    """On one process your own loop keeps every bit."""
+    train_beside_plain_torch("map-style", 0.0)
+
+
+def train_beside_plain_torch(name: str, relative: float) -> None:
     alone, optimizer = network()
     loader = LOADERS[name]()
     for batch in (drawn for _ in range(2) for drawn in loader):
@@ -71,8 +79,8 @@ def test_the_processes_of_a_loop_train_as_one(name: str) -> None:
             synchronizer.weigh(share.local, share.total)
             step(model, optimizer, *batch)
             shares.append(share)
-    torch.testing.assert_close([*model.parameters()], [*alone.parameters()], rtol=1e-12, atol=0)
-    rank, count = dist.get_rank(), dist.get_world_size()
+    torch.testing.assert_close([*model.parameters()], [*alone.parameters()], rtol=relative, atol=0)
+    rank, count = get_rank(), get_world_size()
     assert shares == [Share((size - rank + count - 1) // count, size) for size in SIZES] * 2
 
 

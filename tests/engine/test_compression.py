@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import io
 import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,6 +158,17 @@ def test_the_hook_gives_distributed_data_parallel_the_same_gradients() -> None:
                 net.zero_grad()
                 loss_of(net, dist.get_rank(), step).backward()
             assert error(*map(gradients, nets)) < 1e-6
+
+
+def test_the_sums_of_one_group_do_not_wait_for_those_of_another() -> None:
+    """Sums of two groups do not wait for each other."""
+    # On another rank they may come in the other order, and both would wait.
+    done, ends = threading.Event(), []
+    first: Any = SimpleNamespace(wait=lambda doing: ends.append(done.wait(60)))
+    second: Any = SimpleNamespace(wait=lambda doing: done.set())
+    groups: list[Any] = [type("Group", (), {})() for _ in range(2)]
+    futures = [ddp_hook.future_of(*each) for each in zip((first, second), torch.arange(2), groups, strict=True)]
+    assert [future.wait().item() for future in futures] == [0, 1] and ends == [True]
 
 
 def test_gradients_on_a_gpu_go_by_torchs_own_hook(monkeypatch: pytest.MonkeyPatch) -> None:

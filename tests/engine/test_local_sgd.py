@@ -293,6 +293,19 @@ def test_ranks_count_by_the_weights_of_the_window() -> None:
     assert module[0].item() == last + last / 2  # nobody counts: all alike
 
 
+@WORLD
+def test_parameters_that_something_else_exchanges_are_the_next_anchor() -> None:
+    """Parameters that something else exchanges are `DiLoCo`'s next anchor."""
+    module = nn.ParameterList([torch.zeros(1)])
+    averager = ParameterAverager(module, DiLoCo(1, outer_lr=0.5, outer_momentum=0.0))
+    with torch.no_grad():
+        module[0].fill_(10.0)
+        averager.outer_step()
+        module[0] += 2.0
+        averager.step()
+    assert module[0].item() == 11.0
+
+
 # --- the outer optimizer's state --------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,6 +166,30 @@ def take_a_long_step() -> None:
     note("sum", float(all_reduce(torch.ones(1), "a sum")))
 
 
+def leave_while_the_other_receives() -> None:
+    """Rank 0 has sent all, and ends; the link of rank 1 is slow."""
+    begin()
+    if my_rank() == 0:
+        enter("the last broadcast")
+    else:
+        wait_for(5, "the last broadcast")
+        note("received")
+
+
+def wait_in_vain_for_one_that_computes() -> None:
+    begin()
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    any_rank(False, "the first message", group)
+    while my_rank() == 1 and not Path("told").exists():
+        time.sleep(0.05)  # bounded by the deadline of the ranks
+    if my_rank() == 0:
+        try:
+            with noting_errors():
+                any_rank(False, "the second message", group)
+        finally:
+            Path("told").touch()
+
+
 def die_while_one_computes() -> None:
     os.environ["DDP_CALLBACKS_SHARED_MEMORY"] = "0"
     begin()
@@ -199,6 +224,7 @@ def exchange_quickly() -> None:
 @pytest.fixture(scope="module")
 def two(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rank]]:
     bodies = (wait_in_a_thread_of_autograd, wait_for_one_in_torchs_collective, be_ahead, take_a_long_step)
+    bodies += (leave_while_the_other_receives, wait_in_vain_for_one_that_computes)
     worlds = {body.__name__: World(body) for body in bodies}
     worlds |= {name: World(meet_in_different_exchanges, ([name], [])) for name in DIFFERENT}
     return run_side_by_side(nursery, tmp_path_factory.mktemp("two"), worlds)
@@ -276,6 +302,23 @@ def test_a_rank_that_is_ahead_or_computes_for_long_is_no_mismatch(two: dict[str,
     """A rank in a long step raises nothing."""
     ranks = two[body.__name__]
     assert [rank.notes.get("sum") for rank in ranks] == [2.0, 2.0], [rank.stderr for rank in ranks]
+
+
+@pytest.mark.waits(5)
+def test_a_rank_that_has_sent_all_may_leave_while_the_other_still_receives(two: dict[str, list[Rank]]) -> None:
+    """A rank that has sent all may leave while others receive."""
+    first, second = two["leave_while_the_other_receives"]
+    assert (first.code, second.code, second.stderr) == (0, 0, "")
+    assert first.ended > second.noted_at["received"] - 1  # the store was there as long as somebody looked into it
+
+
+def test_a_rank_that_is_late_is_named_alive_with_its_line(two: dict[str, list[Rank]]) -> None:
+    """At the timeout an error says that a late rank lives, and its line."""
+    first, second = two["wait_in_vain_for_one_that_computes"]
+    kind, text = first.notes["error"]
+    assert kind == "PeerError" and "waited for the second message in vain, though every rank is alive" in text, text
+    assert f"pid {second.pid}) is not in any collective of ddp_callbacks: it last was in the first message" in text
+    assert re.search(r"is at .*test_mismatch\.py:\d+\.", text), text
 
 
 @pytest.mark.wide

@@ -114,3 +114,11 @@ def test_equal_sets_have_equal_checksums_in_whatever_order_a_process_has_them() 
     assert list({0, 8}) != list({8, 0})
     assert checksum_of([{0, 8}, {"a": frozenset([0, 8])}]) == checksum_of([{8, 0}, {"a": frozenset([8, 0])}])
     assert checksum_of({1, 2}) != checksum_of({1, 3})
+
+
+def test_a_checksum_sees_every_entry_of_a_long_array() -> None:
+    """Data that differ in one entry of a long array have other checksums."""
+    long = torch.arange(5000)
+    changed = long.index_fill(0, torch.tensor([2500]), 0)
+    for one, other in ((long, changed), ([long.numpy()], [changed.numpy()])):
+        assert checksum_of(one) != checksum_of(other)

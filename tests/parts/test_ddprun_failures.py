@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
+import socket
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from ddp_callbacks.launcher.agent import Reports, _tell_of_ends
 from ddp_callbacks.launcher.failures import End, first_cause
 from ddp_callbacks.launcher.tracebacks import Printed, Reader, printed_in
 
@@ -184,3 +191,24 @@ def test_the_first_cause_is_not_who_tells_of_it(case: str) -> None:
     for order in (ends, ends[::-1]):
         cause = first_cause(order)
         assert ("" if cause is None else f"{cause.code}: {cause}") == expected
+
+
+def test_as_many_long_messages_as_a_node_has_workers_all_arrive(tmp_path: Path) -> None:
+    """As many long messages as a node has workers arrive."""
+    # Together they are too large for one datagram.
+    ranks, error, fire = range(200), tmp_path / "error.json", "\N{FIRE}"
+    error.write_text(json.dumps({"message": {"message": fire * 5000, "extraInfo": {"timestamp": "1"}}}))
+    ended = [SimpleNamespace(proc=SimpleNamespace(poll=lambda code=rank % 2: code, pid=7)) for rank in ranks]
+    context: Any = SimpleNamespace(
+        subprocess_handlers=dict(enumerate(ended)),
+        error_files=dict.fromkeys(ranks, str(error)),
+        envs={rank: {"RANK": str(rank + 8)} for rank in ranks},
+    )
+    node, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with node, agent:
+        sender = threading.Thread(target=_tell_of_ends, args=(context, Reports(agent), set()))
+        sender.start()
+        found = [json.loads(socket.recv_fds(node, 1 << 18, 2)[0])["noticed"] for _ in ranks]
+        sender.join()
+    assert [(end["rank"], end["code"]) for end in found] == [(rank + 8, rank % 2) for rank in ranks]
+    assert {end["message"] for end in found} == {fire * 4096}

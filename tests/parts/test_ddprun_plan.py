@@ -80,6 +80,13 @@ def test_how_the_nodes_meet(flags: list[str], rendezvous: str | None, nnodes: st
     assert (made.rendezvous, made.torchrun["nnodes"], made.min_nodes) == (rendezvous, nnodes, min_nodes)
 
 
+def test_a_static_endpoint_is_where_the_first_node_listens() -> None:
+    """The first node listens at the port that is given."""
+    for flags, address in (("--rdzv-endpoint [f::1]:4000", "f::1"), ("--master-addr n --master-port 4000", "n")):
+        made = plan("-H", "a,b", *flags.split(), "train.py")
+        assert (made.rendezvous, made.address, made.port) == ("fixed", address, 4000)
+
+
 def values_of(action: argparse.Action) -> list[str]:
     """What to write behind a flag to try it."""
     if action.nargs == 0:

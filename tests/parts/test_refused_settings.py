@@ -169,6 +169,7 @@ DDPRUN: list[Row] = [
     ("-m --no-python t", "--module and --no-python cannot be combined."),
     ("--rdzv-backend etcd t.py", "--rdzv-backend etcd needs --rdzv-endpoint."),
     ("--heartbeat-timeout 0 t.py", "argument --heartbeat-timeout: takes seconds, at least 2, got '0'. See"),
+    ("--time-limit soon t.py", "argument --time-limit: takes a positive number, got 'soon'. See ddprun --help."),
     ("--rsh 'none-such {host}' t.py", "--rsh 'none-such {host}': program none-such not found"),
     ("--rsh /bin/pbs_tmrsh t.py", "--rsh '/bin/pbs_tmrsh': /bin/pbs_tmrsh passes on"),
     ("--rsh '' t.py", "--rsh takes a command, got an empty one."),
