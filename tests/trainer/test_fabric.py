@@ -268,6 +268,12 @@ def test_batch_norm_gets_two_samples_and_merged_statistics() -> None:
         made.backward(model(x).sum())
     assert shares == [[4, 3], [4, 0]][rank]
     assert torch.equal(*made.all_gather(module[0].running_mean))
+    before = module[0].running_mean.clone()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a batch of 3 samples has fewer than two for each of 2 processes")
+        for x, _ in made.setup_dataloaders(loader(3, 3)):
+            model(x)
+    assert torch.equal(before, module[0].running_mean) == (rank == 1), "padding does not count"
     model.eval()
     assert [len(x) for x, _ in made.setup_dataloaders(loader(3, 3))] == [[2], [1]][rank], "an evaluation needs no two"
 

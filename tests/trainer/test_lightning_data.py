@@ -92,6 +92,20 @@ def test_loaders_are_left_alone_where_the_user_says_so() -> None:
     assert (own, whole) == ([*range(dist.get_rank(), 8, 2)], [*range(8)])
 
 
+@WORLD.on(TWO)
+def test_during_a_fit_a_loader_is_a_data_loader_of_the_user_s_data_and_workers() -> None:
+    """A fit's loader is a `DataLoader`."""
+    rows, seen = loader(8, 4, num_workers=1), []
+
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            given = trainer.train_dataloader
+            seen.append((isinstance(given, DataLoader), given.dataset is rows.dataset, given.num_workers))
+
+    trainer(OURS, max_epochs=1, callbacks=[Looks()]).fit(Net(), rows)
+    assert seen == [(True, True, 1)] * 2
+
+
 @WORLD.as_on_one()
 def test_per_process_batches_are_those_of_a_trainer_with_larger_ones(strategy: str) -> Any:
     size = 4 if strategy == OURS else 8

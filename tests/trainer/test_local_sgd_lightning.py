@@ -148,6 +148,7 @@ def three_steps() -> dict[str, torch.Tensor]:
 
 
 def test_the_outer_momentum_is_resumed_at_another_number_of_processes(tmp_path: Path) -> None:
+    """DiLoCo's momentum resumes on another number of processes."""
     _, (whole, checkpoint) = WORLD.returned(checkpoints)[0]
     with quiet():
         alone, _ = train(tmp_path / "alone", 1, checkpoint)
