@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -24,6 +25,10 @@ DDPRUN = [*PYTHON, "-m", "ddp_callbacks.launcher"]
 # Without torchrun: for what does not depend on it.
 PLAIN = [*PYTHON, "-P", str(KIT / "ddprun_with_plain_agent.py")]
 REASON = hosts.missing()  # why there can be no hosts here
+# Words of any bytes, as arguments and values may be.
+DRAWN = random.Random(7)
+NASTY = ["", " ", "a b", "'", '"', "\\", "\n", "a\n", "$(touch /x)", "`id`", "; rm x", "*", "%s", "-x", "!!", "\udcff"]
+NASTY += [os.fsdecode(bytes(DRAWN.choices(range(1, 256), k=DRAWN.randint(0, 30)))) for _ in range(100)]
 IMPATIENT = ["--heartbeat-timeout", "3.5"]
 
 # Stays, beside a process in a session of its own. "deaf" to SIGTERM, it says so for each.

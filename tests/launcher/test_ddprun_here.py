@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import random
 import re
 import select
 import shutil
@@ -21,7 +20,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import DDPRUN, LIMIT, PLAIN, PYTHON, STAY, Run, ddprun, environment, processes_in, program, wait_until, write
+from jobs import (
+    DDPRUN,
+    LIMIT,
+    NASTY,
+    PLAIN,
+    PYTHON,
+    STAY,
+    Run,
+    ddprun,
+    environment,
+    processes_in,
+    program,
+    wait_until,
+    write,
+)
 from kit.machine import Slowness
 
 from ddp_callbacks.launcher.facts import usable_cores
@@ -292,9 +305,6 @@ def test_a_machine_without_torch_starts_a_job_where_there_is_one(tmp_path: Path,
 
 # --- the way to a node ------------------------------------------------------------------------------------------------
 
-DRAWN = random.Random(7)
-NASTY = ["", " ", "a b", "'", '"', "\\", "\n", "a\n", "$(touch /x)", "`id`", "; rm x", "*", "%s", "-x", "!!", "\udcff"]
-NASTY += [os.fsdecode(bytes(DRAWN.choices(range(1, 256), k=DRAWN.randint(0, 30)))) for _ in range(100)]
 ECHO = """
 import json, os, sys
 print(json.dumps([[os.fsencode(word).hex() for word in sys.argv[1:]], os.environb[b"PROBE"].hex(), os.getcwdb().hex()]))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-from jobs import DDPRUN, LIMIT, PLAIN, STAY, Run, ddprun, kill_on, on_hosts, write
+from jobs import DDPRUN, LIMIT, NASTY, PLAIN, STAY, Run, ddprun, kill_on, on_hosts, write
 from kit.hosts import HostBed
 from kit.machine import Slowness
 
@@ -24,7 +25,7 @@ SHOW = """
 import json, os, sys, time
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PROBE"]
 names += ["NCCL_DEBUG", "TORCHELASTIC_RESTART_COUNT"]
-found = {name: os.environ.get(name) for name in names}
+found = {name: os.environ.get(name) for name in names} | {"words": sys.argv[1:]}
 print(json.dumps([os.uname().nodename, found]), flush=True)
 rank, again = found["RANK"], found["TORCHELASTIC_RESTART_COUNT"] != "0" or "once" in sys.argv
 open(f"up-{rank}", "w").close()
@@ -37,10 +38,10 @@ while not again:
 
 @pytest.mark.cold
 def test_ranks_follow_the_order_of_the_hosts_also_after_a_restart(bed: HostBed, tmp_path: Path) -> None:
-    """Ranks follow the order of the hosts, and get variables of `-x` and of libraries."""
-    h1, _, h3 = bed.hosts
-    flags = ["-H", "h3:2,h1:1,h2:1", "--max-restarts", "1", "--show-ranks", "all", "-x", "PROBE=a b"]
-    done = ddprun(*flags, write(tmp_path, SHOW), cwd=tmp_path, host=h1, NCCL_DEBUG="a 'b'")
+    """Ranks follow the order of the hosts, and get arguments and variables of any bytes."""
+    (h1, _, h3), value = bed.hosts, os.fsdecode(os.fsencode("".join(NASTY)))
+    flags = ["-H", "h3:2,h1:1,h2:1", "--max-restarts", "1", "--show-ranks", "all", "-x", f"PROBE={value}"]
+    done = ddprun(*flags, write(tmp_path, SHOW), *NASTY, cwd=tmp_path, host=h1, NCCL_DEBUG="a 'b'")
     assert done.returncode == 0, done.stderr
     found = [re.fullmatch(r"\[(\w+:\d)\] (.*)", line).groups() for line in done.stdout.splitlines()]  # type: ignore[union-attr]
     expected = [(label, attempt) for label in ("h1:2", "h2:3", "h3:0", "h3:1") for attempt in "01"]
@@ -56,7 +57,8 @@ def test_ranks_follow_the_order_of_the_hosts_also_after_a_restart(bed: HostBed, 
             "MASTER_ADDR": h3.address,
             "OMP_NUM_THREADS": str(max(1, usable_cores() // (2 if host == "h3" else 1))),
             "GLOO_SOCKET_IFNAME": "eth0",
-            "PROBE": "a b",
+            "PROBE": value,
+            "words": NASTY,
             "NCCL_DEBUG": "a 'b'",
         }
 
