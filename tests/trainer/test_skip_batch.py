@@ -37,16 +37,17 @@ pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_resu
 WORLD = Bodies(__name__, quiet)
 
 BATCHES = 16
+BY_GLOO = Way(3, gloo=True, tier="night")
 NAN, INF = math.nan, math.inf
 
 
 def faulty_data(samples: int, batch_size: int, seed: int, faults: tuple[float, ...] = (NAN, INF)) -> TensorDataset:
-    """Each sample has a factor of its loss, which is NaN or infinite in one sample of two batches, not the first."""
+    """Each sample has a factor of its loss, which is NaN or infinite in one sample of some batches, not the first."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     x = torch.randn(samples, FEATURES, dtype=torch.float64, generator=generator)
     y = torch.randint(0, CLASSES, (samples,), generator=generator)
     factor = torch.ones(samples, dtype=torch.float64)
-    for begin, fault in zip(draw.sample(range(2 * batch_size, samples, batch_size), 2), faults, strict=True):
+    for begin, fault in zip(draw.sample(range(2 * batch_size, samples, batch_size), len(faults)), faults, strict=True):
         factor[draw.randrange(begin, min(begin + batch_size, samples))] = fault
     return TensorDataset(x, y, factor)
 
@@ -171,6 +172,10 @@ def enough_for_batchnorm() -> Any:
     return DataLoader(faulty_data(8 * BATCHES, 8, 6), 8)
 
 
+def many_bad_ones() -> Any:
+    return DataLoader(faulty_data(40 * 7 - 3, 7, 4, (NAN, INF) * 4), 7)
+
+
 def smaller_than_the_world() -> Any:
     return faulty_loader(2, 5, 12)
 
@@ -184,6 +189,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
     "none early, accumulating": lambda by: fit_with(by, "any", Faulty("early"), accumulate_grad_batches=3),
     "synchronized batchnorm": lambda by: fit_with(by, "any", Normalized("late"), **SYNCHRONIZED),
     "nan with synchronized batchnorm": lambda by: fit_with(by, "non_finite", Normalized(), **SYNCHRONIZED),
+    "many batches": lambda by: fit_with(by, "any", Faulty("late"), many_bad_ones()),
     "running statistics": lambda by: fit_with(by, "any", Observes(), enough_for_batchnorm()),
     "running statistics, none late": lambda by: fit_with(by, "any", Observes("late"), enough_for_batchnorm()),
     "small batches": lambda by: fit_with(by, "any", Faulty(), smaller_than_the_world()),
@@ -237,7 +243,7 @@ def collecting() -> list[str]:
     return said
 
 
-@WORLD.runs(TWO, WIDE)
+@WORLD.runs(TWO, WIDE, BY_GLOO)
 def all_scenarios() -> tuple[dict[str, Any], dict[str, list[str]]]:
     """What each gives, and what is said of it."""
     said, results = {}, {}
@@ -254,7 +260,7 @@ def one_process(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-@in_ways(TWO, WIDE)
+@in_ways(TWO, WIDE, BY_GLOO)
 def test_batches_that_are_bad_on_one_process_are_skipped_by_all_as_on_one(way: Way, name: str) -> None:
     """With `skip_batch`, all skip what is bad on one."""
     for rank, (results, _) in enumerate(WORLD.returned(all_scenarios, way)):
@@ -272,7 +278,9 @@ def test_a_world_of_one_skips_what_it_would_skip_by_returning_none(name: str) ->
 
 def test_each_skipped_batch_is_reported_once_with_rank_host_and_batch() -> None:
     """A message names each skipped batch, rank and host."""
-    (_, of_zero), (_, of_one) = WORLD.returned(all_scenarios)
+    (_, told), (_, of_one) = WORLD.returned(all_scenarios)
+    assert told["many batches"][-1].startswith("16 batches were skipped in this run, because of rank 0 for ")
+    of_zero = told | {"many batches": told["many batches"][:-1]}
     assert not any(of_one.values())
     for name, said in of_zero.items():
         assert said or "parts that count nothing" in name, name
