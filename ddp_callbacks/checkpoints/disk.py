@@ -18,13 +18,16 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ddp_callbacks.checkpoints.format import KEY, not_ours, require_ours
+from ddp_callbacks.checkpoints.format import not_ours, require_ours
 from ddp_callbacks.errors import CheckpointError
 
 _ZIP = b"PK\x03\x04"  # the first bytes of what torch.save writes
+_TORCH_CANNOT = "PytorchStreamReader failed reading zip archive"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAKE_ROOM = " Make room, and the next write will do."
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+_known_damaged: set[tuple[int, ...]] = set()  # the identities of files that this process has found damaged
 
 
 def previous_of(path: str) -> str:
@@ -45,12 +48,10 @@ def remove_temporary_files(path: str) -> None:
                 os.remove(leftover)
 
 
-def write(save: Callable[[BinaryIO], object], path: str, *, keep: bool) -> None:
+def write(save: Callable[[BinaryIO], object], path: str) -> None:
     """Write a file beside ``path``, flush it to the disk, keep the file at ``path`` as the previous one, rename.
 
-    Args:
-        save: Writes the content.
-        keep: The file at ``path`` is whole. If it is not, the previous one stays.
+    A file at ``path`` that was found damaged is not kept: the previous one stays.
 
     Raises:
         CheckpointError: The disk is full, or refuses. The files that were there still are.
@@ -62,13 +63,24 @@ def write(save: Callable[[BinaryIO], object], path: str, *, keep: bool) -> None:
                 save(file)
                 file.flush()
                 os.fsync(file.fileno())
-            if keep and os.path.exists(path):
+            if _is_there(path):
                 _keep_as_previous(path)
             os.replace(temporary, path)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(temporary)
         _flush_folder(path)
+
+
+def _is_there(path: str) -> bool:
+    """Whether a file is there that this process has not found damaged."""
+    return os.path.exists(path) and _identity(path) not in _known_damaged
+
+
+def _identity(path: str | int) -> tuple[int, ...]:
+    """Of a file and its content: another job may have replaced it."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _temporary(path: str) -> str:
@@ -135,17 +147,17 @@ def _free(path: str) -> str:
 
 
 def _still_there(path: str) -> str:
-    there = [name for name in (path, previous_of(path)) if os.path.exists(name)]
+    there = [name for name in (path, previous_of(path)) if _is_there(name)]
     if not there:
-        return "No earlier checkpoint is there."
+        return "No earlier checkpoint that can be read is there."
     return f"Still there, whole and unchanged: {' and '.join(there)}."
 
 
 # --- reads ------------------------------------------------------------------------------------------------------------
 
 
-def find(path: str, weights_only: bool) -> tuple[str, dict[str, Any]] | None:
-    """The newest file that can be read and its content: the one at ``path``, or the previous one with a warning.
+def find(path: str, weights_only: bool) -> tuple[str, BinaryIO, dict[str, Any]] | None:
+    """The newest file that can be read, open, and its content: that at ``path``, or the previous one with a warning.
 
     Raises:
         CheckpointError: There are files, but none can be read; or one is not ours, or of a newer format.
@@ -156,51 +168,74 @@ def find(path: str, weights_only: bool) -> tuple[str, dict[str, Any]] | None:
         raise CheckpointError(f"{path} cannot be read on host {socket.gethostname()}: {error}") from error
 
 
-def _find(path: str, weights_only: bool) -> tuple[str, dict[str, Any]] | None:
-    reasons = []
+def _find(path: str, weights_only: bool) -> tuple[str, BinaryIO, dict[str, Any]] | None:
+    reasons: list[str] = []
     for candidate in (path, previous_of(path)):
-        if not os.path.exists(candidate):
-            reasons.append(f"{candidate} is not there")
-            continue
-        content, reason = load(candidate, weights_only)
-        if content is not None:
-            if reasons:
-                warnings.warn(f"{reasons[0]}, so the run goes on from the one before: {candidate}.", stacklevel=3)
-            return candidate, content
-        reasons.append(reason)
-    if not os.path.exists(path) and not os.path.exists(previous_of(path)):
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(open(candidate, "rb"))
+            except FileNotFoundError:
+                reasons.append(f"{candidate} is not there")
+                continue
+            content, damage = load(file, candidate, weights_only)
+            if content is not None:
+                if reasons:
+                    warnings.warn(f"{reasons[0]}, so the run goes on from the one before: {candidate}.", stacklevel=3)
+                stack.pop_all()
+                return candidate, file, content
+            reasons.append(f"{candidate} is damaged ({damage})")
+            _known_damaged.add(_identity(file.fileno()))
+    if all(reason.endswith("is not there") for reason in reasons):
         return None
     raise CheckpointError(
         f"no checkpoint can be read: {'; '.join(reasons)}. Remove them to start anew, or give another path."
     )
 
 
-def load(path: str, weights_only: bool) -> tuple[dict[str, Any] | None, str]:
-    """The content of a file, or ``None`` and how it is damaged.
+def load(file: BinaryIO, path: str, weights_only: bool) -> tuple[dict[str, Any] | None, str]:
+    """The content of an open file, or ``None`` and how it is damaged.
 
     Raises:
         CheckpointError: The file is not ours, of a newer format, or has objects that ``weights_only`` excludes.
     """
-    with open(path, "rb") as file:
-        if not zipfile.is_zipfile(file):
-            file.seek(0)
-            start = file.read(len(_ZIP))
-            if start != _ZIP and start.strip(b"\0"):
-                raise not_ours(path)
-            return None, f"{path} is damaged (it is not a zip file; it has {os.fstat(file.fileno()).st_size} bytes)"
-        try:
-            content = load_open(file, path, weights_only)
-        except CheckpointError as error:
-            if error.__cause__ is not None and (entry := zipfile.ZipFile(file).testzip()):
-                return None, _damaged(path, entry)
+    if damage := _damage_of(file, path):  # first: nobody knows what a damaged pickle does
+        return None, damage
+    try:
+        return load_open(file, path, weights_only), ""
+    except CheckpointError as error:
+        if _TORCH_CANNOT in str(error.__cause__):  # it looks at some bytes that zipfile does not
+            return None, str(error.__cause__)
+        raise
+
+
+def _damage_of(file: BinaryIO, path: str) -> str:
+    """How a zip file is damaged; empty if it is whole, or has no checksums.
+
+    Raises:
+        CheckpointError: It never was a zip file.
+    """
+    archive = None
+    try:
+        archive = zipfile.ZipFile(file)
+        entries = archive.infolist()
+        if len(set(archive.namelist())) < len(entries) or any(_is_folder(entry) for entry in entries):
+            return "its table of contents is not that of its entries"
+        has_checksums = any(entry.CRC for entry in entries)  # torch's set_crc32_options(False) writes zeros
+        entry = archive.testzip() if has_checksums else None
+        return f"the checksum of {entry} is not that of its bytes" if entry else ""
+    except Exception as error:  # zipfile raises errors of many types
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is a seek to before the beginning
             raise
-        if content[KEY].get("crc32") and (entry := zipfile.ZipFile(file).testzip()):
-            return None, _damaged(path, entry)
-        return content, ""
+        file.seek(0)
+        start = file.read(len(_ZIP))
+        if archive is None and start != _ZIP and start.strip(b"\0"):
+            raise not_ours(path) from None
+        return f"{error or type(error).__name__}; it has {os.fstat(file.fileno()).st_size} bytes"
 
 
-def _damaged(path: str, entry: str) -> str:
-    return f"{path} is damaged (the checksum of {entry} is not that of its bytes)"
+def _is_folder(entry: zipfile.ZipInfo) -> bool:
+    """Whether torch takes a file for a folder."""
+    return bool(entry.external_attr & 0x10) and not entry.is_dir()
 
 
 def load_open(file: BinaryIO, path: str, weights_only: bool) -> dict[str, Any]:

@@ -43,8 +43,9 @@ class CheckpointFile:
     Args:
         path: Of the file: ``"run.pt"``. The one before it is ``run.previous.pt``; ``run.pt.lock`` keeps other jobs
             away.
-        async_save: Let :meth:`write` return once the state is copied to rank 0's memory; a thread writes it. If the
-            process is killed during that, the file is the one before. :meth:`close` waits for the thread.
+        async_save: Let :meth:`write` return once ``torch.save`` has put the file into rank 0's memory; a thread writes
+            it to the disk. If the process is killed during that, the file is the one before. :meth:`close` waits for
+            the thread.
         weights_only: As in :func:`torch.load`: whether only tensors and plain data are read. Files that hold other
             objects run code when they are read, so read them with ``False`` only if you trust them.
         process_group: ``None`` is the default group.
@@ -63,7 +64,6 @@ class CheckpointFile:
         self.process_group = process_group
         self._is_open = False
         self._claim: Claim | None = None  # on rank 0
-        self._is_damaged = False  # the file at the path: it must not take the previous one's place; on rank 0
         self._background = BackgroundWriter() if async_save else None
 
     def __enter__(self) -> CheckpointFile:
@@ -98,10 +98,10 @@ class CheckpointFile:
             CheckpointError: No file can be read, or the file is not ours or of a newer format.
         """
         found = on_rank_zero(lambda: disk.find(self.path, self._weights_only), _READ, self.process_group)
-        content = found[1] if found else None
-        self._is_damaged = found is not None and found[0] != self.path
-        if get_world_size(self.process_group) > 1:
-            content = self._broadcast(found)
+        name, file, content = found or (None, None, None)
+        with file or contextlib.nullcontext():
+            if get_world_size(self.process_group) > 1:
+                content = self._broadcast(name, file, content)
         return None if content is None else Saved(content, self._weights_only)
 
     def write(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> None:
@@ -170,14 +170,13 @@ class CheckpointFile:
 
     # --- reads --------------------------------------------------------------------------------------------------------
 
-    def _broadcast(self, found: tuple[str, dict[str, Any]] | None) -> dict[str, Any] | None:
+    def _broadcast(self, name: str | None, file: BinaryIO | None, content: Any) -> dict[str, Any] | None:
         """The content of rank 0's file on all ranks; only rank 0 needs to see it."""
-        (name,), _ = broadcast_tensors([found and found[0]], [], _READ, self.process_group)
+        (name,), _ = broadcast_tensors([name], [], _READ, self.process_group)
         if name is None:
             return None
-        with open(name, "rb") if found else contextlib.nullcontext() as file:
-            received = broadcast_file(file, _READ, self.process_group)
-        return found[1] if found else disk.load_open(received, name, self._weights_only)
+        received = broadcast_file(file, _READ, self.process_group)
+        return disk.load_open(received, name, self._weights_only) if file is None else content
 
     # --- writes -------------------------------------------------------------------------------------------------------
 
@@ -201,15 +200,11 @@ class CheckpointFile:
             self._wait_for_last(self._background)
         content = make_content(shared() if callable(shared) else shared, ranks, about)
         if self._background is None:
-            self._replace(partial(torch.save, content))
+            disk.write(partial(torch.save, content), self.path)
         else:
             memory = io.BytesIO()
             torch.save(content, memory)
-            self._background.start(partial(self._replace, lambda file: file.write(memory.getbuffer())))
-
-    def _replace(self, save: Callable[[BinaryIO], object]) -> None:
-        disk.write(save, self.path, keep=not self._is_damaged)
-        self._is_damaged = False
+            self._background.start(partial(disk.write, lambda file: file.write(memory.getbuffer()), self.path))
 
     def _wait_for_last(self, background: BackgroundWriter) -> None:
         if background.is_writing:

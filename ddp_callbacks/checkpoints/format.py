@@ -2,7 +2,7 @@
 
 ::
 
-    {**shared, "ddp_callbacks": {"format": 1, "version": ..., "written": ..., "crc32": ...,
+    {**shared, "ddp_callbacks": {"format": 1, "version": ..., "written": ...,
                                  "world_size": N, "ranks": [N x uint8: torch.save of a rank's state], "about": {...}}}
 """
 
@@ -65,7 +65,6 @@ def make_content(shared: Mapping[str, Any], ranks: Sequence[torch.Tensor], about
         "format": FORMAT,
         "version": __version__,
         "written": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "crc32": torch.serialization.get_crc32_options(),
         "world_size": len(ranks),
         "ranks": list(ranks),
         "about": dict(about),
@@ -90,7 +89,7 @@ def unpack_own(packed: torch.Tensor, weights_only: bool) -> dict[str, Any]:
 def require_ours(content: Any, path: str) -> None:
     """Raise :class:`CheckpointError` unless ``content`` is a checkpoint of this library, in a format that it knows."""
     header = content.get(KEY) if isinstance(content, dict) else None
-    if not isinstance(header, dict) or "format" not in header:
+    if not isinstance(header, dict) or not isinstance(header.get("format"), int):
         raise not_ours(path)
     if header["format"] > FORMAT:
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import os
@@ -13,8 +14,10 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ import torch
 from kit.ranks import Nursery, note, noting_errors, run_distributed
 
 from ddp_callbacks import Preemption, join_process_group
-from ddp_callbacks.checkpoints import CheckpointFile, require_same, transfer
+from ddp_callbacks.checkpoints import CheckpointFile, disk, require_same, transfer
 from ddp_callbacks.checkpoints.claim import PATIENCE, Claim
 from ddp_callbacks.comm import collectives
 from ddp_callbacks.errors import CheckpointError
@@ -36,7 +39,16 @@ ABOUT = {"batch size": "8"}
 def write_and_read(shared_folder: str) -> list[Any]:
     """On the ranks: what each reads, from a folder that all see and from one that rank 0 alone sees. In pieces."""
     transfer.CHUNK_NBYTES, collectives._GATHERED_NBYTES = 1000, 1000
-    found = []
+    found, find = [], disk.find
+
+    def find_and_lose(path: str, weights_only: bool) -> Any:
+        """Another job replaces the file once this one has read it."""
+        result = find(path, weights_only)
+        if result is not None and os.path.dirname(path) != shared_folder:
+            os.replace(disk.previous_of(path), path)
+        return result
+
+    disk.find = find_and_lose
     for folder in (shared_folder, tempfile.mkdtemp(dir=shared_folder)):
         with CheckpointFile(Path(folder, "run.pt")) as file:
             assert file.read() is None
@@ -226,6 +238,10 @@ def test_a_full_disk_is_an_error_on_all_ranks_that_says_where_and_what_is_still_
     assert (results[0]["error"] in results[0]["said"]) == async_save
 
 
+def full_disk(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def with_other_numbers(whole: bytes) -> bytes:
     before, after = (torch.full((50,), value).numpy().tobytes() for value in (2.0, 7.0))
     return whole.replace(before, after, 1)
@@ -242,18 +258,38 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_file_is_passed_over_for_the_one_before_with_a_warning(tmp_path: Path, name: str) -> None:
+def test_a_damaged_file_is_passed_over_for_the_one_before_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """A damaged file gives way to the one before."""
     damage, reason = DAMAGES[name]
     path = tmp_path / "run.pt"
     write_steps(path, 1, 2, numel=1000)
     path.write_bytes(damage(path.read_bytes()))
-    with CheckpointFile(path) as file:
-        with pytest.warns(UserWarning, match=rf"run\.pt is damaged \(.*{reason}.*goes on from the one before: .*ous"):
-            saved = file.read()
-        assert saved is not None and saved.shared["step"] == 1
-        file.write(content(3), {"step": 3}, ABOUT)
+    with pytest.warns(UserWarning, match=rf"run\.pt is damaged \(.*{reason}.*goes on from the one before: .*ous"):
+        assert step_at(path) == 1
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError) as caught:
+        patch.setattr(os, "fsync", full_disk)
+        write_steps(path, 3)
+    assert f"Still there, whole and unchanged: {tmp_path / 'run.previous.pt'}. Make" in str(caught.value)
+    write_steps(path, 3)  # by another object, as load_checkpoint(path) and save_checkpoint(path) do
     assert [step_at(path), step_at(tmp_path / "run.previous.pt")] == [3, 1]  # not the damaged one
+
+
+def test_a_file_with_any_one_byte_flipped_is_read_right_or_passed_over(tmp_path: Path) -> None:
+    """One flipped byte never stops a run."""
+    path = tmp_path / "run.pt"
+    write_steps(path, 1, 2)
+    whole = path.read_bytes()
+    table = whole.index(b"PK\x01\x02")  # each of its bytes means something, and torch reads others than zipfile does
+    flips = [(place, 0xFF) for place in [*range(0, table, 23), *range(table, len(whole))]]
+    flips += [(place, 1) for place in range(table, len(whole)) if whole[place] in b"01"]  # data/0 becomes data/1
+    for place, flip in flips:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            step = step_at(path)
+        assert [step, "run.pt is damaged (" in "".join(str(each.message) for each in warned)] in ([2, False], [1, True])
 
 
 def test_a_lost_file_is_passed_over_and_two_damaged_ones_are_an_error(tmp_path: Path) -> None:
@@ -275,6 +311,12 @@ def of_a_newer_version(path: Path) -> None:
     torch.save(newer, path)
 
 
+def numpy_file() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, a=np.ones(3))
+    return file.getvalue()
+
+
 OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "newer": (of_a_newer_version, r"run\.pt was written by ddp_callbacks 9\.1 in format 2; this is .* to 1"),
     "torch's": (
@@ -282,6 +324,7 @@ OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"run\.pt is no checkpoint of ddp_callbacks .* no key 'ddp_callbacks'",
     ),
     "text": (lambda path: path.write_text("epochs: 3\n"), r"run\.pt is no checkpoint of ddp_callbacks"),
+    "NumPy's": (lambda path: path.write_bytes(numpy_file()), r"run\.pt cannot be read: "),
     "a folder": (lambda path: path.mkdir(), r"run\.pt cannot be read on host \S+: .*Is a directory"),
 }
 
@@ -298,8 +341,13 @@ def test_files_of_others_and_of_newer_versions_are_refused_and_stay(tmp_path: Pa
     assert before is None or path.read_bytes() == before
 
 
-def test_objects_other_than_plain_data_are_read_by_those_who_trust_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checksums", [True, False])
+def test_objects_other_than_plain_data_are_read_by_those_who_trust_the_file(
+    tmp_path: Path, request: pytest.FixtureRequest, checksums: bool
+) -> None:
     path = tmp_path / "run.pt"
+    request.addfinalizer(partial(torch.serialization.set_crc32_options, torch.serialization.get_crc32_options()))
+    torch.serialization.set_crc32_options(checksums)
     with CheckpointFile(path) as file:
         file.write({"object": Path("x")}, {}, {})
         with pytest.raises(CheckpointError, match=r"nor plain data \(pathlib\.\w+\).*weights_only=False"):
