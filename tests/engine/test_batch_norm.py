@@ -21,6 +21,7 @@ import torch.distributed as dist
 from batch_norm_kernels import KERNELS
 from kit.made_up_gpu import CUDA, MadeUpGpu, put_on_gpu
 from kit.once import once
+from kit.ranks import run_distributed
 from shared_worlds import GLOO, TWO, WIDE, World, by_rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -28,7 +29,8 @@ from ways import Way
 
 from ddp_callbacks import GradientSynchronizer
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
-from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.errors import ConfigurationError, MismatchError, PeerError
+from ddp_callbacks.process_group.failures import announce_join, report_failure
 from ddp_callbacks.replicas import merge_buffers
 
 pytestmark = pytest.mark.shares_results()
@@ -531,6 +533,21 @@ def test_ranks_at_different_layers_are_told() -> None:
     with synchronized(model, process_group=dist.new_group()), pytest.raises(MismatchError, match=says) as caught:
         model[dist.get_rank()](torch.ones(3, 2))
     assert by_rank(str(caught.value)) == [str(caught.value)] * 2
+
+
+def meet_a_peer_that_fails() -> None:
+    announce_join()
+    model = nn.BatchNorm1d(2)
+    with synchronized(model):
+        if dist.get_rank() == 1:
+            report_failure(RuntimeError("out of coffee"))
+        else:
+            with pytest.raises(PeerError, match=r"rank 1.*out of coffee"):
+                model(torch.ones(3, 2))
+
+
+def test_a_peer_that_fails_in_an_exchange_is_named() -> None:
+    run_distributed(meet_a_peer_that_fails, 2)
 
 
 def test_in_a_world_of_one_nothing_changes() -> None:
