@@ -1,14 +1,16 @@
 """``backend="mpi4py"``: torch's process groups over MPI, for a torch that was built without MPI.
 
-Importing this module starts MPI and registers the backend; it needs the extra ``mpi``. In a script started by
-``mpiexec``, write either of these::
+Importing this module registers the backend; it needs the extra ``mpi``. MPI starts with the first group, so processes
+that only import your script, such as a loader's workers, stay out of it. In a script started by ``mpiexec``, write
+either of these::
 
     ddp_callbacks.join_process_group(backend="mpi4py")
 
     import ddp_callbacks.mpi
     torch.distributed.init_process_group("mpi4py", init_method="mpi://")
 
-An uncaught exception in one process ends the whole job, by MPI_Abort; without that, MPI_Finalize would hang.
+An uncaught exception in one process ends the whole job, by MPI_Abort; without that, MPI_Finalize would hang. So do
+operations that are still pending three seconds after a process has ended its program.
 """
 
 from __future__ import annotations
@@ -29,14 +31,16 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from ddp_callbacks._torch import Backend, timeout_in
 from ddp_callbacks.environment import WorkerEnv
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import ConfigurationError, RendezvousError
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, leave_process_group
-from ddp_callbacks.process_group.failures import wait
+from ddp_callbacks.process_group.failures import LINGER, wait
 from ddp_callbacks.process_group.rendezvous import meet
 from ddp_callbacks.versions import how_to_install
 
 try:
     import mpi4py.run
+
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
     raise ConfigurationError(
@@ -52,24 +56,10 @@ Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 _lock = threading.RLock()  # held during MPI calls: some libraries allow only one thread at a time
 _ProcessGroup: Any = dist.ProcessGroup  # its methods are overloaded; torch.distributed calls one form of each
 _Ops: Any = dist.ReduceOp.RedOpType
-_OPS = {
-    _Ops.SUM: MPI.SUM,
-    _Ops.PRODUCT: MPI.PROD,
-    _Ops.MIN: MPI.MIN,
-    _Ops.MAX: MPI.MAX,
-    _Ops.BAND: MPI.BAND,
-    _Ops.BOR: MPI.BOR,
-    _Ops.BXOR: MPI.BXOR,
-}
-_TYPES = {
-    torch.float64: MPI.DOUBLE,
-    torch.float32: MPI.FLOAT,
-    torch.int8: MPI.INT8_T,
-    torch.int16: MPI.INT16_T,
-    torch.int32: MPI.INT32_T,
-    torch.int64: MPI.INT64_T,
-    torch.uint8: MPI.UINT8_T,
-}
+_OPS = {getattr(_Ops, op): getattr(MPI, op[:4]) for op in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
+_TYPES = {getattr(torch, f"int{bits}"): getattr(MPI, f"INT{bits}_T") for bits in (8, 16, 32, 64)}
+_TYPES |= {torch.float64: MPI.DOUBLE, torch.float32: MPI.FLOAT, torch.uint8: MPI.UINT8_T}
+_BITWISE = (_Ops.BAND, _Ops.BOR, _Ops.BXOR)
 _HALVES = (torch.float16, torch.bfloat16)  # MPI lacks them: they are reduced in float32, and rounded once
 
 
@@ -100,6 +90,8 @@ class Work(dist.Work):
                 if self._done or not self._request.Test(self._status):
                     return self._done
                 for tensor, buffer in self._copies:
+                    if self._name.startswith("receive") and (came := self._status.Get_count(MPI.BYTE)) != buffer.nbytes:
+                        raise RuntimeError(f"{self._name}: {came} bytes came for a tensor of {buffer.nbytes}")
                     if tensor.data_ptr() != buffer.data_ptr():
                         tensor.detach().copy_(buffer.view(tensor.shape))
             except RuntimeError as error:  # MPI's are of this kind, too
@@ -164,7 +156,6 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.options = Backend.Options("mpi4py", timeout)
         self._comm, self._store = comm, store
-        self._pending: list[Work] = []  # kept, as MPI uses their buffers
         self._names = {"name": "", "desc": ""}
 
     # --- what torch asks of a group -----------------------------------------------------------------------------------
@@ -197,7 +188,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Free the communicator, unless operations are pending. Safe to call twice."""
         with _lock:
-            if self._comm != MPI.COMM_NULL and not MPI.Is_finalized() and all(w.is_completed() for w in self._pending):
+            if self._comm != MPI.COMM_NULL and not MPI.Is_finalized() and not _still_pending(self):
                 self._comm.Free()
 
     # --- the operations -----------------------------------------------------------------------------------------------
@@ -272,9 +263,18 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _start(self, name: str, copies: Copies, buffers: Any, call: Callable[..., Any], *args: Any) -> Work:
         with _lock:
-            work = Work(name, self, call(*args), copies, buffers)
-            self._pending = [each for each in [*self._pending, work] if not each.is_completed()]
+            _pending.append(work := Work(name, self, call(*args), copies, buffers))
+            _still_pending()
         return work
+
+
+_pending: list[Work] = []  # kept, as MPI uses their buffers
+
+
+def _still_pending(group: MPIProcessGroup | None = None) -> bool:
+    with _lock:
+        _pending[:] = [work for work in _pending if not MPI.Is_finalized() and not work.is_completed()]
+        return any(group in (None, work._group) for work in _pending)
 
 
 def _refusal(what: str) -> ConfigurationError:
@@ -314,9 +314,29 @@ def _reduction(tensors: Tensors, opts: Any) -> tuple[torch.Tensor, Any, MPI.Op]:
     (numbers,) = map(_dense, tensors)
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
     numbers = numbers.float() if numbers.dtype in _HALVES else numbers
-    if numbers.dtype not in _TYPES or op not in _OPS:
+    if numbers.dtype not in _TYPES or op not in _OPS or (op in _BITWISE and numbers.is_floating_point()):
         raise _refusal(f"{op} of {tensors[0].dtype}")
     return numbers, _spec(numbers, _TYPES[numbers.dtype]), _OPS[op]
+
+
+def start(rank: int, size: int) -> MPI.Intracomm:
+    """Start MPI, unless it runs, and return its world.
+
+    Raises:
+        ConfigurationError: To MPI this process is not ``rank`` of ``size``.
+    """
+    if not MPI.Is_initialized():
+        MPI.Init_thread()
+    world = MPI.COMM_WORLD
+    if (rank, size) != (world.Get_rank(), world.Get_size()):
+        raise ConfigurationError(
+            f"this process is rank {rank} of {size}, but to MPI it is rank {world.Get_rank()} of {world.Get_size()}. "
+            f'Start it as "mpiexec -n {max(size, world.Get_size())} python ..." by the mpiexec of '
+            f"{MPI.get_vendor()[0]}, which mpi4py has loaded (MPI4PY_LIBMPI sets another library; srun needs "
+            "--mpi=pmix or --mpi=pmi2), without variables or arguments that number the processes otherwise; if its "
+            "launcher is not known, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; or leave out backend (gloo)."
+        )
+    return world
 
 
 def create(options: Any, _: Any = None) -> MPIProcessGroup:
@@ -324,19 +344,22 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
 
     Raises:
         ConfigurationError: MPI's ranks differ from torch's.
+        RendezvousError: Members did not come within the timeout.
     """
-    world, ranks = MPI.COMM_WORLD, list(options.global_ranks_in_group) or list(range(options.group_size))
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     rank, size = ranks[options.group_rank], dist.get_world_size() if dist.is_initialized() else options.group_size
-    if (rank, size) != (world.Get_rank(), world.Get_size()):
-        raise ConfigurationError(
-            f"this process is rank {rank} of {size}, but to MPI it is rank {world.Get_rank()} of {world.Get_size()}. "
-            f'Start it as "mpiexec -n {size} python ..." by the mpiexec of {MPI.get_vendor()[0]}, which mpi4py has '
-            "loaded (MPI4PY_LIBMPI sets another library; srun needs --mpi=pmix or --mpi=pmi2), without variables or "
-            "arguments that number the processes otherwise; or leave out backend, and gloo connects them."
-        )
+    world, store = start(rank, size), options.store
+    store.set(f"came/{rank}", "")
+    try:  # MPI would wait for ever
+        store.wait([f"came/{each}" for each in ranks], options.timeout)
+    except RuntimeError as error:
+        missing = [each for each in ranks if not store.check([f"came/{each}"])]
+        raise RendezvousError(
+            f"rank {rank} waited {options.timeout} for a group of the ranks {ranks}, but {missing} did not come"
+        ) from error
     with _lock:
         comm = world.Create_group(world.Get_group().Incl(ranks), zlib.crc32(options.group_id.encode()) % 32768)
-    return MPIProcessGroup(comm, options.store, options.timeout)
+    return MPIProcessGroup(comm, store, options.timeout)
 
 
 def rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
@@ -351,12 +374,21 @@ def _abort_after_uncaught_exceptions() -> None:
     previous = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        mpi4py.run.set_abort_status(error)  # before the other hook, which may raise
         previous(kind, error, trace)
-        mpi4py.run.set_abort_status(error)
 
     sys.excepthook = report
+
+
+def _abort_with_pending_operations() -> None:
+    end = time.monotonic() + LINGER
+    while (pending := _still_pending()) and time.monotonic() < end:
+        time.sleep(0.01)
+    if pending:
+        mpi4py.run.set_abort_status(1)
 
 
 dist.Backend.register_backend("mpi4py", create, extended_api=True, devices=["cpu"])
 register_rendezvous_handler("mpi", rendezvous)
 _abort_after_uncaught_exceptions()
+atexit.register(_abort_with_pending_operations)

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ddp_callbacks import GradientSynchronizer, join_process_group, leave_process_group
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.errors import ConfigurationError, RendezvousError
 
 Op = dist.ReduceOp
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
@@ -133,6 +134,7 @@ def what_it_lacks_is_named() -> None:
         lambda: dist.reduce_scatter(out, many),
         lambda: dist.all_reduce(out, Op.AVG),
         lambda: dist.all_reduce(torch.zeros(1, dtype=torch.bool)),
+        lambda: dist.all_reduce(out, Op.BOR),
         lambda: dist.broadcast(torch.zeros(1).to_sparse(), 0),
     ):
         try:
@@ -141,6 +143,41 @@ def what_it_lacks_is_named() -> None:
             assert "gloo" in str(error)
         else:
             raise AssertionError(lacking)
+
+
+@check
+def a_short_message_raises() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sent = dist.isend(torch.ones(2), (rank + 1) % ranks)
+    try:
+        dist.recv(torch.zeros(3), (rank - 1) % ranks)
+    except RuntimeError as error:
+        assert "8 bytes came for a tensor of 12" in str(error)
+    else:
+        raise AssertionError("the tail is what it was")
+    assert sent is not None and sent.wait()
+
+
+@check
+def a_group_that_rank_0_does_not_create() -> None:
+    dist.barrier()
+    if dist.get_rank() > 0:
+        try:
+            dist.new_group([0, 1, 2], timeout=timedelta(seconds=1), use_local_synchronization=True)
+        except RendezvousError as error:
+            assert "but [0" in str(error)
+        else:
+            raise AssertionError("a group without rank 0")
+
+
+@check
+def who_waits_leaves_the_core_alone() -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(2)
+    begin = time.process_time()
+    dist.barrier()
+    assert time.process_time() - begin < 1
 
 
 @check
@@ -261,6 +298,42 @@ def through_gloo() -> None:
 
 def joins() -> None:
     join_process_group(backend="mpi4py", timeout=PATIENCE)
+
+
+def joins_alone() -> None:
+    joins()
+    assert not dist.is_initialized()
+
+
+def joins_without_variables() -> None:
+    from mpi4py import MPI
+
+    assert MPI.COMM_WORLD.Get_size() == 2
+    os.environ.clear()
+    joins()
+
+
+def ends_apart() -> None:
+    joins()
+    dist.barrier()
+    time.sleep(4 * dist.get_rank())  # longer than rank 0 lingers
+
+
+def gives_up() -> None:
+    joins()
+    if dist.get_rank() == 0:
+        work = dist.barrier(async_op=True)
+        try:
+            work.wait(timedelta(seconds=0.1))
+        except RuntimeError:
+            return
+
+
+def loads_with_spawned_workers() -> None:
+    import ddp_callbacks.mpi  # noqa: F401
+
+    joins()
+    assert len([*DataLoader(range(4), num_workers=1, multiprocessing_context="spawn")]) == 4  # type: ignore[arg-type]
 
 
 def joins_without_mpi4py() -> None:

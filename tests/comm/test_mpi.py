@@ -80,7 +80,15 @@ def require(library: str, name: str) -> None:
     assert [of_rank[name] for of_rank in checked(library)] == [""] * RANKS
 
 
-@checks("every_operation", "halves_are_summed_in_float32", "what_it_lacks_is_named", "any_order")
+@checks(
+    "every_operation",
+    "halves_are_summed_in_float32",
+    "what_it_lacks_is_named",
+    "a_short_message_raises",
+    "a_group_that_rank_0_does_not_create",
+    "who_waits_leaves_the_core_alone",
+    "any_order",
+)
 def test_operations_give_what_torch_computes_for_all_dtypes_and_layouts_in_any_order(library: str, name: str) -> None:
     """`backend="mpi4py"` moves and sums any dtypes and strides, in any order; what it lacks is named."""
     require(library, name)
@@ -90,6 +98,22 @@ def test_operations_give_what_torch_computes_for_all_dtypes_and_layouts_in_any_o
 def test_gradients_and_a_trial_have_the_numbers_of_one_process(library: str, name: str) -> None:
     """Training over MPI gives one process's numbers."""
     require(library, name)
+
+
+@pytest.mark.parametrize(
+    ("processes", "program", "says"),
+    [
+        (1, "joins_alone", ""),
+        (2, "ends_apart", ""),
+        (2, "gives_up", None),
+        (2, "loads_with_spawned_workers", ""),
+        (2, "joins_without_variables", "rank 0 of 1, but to MPI it is rank . of 2.* set RANK, WORLD_SIZE"),
+    ],
+)
+def test_how_jobs_begin_and_end(processes: int, program: str, says: str | None) -> None:
+    done = launch("MPICH", processes, program)
+    assert (done.returncode == 0) == (says == ""), done.stderr
+    assert re.search(says or "", done.stderr), done.stderr
 
 
 @each_library
