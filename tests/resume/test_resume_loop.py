@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from trials import data, trial
 from ways import RELATIVE, Way, in_each, prove
 
-from ddp_callbacks import CheckpointFile, Preemption, load_checkpoint, resumable_loader, save_checkpoint
+from ddp_callbacks import (
+    CheckpointFile,
+    Preemption,
+    join_process_group,
+    load_checkpoint,
+    resumable_loader,
+    save_checkpoint,
+)
 from ddp_callbacks.errors import CheckpointError, ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.torchbearer import DDPCallback, Resume
@@ -46,9 +54,14 @@ def test_a_loop_that_is_cut_goes_on_at_the_next_batch(way: Way, name: str) -> No
 # --- a program --------------------------------------------------------------------------------------------------------
 
 
-def signal_at(step: int, when: int) -> None:
+def signal_at(step: int, when: int, preemption: Preemption) -> None:
+    """The last rank gets a signal. Its thread tells the others before the run, which is short, can end."""
     if step == when and get_rank() == get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGTERM)
+        end = time.monotonic() + 60
+        while get_world_size() > 1 and not preemption._agreement._is_held:  # type: ignore[union-attr]
+            assert time.monotonic() < end
+            time.sleep(0.001)
 
 
 def loop_program(path: str, when: int) -> Any:
@@ -59,7 +72,7 @@ def loop_program(path: str, when: int) -> Any:
 
         def step(*args: Any) -> None:
             train(*args)
-            signal_at(BATCHES * made.progress["epoch"] + made.progress["batch"], when)
+            signal_at(BATCHES * made.progress["epoch"] + made.progress["batch"], when, preemption)
             if preemption.is_requested():
                 save_checkpoint(path, made.objects)
                 preemption.exit(path)
@@ -73,9 +86,10 @@ def loop_program(path: str, when: int) -> Any:
 def trial_program(path: str, when: int) -> Any:
     @torchbearer.callbacks.on_step_training
     def step(state: Any) -> None:
-        signal_at(BATCHES * state[torchbearer.EPOCH] + state[torchbearer.BATCH] + 1, when)
+        signal_at(BATCHES * state[torchbearer.EPOCH] + state[torchbearer.BATCH] + 1, when, resume.preemption)
 
-    made = trial([DDPCallback(), Resume(path)], callbacks=[step]).with_train_generator(DataLoader(data(34), 8, True))
+    resume = Resume(path)
+    made = trial([DDPCallback(), resume], callbacks=[step]).with_train_generator(DataLoader(data(34), 8, True))
     history = made.run(EPOCHS)
     return [epoch["loss"] for epoch in history], [value.tolist() for value in made.state_dict()["model"].values()]
 
@@ -84,6 +98,7 @@ PROGRAMS = {"loop": loop_program, "Trial": trial_program}
 
 
 def program(name: str, path: str, when: int) -> None:
+    join_process_group()
     note("result", PROGRAMS[name](path, when))
 
 
