@@ -72,11 +72,14 @@ class Work(dist.Work):
         request: MPI's handle.
         copies: Each output tensor, and the buffer in which MPI puts its value.
         buffers: What MPI reads meanwhile, to keep it.
+
+    Attributes:
+        group: The group that communicates.
     """
 
     def __init__(self, name: str, group: MPIProcessGroup, request: MPI.Request, copies: Copies, buffers: Any) -> None:
         super().__init__()
-        self._name, self._group, self._request = name, group, request
+        self._name, self.group, self._request = name, group, request
         self._copies, self._buffers = copies, buffers
         self._timeout = timeout_in(group.options)
         self._end = time.monotonic() + self._timeout.total_seconds()
@@ -122,7 +125,7 @@ class Work(dist.Work):
             RuntimeError: It was not complete after ``timeout``; the operation continues.
         """
         if timeout <= timedelta(0):
-            wait(self, f"{self._name} over MPI", self._group)
+            wait(self, f"{self._name} over MPI", self.group)
         elif not self.wait_slice(timeout.total_seconds()):
             raise RuntimeError(f"{self._name} over MPI is not complete after {timeout}")
         return True
@@ -274,7 +277,7 @@ _pending: list[Work] = []  # kept, as MPI uses their buffers
 def _still_pending(group: MPIProcessGroup | None = None) -> bool:
     with _lock:
         _pending[:] = [work for work in _pending if not MPI.Is_finalized() and not work.is_completed()]
-        return any(group in (None, work._group) for work in _pending)
+        return any(group in (None, work.group) for work in _pending)
 
 
 def _refusal(what: str) -> ConfigurationError:
