@@ -31,6 +31,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests that share the longest starts of ranks come first, so that no worker ends long after the others."""
+    items.sort(key=lambda item: item.path.stem not in ("test_lightning_equivalence", "test_equivalence"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """More ranks than cores share the machine, and summation order must not depend on it."""

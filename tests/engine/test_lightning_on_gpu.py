@@ -23,7 +23,7 @@ from trainers import Net, data, quiet, trainer
 
 from ddp_callbacks.lightning.history import History, Record
 
-pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results()]
+pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results(), pytest.mark.wide]
 WORLD = World(__name__, quiet)
 
 SIZES = (8, 5, 1, 6, 2, 7, 1, 4, 8)  # of the batches; ranks without a sample compute a padding batch
@@ -232,7 +232,6 @@ for name in BY_RANK:
     WORLD.add(f"cpu {name}", partial(train, "cpu", "ddp_callbacks", name))
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("case", [case for case in CASES if case not in BY_RANK])
 def test_what_is_logged_on_gpus_is_what_one_process_logs(case: str) -> None:
     """GPUs log one process's values, and no step waits."""
