@@ -1,7 +1,7 @@
 # make demo    train on two processes, on this machine
 # make parts   the tests that start no process: a minute
 # make test    formatting, lint, types, and the tests that prove the promises on this machine: 5 minutes on two cores
-# make check   also real interpreters, hosts, MPI and pages: 17 minutes; SETUP_HOSTS=1 installs what hosts need
+# make check   also real interpreters, hosts, MPI and pages: 15 minutes; SETUP_HOSTS=1 installs what hosts need
 #              (Debian, root)
 # make night   also what repeats these many times: random cuts, many generated examples (SEED=1 takes others, the date
 #              by default), applications from PyPI, and the oldest and newest versions; hours

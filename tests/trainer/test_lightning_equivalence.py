@@ -18,7 +18,7 @@ WAYS = {
     "two": Way(),
     "two, local windows of one step": Way(options=(("sync", LocalSGD(1)),)),
     "one, resumed on two": Way(1, resumed_on=2, part=(0, 4)),
-    "two, resumed on one": Way(resumed_on=1, resume=EVERY, part=(2, 4)),
+    "two, resumed on one": Way(resumed_on=1, resume=EVERY, part=(2, 4), tier="wide"),
     "three on two hosts, behind a failure": Way(3, layout=(2, 1), after_failure=True, part=(0, 4), tier="wide"),
     "four": Way(4, tier="night"),
     "all on three, behind a failure": Way(3, layout=(2, 1), after_failure=True, tier="night"),
