@@ -26,7 +26,7 @@ WAYS = {
     "one, resumed on two by gloo": Way(1, gloo=True, resumed_on=2, resume=ASYNCHRONOUS, part=(3, 4), tier="wide"),
 }
 APART = {
-    "two, resumed on two": Way(resumed_on=2, resume=EVERY),
+    "two, resumed on two": Way(resumed_on=2, resume=EVERY, tier="wide"),
     "two on two hosts": Way(layout=(1, 1), resumed_on=2, resume=ASYNCHRONOUS, tier="night"),
 }
 
