@@ -116,12 +116,17 @@ class ShardData(DistributedCallback):
         self.on_end_training(state)
 
     def on_end(self, state: State) -> None:
-        for _, loader in self._sharded.values():
-            if isinstance(loader, ShardedLoader):
-                loader.iterator = None  # its workers end with it, as without this library
+        if not any(isinstance(value and value[0], ShardedLoader) for value in map(self._originals.get, DATA_KEYS)):
+            self._drop_iterators()
         for key, value in self._originals.items():
             state[torchbearer.SELF].state[key] = value
         self._originals = {}
+
+    def _drop_iterators(self) -> None:
+        """Their workers end with them, as without this library. Not after an evaluation in the middle of a run."""
+        for _, loader in self._sharded.values():
+            if isinstance(loader, ShardedLoader):
+                loader.iterator = None
 
     def _ending_alike(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Restore the shared random state after a run, also after an exception that all ranks catch."""

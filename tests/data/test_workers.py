@@ -6,18 +6,20 @@ import multiprocessing
 import os
 import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torchbearer
 from shared_worlds import TWO, Bodies
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from trials import data, trial
 
 from ddp_callbacks import resumable_loader, shard_loader, with_shares
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.torchbearer import DDPCallback
+from ddp_callbacks.torchbearer import DDPCallback, Resume
 
 WORLD = Bodies(__name__)
 
@@ -105,3 +107,20 @@ def test_the_workers_of_a_trial_end_with_its_run() -> None:
     made.run(2)
     assert multiprocessing.active_children() == []
     made.evaluate()
+
+
+def test_an_evaluation_in_the_middle_of_a_run_leaves_the_pass_under_way(tmp_path: Path) -> None:
+    under_way: list[bool] = []
+
+    @torchbearer.callbacks.on_step_training
+    def evaluate(state: Any) -> None:
+        if state[torchbearer.BATCH] == 1:
+            state[torchbearer.SELF].evaluate()
+            under_way.append(state[torchbearer.SELF].state[torchbearer.TRAIN_DATA][0].iterator is not None)
+
+    (
+        trial([Resume(tmp_path / "run.pt")], callbacks=[evaluate])
+        .with_generators(DataLoader(data(20), 6), DataLoader(data(12), 6))
+        .run(1)
+    )
+    assert under_way == [True]
