@@ -218,6 +218,7 @@ def trained_by_yaml() -> Any:
     return [*found, train_by("-c", str(saved))]
 
 
+@pytest.mark.slow
 def test_a_program_trains_by_its_yaml_and_by_the_one_that_is_saved_as_on_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

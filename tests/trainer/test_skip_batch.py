@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Trial
-from trainer_cases import RELATIVE, TWO, WIDE, Bodies, message_of, quiet
+from trainer_cases import RELATIVE, WIDE, Bodies, message_of, quiet
 from trainers import CLASSES, FEATURES, Net, fit, loader
 from ways import Way
 
@@ -37,6 +37,7 @@ pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_resu
 WORLD = Bodies(__name__, quiet)
 
 BATCHES = 16
+BY_SHARED_MEMORY = Way(tier="wide")
 BY_GLOO = Way(3, gloo=True, tier="night")
 NAN, INF = math.nan, math.inf
 
@@ -243,7 +244,7 @@ def collecting() -> list[str]:
     return said
 
 
-@WORLD.runs(TWO, WIDE, BY_GLOO)
+@WORLD.runs(BY_SHARED_MEMORY, WIDE, BY_GLOO)
 def all_scenarios() -> tuple[dict[str, Any], dict[str, list[str]]]:
     """What each gives, and what is said of it."""
     said, results = {}, {}
@@ -260,7 +261,7 @@ def one_process(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-@in_ways(TWO, WIDE, BY_GLOO)
+@in_ways(BY_SHARED_MEMORY, WIDE, BY_GLOO)
 def test_batches_that_are_bad_on_one_process_are_skipped_by_all_as_on_one(way: Way, name: str) -> None:
     """With `skip_batch`, all skip what is bad on one."""
     for rank, (results, _) in enumerate(WORLD.returned(all_scenarios, way)):
