@@ -15,7 +15,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import ddp_callbacks
-from ddp_callbacks.launcher.options import parse_bench_options, parse_doctor_options, parse_options
+from ddp_callbacks.launcher.options import parse_doctor_options, parse_options
 
 project = "ddp_callbacks"
 release = version = ddp_callbacks.__version__
@@ -81,7 +81,7 @@ class Help(SphinxDirective):
 
 
 def _parser(program: str) -> Callable[[list[str], dict[str, str]], object]:
-    parsers = {"ddprun": parse_options, "ddprun doctor": parse_doctor_options, "ddprun bench": parse_bench_options}
+    parsers = {"ddprun": parse_options, "ddprun doctor": parse_doctor_options}
     return parsers[program]
 
 

@@ -15,7 +15,6 @@
         output       files and the terminal, line by line
         failures     which of several failures came first; tracebacks: the exceptions that a rank printed
         doctor       checks the nodes; diagnosis: what the findings mean
-        bench        measures a training step on the nodes, and predicts its cost on more of them
     on each node
         remote       how the job gets there unchanged, over ssh or any other pipe
         node         the first process, which does not need this package; ends the job with the connection

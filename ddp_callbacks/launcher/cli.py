@@ -17,7 +17,6 @@ from ddp_callbacks.launcher.batch_job import job_end, requeue
 from ddp_callbacks.launcher.launch import CannotStart, Interrupted, Launch, Limits
 from ddp_callbacks.launcher.options import (
     Options,
-    parse_bench_options,
     parse_doctor_options,
     parse_options,
     working_directory,
@@ -44,8 +43,6 @@ def main() -> None:
 def _main(argv: list[str]) -> int:
     if argv[:1] == ["doctor"]:
         return _doctor(argv[1:])
-    if argv[:1] == ["bench"]:
-        return _bench(argv[1:])
     options = parse_options(argv, os.environ)
     _refuse_to_multiply()
     plan = make_plan(options, _here())
@@ -69,20 +66,6 @@ def _doctor(argv: list[str]) -> int:
     else:
         show([node.name for node in nodes], findings, Screen(sys.stdout))
     return 0 if works else 1
-
-
-def _bench(argv: list[str]) -> int:
-    options = parse_bench_options(argv, os.environ)
-    from ddp_callbacks.launcher.bench.command import Bench  # needs torch
-
-    _refuse_to_multiply()
-    plan = replace(make_plan(options.run, _here()), script=options.script)
-    bench = Bench(options, len(plan.nodes))
-    with bench:
-        code = _launch(plan, options.run, bench.output)
-    if code == 0:
-        bench.show(Screen(sys.stdout))
-    return code
 
 
 def _terminal(plan: Plan, options: Options) -> dict[str, str]:

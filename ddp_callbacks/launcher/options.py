@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import os
 import re
 import shlex
 import shutil
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter, _ActionsContainer
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ActionsContainer
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
@@ -34,7 +32,6 @@ Start a script on every process of every node. ddprun reaches the nodes over ssh
   ddprun train.py                                 in a PBS, Slurm or LSF job: on the job's nodes
   ddprun --rsh 'srun --overlap -N1 -n1 -w {host}' train.py     the same, through srun instead of ssh
   ddprun doctor -H node1,node2                    check that a run on these nodes would work
-  ddprun bench -H node1:4,node2:4                 predict the time of a step on 1 to 1,024 nodes
 """
 # Variables that all nodes get: these prefixes configure libraries that take part in training.
 FORWARDED = (
@@ -72,29 +69,6 @@ class DoctorOptions:
     nodes: NodeOptions
     json: bool
     script: str | None
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """The options of ``ddprun bench``.
-
-    Attributes:
-        run: The measuring job.
-        script: The model's file, which must exist on each node; ``None`` if there is none to check.
-        every: Steps between two synchronizations of DiLoCo.
-        latency: Seconds, instead of measuring; ``None`` measures.
-        bandwidth: Bytes per second, likewise.
-        plot: The file for the plot; ``None`` for the default, if a plot can be drawn.
-        json: Print JSON instead of tables.
-    """
-
-    run: Options
-    script: str | None
-    every: int
-    latency: float | None
-    bandwidth: float | None
-    plot: str | None
-    json: bool
 
 
 @dataclass(frozen=True)
@@ -303,88 +277,6 @@ def parse_doctor_options(argv: Sequence[str], environ: Mapping[str, str]) -> Doc
     parser.add_argument("script", nargs="?", help="a script that every node must have")
     args = parser.parse_args(argv)
     return DoctorOptions(_nodes(args, environ), args.json, args.script)
-
-
-_ABOUT_BENCH = """\
-Measure the parts of a training step on these nodes, and predict the time of a step on 1 to 1,024 of them. Prints
-tables, draws a plot, and recommends how to synchronize.
-
-  ddprun bench                                        two processes on this machine, and an assumed network
-  ddprun bench -H node1:4,node2:4                     these nodes and the network between them
-  ddprun bench -H node1:4,node2:4 --model net.py:make your model: make() returns (module, loss) or (module, loss,
-                                                      optimizer), where loss() computes the loss of a batch
-"""
-
-
-def parse_bench_options(argv: Sequence[str], environ: Mapping[str, str]) -> BenchOptions:
-    """Parse the command line after ``ddprun bench``; errors as in :func:`parse_options`."""
-    parser = _OneLineParser(
-        prog="ddprun bench", description=_ABOUT_BENCH, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    _add_host_flags(parser)
-    parser.add_argument("--nproc-per-node", default="", metavar="N", help="processes on each node, as in ddprun")
-    _add_variables(parser)
-    parser.add_argument(
-        "--model",
-        metavar="FILE.py:FUNCTION",
-        help="function that makes your model, or MODULE:FUNCTION (default: a perceptron with 5.8 million parameters)",
-    )
-    parser.add_argument("--seconds", type=_positive, default=40.0, help="roughly how long to measure (default: 40)")
-    parser.add_argument("--every", type=int, default=50, help="steps between two syncs of DiLoCo (default: 50)")
-    parser.add_argument("--latency", type=_positive, metavar="MICROSECONDS", help="network latency (default: measured)")
-    parser.add_argument("--bandwidth", type=_positive, metavar="GBIT", help="Gbit/s per host (default: measured)")
-    parser.add_argument("--plot", metavar="FILE", help="where to draw the plot (default: ddprun-bench.png)")
-    parser.add_argument("--log-dir", metavar="DIR", help="where to save the output (default: ddprun-logs)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    args = parser.parse_args(argv)
-    if args.every < 2:
-        raise ConfigurationError(f"--every must be at least 2, got {args.every}.")
-    nodes = _nodes(args, environ)
-    processes = args.nproc_per_node or ("2" if nodes.hosts is None else "")
-    if not processes:
-        _check_equal_slots(nodes.hosts or [])
-    if len(nodes.hosts or [None]) == 1 and (processes or str((nodes.hosts or [Host("")])[0].slots)) == "1":
-        raise ConfigurationError(
-            "ddprun bench needs at least two processes. Name more hosts, or pass --nproc-per-node 2."
-        )
-    module = ["--module", "ddp_callbacks.launcher.bench.calibration", "--seconds", str(args.seconds)]
-    model = [] if args.model is None else ["--model", args.model]
-    flags = [] if args.log_dir is None else ["--log-dir", args.log_dir]
-    flags += ["--nproc-per-node", processes] if processes else []
-    run = parse_options([*flags, *module, *model], environ)
-    return BenchOptions(
-        run=replace(run, nodes=nodes, environ=_variables(args.variables, environ), forwarded=_forwarded(args, environ)),
-        script=_script_of(args.model),
-        every=args.every,
-        latency=None if args.latency is None else args.latency * 1e-6,
-        bandwidth=None if args.bandwidth is None else args.bandwidth * 1e9 / 8,
-        plot=args.plot,
-        json=args.json,
-    )
-
-
-def _check_equal_slots(hosts: Sequence[Host]) -> None:
-    if len({host.slots for host in hosts}) > 1:
-        counts = ", ".join(f"{host.name}:{'?' if host.slots is None else host.slots}" for host in hosts)
-        raise ConfigurationError(f"ddprun bench needs the same number of processes on every node, got {counts}.")
-
-
-def _script_of(model: str | None) -> str | None:
-    """The file in ``--model``, if there is one; it must contain the function."""
-    if model is None:
-        return None
-    place, _, function = model.rpartition(":")
-    if not place or not function.isidentifier():
-        raise ConfigurationError(f"--model takes FILE.py:FUNCTION or MODULE:FUNCTION, got {model!r}.")
-    if not place.endswith(".py"):
-        return None
-    try:
-        names = {getattr(node, "name", None) for node in ast.parse(Path(place).read_text()).body}
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ConfigurationError(f"--model {model}: cannot read {place}: {error}.") from error
-    if function not in names:
-        raise ConfigurationError(f"--model {model}: {place} defines no function {function}.")
-    return place
 
 
 def _nodes(args: Namespace, environ: Mapping[str, str]) -> NodeOptions:

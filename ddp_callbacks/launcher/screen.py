@@ -1,4 +1,4 @@
-"""Tables, colours and a progress bar on a terminal, using only the standard library.
+"""Tables and colours on a terminal, using only the standard library.
 
 A library for this would be installed for the user's program too, and Lightning changes its progress bar if one is.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import textwrap
-import time
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
@@ -16,7 +15,6 @@ WIDTH = 160  # columns without a terminal
 Color = Literal["green", "yellow", "bold red"]
 Side = Literal["left", "right"]
 _CODES = {"green": "32", "yellow": "33", "bold red": "1;31"}
-_BAR = 40  # columns
 _GAP = "   "  # between columns
 
 
@@ -87,49 +85,5 @@ class Screen:
         for line in table.lines(self.width):
             self.line(*line)
 
-    def write(self, text: str) -> None:
-        """Write without changes, and flush."""
-        self._file.write(text)
-        self._file.flush()
-
     def _colored(self, cell: Cell) -> str:
         return f"\x1b[{_CODES[cell.color]}m{cell.text}\x1b[0m" if self._colors and cell.color else cell.text
-
-
-class Bar:
-    """A progress bar with the current task; shown inside the ``with`` block, if there is a terminal.
-
-    Args:
-        screen: The screen; use :meth:`above` to print other text above the bar.
-    """
-
-    def __init__(self, screen: Screen, doing: str) -> None:
-        self._screen = screen
-        self._doing, self._share = doing, 0.0
-        self._begin = time.monotonic()
-
-    def __enter__(self) -> Bar:
-        self._draw()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._screen.is_terminal:
-            self._screen.write("\n")
-
-    def update(self, doing: str, share: float) -> None:
-        self._doing, self._share = doing, share
-        self._draw()
-
-    def above(self, text: str) -> None:
-        self._screen.write(f"{self._cleared()}{text}")
-        self._draw()
-
-    def _draw(self) -> None:
-        if self._screen.is_terminal:
-            seconds = int(time.monotonic() - self._begin)
-            done = "━" * round(self._share * _BAR)
-            text = f"{self._doing} {done:<{_BAR}} {self._share:4.0%} {seconds // 60}:{seconds % 60:02}"
-            self._screen.write(f"{self._cleared()}{text[: self._screen.width - 1]}")
-
-    def _cleared(self) -> str:
-        return "\r\x1b[K" if self._screen.is_terminal else ""

@@ -211,11 +211,10 @@ def run_python(name: str, python: str) -> None:
 def try_ddprun(*argv: str) -> None:
     """In a process of its own: ``ddprun`` with these arguments, as far as that goes without the nodes."""
     from ddp_callbacks.launcher import cli
-    from ddp_callbacks.launcher.options import parse_bench_options, parse_doctor_options
+    from ddp_callbacks.launcher.options import parse_doctor_options
 
-    checks = {"doctor": parse_doctor_options, "bench": parse_bench_options}
-    if argv[0] in checks:
-        checks[argv[0]](argv[1:], {})
+    if argv[0] == "doctor":
+        parse_doctor_options(argv[1:], {})
     else:
         sys.argv[:] = ["ddprun", "--dry-run", *argv]
         cli.main()
@@ -313,9 +312,9 @@ class Running:
 
 
 def _is_remote(arguments: list[str]) -> bool:
-    """Whether other machines are named, or more time is needed than a test has."""
+    """Whether other machines are named."""
     hosts = any(word in ("-H", "--hosts", "--hostfile") or word.startswith("--hosts=") for word in arguments)
-    return (hosts and "--dry-run" not in arguments) or arguments[:1] == ["bench"]
+    return hosts and "--dry-run" not in arguments
 
 
 def _missing_extras(command: str) -> str | None:

@@ -275,7 +275,6 @@ def no_torch(tmp_path: Path) -> dict[str, str]:
     [
         (["--help"], 0, "usage: ddprun [flags]"),
         (["doctor", "--help"], 0, "usage: ddprun doctor"),
-        (["bench", "--help"], 0, "usage: ddprun bench"),
         (["--dry-run", "-H", "localhost:2", "x.py"], 0, "node 0: localhost"),
         (["--nproc-per-nodes", "2", "x.py"], 2, "ddprun: unknown flag --nproc-per-nodes: neither ddprun nor torchrun"),
         (["doctor", "--jsn"], 2, "ddprun: unrecognized arguments: --jsn"),

@@ -212,7 +212,6 @@ def test_public_names_are_described_with_all_their_parameters(name: str, thing: 
 
 
 PACKAGE = ROOT / "ddp_callbacks"
-LEAVES = ("launcher.bench",)  # folders within folders that stand on a level of their own
 
 
 def _imports() -> dict[str, set[str]]:
@@ -231,8 +230,7 @@ def _imports() -> dict[str, set[str]]:
 
 def _entry(module: str) -> str:
     """What stands on the map for a module."""
-    leaf = next((leaf for leaf in LEAVES if f"{module}.".startswith(f"{leaf}.")), "")
-    return leaf or module.partition(".")[0]
+    return module.partition(".")[0]
 
 
 def test_the_map_of_the_code_has_every_module_above_what_it_imports() -> None:

@@ -8,10 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from ddp_callbacks.launcher.bench.cost import (
+from cost import (
     BF16,
     EXACT,
     Calibration,
@@ -34,6 +31,8 @@ from ddp_callbacks.launcher.bench.cost import (
     wire_time,
     wire_traffic,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 MB = 1 << 20
 SYNCS = (EXACT, BF16, diloco(50))

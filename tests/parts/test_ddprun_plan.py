@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 from ddp_callbacks.launcher import cli
 from ddp_callbacks.launcher.meeting import choose_interface
-from ddp_callbacks.launcher.options import parse_bench_options, parse_options, working_directory
+from ddp_callbacks.launcher.options import parse_options, working_directory
 from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, make_plan
 from ddp_callbacks.launcher.remote import BOOTSTRAP
 from ddp_callbacks.launcher.ways import command_to, ssh_command
@@ -138,8 +138,6 @@ def test_what_sets_up_the_libraries_here_is_given_to_all_nodes() -> None:
     made = plan("-H", "a,b", "t.py", environ=environ)
     assert (made.environ, made.forwarded) == ({}, {**settings, **devices})
     assert plan("-H", "a,b", "--rsh", "cat", "t.py", environ=environ).forwarded == settings
-    bench = parse_bench_options(["-H", "a:1,b:1"], environ).run
-    assert (bench.environ, bench.forwarded) == ({}, {**settings, **devices})
     names = "CUDA_VISIBLE_DEVICES DDP_CALLBACKS_SHARED_MEMORY GLOO_SOCKET_IFNAME OMP_NUM_THREADS PYTHONPATH"
     assert describe(made, command_to).count(f"  forwarded   {names}\n") == 2
 

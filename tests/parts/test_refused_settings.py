@@ -16,9 +16,8 @@ from torch import nn
 from ddp_callbacks import DiLoCo, GradientSynchronizer, LocalSGD, Preemption, join_process_group, spawn
 from ddp_callbacks.environment import worker_env
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.bench.cost import Layout
 from ddp_callbacks.launcher.hosts import parse_hostfile, parse_hosts
-from ddp_callbacks.launcher.options import parse_bench_options, parse_options
+from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.plan import Here, make_plan
 from ddp_callbacks.launcher.torchrun_flags import TORCH
 from ddp_callbacks.schedulers import hosts_of_job
@@ -140,10 +139,6 @@ def plan(text: str) -> Any:
     return make_plan(parse_options(shlex.split(text), {}), Here("/opt/python", "/work", lambda name: name == "here"))
 
 
-def bench(text: str) -> Any:
-    return parse_bench_options(shlex.split(text), {})
-
-
 DDPRUN: list[Row] = [
     ("", "name a script to run: ddprun train.py. See ddprun --help."),
     (
@@ -176,16 +171,6 @@ DDPRUN: list[Row] = [
     ("""--rsh "a 'b" t.py""", '--rsh takes a command, got "a \'b": No closing quotation.'),
     ("--rdzv-conf x t.py", "--rdzv-conf takes KEY=VALUE,..., got 'x'."),
     ("--master-port x t.py", "argument --master-port/--master_port: invalid int value: 'x'. See"),
-]
-BENCH: list[Row] = [
-    ("-H a:4,b:2", "ddprun bench needs the same number of processes on every node, got a:4, b:2."),
-    ("--every 1", "--every must be at least 2, got 1."),
-    ("--seconds 0", "argument --seconds: takes a positive number, got '0'. See ddprun bench --help."),
-    ("--model net.py", "--model takes FILE.py:FUNCTION or MODULE:FUNCTION, got 'net.py'."),
-    ("--model none.py:make", "--model none.py:make: cannot read none.py: "),
-    (f"--model {__file__}:make", f"--model {__file__}:make: {__file__} defines no function make."),
-    ("train.py", "unrecognized arguments: train.py. See ddprun bench --help."),
-    ("--nproc-per-node 0", "--nproc-per-node must be at least 1, got 0."),
 ]
 HOSTS: list[Row] = [
     ("", "-H : '' is not a host. Write HOST or HOST:SLOTS"),
@@ -221,9 +206,7 @@ TABLE: dict[str, tuple[Callable[..., Any], list[Row]]] = {
     "AverageParameters": (AverageParameters, [({"sync": "every_step"}, "sync must be LocalSGD")]),
     "ShardData": (ShardData, [({"batch_size": "globl"}, "globl")]),
     "GradientSynchronizer": (partial(GradientSynchronizer, nn.Linear(1, 1)), [NO_BUCKET]),
-    "Layout": (Layout, [({"hosts": 0}, "at least one host with one rank, got Layout(hosts=0")]),
     "ddprun": (plan, DDPRUN),
-    "ddprun bench": (bench, BENCH),
     "-H": (parse_hosts, HOSTS),
     "host file": (lambda text: parse_hostfile(text, "hosts"), HOSTFILES),
 }

@@ -1,4 +1,4 @@
-"""What ``ddprun`` shows on a terminal: tables and a bar."""
+"""What ``ddprun`` shows on a terminal: tables."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ import io
 import re
 from importlib import metadata
 
-import pytest
-
-from ddp_callbacks.launcher.screen import Bar, Cell, Screen, Table
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from ddp_callbacks.launcher.screen import Cell, Screen, Table
 
 
 def shown(table: Table, width: int) -> list[str]:
@@ -23,7 +16,7 @@ def shown(table: Table, width: int) -> list[str]:
 
 
 def test_a_table_is_as_wide_as_its_cells_and_folds_where_the_terminal_is_narrow() -> None:
-    """Tables and bars fit your terminal."""
+    """Tables fit your terminal."""
     table = Table(("host", "left"), ("step, ms", "right"))
     table.add_row("node1", "1.5")
     table.add_row("a name of many words", Cell("12.25", "green"))
@@ -36,20 +29,6 @@ def test_a_table_is_as_wide_as_its_cells_and_folds_where_the_terminal_is_narrow(
         "",
     ]
     assert shown(table, 26)[3:] == [" node1                 1.5", " a name of many      12.25", " words", ""]
-
-
-def test_a_bar_is_drawn_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    for out in (Terminal(), io.StringIO()):
-        with Bar(Screen(out, 80), "reaching") as bar:
-            bar.update("measuring", 0.5)
-            bar.above("a line\n")
-        if out.isatty():
-            begin, half, line, *_ = out.getvalue().split("\r\x1b[K")[1:]
-            assert begin.startswith("reaching") and "  0% 0:0" in begin
-            assert half.startswith(f"measuring {'━' * 20}{' ' * 20}  50% 0:0") and line == "a line\n"
-        else:
-            assert out.getvalue() == "a line\n"
 
 
 def test_nothing_is_installed_that_changes_lightning_s_bar() -> None:

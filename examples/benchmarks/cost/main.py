@@ -2,7 +2,7 @@
 
     python examples/benchmarks/cost/main.py             # 2, 3, 4 ranks; 2, 3, 4 hosts (Linux, root)
 
-Each layout runs ``ddprun bench``, which measures whole steps. The calibration on two ranks of one host predicts the
+Each layout runs ``predict.py``, which measures whole steps. The calibration on two ranks of one host predicts the
 steps of 3 and 4 ranks there; the one on two hosts with one rank each, those of 3 and 4 hosts, for each rate of the
 links. The hosts are made of namespaces (``tests/kit/hosts.py``) and share this machine's cores, which a prediction is
 told: each of H hosts has an H-th of them. Layouts come in turns, so that whatever else the machine does meets all;
@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_callbacks.launcher.bench.command import HOSTS, plot
-from ddp_callbacks.launcher.bench.cost import BF16, EXACT, Calibration, Layout, diloco, efficiency, step_time
+from cost import BF16, EXACT, Calibration, Layout, diloco, efficiency, step_time
+from predict import HOSTS, plot
 
 ROOT = Path(__file__).parents[3]
 DDPRUN = [sys.executable, "-m", "ddp_callbacks.launcher"]
@@ -54,13 +54,14 @@ def cases(rates: list[str]) -> list[Case]:
 def run(case: Case, seconds: float) -> Calibration:
     """Calibrate on these hosts."""
     path = f"PYTHONPATH={os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])}"
-    flags = ["bench", "--json", "--seconds", str(seconds), "--log-dir", "/tmp/ddprun-logs", "-x", "OMP_NUM_THREADS=1"]
+    flags = ["--no-prefix", "--log-dir", "/tmp/ddprun-logs", "-x", "OMP_NUM_THREADS=1"]
+    script = [str(Path(__file__).with_name("predict.py")), "--json", "--seconds", str(seconds)]
     if case.rate is None:
-        command = [*DDPRUN, *flags, "--nproc-per-node", str(case.layout.ranks)]
+        command = [*DDPRUN, *flags, "--nproc-per-node", str(case.layout.ranks), *script]
     else:
         names = ",".join(f"h{number}:{case.layout.ranks_per_host}" for number in range(1, case.layout.hosts + 1))
         bed = [sys.executable, str(ROOT / "tests" / "kit" / "hosts.py"), "--rate", case.rate, str(case.layout.hosts)]
-        command = [*bed, "env", path, *DDPRUN, *flags, "-x", path, "-H", names]
+        command = [*bed, "env", path, *DDPRUN, *flags, "-x", path, "-H", names, *script]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT, check=True)
     found = json.loads(done.stdout)["calibration"]
     return Calibration.from_json(json.dumps(_with_infinities(found)))

@@ -1,14 +1,19 @@
-"""``ddprun bench``: measures the parts of a training step on the nodes, and predicts its time on more nodes.
+"""Measure the parts of a training step on these nodes, and predict the time of a step on 1 to 1,024 of them.
 
-The nodes run :mod:`.calibration`; this module shows their progress and evaluates :mod:`.cost`.
+    ddprun --nproc-per-node 2 predict.py                       two processes on this machine, and an assumed network
+    ddprun -H node1:4,node2:4 predict.py                       these nodes and the network between them
+    ddprun -H node1:4,node2:4 predict.py --model net.py:make   your model: make() returns (module, loss) or (module,
+                                                               loss, optimizer); loss() computes the loss of a batch
+
+Rank 0 prints tables, draws a plot, and recommends how to synchronize. Every process needs this folder and the model.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,134 +21,91 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.bench.cost import (
-    BF16,
-    EXACT,
-    MARK,
-    Calibration,
-    Job,
-    Layout,
-    Machine,
-    Sync,
-    choose,
-    diloco,
-    efficiency,
-    step_time,
-)
-from ddp_callbacks.launcher.options import BenchOptions
-from ddp_callbacks.launcher.output import Output, Terminal
-from ddp_callbacks.launcher.screen import Bar, Screen, Side, Table
+from calibration import calibrate, load_training
+from cost import BF16, EXACT, Calibration, Job, Layout, Machine, Sync, choose, diloco, efficiency, step_time
+
+from ddp_callbacks import join_process_group, leave_process_group
+from ddp_callbacks.launcher.screen import Screen, Side, Table
 
 HOSTS = tuple(1 << exponent for exponent in range(11))  # 1 to 1,024
 ASSUMED_LATENCY = 50e-6  # seconds
 ASSUMED_BANDWIDTH = 10e9 / 8  # bytes per second
-USUAL_PLOT = "ddprun-bench.png"
 ASSUMPTIONS = (
     "Assumptions: equal hosts with one link each; a network that serves all of them at full rate; no stragglers; the "
     "same batch per process at every size; gloo's ring all-reduce, whose latency grows with the number of hosts."
 )
-_NO_MATPLOTLIB = "matplotlib is not installed here: python -m pip install matplotlib"
+NO_MATPLOTLIB = "matplotlib is not installed here: python -m pip install matplotlib"
 
 
-class Bench:
-    """One run of ``ddprun bench``; the progress bar is shown inside the ``with`` block.
-
-    Raises:
-        ConfigurationError: A plot is requested but cannot be drawn.
-    """
-
-    def __init__(self, options: BenchOptions, nodes: int) -> None:
-        self._options, self._nodes = options, nodes
-        self._can_plot = importlib.util.find_spec("matplotlib") is not None
-        folder = Path(options.plot or USUAL_PLOT).absolute().parent
-        if options.plot is not None and not self._can_plot:
-            raise ConfigurationError(f"--plot: {_NO_MATPLOTLIB}.")
-        if options.plot is not None and not os.access(folder, os.W_OK):
-            raise ConfigurationError(f"--plot: cannot write to {folder}. Name another place.")
-        self._bar = Bar(Screen(sys.stderr), "connecting to the nodes")
-        self._output: _BenchOutput | None = None
-
-    def __enter__(self) -> Bench:
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.__exit__()
-
-    def output(self, folder: Path, terminal: Terminal) -> Output:
-        """The object that takes the ranks' output."""
-        self._output = _BenchOutput(folder, terminal, self._bar)
-        return self._output
-
-    def show(self, screen: Screen) -> None:
-        """Print the results, and draw the plot."""
-        found = self._output.calibration if self._output else None
-        if found is None:
-            raise ConfigurationError("the calibration ended without a result.")
-        machine, remarks = with_network(found, self._options)
-        if found.layout.hosts > self._nodes:
-            remarks.append("The processes of a node cannot share memory here, so each counts as a host.")
-        syncs = (EXACT, BF16, diloco(self._options.every))
-        if self._options.json:
-            hosts = [{"hosts": count, **_row(machine, found, count, syncs)} for count in HOSTS]
-            print(json.dumps(_finite({"calibration": asdict(found), "machine": asdict(machine), "predicted": hosts})))
-            return
-        for table in (parts_table(machine, found), check_table(found), growth_table(machine, found, syncs)):
-            screen.table(table)
-        for line in (*remarks, ASSUMPTIONS, *sentences(machine, found.job, found.layout, syncs)):
-            screen.line(line)
-        if not self._can_plot:
-            screen.line(f"No plot: {_NO_MATPLOTLIB}")
-            return
-        path = Path(self._options.plot or USUAL_PLOT)
-        plot(machine, found, syncs, path)
-        screen.line(f"plot: {path}")
+def main() -> None:
+    arguments = parse(sys.argv[1:])
+    sys.path.insert(0, "")
+    env = join_process_group()
+    training = load_training(arguments.model)
+    found = calibrate(training, arguments.seconds, progress if env.rank == 0 else lambda share, doing: None)
+    if env.rank == 0:
+        show(found, arguments, Screen(sys.stdout))
+    leave_process_group()
 
 
-class _BenchOutput(Output):
-    """Takes rank 0's messages for the bar; other output goes to the files."""
-
-    def __init__(self, folder: Path, terminal: Terminal, bar: Bar) -> None:
-        super().__init__(folder, frozenset(), True, terminal)
-        self._bar = bar
-        self._unread = b""
-        self.calibration: Calibration | None = None
-
-    def write(self, node: str, rank: int, stream: str, data: bytes) -> None:
-        super().write(node, rank, stream, data)
-        if rank == 0 and stream == "o":
-            *lines, self._unread = (self._unread + data).split(b"\n")
-            for line in lines:
-                if line.startswith(MARK.encode()):
-                    self._take(json.loads(line[len(MARK) :]))
-
-    def _take(self, message: dict[str, Any]) -> None:
-        if "calibration" in message:
-            self.calibration = Calibration.from_json(message["calibration"])
-        else:
-            self._bar.update(message["doing"] or "measured", message["share"])
-
-    def _print(self, data: bytes, stream: str) -> None:
-        """Print above the bar."""
-        self._bar.above(data.decode(errors="replace"))
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, the network in seconds and bytes per second."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", metavar="FILE.py:FUNCTION", help="or MODULE:FUNCTION (default: a perceptron)")
+    parser.add_argument("--seconds", type=float, default=40.0, help="roughly how long to measure (default: 40)")
+    parser.add_argument("--every", type=int, default=50, help="steps between two syncs of DiLoCo (default: 50)")
+    parser.add_argument("--latency", type=float, metavar="MICROSECONDS", help="of the network (default: measured)")
+    parser.add_argument("--bandwidth", type=float, metavar="GBIT", help="Gbit/s per host (default: measured)")
+    parser.add_argument("--plot", default="predicted.png", help="where to draw the plot (default: predicted.png)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    arguments = parser.parse_args(argv)
+    if arguments.every < 2:
+        parser.error(f"--every must be at least 2, got {arguments.every}")
+    if arguments.latency is not None:
+        arguments.latency *= 1e-6
+    if arguments.bandwidth is not None:
+        arguments.bandwidth *= 1e9 / 8
+    return arguments
 
 
-def with_network(found: Calibration, options: BenchOptions) -> tuple[Machine, list[str]]:
+def progress(share: float, doing: str) -> None:
+    print(f"{share:4.0%} {doing}", file=sys.stderr, flush=True)
+
+
+def show(found: Calibration, arguments: argparse.Namespace, screen: Screen) -> None:
+    """Print the results, and draw the plot."""
+    machine, remarks = with_network(found, arguments.latency, arguments.bandwidth)
+    syncs = (EXACT, BF16, diloco(arguments.every))
+    if arguments.json:
+        hosts = [{"hosts": count, **_row(machine, found, count, syncs)} for count in HOSTS]
+        print(json.dumps(_finite({"calibration": asdict(found), "machine": asdict(machine), "predicted": hosts})))
+        return
+    for table in (parts_table(machine, found), check_table(found), growth_table(machine, found, syncs)):
+        screen.table(table)
+    for line in (*remarks, ASSUMPTIONS, *sentences(machine, found.job, found.layout, syncs)):
+        screen.line(line)
+    if importlib.util.find_spec("matplotlib") is None:
+        screen.line(f"No plot: {NO_MATPLOTLIB}")
+        return
+    plot(machine, found, syncs, Path(arguments.plot))
+    screen.line(f"plot: {arguments.plot}")
+
+
+def with_network(found: Calibration, latency: float | None, bandwidth: float | None) -> tuple[Machine, list[str]]:
     """The machine with the user's network, or with a default if there was none to measure; and remarks."""
     machine, remarks = found.machine, []
     if found.layout.hosts == 1:
         machine = replace(machine, latency=ASSUMED_LATENCY, bandwidth=ASSUMED_BANDWIDTH)
-        if options.latency is None or options.bandwidth is None:
+        if latency is None or bandwidth is None:
             network = f"{ASSUMED_BANDWIDTH * 8 / 1e9:g} Gbit/s and {ASSUMED_LATENCY * 1e6:g} µs"
             remarks = [
                 f"There is only one host, so the network was not measured. Assumed: {network}. Set others with "
                 "--bandwidth and --latency."
             ]
-    if options.latency is not None:
-        machine = replace(machine, latency=options.latency)
-    if options.bandwidth is not None:
-        machine = replace(machine, bandwidth=options.bandwidth)
+    if latency is not None:
+        machine = replace(machine, latency=latency)
+    if bandwidth is not None:
+        machine = replace(machine, bandwidth=bandwidth)
     return machine, remarks
 
 
@@ -269,3 +231,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if value == math.inf else value
+
+
+if __name__ == "__main__":
+    main()

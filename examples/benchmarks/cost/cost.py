@@ -1,6 +1,6 @@
 """A cost model: how long a training step takes on how many hosts. It is fitted to measurements.
 
-Nothing is measured here (see :mod:`ddp_callbacks.launcher.bench.calibration`), and no process group is needed.
+Nothing is measured here (see :mod:`calibration`), and no process group is needed.
 
 [Note: the model]
 A message takes ``latency + bytes / bandwidth`` (Hockney, 1994, doi:10.1016/S0167-8191(06)80021-9). The cost of a sum is
@@ -40,7 +40,6 @@ from ddp_callbacks.comm.inter_node import CHUNK_NBYTES, EXCHANGE_NBYTES
 from ddp_callbacks.comm.process_group import GATHERED_NBYTES
 from ddp_callbacks.errors import ConfigurationError
 
-MARK = "ddprun bench: "  # prefix of each line of JSON from a calibration to ddprun
 _AT_A_TIME = 2  # chunks of an exact sum: gloo works with two threads
 _ADD, _COPY = 3, 2  # memory accesses per byte
 _NOISE = 0.02  # relative differences that a fit treats as noise

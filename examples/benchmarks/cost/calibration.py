@@ -1,6 +1,6 @@
 """Measure, in a minute, the parameters of :mod:`.cost` for a model and the machines that train it.
 
-``ddprun bench`` runs this module in every process. It measures each part of a step separately: the step without
+``predict.py`` runs this in every process. It measures each part of a step separately: the step without
 synchronization, the times at which buckets are full, sums within a host and sums between hosts. It also measures whole
 synchronized steps, to check the prediction.
 
@@ -10,15 +10,13 @@ barrier and counts as long as on its slowest rank; the result is the median of t
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import itertools
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cost import Calibration, FilledBucket, Job, Layout, Machine, Sample, fit
 from torch import nn
 
 from ddp_callbacks.comm.collectives import all_gather_json, all_reduce
@@ -36,8 +35,7 @@ from ddp_callbacks.comm.inter_node import CHUNK_NBYTES, InterNodeAllReduce, Inte
 from ddp_callbacks.comm.topology import topology_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.launcher.bench.cost import MARK, Calibration, FilledBucket, Job, Layout, Machine, Sample, fit
-from ddp_callbacks.process_group import join_process_group, leave_process_group, resolve_group
+from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import wait
 
 DOING = "the calibration"
@@ -75,7 +73,7 @@ def calibrate(training: Training, seconds: float, report: Callable[[float, str],
     group = resolve_group(None)
     if group.size() == 1:
         raise ConfigurationError(
-            "ddprun bench needs at least two processes. Name more hosts, or pass --nproc-per-node 2."
+            "a prediction needs at least two processes. Name more hosts, or pass --nproc-per-node 2."
         )
     topology = topology_of(group)
     sizes = set(map(len, topology.nodes))
@@ -320,29 +318,3 @@ def _import_file(path: Path) -> Any:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
-
-
-# --- the program ------------------------------------------------------------------------------------------------------
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Calibrate, and print what :mod:`ddp_callbacks.launcher.bench` reads, on rank 0."""
-    sys.path.insert(0, "")
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--model")
-    parser.add_argument("--seconds", type=float, default=40.0)
-    arguments = parser.parse_args(argv)
-    env = join_process_group()
-
-    def tell(**values: Any) -> None:
-        if env.rank == 0:
-            print(f"{MARK}{json.dumps(values)}", flush=True)
-
-    training = load_training(arguments.model)
-    found = calibrate(training, arguments.seconds, lambda share, doing: tell(share=share, doing=doing))
-    tell(calibration=found.to_json())
-    leave_process_group()
-
-
-if __name__ == "__main__":
-    main()
