@@ -52,13 +52,13 @@ class InterNodeAllReduce:
         self._groups = groups
         self._dtype = dtype
 
-    def start(self, shard: torch.Tensor) -> Sequence[Work]:
+    def start(self, shard: torch.Tensor, doing: str = "") -> Sequence[Work]:
         """Start to sum ``shard`` (flat, contiguous) in place; wait for each handle. Does not block."""
         dtype = self._dtype or shard.dtype
         if not shard.numel():
             return []
         if dtype not in HALF:
-            return [ProcessGroupWork(shard, self._groups.group)]
+            return [ProcessGroupWork(shard, self._groups.group, doing)]
         nodes = self._groups.group.size()
         if shard.numel() * dtype.itemsize * nodes <= GATHERED_NBYTES:
             return [_AllGatherWork(shard, dtype, self._groups)]
