@@ -130,7 +130,6 @@ class Bucket:
         self.memory: FlatBuffer | None = None
         self.kept: list[torch.Tensor | None] = []  # gradients that are tensors of an earlier step
         self.sum: Work | None = None
-        self.future: torch.futures.Future[torch.Tensor] | None = None  # from a communication hook
 
     def mark(self, position: int) -> None:
         """Mark a gradient as complete."""
@@ -140,13 +139,14 @@ class Bucket:
         elif self.memory is not None and self.pool.parameters[position].requires_grad:
             self.is_dirty = self.deferred = True
 
-    def fill(self, scale: float, used: list[bool]) -> FlatBuffer:
+    def fill(self, scale: float, kept: float, used: list[bool]) -> None:
         """Move the scaled gradients into the buffer. Until :meth:`write_back`, used parameters have no gradient.
 
         So the gradients are in memory once. A contribution that comes later is a gradient of its own, and a second call
         moves only these.
 
         Args:
+            kept: The factor for earlier gradients that this backward did not add to, after ``scale``.
             used: Which of all parameters have a gradient of this backward; see :meth:`forget_lost`.
         """
         gradients = [parameter.grad for parameter in self.pool.parameters]
@@ -162,32 +162,37 @@ class Bucket:
         for slot, parameter in zip(self.slots, self.pool.parameters, strict=True):
             if used[slot]:
                 parameter.grad = None
-        return self.memory
+        for slot, view in zip(self.slots, self.memory.views, strict=True) if kept != 1 else ():
+            if not used[slot]:
+                view.mul_(kept)
+
+    def wait(self) -> None:
+        """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
+        assert self.sum is not None
+        self.sum.wait(self.doing)
+
+    def reduced(self) -> torch.Tensor:
+        """The gradients in the buffer, flat."""
+        assert self.memory is not None
+        return self.memory.flat[: self.memory.numel]
 
     def forget_lost(self, used: list[bool]) -> None:
         """Gradients of no_sync, of a failed backward or of a frozen parameter may be gone: they are not used."""
         for slot, parameter in zip(self.slots, self.pool.parameters, strict=True):
             used[slot] = used[slot] and parameter.grad is not None
 
-    def scale_untouched(self, used: list[bool], factor: float) -> None:
-        """Scale, in the buffer, earlier gradients that this backward did not add to."""
-        assert self.memory is not None
-        for slot, view in zip(self.slots, self.memory.views, strict=True):
-            if not used[slot]:
-                view.mul_(factor)
-
     def has_kept(self) -> bool:
         """Whether a gradient is the tensor of an earlier synchronization."""
         return any(gradient is not None for gradient in self.kept)
 
-    def write_back(self, used: list[bool], counts: bool) -> None:
-        """Set the gradients of used parameters to the reduced ones. If no rank ``counts``, keep existing gradients."""
+    def write_back(self, used: list[bool]) -> None:
+        """Set the gradients of used parameters to the reduced ones, in the tensors that they had before."""
         assert self.memory is not None
         for slot, parameter, view, kept in zip(
             self.slots, self.pool.parameters, self.memory.views, self.kept, strict=True
         ):
             if not used[slot]:
                 continue
-            if kept is not None and kept is not view and counts:
+            if kept is not None and kept is not view:
                 kept.copy_(view)
             parameter.grad = view if kept is None else kept

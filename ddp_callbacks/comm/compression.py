@@ -19,11 +19,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from ddp_callbacks.comm.ddp_hook import future_of
 from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce
-from ddp_callbacks.comm.hooks import CommHook, GradBucket
+from ddp_callbacks.comm.hooks import CommHook, FutureWork, GradBucket
 from ddp_callbacks.comm.protocol import Work
 from ddp_callbacks.comm.topology import topology_of
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group.failures import wait
 
 
 @dataclass(frozen=True)
@@ -143,29 +142,14 @@ class _PowerSGDAllReduce:
     def __init__(self, state: PowerSGDState, bucket: GradBucket, ranks: int) -> None:
         self._state, self._bucket, self._ranks = state, bucket, ranks
 
-    def start(self, shard: torch.Tensor) -> list[Work]:
+    def start(self, shard: torch.Tensor, doing: str) -> list[Work]:
         if not shard.numel():
             return []  # not the leader
         group = self._state.process_group
         shard.mul_(group.size() / self._ranks)  # the hook divides by the number of nodes
         bucket = self._bucket
         whole: Any = GradBucket(bucket.index(), shard, bucket.parameters(), is_last=bucket.is_last())
-        return [_FutureWork(_powersgd_on_cpu(self._state, whole), shard, group)]
-
-
-@dataclass(frozen=True)
-class _FutureWork:
-    """The work handle of a future; ``wait`` copies its value into ``result``."""
-
-    future: torch.futures.Future[torch.Tensor]
-    result: torch.Tensor
-    group: dist.ProcessGroup
-
-    def wait(self, doing: str) -> None:
-        wait(self.future, doing, self.group)
-        value = self.future.value()
-        if value.data_ptr() != self.result.data_ptr():
-            self.result.copy_(value)
+        return [FutureWork(_powersgd_on_cpu(self._state, whole), shard, group)]
 
 
 _POWERSGD = ("iter", "error_dict", "p_memory_dict", "q_memory_dict", "next_stats_report")  # what changes in a run
