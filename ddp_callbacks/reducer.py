@@ -21,7 +21,7 @@ import torch
 
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.bucket_sums import BucketSums
-from ddp_callbacks.comm.buckets import Bucket, Forecast, ParameterSpec, assign_buckets
+from ddp_callbacks.comm.buckets import Bucket, Forecast, assign_buckets
 from ddp_callbacks.comm.flat_buffer import BufferPool
 from ddp_callbacks.comm.metadata import Metadata, MetadataFormat
 from ddp_callbacks.errors import ConfigurationError
@@ -62,8 +62,7 @@ class Reducer:
         self.rounds = 0
         self.outgoing: torch.Tensor | None = None
         self.carried = torch.zeros(0, room, dtype=torch.float64)
-        specs = [ParameterSpec(p.numel(), p.dtype, p.device, p.requires_grad) for p in dense]
-        assigned = assign_buckets(specs, bucket_cap_mb)
+        assigned = assign_buckets(dense, bucket_cap_mb)
         self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), room)
         self.buckets = [
             Bucket(index, slots, BufferPool([dense[slot] for slot in slots], self._format.numel, sums.allocate))
@@ -208,7 +207,7 @@ class Reducer:
 
     def _require_same_kind(self, weight: float, filled: list[Bucket]) -> None:
         """Raise if weights change from means to sums on top of gradients, which were not scaled for that."""
-        if self.weighing.become_sums(weight) and any(bucket.has_kept() for bucket in filled):
+        if self.weighing.become_sums(weight) and any(bucket.adds for bucket in filled):
             raise ConfigurationError(
                 f"the ranks' weights add up to {weight:g}, not to the total {self.weighing.total:g} as in previous "
                 "backwards, to whose gradients this backward adds. Set the gradients to None in between, or weigh "

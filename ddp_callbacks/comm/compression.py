@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import weakref
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -40,7 +39,8 @@ class PowerSGD:
     It needs numpy.
 
     Raises:
-        ConfigurationError: ``rank`` or ``start`` is too small.
+        ConfigurationError: ``rank`` or ``start`` is too small. At the start of a run: there is no numpy, or gradients
+            are on CPUs and torch sees a GPU.
     """
 
     rank: int = 4
@@ -88,6 +88,7 @@ def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.de
         return (_HOOKS[compress], group) if isinstance(compress, str) else (powerSGD_hook, _state(compress, group))
     if isinstance(compress, str) or topology_of(group).on_one_node:
         return None, None
+    _require_no_gpu()
     return PowerSGDBetweenNodes(group, compress), None
 
 
@@ -96,25 +97,12 @@ def _require_numpy() -> None:
         raise ConfigurationError("compress=PowerSGD(...) needs numpy, which torch's hook imports: pip install numpy.")
 
 
-class _WithoutGpus(ModuleType):
-    """``module``, except that there are no GPUs."""
-
-    def __init__(self, module: ModuleType) -> None:
-        super().__init__(module.__name__)
-        self._module = module
-
-    def is_available(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name)
-        return _WithoutGpus(found) if found is torch.cuda else found
-
-
-# Where there is a GPU, torch's hook waits for it at the end of a step, and fails if the gradients are on the CPU.
-_powersgd_on_cpu: CommHook = FunctionType(
-    powerSGD_hook.__code__, powerSGD_hook.__globals__ | {"torch": _WithoutGpus(torch)}
-)
+def _require_no_gpu() -> None:
+    if torch.cuda.is_available():
+        raise ConfigurationError(
+            "compress=PowerSGD(...) for gradients on CPUs cannot run where torch sees a GPU: torch's hook would wait "
+            "for it. Hide it (CUDA_VISIBLE_DEVICES= in the environment of every process), or train on GPUs."
+        )
 
 
 class PowerSGDBetweenNodes:
@@ -149,7 +137,7 @@ class _PowerSGDAllReduce:
         shard.mul_(group.size() / self._ranks)  # the hook divides by the number of nodes
         bucket = self._bucket
         whole: Any = GradBucket(bucket.index(), shard, bucket.parameters(), is_last=bucket.is_last())
-        return [FutureWork(_powersgd_on_cpu(self._state, whole), shard, group)]
+        return [FutureWork(powerSGD_hook(self._state, whole), shard, group)]
 
 
 _POWERSGD = ("iter", "error_dict", "p_memory_dict", "q_memory_dict", "next_stats_report")  # what changes in a run

@@ -90,14 +90,9 @@ class BufferPool:
         """Forget all buffers: a pending collective may still write to them."""
         self._memories = []
 
-    def kept_gradients(self) -> list[torch.Tensor | None]:
-        """The gradients that are views of these buffers, accumulated into since; ``None`` for others."""
-        homes = [memory for memory in self._memories if self._is_home(memory)]
-        return [self._kept_gradient(slot, homes) for slot in range(len(self.parameters))]
-
-    def _kept_gradient(self, slot: int, homes: list[FlatBuffer]) -> torch.Tensor | None:
-        grad = self.parameters[slot].grad
-        return grad if any(grad is memory.views[slot] for memory in homes) else None
+    def hold_gradients(self) -> bool:
+        """Whether a gradient is a view of these buffers: the sum of an earlier step, perhaps accumulated into since."""
+        return any(map(self._is_home, self._memories))
 
     def _make(self) -> FlatBuffer:
         numel = sum(parameter.numel() for parameter in self.parameters)
