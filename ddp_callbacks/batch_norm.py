@@ -4,7 +4,7 @@ During a run, the class of a model's BatchNorm layers is replaced by a subclass 
 attributes, and copies and pickles have the original class. In a layer, ``x`` of rank r has ``n_r`` values per channel,
 mean ``m_r`` and variance ``v_r``, and all ranks together have ``N`` values::
 
-    forward     one all-reduce of the statistics (:mod:`ddp_callbacks.comm.batch_statistics`):
+    forward     one exchange of the statistics (:mod:`ddp_callbacks.comm.batch_statistics`):
                 mean = sum(n_r·m_r) / N, var = sum(n_r·(v_r + (m_r - mean)²)) / N
     backward    one all-reduce: the sums of dy and dy·xhat, where xhat = (x - mean) / sqrt(var + eps)
                 dx = weight / sqrt(var + eps) · (dy - sum(dy) / N - xhat · sum(dy·xhat) / N)
@@ -28,7 +28,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,14 +38,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import SyncBatchNorm
 
 from ddp_callbacks._torch import BatchNorm
-from ddp_callbacks.comm.batch_statistics import (
-    GatheredBatch,
-    GatheredLayer,
-    SumChannel,
-    SummedBatch,
-    SummedLayer,
-    at_least_float32,
-)
+from ddp_callbacks.comm.batch_statistics import GlobalBatch, LayerStatistics, SmallSums, at_least_float32
 from ddp_callbacks.comm.collectives import new_subgroup
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_world_size, resolve_group
@@ -79,7 +72,7 @@ class BatchNormSynchronizer:
         ConfigurationError: A layer cannot be synchronized: it overrides ``forward``, is compiled by TorchScript, or has
             no parameters yet.
         ValueError: From a layer's forward, on all ranks, as in torch: all ranks together have one value per channel.
-        MismatchError: From forward or backward: the ranks are at different layers. Not on GPUs.
+        MismatchError: From forward or backward: the ranks are at different layers. Not under NCCL.
         PeerError: From forward or backward: another rank failed or died.
     """
 
@@ -100,25 +93,11 @@ class BatchNormSynchronizer:
         first = next(iter([*module.parameters(), *module.buffers()]), None)
         device = torch.device("cpu") if first is None else first.device
         group = _own_group(resolve_group(process_group))
-        channel = SumChannel(group, device)
-        for index, (name, layer) in enumerate(layers.items()):
-            summed, gathered = SummedLayer(index, name, channel), GatheredLayer(group, name)
-            self._layers[layer] = _Layer(counts or _always, summed, gathered)
+        sums = SmallSums(group, device)
+        for name, layer in layers.items():
+            self._layers[layer] = _Layer(counts or _always, LayerStatistics(name, sums))
         for layer in self._layers:
             layer.__class__ = self._synchronized(type(layer))
-
-    def state_dict(self) -> dict[str, Any]:
-        """What rounding depends on beside the layers' own state: tensors, the same on every rank. Local."""
-        return {"shifts": [layer.summed.shift for layer in self._layers.values()]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the same bits on as many ranks; on another number this changes nothing but rounding. Local.
-
-        Args:
-            state: The result of :meth:`state_dict`, of any rank.
-        """
-        for (layer, kept), shift in zip(self._layers.items(), state["shifts"], strict=False):
-            kept.summed.shift = shift if shift is None else shift.to(next(layer.parameters(), shift).device)
 
     def close(self) -> None:
         """Restore the layers' original class. Local; safe to call twice."""
@@ -182,11 +161,11 @@ class SynchronizedLayer:
             output: torch.Tensor = BatchNorm.forward(self, input)
             return output
         self._check_input_dim(input)
-        batch = layer.join(input, self.eps)
+        batch = layer.join(input)
         if self.training and self.track_running_stats:
             _track(self, batch)
-        function = _NormalizeOnGpu if isinstance(batch, GatheredBatch) else _Normalize
-        normalized: torch.Tensor = function.apply(input, self.weight, self.bias, batch)  # type: ignore[no-untyped-call]
+        arguments = input, self.weight, self.bias, batch, self.eps
+        normalized: torch.Tensor = _Normalize.apply(*arguments)  # type: ignore[no-untyped-call]
         return normalized
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -202,23 +181,21 @@ class _Layer:
 
     Attributes:
         counts: Returns whether this rank's batch counts.
-        summed, gathered: The exchanges; ``gathered`` on GPUs.
+        statistics: Its exchanges.
     """
 
     counts: Callable[[], bool]
-    summed: SummedLayer
-    gathered: GatheredLayer
+    statistics: LayerStatistics
 
     @torch.no_grad()
-    def join(self, input: torch.Tensor, eps: float) -> SummedBatch | GatheredBatch:
+    def join(self, input: torch.Tensor) -> GlobalBatch:
         """Exchange the statistics. A collective."""
         size = input.numel() // input.shape[1] if input.numel() and self.counts() else 0
-        way = self.gathered if input.is_cuda else self.summed
-        return way.join(input, size, eps)
+        return self.statistics.join(input, size)
 
 
 @torch.no_grad()
-def _track(layer: BatchNorm, batch: SummedBatch | GatheredBatch) -> None:
+def _track(layer: BatchNorm, batch: GlobalBatch) -> None:
     """Update the running statistics as torch does."""
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
@@ -241,7 +218,7 @@ def _always() -> bool:
     return True
 
 
-# --- the arithmetic: :mod:`ddp_callbacks.weighing` finds the nodes of these functions in a graph by their names -------
+# --- the arithmetic: :mod:`ddp_callbacks.weighing` finds the nodes of this function in a graph by their name ----------
 
 
 class _Normalize(torch.autograd.Function):
@@ -249,37 +226,43 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, batch: SummedBatch
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        batch: GlobalBatch,
+        eps: float,
     ) -> torch.Tensor:
         x = at_least_float32(input)
         mean, var = batch.mean.to(x.dtype), batch.var.to(x.dtype)
-        ctx.batch = batch
+        ctx.batch, ctx.eps = batch, eps
         ctx.save_for_backward(input, weight, mean, var)
-        return _normalize(x, weight, bias, mean, var, batch.eps).to(input.dtype)
+        return _normalize(x, weight, bias, mean, var, eps).to(input.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         input, weight, mean, var = ctx.saved_tensors
-        batch: SummedBatch = ctx.batch
-        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        batch: GlobalBatch = ctx.batch
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         x = at_least_float32(input)
         if batch.counts:
             # The kernel for evaluation: the part of dx from dy alone, and the two sums over this rank's values.
             scale = None if weight is None else weight.to(x.dtype)
             dx, sum_dy_xhat, sum_dy = torch.ops.aten.native_batch_norm_backward(
-                dy.to(x.dtype), x, scale, mean, var, None, None, False, batch.eps, [needs_input, True, True]
+                dy.to(x.dtype), x, scale, mean, var, None, None, False, ctx.eps, [needs_input, True, True]
             )
         else:
             dx, sum_dy_xhat, sum_dy = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
         if needs_input:
             total = batch.layer.sum_gradients(sum_dy, sum_dy_xhat)
             if batch.counts:
-                slope = (var + batch.eps).rsqrt_().mul_(-1 / batch.size)
+                slope = (var + ctx.eps).rsqrt_().mul_(-1 / batch.size)
                 slope = slope if weight is None else slope.mul_(weight)
                 of_dy, of_dy_xhat = total.to(x) * slope
-                dx += _normalize(x, of_dy_xhat, of_dy, mean, var, batch.eps)
-        return dx if needs_input else None, sum_dy_xhat if needs_weight else None, sum_dy if needs_bias else None, None
+                dx += _normalize(x, of_dy_xhat, of_dy, mean, var, ctx.eps)
+        gradients = dx if needs_input else None, sum_dy_xhat if needs_weight else None, sum_dy if needs_bias else None
+        return *gradients, None, None
 
 
 def _normalize(
@@ -294,52 +277,6 @@ def _normalize(
     weight = None if weight is None else weight.to(x.dtype)
     bias = None if bias is None else bias.to(x.dtype)
     return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
-
-
-class _NormalizeOnGpu(torch.autograd.Function):
-    """As :class:`_Normalize`, by the kernels of torch's ``SyncBatchNorm``, which read half precision as it is."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, batch: GatheredBatch
-    ) -> torch.Tensor:
-        x = _dense(input)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        mean, invstd = batch.mean.to(dtype), (batch.var + batch.eps).rsqrt_().to(dtype)
-        ctx.layer, ctx.counts = batch.layer, batch.counts
-        ctx.save_for_backward(x, weight, mean, invstd, batch.sizes)
-        if not x.numel():
-            return torch.empty_like(x)
-        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, batch.eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        x, weight, mean, invstd, sizes = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        dx = dweight = None
-        if ctx.counts:
-            dy = _dense(dy)
-            sum_dy, sum_dy_xmu, dweight, _ = torch.batch_norm_backward_reduce(
-                dy, x, mean, invstd, weight, True, needs_weight, False
-            )
-        else:
-            sum_dy, sum_dy_xmu = torch.zeros_like(mean), torch.zeros_like(mean)
-            dweight = torch.zeros_like(weight) if needs_weight else None
-        if needs_input:
-            of_dy, of_dy_xmu = ctx.layer.sum_gradients(torch.cat((sum_dy, sum_dy_xmu))).chunk(2)
-            if ctx.counts:
-                scale = None if weight is None else weight.to(mean.dtype).contiguous()
-                dx = torch.batch_norm_backward_elemt(dy, x, mean, invstd, scale, of_dy, of_dy_xmu, sizes)
-            else:
-                dx = torch.zeros_like(x)
-        return dx, dweight, sum_dy if needs_bias else None, None
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in a layout that the kernels take."""
-    formats = torch.channels_last, torch.channels_last_3d
-    return tensor if any(tensor.is_contiguous(memory_format=each) for each in formats) else tensor.contiguous()
 
 
 # --- set-up -----------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from ddp_callbacks._torch import copy_each, outside_inference_mode
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
-from ddp_callbacks.comm.buckets import ParameterSpec, assign_buckets, check_bucket_cap_mb
+from ddp_callbacks.comm.buckets import assign_buckets, check_bucket_cap_mb
 from ddp_callbacks.comm.compression import Compress, PowerSGD, check_compress, dtype_of
 from ddp_callbacks.comm.protocol import Work
 from ddp_callbacks.comm.scalars import ScalarExchange
@@ -476,8 +476,8 @@ def set_gradients_aside(module: torch.nn.Module) -> Callable[[], None]:
 
 def _make_fragments(module: torch.nn.Module, sync: LocalSGD | DiLoCo, bucket_cap_mb: float) -> list[_Fragment]:
     named = [(name, p) for name, p in module.named_parameters() if p.is_floating_point() or p.is_complex()]
-    specs = [ParameterSpec(p.numel(), p.dtype, p.device, p.requires_grad) for _, p in named]
-    return [_Fragment([named[index] for index in indices], sync) for indices in assign_buckets(specs, bucket_cap_mb)]
+    assigned = assign_buckets([parameter for _, parameter in named], bucket_cap_mb)
+    return [_Fragment([named[index] for index in indices], sync) for indices in assigned]
 
 
 def _real(parameter: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from ddp_callbacks.errors import ConfigurationError
 _ROUNDING = 1e-5  # relative, of a sum of weights in float32
 # Autograd nodes that exchange gradients between ranks: synchronized BatchNorm, and a reentrant checkpoint, which hides
 # its layers.
-_MIXING = ("_NormalizeBackward", "_NormalizeOnGpuBackward", "CheckpointFunctionBackward")
+_MIXING = ("_NormalizeBackward", "CheckpointFunctionBackward")
 
 Undo = Callable[[], None]
 Hook = Callable[[torch.Tensor], Any]
@@ -47,7 +47,7 @@ class Weighing:
 
     Attributes:
         weight: This rank's weight in the following backwards.
-        total: The sum of the ranks' weights; ``None`` if unknown here.
+        total: The sum of the ranks' weights; ``None`` if unknown here until :meth:`agree`.
         kept: The factor for gradients that are already synchronized, before the unit.
     """
 
@@ -55,6 +55,7 @@ class Weighing:
         self._parameters, self._used, self._world_size = parameters, used, world_size
         self.weight = 1.0
         self.total: float | None = float(world_size)
+        self._agreed = 0.0  # the total of this synchronization, where it was unknown
         self.kept = 1.0
         self._factor = 1.0  # for each contribution
         self._drops = False  # whether to replace contributions by zeros
@@ -97,9 +98,16 @@ class Weighing:
         self._accumulates = True
         self._arrange()
 
+    def agree(self, sum_numbers: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
+        """Get a total that is unknown from all ranks, before their gradients are sent. A collective then."""
+        if self.total is None:
+            self._agreed = float(sum_numbers(torch.tensor([self.weight], dtype=torch.float64), "the total weight"))
+
     @property
     def unit(self) -> float:
-        """The factor for gradients when they are sent, if the total is known."""
+        """The factor for gradients when they are sent."""
+        if self.total is None and self._agreed:
+            return self.weight / self._agreed
         if self._accumulates or not self.total or not (self.weight or self._are_means):
             return 1 / self._world_size
         return self.weight / self.total

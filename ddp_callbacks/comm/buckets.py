@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -16,57 +15,37 @@ MB = 1024 * 1024
 FIRST_BUCKET_MB = 1.0  # a small first bucket starts the overlap early, as in DDP (arXiv:2006.15704, section 4.2)
 
 
-@dataclass(frozen=True)
-class ParameterSpec:
-    """The properties that decide a parameter's bucket.
-
-    Attributes:
-        numel: Number of elements.
-        dtype, device: The gradient's; a bucket holds one kind.
-        trainable: Frozen parameters have separate buckets, so that they cost nothing until they are unfrozen.
-    """
-
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
-    trainable: bool = True
-
-    @property
-    def kind(self) -> Kind:
-        return self.dtype, self.device, self.trainable
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-
 def check_bucket_cap_mb(bucket_cap_mb: float) -> None:
     """Raise :class:`ConfigurationError` unless it is a positive number."""
     if not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
         raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}.")
 
 
-def assign_buckets(specs: Sequence[ParameterSpec], bucket_cap_mb: float) -> list[list[int]]:
+def assign_buckets(parameters: Sequence[torch.Tensor], bucket_cap_mb: float) -> list[list[int]]:
     """Split parameters into buckets.
 
+    A bucket holds one dtype and device. Frozen parameters have separate buckets, so that they cost nothing until they
+    are unfrozen.
+
     Args:
-        specs: The parameters in the order in which the module registers them.
+        parameters: In the order in which the module registers them.
         bucket_cap_mb: A bucket is closed once it holds this many MiB; a larger parameter gets a separate bucket. The
             first bucket of each kind is closed at 1 MiB.
 
     Returns:
-        Indices into ``specs``, bucket by bucket, in the order in which backward fills them: the reverse of the order of
-        registration. Every index occurs once. The order depends only on ``specs``, so it is the same on all ranks and
-        during the whole run (PowerSGD keeps its state by bucket index).
+        Indices into ``parameters``, bucket by bucket, in the order in which backward fills them: the reverse of the
+        order of registration. Every index occurs once. The order depends only on sizes, dtypes, devices and what is
+        trainable, so it is the same on all ranks and during the whole run (PowerSGD keeps its state by bucket index).
     """
     open_buckets: dict[Kind, list[int]] = {}
     nbytes: dict[Kind, int] = {}
     caps: dict[Kind, float] = {}
     closed: list[list[int]] = []
-    for index in reversed(range(len(specs))):
-        kind = specs[index].kind
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
+        kind = parameter.dtype, parameter.device, parameter.requires_grad
         open_buckets.setdefault(kind, []).append(index)
-        nbytes[kind] = nbytes.get(kind, 0) + specs[index].nbytes
+        nbytes[kind] = nbytes.get(kind, 0) + parameter.numel() * parameter.dtype.itemsize
         if nbytes[kind] >= caps.get(kind, min(FIRST_BUCKET_MB, bucket_cap_mb)) * MB:
             closed.append(open_buckets.pop(kind))
             nbytes[kind], caps[kind] = 0, bucket_cap_mb
@@ -128,9 +107,8 @@ class Bucket:
         self.active = self.missing > 0
         self.is_dirty = False
         self.memory: FlatBuffer | None = None
-        self.kept: list[torch.Tensor | None] = []  # gradients that are tensors of an earlier step
+        self.adds = False  # whether this backward adds to the sums of an earlier one
         self.sum: Work | None = None
-        self.future: torch.futures.Future[torch.Tensor] | None = None  # from a communication hook
 
     def mark(self, position: int) -> None:
         """Mark a gradient as complete."""
@@ -140,54 +118,50 @@ class Bucket:
         elif self.memory is not None and self.pool.parameters[position].requires_grad:
             self.is_dirty = self.deferred = True
 
-    def fill(self, scale: float, used: list[bool]) -> FlatBuffer:
+    def fill(self, scale: float, kept: float, used: list[bool]) -> None:
         """Move the scaled gradients into the buffer. Until :meth:`write_back`, used parameters have no gradient.
 
         So the gradients are in memory once. A contribution that comes later is a gradient of its own, and a second call
         moves only these.
 
         Args:
+            kept: The factor for earlier gradients that this backward did not add to, after ``scale``.
             used: Which of all parameters have a gradient of this backward; see :meth:`forget_lost`.
         """
         gradients = [parameter.grad for parameter in self.pool.parameters]
         if self.memory is None:
             self.forget_lost(used)
-            # Where a sum fails to count, or a parameter is unused everywhere, the gradients before it are needed.
-            in_place = scale != 0 and all(used[slot] for slot in self.slots)
-            self.memory = self.pool.take(in_place)
-            self.kept = self.pool.kept_gradients()
+            self.adds = self.pool.hold_gradients()
+            # A parameter that is unused everywhere keeps the gradient that it has.
+            self.memory = self.pool.take(in_place=all(used[slot] for slot in self.slots))
         else:
             gradients = [gradient if used[slot] else None for slot, gradient in zip(self.slots, gradients, strict=True)]
         copy_in(self.memory, gradients, scale)
         for slot, parameter in zip(self.slots, self.pool.parameters, strict=True):
             if used[slot]:
                 parameter.grad = None
-        return self.memory
+        for slot, view in zip(self.slots, self.memory.views, strict=True) if kept != 1 else ():
+            if not used[slot]:
+                view.mul_(kept)
+
+    def wait(self) -> None:
+        """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
+        assert self.sum is not None
+        self.sum.wait(self.doing)
+
+    def reduced(self) -> torch.Tensor:
+        """The gradients in the buffer, flat."""
+        assert self.memory is not None
+        return self.memory.flat[: self.memory.numel]
 
     def forget_lost(self, used: list[bool]) -> None:
         """Gradients of no_sync, of a failed backward or of a frozen parameter may be gone: they are not used."""
         for slot, parameter in zip(self.slots, self.pool.parameters, strict=True):
             used[slot] = used[slot] and parameter.grad is not None
 
-    def scale_untouched(self, used: list[bool], factor: float) -> None:
-        """Scale, in the buffer, earlier gradients that this backward did not add to."""
+    def write_back(self, used: list[bool]) -> None:
+        """Set the gradients of used parameters to the reduced ones."""
         assert self.memory is not None
-        for slot, view in zip(self.slots, self.memory.views, strict=True):
-            if not used[slot]:
-                view.mul_(factor)
-
-    def has_kept(self) -> bool:
-        """Whether a gradient is the tensor of an earlier synchronization."""
-        return any(gradient is not None for gradient in self.kept)
-
-    def write_back(self, used: list[bool], counts: bool) -> None:
-        """Set the gradients of used parameters to the reduced ones. If no rank ``counts``, keep existing gradients."""
-        assert self.memory is not None
-        for slot, parameter, view, kept in zip(
-            self.slots, self.pool.parameters, self.memory.views, self.kept, strict=True
-        ):
-            if not used[slot]:
-                continue
-            if kept is not None and kept is not view and counts:
-                kept.copy_(view)
-            parameter.grad = view if kept is None else kept
+        for slot, parameter, view in zip(self.slots, self.pool.parameters, self.memory.views, strict=True):
+            if used[slot]:
+                parameter.grad = view

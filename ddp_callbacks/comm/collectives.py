@@ -37,6 +37,7 @@ def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None
         MismatchError: Another rank is in another exchange. All functions here raise it.
     """
     if get_world_size(group) > 1:
+        enter(doing)
         ProcessGroupWork(tensor, resolve_group(group), doing).wait(doing)
     return tensor
 

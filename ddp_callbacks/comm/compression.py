@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import weakref
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -19,11 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from ddp_callbacks.comm.ddp_hook import future_of
 from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce
-from ddp_callbacks.comm.hooks import CommHook, GradBucket
+from ddp_callbacks.comm.hooks import CommHook, FutureWork, GradBucket
 from ddp_callbacks.comm.protocol import Work
 from ddp_callbacks.comm.topology import topology_of
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group.failures import wait
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,8 @@ class PowerSGD:
     It needs numpy.
 
     Raises:
-        ConfigurationError: ``rank`` or ``start`` is too small.
+        ConfigurationError: ``rank`` or ``start`` is too small. At the start of a run: there is no numpy, or gradients
+            are on CPUs and torch sees a GPU.
     """
 
     rank: int = 4
@@ -89,6 +88,7 @@ def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.de
         return (_HOOKS[compress], group) if isinstance(compress, str) else (powerSGD_hook, _state(compress, group))
     if isinstance(compress, str) or topology_of(group).on_one_node:
         return None, None
+    _require_no_gpu()
     return PowerSGDBetweenNodes(group, compress), None
 
 
@@ -97,25 +97,12 @@ def _require_numpy() -> None:
         raise ConfigurationError("compress=PowerSGD(...) needs numpy, which torch's hook imports: pip install numpy.")
 
 
-class _WithoutGpus(ModuleType):
-    """``module``, except that there are no GPUs."""
-
-    def __init__(self, module: ModuleType) -> None:
-        super().__init__(module.__name__)
-        self._module = module
-
-    def is_available(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name)
-        return _WithoutGpus(found) if found is torch.cuda else found
-
-
-# Where there is a GPU, torch's hook waits for it at the end of a step, and fails if the gradients are on the CPU.
-_powersgd_on_cpu: CommHook = FunctionType(
-    powerSGD_hook.__code__, powerSGD_hook.__globals__ | {"torch": _WithoutGpus(torch)}
-)
+def _require_no_gpu() -> None:
+    if torch.cuda.is_available():
+        raise ConfigurationError(
+            "compress=PowerSGD(...) for gradients on CPUs cannot run where torch sees a GPU: torch's hook would wait "
+            "for it. Hide it (CUDA_VISIBLE_DEVICES= in the environment of every process), or train on GPUs."
+        )
 
 
 class PowerSGDBetweenNodes:
@@ -143,29 +130,14 @@ class _PowerSGDAllReduce:
     def __init__(self, state: PowerSGDState, bucket: GradBucket, ranks: int) -> None:
         self._state, self._bucket, self._ranks = state, bucket, ranks
 
-    def start(self, shard: torch.Tensor) -> list[Work]:
+    def start(self, shard: torch.Tensor, doing: str) -> list[Work]:
         if not shard.numel():
             return []  # not the leader
         group = self._state.process_group
         shard.mul_(group.size() / self._ranks)  # the hook divides by the number of nodes
         bucket = self._bucket
         whole: Any = GradBucket(bucket.index(), shard, bucket.parameters(), is_last=bucket.is_last())
-        return [_FutureWork(_powersgd_on_cpu(self._state, whole), shard, group)]
-
-
-@dataclass(frozen=True)
-class _FutureWork:
-    """The work handle of a future; ``wait`` copies its value into ``result``."""
-
-    future: torch.futures.Future[torch.Tensor]
-    result: torch.Tensor
-    group: dist.ProcessGroup
-
-    def wait(self, doing: str) -> None:
-        wait(self.future, doing, self.group)
-        value = self.future.value()
-        if value.data_ptr() != self.result.data_ptr():
-            self.result.copy_(value)
+        return [FutureWork(powerSGD_hook(self._state, whole), shard, group)]
 
 
 _POWERSGD = ("iter", "error_dict", "p_memory_dict", "q_memory_dict", "next_stats_report")  # what changes in a run

@@ -4,7 +4,7 @@ After a synchronization, ``parameter.grad`` is a view of the reduced buffer, so 
 still are when the next ones have been added to them (``zero_grad(set_to_none=False)`` keeps them), they are reduced in
 place. Otherwise, the next gradients may be copied in only if nothing else references the buffer. Three can: a
 parameter, a user who kept ``parameter.grad``, and a user who kept a tensor made from it (``grad.detach()``). If
-anything outside still references the buffer, we give it up and allocate another.
+anything outside still references the buffer, the gradients are copied to another.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FlatBuffer:
 
 
 class BufferPool:
-    """The buffers of one bucket: usually one :class:`FlatBuffer`, two if gradients are kept between steps."""
+    """The buffers of one bucket: usually one :class:`FlatBuffer`, two if gradients are kept for a step."""
 
     def __init__(
         self,
@@ -64,11 +64,7 @@ class BufferPool:
         self.parameters = list(parameters)
         self._tail = tail
         self._allocate = allocate
-        self._memories: list[FlatBuffer] = []
-        # Gradients from before the first step are the user's tensors. We write to them in place as long as they are the
-        # parameters' gradients.
-        self._given = [parameter.grad for parameter in self.parameters]
-        self._has_given = True
+        self._memories: list[FlatBuffer] = []  # the latest is the last
 
     def take(self, in_place: bool = False) -> FlatBuffer:
         """A buffer without outside references.
@@ -76,44 +72,32 @@ class BufferPool:
         Args:
             in_place: Whether it may be the one that holds all gradients already.
         """
-        self.let_go()
         for memory in self._memories if in_place else []:
             if memory.holds(self.parameters):
                 self._memories = [memory]
                 return memory
-        for memory in self._memories:
-            if not memory.is_aliased(self.parameters):
-                return memory
-        # Give up buffers that only the user references; remember where gradients are.
-        self._memories = [memory for memory in self._memories if self._is_home(memory)]
-        numel = sum(parameter.numel() for parameter in self.parameters)
-        first = self.parameters[0]
-        memory = FlatBuffer(self._allocate(numel + self._tail, first.dtype, first.device), self.parameters)
-        self._memories.append(memory)
-        return memory
-
-    def let_go(self) -> None:
-        """Forget gradients from before the first step that the parameters no longer hold."""
-        if self._has_given:
-            pairs = zip(self.parameters, self._given, strict=True)
-            self._given = [given if parameter.grad is given else None for parameter, given in pairs]
-            self._has_given = any(given is not None for given in self._given)
+        free = [memory for memory in self._memories if not memory.is_aliased(self.parameters)]
+        taken = free[0] if free else self._make()
+        # Where only the user references a buffer, keep the latest: who keeps gradients for one step lets go of it then.
+        latest = self._memories[-1:]
+        self._memories = [
+            memory for memory in self._memories if memory not in free and (memory in latest or self._is_home(memory))
+        ]
+        self._memories.append(taken)
+        return taken
 
     def abandon(self) -> None:
         """Forget all buffers: a pending collective may still write to them."""
         self._memories = []
 
-    def kept_gradients(self) -> list[torch.Tensor | None]:
-        """The gradients that are tensors of an earlier step, accumulated into since; ``None`` for others."""
-        if len(self._memories) == 1 and not self._has_given and not self._memories[0].holds(self.parameters):
-            return [None] * len(self.parameters)  # the usual case, with zero_grad() before each step
-        return [self._kept_gradient(slot) for slot in range(len(self.parameters))]
+    def hold_gradients(self) -> bool:
+        """Whether a gradient is a view of these buffers: the sum of an earlier step, perhaps accumulated into since."""
+        return any(map(self._is_home, self._memories))
 
-    def _kept_gradient(self, slot: int) -> torch.Tensor | None:
-        grad = self.parameters[slot].grad
-        if grad is self._given[slot] or any(grad is memory.views[slot] for memory in self._memories):
-            return grad
-        return None
+    def _make(self) -> FlatBuffer:
+        numel = sum(parameter.numel() for parameter in self.parameters)
+        first = self.parameters[0]
+        return FlatBuffer(self._allocate(numel + self._tail, first.dtype, first.device), self.parameters)
 
     def _is_home(self, memory: FlatBuffer) -> bool:
         return any(parameter.grad is view for parameter, view in zip(self.parameters, memory.views, strict=True))

@@ -57,7 +57,7 @@ class IntraNode(Protocol):
 class InterNode(Protocol):
     """The part of a sum between nodes."""
 
-    def start(self, shard: torch.Tensor) -> Sequence[Work]: ...
+    def start(self, shard: torch.Tensor, doing: str) -> Sequence[Work]: ...
 
 
 class HierarchicalAllReduce:
@@ -102,11 +102,11 @@ class HierarchicalAllReduce:
     def _launch(self, chunk: torch.Tensor, doing: str) -> HierarchicalWork:
         posted = self._intra_node.post(chunk, self._leaders, doing)
         work = HierarchicalWork(self._intra_node, posted, self._inter_node, self._threads.group)
-        self._threads.reduce.submit(partial(self._reduce, work))
+        self._threads.reduce.submit(partial(self._reduce, work, doing))
         return work
 
-    def _reduce(self, work: HierarchicalWork) -> None:
-        work.reduce()
+    def _reduce(self, work: HierarchicalWork, doing: str) -> None:
+        work.reduce(doing)
         self._threads.gather.submit(work.gather)
 
 
@@ -133,12 +133,12 @@ class HierarchicalWork:
         self._gathered = threading.Event()
         self._error: BaseException | None = None
 
-    def reduce(self) -> None:
+    def reduce(self, doing: str) -> None:
         """In the reduce thread."""
         try:
             shard = self._intra_node.reduce_scatter(self._posted, DOING)
             if self._inter_node is not None:
-                self._sent = self._inter_node.start(shard)
+                self._sent = self._inter_node.start(shard, doing)
         except BaseException as error:
             self._error = error
 

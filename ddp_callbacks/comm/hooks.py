@@ -19,11 +19,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group.failures import wait
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -76,6 +79,30 @@ class GradBucket:
         """Views into the buffer, one per parameter, with its shape."""
         parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
         return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
+
+
+@dataclass(frozen=True)
+class FutureWork:
+    """The work handle of a hook's future; see :class:`.protocol.Work`.
+
+    Attributes:
+        future: Its value is the sum.
+        result: The flat tensor that receives it.
+        group: The ranks.
+    """
+
+    future: torch.futures.Future[torch.Tensor]
+    result: torch.Tensor
+    group: dist.ProcessGroup
+
+    def wait(self, doing: str) -> None:
+        """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
+        wait(self.future, doing, self.group)
+        value, result = self.future.value(), self.result
+        if result.is_complex() and not value.is_complex():  # torch's all_reduce returns it like this
+            value = torch.view_as_complex(value.view(-1, 2))
+        if value.data_ptr() != result.data_ptr() or value.dtype != result.dtype:
+            result.copy_(value.view(-1))
 
 
 def check_comm_hook(hook: CommHook) -> None:

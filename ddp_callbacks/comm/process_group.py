@@ -31,6 +31,8 @@ class ProcessGroupAllReduce:
         self.allocate = allocate
 
     def launch(self, tensor: torch.Tensor, doing: str = "") -> ProcessGroupWork:
+        if doing:
+            enter(doing)
         return ProcessGroupWork(tensor, self._group, doing)
 
 
@@ -41,7 +43,7 @@ class ProcessGroupWork:
         tensor: Flat, contiguous; holds the sum once :meth:`wait` returns. Don't touch it before.
         group: All ranks of it must start the same reductions in the same order.
         doing: The purpose, the same on every rank. A small sum carries it as a tag, so that mixing up different sums is
-            an error. Empty for a part of something that checks it elsewhere.
+            an error.
     """
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, doing: str = "") -> None:
@@ -49,8 +51,6 @@ class ProcessGroupWork:
         self._group = group = group if tensor.device.type != "cpu" else cpu_group(group)
         self._doing = doing
         self._gathered: torch.Tensor | None = None
-        if doing:
-            enter(doing)
         if tensor.device.type == "cpu" and group.size() > 1 and tensor.nbytes * group.size() <= GATHERED_NBYTES:
             message = _tagged(tensor, tag_of(doing))
             self._gathered = message.new_empty(group.size(), message.numel())

@@ -25,8 +25,12 @@ class Carrier(Protocol):
     """An object whose messages have room for a row, such as :class:`ddp_callbacks.GradientSynchronizer`."""
 
     room: int
-    rounds: int
-    carried: torch.Tensor
+
+    @property
+    def rounds(self) -> int: ...
+
+    @property
+    def carried(self) -> torch.Tensor: ...
 
     def carry(self, numbers: torch.Tensor) -> None: ...
 

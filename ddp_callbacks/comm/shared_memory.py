@@ -19,26 +19,23 @@ import mmap
 import os
 import threading
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from ddp_callbacks import environment
-from ddp_callbacks._torch import descriptor_of, outside_inference_mode, timeout_of
+from ddp_callbacks._torch import outside_inference_mode, timeout_of
 from ddp_callbacks.comm import memfd
 from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.comm.protocol import as_real
+from ddp_callbacks.comm.segments import SWITCH, Segment, Segments
 from ddp_callbacks.comm.semaphores import LINE, SemaphoreChannel
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group.failures import ProcessEnded, diagnose, enter, require_tags, tag_of, wait
 
-SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
-"""Environment variable: 0 on any rank turns shared memory off, on all."""
-
-_MAPPINGS = 4  # per rank and segment: a bucket has several buffers if gradients are kept between steps
 _SLOTS = 8192  # per rank in the ring: the maximum number of pending sums
 ALIGNMENT = 64
 """Shards begin at multiples of this many elements, so that no two ranks write to the same cache line."""
@@ -89,38 +86,22 @@ class SharedMemoryAllReduce:
         # offset in it, number of bytes, and purpose.
         ring = memoryview(mmap.mmap(control, self.control_nbytes(self._size)))
         self._descriptors = ring[2 * nbytes :].cast("q")
-        self._segments: dict[int, _Segment] = {}  # this rank's, by address
-        self._serial = 0
+        self._segments = Segments()
         self._finished = 0  # number of the last work that is complete on all ranks
         self._launched: deque[SharedMemoryWork] = deque()
         self._under_way = False  # whether a sum is half done
         # Keeps a buffer until every rank has finished: a peer may not have mapped it yet, even if this rank does not
         # wait.
         self._gathered: deque[SharedMemoryWork] = deque()
-        self._spare: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._lock = threading.RLock()  # another thread completes a communication hook's future
 
     @staticmethod
     def control_nbytes(size: int) -> int:
         return 2 * SemaphoreChannel.nbytes(size) + size * _SLOTS * LINE
 
-    @outside_inference_mode
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """A flat CPU tensor that the other ranks can map. Local. Its segment is freed with it."""
-        size = max(numel, 1)
-        try:
-            storage = memfd.create_storage(size * dtype.itemsize)
-        except (OSError, RuntimeError) as error:
-            raise ConfigurationError(
-                f"no shared memory of {size * dtype.itemsize} bytes for gradients: {error}. Raise that limit "
-                f"(ulimit -n), or set {SWITCH}=0 to sum through gloo."
-            ) from error
-        tensor = torch.empty(0, dtype=dtype).set_(storage)
-        self._serial += 1
-        segment = _Segment(self._serial, descriptor_of(storage), [OrderedDict() for _ in range(self._size)])
-        self._segments[_address(tensor)] = segment
-        weakref.finalize(tensor, _forget, self._segments, _address(tensor), segment).atexit = False
-        return tensor[:numel]
+        return self._segments.allocate(numel, dtype)
 
     def launch(self, tensor: torch.Tensor, doing: str = "") -> SharedMemoryWork:
         """Start summing ``tensor`` (flat, contiguous) over the ranks of this node, in place. Does not block."""
@@ -158,7 +139,7 @@ class SharedMemoryAllReduce:
         if self._posted.posted - self._finished >= _SLOTS:
             raise ConfigurationError(f"more than {_SLOTS} sums are in flight: raise bucket_cap_mb.")
         result = as_real(tensor)
-        home, segment = self._home_of(result)
+        home, segment = self._segments.home_of(result)
         number = self._posted.posted + 1
         slot, at = self._slot(self._local_rank, number), int(home.storage_offset()) * home.itemsize
         for offset, entry in enumerate((segment.serial, segment.fd, at, home.nbytes, tag_of(doing))):
@@ -177,14 +158,9 @@ class SharedMemoryAllReduce:
         self._await(self._posted, work.number, doing)
         slots = [self._slot(index, work.number) for index in range(self._size)]
         self._require_same(slots, work.doing)
-        # Usually, a step sums the same memory as the previous one.
         places = tuple(self._descriptors[slot + offset] for slot in slots for offset in (0, 2, 3))
         key = (work.home.dtype, work.leaders, places)
-        known = work.segment.shards
-        at = int(work.home.storage_offset())
-        if at not in known or known[at][0] != key:
-            known[at] = key, self._cut(work, slots, doing)
-        _, work.shards = known[at]
+        work.shards = work.segment.shards(int(work.home.storage_offset()), key, partial(self._cut, work, slots, doing))
 
     def all_gather(self, work: SharedMemoryWork) -> None:
         """Write this rank's shard into every rank's buffer. Does not block."""
@@ -203,17 +179,8 @@ class SharedMemoryAllReduce:
                 self._gathered.popleft()
         if work.home is not work.result:
             work.result.copy_(work.home)
-            self._spare[work.home.numel(), work.home.dtype] = work.home
+            self._segments.reuse(work.home)
             work.home = work.result  # so that waiting again is safe; the next sum may use its home
-
-    def _home_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Segment]:
-        """``tensor`` if it lies in a segment, otherwise a copy that does."""
-        segment = self._segments.get(_address(tensor))
-        if segment is not None:
-            return tensor, segment
-        home = self._spare.pop((tensor.numel(), tensor.dtype), None)
-        home = self.allocate(tensor.numel(), tensor.dtype) if home is None else home
-        return home.copy_(tensor), self._segments[_address(home)]
 
     @outside_inference_mode
     def _cut(self, work: SharedMemoryWork, slots: list[int], doing: str) -> list[torch.Tensor]:
@@ -221,11 +188,11 @@ class SharedMemoryAllReduce:
         begin, end = self._bounds(work)
         shards = []
         for index, slot in enumerate(slots):
-            serial, fd, at, nbytes = self._descriptors[slot : slot + 4]
+            _, fd, at, nbytes = self._descriptors[slot : slot + 4]
             self._require_size(index, nbytes, work.home.nbytes)
             # Map this rank's memory a second time: a view of the tensor itself would count as a reference from the
             # user.
-            home = self._open(index, serial, fd, work.segment, doing)[at : at + nbytes]
+            home = self._map(index, fd, doing)[at : at + nbytes]
             shards.append(home.view(work.home.dtype)[begin:end])
         return shards
 
@@ -252,16 +219,6 @@ class SharedMemoryAllReduce:
                 f"rank {there} sums {nbytes} bytes of gradients, but rank {here} sums {own}: every rank must make "
                 "the same calls in the same order, with the same model and bucket_cap_mb."
             )
-
-    def _open(self, index: int, serial: int, fd: int, segment: _Segment, doing: str) -> torch.Tensor:
-        """The memory of the rank at ``index``, as bytes."""
-        mapped = segment.mapped[index]
-        if serial not in mapped:
-            mapped[serial] = self._map(index, fd, doing)
-            if len(mapped) > _MAPPINGS:
-                mapped.popitem(last=False)
-        mapped.move_to_end(serial)
-        return mapped[serial]
 
     def _map(self, index: int, fd: int, doing: str) -> torch.Tensor:
         """Map a segment of another rank, which may have died since it launched."""
@@ -299,7 +256,7 @@ class SharedMemoryWork:
     memory: SharedMemoryAllReduce
     result: torch.Tensor
     home: torch.Tensor
-    segment: _Segment
+    segment: Segment
     number: int
     leaders: int
     doing: str = ""
@@ -308,22 +265,6 @@ class SharedMemoryWork:
     def wait(self, doing: str) -> None:
         """Block until the sum is complete. Raises :class:`PeerError` if a rank fails."""
         self.memory.complete(self, doing)
-
-
-@dataclass(eq=False)
-class _Segment:
-    """A segment of this rank.
-
-    Attributes:
-        serial, fd: Its number and descriptor, as the other ranks know it.
-        mapped: For each rank, by number, the memory that was summed with it.
-        shards: By offset in the segment: the shards of the last sum there, after a key that identifies it.
-    """
-
-    serial: int
-    fd: int
-    mapped: list[OrderedDict[int, torch.Tensor]]
-    shards: dict[int, tuple[Hashable, list[torch.Tensor]]] = field(default_factory=dict)
 
 
 def _sum_into_first(parts: list[torch.Tensor]) -> None:
@@ -336,15 +277,6 @@ def _sum_into_first(parts: list[torch.Tensor]) -> None:
         total += other
     if total is not first:
         first.copy_(total)
-
-
-def _forget(segments: dict[int, _Segment], address: int, segment: _Segment) -> None:
-    if segments.get(address) is segment:  # otherwise its storage was replaced, and another one has the address
-        del segments[address]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()  # an empty tensor has no address
 
 
 def refusal() -> str:

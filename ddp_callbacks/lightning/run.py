@@ -110,8 +110,7 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's, between two batches. Local."""
-        batch_norm = None if self._batch_norm is None else self._batch_norm.state_dict()
-        return {"trained": self._trained, "held": [*self._decisions.held], "batch_norm": batch_norm}
+        return {"trained": self._trained, "held": [*self._decisions.held]}
 
     def load_state_dict(self, state: dict[str, Any], is_own: bool) -> None:
         """Inverse of :meth:`state_dict`. Local.
@@ -121,8 +120,6 @@ class Run:
         """
         self._trained = state["trained"] if is_own else 0
         self._decisions.held = state["held"] if is_own else ()
-        if self._batch_norm is not None and state.get("batch_norm") is not None:
-            self._batch_norm.load_state_dict(state["batch_norm"])
 
     def skipping(self, skip_batch: SkipBatch) -> SkippingOnAll:
         """What lets all ranks skip a batch that is bad on one."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torchbearer
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
-from ddp_callbacks.torchbearer.base import SHARE, WEIGHS_LOSS, DistributedCallback, LocalStates, State, wrap_methods
+from ddp_callbacks.torchbearer.base import SHARE, WEIGHS_LOSS, DistributedCallback, State, wrap_methods
 
 
 class SynchronizeBatchNorm(DistributedCallback):
@@ -49,13 +49,6 @@ class SynchronizeBatchNorm(DistributedCallback):
             counts=lambda: SHARE not in state or state[SHARE].local > 0,
             process_group=self.process_group,
         )
-
-    def local_state(self, state: State) -> dict[str, Any]:
-        return {"shifts": []} if self._synchronizer is None else self._synchronizer.state_dict()
-
-    def load_local_state(self, states: LocalStates, state: State) -> None:
-        if self._synchronizer is not None:
-            self._synchronizer.load_state_dict(states.mine)
 
     def _giving_back(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def giving_back(*args: Any, **kwargs: Any) -> Any:

@@ -26,11 +26,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_callbacks import get_rank
 from ddp_callbacks.comm import all_gather_json
+from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import Bucket
 from ddp_callbacks.comm.hierarchical import HierarchicalWork
 from ddp_callbacks.comm.process_group import ProcessGroupWork
 from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
-from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.reducer import Reducer
 
 HERE = Path(__file__).parent
 STEPS, BATCH, WIDTH, LAYERS = 40, 512, 512, 9
@@ -50,7 +51,7 @@ class Clock:
         if self.steps:
             self.steps[-1]["moments"].append([name, time.monotonic()])
 
-    def note_launch(self, _: GradientSynchronizer, bucket: Bucket) -> None:
+    def note_launch(self, _: BucketSums, bucket: Bucket, *of_last: Any) -> None:
         if self.steps:
             step, which = self.steps[-1], id(bucket.sum)
             step["launched"][which] = time.monotonic()
@@ -78,15 +79,15 @@ def after(kind: Any, name: str, note: Callable[..., None]) -> None:
 
 def listen(clock: Clock) -> None:
     """To what is the same in both hosts."""
-    finish = GradientSynchronizer._finish
+    finish = Reducer.finish
 
-    def finishing(synchronizer: GradientSynchronizer) -> None:
+    def finishing(reducer: Reducer) -> None:
         clock.note("backward")
-        finish(synchronizer)
+        finish(reducer)
         clock.note("finish")
 
-    GradientSynchronizer._finish = finishing  # type: ignore[method-assign]
-    after(GradientSynchronizer, "_send", clock.note_launch)
+    Reducer.finish = finishing  # type: ignore[method-assign]
+    after(BucketSums, "launch", clock.note_launch)
     after(HierarchicalWork, "gather", clock.note_arrival)
     after(SharedMemoryAllReduce, "all_gather", clock.note_arrival)
 

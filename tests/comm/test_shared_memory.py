@@ -204,16 +204,31 @@ def mapped() -> int:
 def test_every_step_sums_in_the_same_memory() -> None:
     """Gradients stay in the same memory."""
     for set_to_none in (True, False):
-        model = torch.nn.Linear(300, 300)
-        synchronizer = GradientSynchronizer(model, process_group=dist.new_group())
-        seen = []
-        for _ in range(6):
-            model.zero_grad(set_to_none=set_to_none)
-            model(torch.ones(1, 300)).sum().backward()
-            assert model.weight.grad is not None
-            seen.append((model.weight.grad.data_ptr(), descriptors(), mapped()))
-        synchronizer.close()
-        assert len(set(seen[1:])) == 1
+        assert len(set(places_of_steps(set_to_none)[1:])) == 1
+
+
+def places_of_steps(set_to_none: bool, keepers: tuple[int, ...] = ()) -> list[tuple[int, int, int]]:
+    """Of six steps, where the gradient is, and what is open. These ranks keep each gradient until the next is there."""
+    model = torch.nn.Linear(300, 300)
+    synchronizer = GradientSynchronizer(model, process_group=dist.new_group())
+    seen, kept = [], None
+    for _ in range(6):
+        model.zero_grad(set_to_none=set_to_none)
+        model(torch.ones(1, 300)).sum().backward()
+        assert model.weight.grad is not None
+        seen.append((model.weight.grad.data_ptr(), descriptors(), mapped()))
+        kept = model.weight.grad if dist.get_rank() in keepers else None
+    synchronizer.close()
+    del kept
+    return seen
+
+
+@WORLD
+def test_gradients_that_are_kept_for_one_step_take_no_new_memory_in_each() -> None:
+    """Gradients that you keep for one step take turns in the same memory."""
+    for keepers in ((0, 1), (1,)):
+        seen = places_of_steps(True, keepers)
+        assert seen[2:4] == seen[4:], "each step maps memory"
 
 
 @WORLD

@@ -18,16 +18,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batch_norm_kernels import KERNELS
 from kit.made_up_gpu import CUDA, MadeUpGpu, put_on_gpu
 from kit.once import once
-from kit.ranks import run_distributed
+from kit.ranks import live_on_hosts, run_distributed
 from shared_worlds import GLOO, TWO, WIDE, World, by_rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from ways import Way
 
-from ddp_callbacks import GradientSynchronizer
+from ddp_callbacks import GradientSynchronizer, batch_norm
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.errors import ConfigurationError, MismatchError, PeerError
 from ddp_callbacks.process_group.failures import announce_join, report_failure
@@ -170,7 +169,7 @@ CASES = {
 
 
 ON_GPUS = [name for name in CASES if "checkpoint" not in name]  # torch's would save the random state of a real one
-EXACT_ON_GPUS = 1e-12  # nothing is summed relative to a shift; an input of 10,000 has rounding errors of that size
+EXACT_ON_GPUS = 1e-12  # an input of 10,000 has rounding errors of that size
 
 
 def model_of(case: Case) -> nn.Module:
@@ -250,7 +249,7 @@ CPU = Device()
 
 @contextmanager
 def on_gpu() -> Iterator[Device]:
-    with MadeUpGpu(KERNELS) as gpu:
+    with MadeUpGpu() as gpu:
         yield Device(lambda tensor: tensor.to(CUDA), put_on_gpu, gpu.forbid_waiting)
 
 
@@ -528,11 +527,23 @@ def test_samples_without_a_target_get_the_gradient_of_the_others_losses(device: 
 
 @WORLD
 def test_ranks_at_different_layers_are_told() -> None:
+    """Ranks at different layers are told, also on two hosts."""
+    tell_ranks_at_different_layers(dist.new_group())
+
+
+@WORLD.on(WIDE)
+def test_ranks_at_different_layers_are_told_on_two_hosts() -> None:
+    live_on_hosts((2, 1), batch_norm._own_group(group := dist.new_group()))
+    tell_ranks_at_different_layers(group)
+
+
+def tell_ranks_at_different_layers(group: dist.ProcessGroup) -> None:
     model = nn.ModuleList([nn.BatchNorm1d(2), nn.BatchNorm1d(2)])
-    says = r"^rank 0.* exchanges the statistics of 0, while rank 1.* exchanges the statistics of 1\. "
-    with synchronized(model, process_group=dist.new_group()), pytest.raises(MismatchError, match=says) as caught:
-        model[dist.get_rank()](torch.ones(3, 2))
-    assert by_rank(str(caught.value)) == [str(caught.value)] * 2
+    last = dist.get_world_size() - 1
+    says = rf"^rank 0.* exchanges? the statistics of 0, while rank {last}.* exchanges the statistics of 1\. "
+    with synchronized(model, process_group=group), pytest.raises(MismatchError, match=says) as caught:
+        model[dist.get_rank() // last](torch.ones(3, 2))
+    assert by_rank(str(caught.value)) == [str(caught.value)] * (last + 1)
 
 
 def meet_a_peer_that_fails() -> None:

@@ -110,13 +110,9 @@ def test_power_sgd_is_exact_where_the_gradient_has_no_higher_rank() -> None:
 
 
 @WORLD
-def test_power_sgd_is_that_of_torch_on_the_cpu_also_where_there_is_a_gpu() -> None:
+def test_power_sgd_is_that_of_torch() -> None:
     """`PowerSGD` is torch's, exact for low ranks."""
     # Each rank is on a host of its own, with equal weights; rank 1 matrices, so that what is left out is fed back.
-
-    def synchronize_with_gpu(device: Any = None) -> None:
-        raise ValueError(f"Expected a cuda device, but got: {device}")  # a GPU cannot wait for a CPU
-
     live_on_hosts((1, 1), group := dist.new_group())
     ours, theirs, rank = model(), model(), dist.get_rank()
     synchronizer = GradientSynchronizer(ours, compress=PowerSGD(rank=1, start=2), process_group=group)
@@ -126,10 +122,7 @@ def test_power_sgd_is_that_of_torch_on_the_cpu_also_where_there_is_a_gpu() -> No
         ours.zero_grad()
         theirs.zero_grad()
         loss_of(ddp, rank, step).backward()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "is_available", lambda: True)
-            patch.setattr(torch.cuda, "synchronize", synchronize_with_gpu)
-            loss_of(ours, rank, step).backward()
+        loss_of(ours, rank, step).backward()
         assert error(gradients(ours), gradients(theirs)) < 1e-5
     synchronizer.close()
 
@@ -186,12 +179,15 @@ def test_gradients_on_a_gpu_go_by_torchs_own_hook(monkeypatch: pytest.MonkeyPatc
 
 
 @WORLD
-def test_power_sgd_without_numpy_and_ranks_that_compress_otherwise_are_refused() -> None:
+def test_power_sgd_without_numpy_or_beside_gpus_and_ranks_that_compress_otherwise_are_refused() -> None:
     live_on_hosts((1, 1), group := dist.new_group())
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigurationError, match="needs numpy") as caught:
-        patch.setattr(importlib.util, "find_spec", lambda name: None)
-        GradientSynchronizer(model(), compress=PowerSGD(), process_group=group)
-    assert "pip install numpy" in str(caught.value)
+    for place, name, value, says in (
+        (importlib.util, "find_spec", lambda name: None, "needs numpy.*pip install numpy"),
+        (torch.cuda, "is_available", lambda: True, r"where torch sees a GPU.*Hide it \(CUDA_VISIBLE_DEVICES= "),
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigurationError, match=says):
+            patch.setattr(place, name, value)
+            GradientSynchronizer(model(), compress=PowerSGD(), process_group=group)
     with pytest.raises(MismatchError, match="compress: None on rank 0; bf16 on rank 1"):
         GradientSynchronizer(model(), compress="bf16" if dist.get_rank() else None)
 

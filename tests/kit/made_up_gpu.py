@@ -7,7 +7,7 @@ operations for which ``torch.cuda.set_sync_debug_mode("error")`` raises) raises 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -48,15 +48,10 @@ class OnGpu(torch.Tensor):
 
 
 class MadeUpGpu(TorchFunctionMode):
-    """See the module.
+    """See the module."""
 
-    Attributes:
-        kernels: Replacements for functions of torch that only GPUs have.
-    """
-
-    def __init__(self, kernels: dict[Any, Callable[..., Any]] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kernels = kernels or {}
         self._is_forbidden = False
         is_by_stream = lambda group, device: device.type == "cuda"  # noqa: E731
         self._patches = [
@@ -88,8 +83,6 @@ class MadeUpGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in self.kernels:
-            return self._on_gpu(self.kernels[func](*args, **kwargs))
         if func in (torch.Tensor.backward, torch.autograd.backward):
             return self._backward(*args, **kwargs)
         if func in _MOVES:

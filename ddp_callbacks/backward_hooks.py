@@ -1,0 +1,142 @@
+"""Hooks that tell a :class:`.reducer.Reducer` when a gradient is complete, and when the outermost backward ends."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from ddp_callbacks._torch import call_at_end_of_backward, current_node, hooks_on_accumulation
+from ddp_callbacks.comm.buckets import Bucket
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.reducer import Reducer
+from ddp_callbacks.weighing import hook_even_if_frozen
+
+Hook = Callable[[torch.Tensor], None]
+
+
+class BackwardHooks:
+    """Hooks on the parameters of a reducer, from construction to :meth:`close`.
+
+    Attributes:
+        enabled: Whether a backward synchronizes; otherwise its gradients are only noted as used.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.enabled = True
+        self._reducer = reducer
+        self._graph_task: Callable[[], _GraphTask | None] = _no_graph_task  # of the running backward
+        self._is_on_gpu = any(parameter.device.type == "cuda" for parameter in reducer.parameters)
+        devices = {parameter.device for parameter in reducer.parameters}
+        self._lock = threading.RLock() if len(devices) > 1 else None  # autograd has a thread per device
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        for bucket in reducer.buckets:
+            for position, (slot, parameter) in enumerate(zip(bucket.slots, bucket.pool.parameters, strict=True)):
+                self._register(parameter, self._dense_hook(bucket, position, slot))
+        for slot in range(reducer.dense, len(reducer.parameters)):
+            self._register(reducer.parameters[slot], self._sparse_hook(slot))
+
+    def synchronize(self) -> None:
+        """Join a synchronization outside of backward; during one, its end synchronizes. A collective."""
+        if self._graph_task() is None:
+            self._begin()
+            self._reducer.finish()
+
+    def close(self) -> None:
+        """Remove every hook. Local; safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _register(self, parameter: torch.nn.Parameter, hook: Hook) -> None:
+        hook = hook if self._lock is None else _one_at_a_time(hook, self._lock)
+        register = parameter.register_post_accumulate_grad_hook
+        self._handles.append(hook_even_if_frozen(parameter, register, hook))
+
+    def _dense_hook(self, bucket: Bucket, position: int, slot: int) -> Hook:
+        def hook(_: torch.Tensor) -> None:
+            self._reducer.used[slot] = True
+            if self.enabled:
+                if self._graph_task() is None:
+                    self._begin_in_backward()
+                self._reducer.mark(bucket, position)
+
+        return hook
+
+    def _sparse_hook(self, slot: int) -> Hook:
+        def hook(_: torch.Tensor) -> None:
+            self._reducer.used[slot] = True
+            if self.enabled and self._graph_task() is None:
+                self._begin_in_backward()
+
+        return hook
+
+    def _begin(self) -> None:
+        if not self._reducer.rounds:
+            own = {handle.id for handle in self._handles}
+            refuse_foreign_hooks(self._reducer.parameters, self._reducer.names, own)
+        if self._is_on_gpu and torch.cuda.is_current_stream_capturing():
+            raise ConfigurationError(
+                "a CUDA graph cannot contain the synchronization of gradients, in which processes exchange messages. "
+                "Capture the forward pass or parts of the model with torch.cuda.make_graphed_callables, and call "
+                "backward outside of a capture."
+            )
+        self._reducer.begin()
+
+    def _begin_in_backward(self) -> None:
+        self._begin()
+        task = _GraphTask()
+        self._graph_task = weakref.ref(task)
+        self._call_at_end(task)
+
+    def _call_at_end(self, task: _GraphTask) -> None:
+        call_at_end_of_backward(partial(self._end_of_graph_task, task))
+
+    def _end_of_graph_task(self, task: _GraphTask) -> None:
+        # Reentrant checkpointing runs a backward inside a node of another one; only the outermost one ends here.
+        node = current_node()
+        if node is None:
+            self._graph_task = _no_graph_task
+            self._reducer.finish()
+        else:
+            node.register_hook(lambda *_: self._call_at_end(task))
+
+
+def refuse_foreign_hooks(
+    parameters: Sequence[torch.nn.Parameter], names: Mapping[int, str], own: Collection[int] = ()
+) -> None:
+    """Refuse other hooks on gradient accumulation: they would see, or consume, the local gradient.
+
+    Args:
+        names: The names of the parameters, by id.
+        own: The ids of the handles of hooks that may be there.
+    """
+    for parameter in parameters:
+        for key, hook in hooks_on_accumulation(parameter).items():
+            if key not in own:
+                name = getattr(hook, "__qualname__", type(hook).__name__)
+                raise ConfigurationError(
+                    f"{names[id(parameter)]} has a hook of register_post_accumulate_grad_hook: {name}. It would see "
+                    "this process's gradient before it is summed over the processes. Remove it and do its work after "
+                    "backward (an optimizer that steps in backward: step after it), or close the "
+                    "GradientSynchronizer that made it."
+                )
+
+
+class _GraphTask:
+    """Lives as long as autograd's graph task: an exception drops the task, and with it this object."""
+
+
+def _no_graph_task() -> None:
+    return None
+
+
+def _one_at_a_time(hook: Hook, lock: threading.RLock) -> Hook:
+    def locked(gradient: torch.Tensor) -> None:
+        with lock:
+            hook(gradient)
+
+    return locked

@@ -1,0 +1,110 @@
+"""The sums of gradients over the ranks: of buckets, of the metadata behind them, and of sparse gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks.comm.buckets import Bucket
+from ddp_callbacks.comm.collectives import all_gather_tensors
+from ddp_callbacks.comm.compression import Compress, dtype_of, hook_of
+from ddp_callbacks.comm.hooks import CommHook, FutureWork, GradBucket
+from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
+from ddp_callbacks.comm.protocol import allocate
+from ddp_callbacks.comm.topology import choose_all_reduce
+from ddp_callbacks.process_group.failures import Launched, enter, launching, wait
+
+
+class BucketSums:
+    """Sums buckets by a communication hook, or by the fastest all-reduce; the constructor is a collective.
+
+    Attributes:
+        group: The ranks.
+        hook, hook_state: The communication hook: the user's, or one that compresses.
+        divisor: By what the sum is divided meanwhile: a hook averages.
+        allocate: Allocates memory for buckets.
+
+    Args:
+        group: The ranks.
+        devices: Where gradients are.
+        hook, hook_state: The user's, or ``None``.
+        compress: How to send less between nodes.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        devices: list[torch.device],
+        hook: CommHook | None,
+        hook_state: Any,
+        compress: Compress,
+    ) -> None:
+        if compress is not None:
+            hook, hook_state = hook_of(compress, group, devices)
+        self.hook, self.hook_state, self.group = hook, hook_state, group
+        self.divisor = 1 if hook is None else group.size()
+        if hook is None:
+            self._all_reduce = choose_all_reduce(group, devices, dtype_of(compress))
+        else:
+            self._all_reduce = ProcessGroupAllReduce(group, getattr(hook, "allocate", allocate))
+        self.allocate = self._all_reduce.allocate
+        # Data that must not be compressed, and numbers that must not wait for a GPU.
+        self._between_cpus = choose_all_reduce(group, [torch.device("cpu")])
+
+    def can_carry_metadata(self, bucket: Bucket) -> bool:
+        """Whether metadata can be summed with this bucket's gradients."""
+        first = bucket.pool.parameters[0]
+        is_plain = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
+        return is_plain and self.hook is None and self._all_reduce.exact
+
+    def launch(self, bucket: Bucket, metadata: torch.Tensor | None = None, is_last: bool = False) -> None:
+        """Start to sum a filled bucket, and ``metadata`` behind its gradients. Does not block."""
+        assert bucket.memory is not None
+        flat = bucket.memory.flat[: bucket.memory.numel]
+        if self.hook is not None:
+            grad_bucket = GradBucket(bucket.index, flat, bucket.pool.parameters, is_last=is_last)
+            enter(bucket.doing)
+            with launching(bucket.doing, self.group):
+                bucket.sum = FutureWork(self.hook(self.hook_state, grad_bucket), flat, self.group)
+            return
+        if metadata is not None:
+            flat = bucket.memory.flat
+            flat[bucket.memory.numel :] = metadata.to(flat)
+        bucket.sum = self._all_reduce.launch(flat, bucket.doing)
+
+    def finish_launch(self, bucket: Bucket) -> None:
+        """Block until all collectives of a launched bucket are started.
+
+        A hook may start further ones from its futures (PowerSGD does), at a moment that differs between the ranks, and
+        those of the next bucket must come after them. On a GPU they are in a stream by now, in order.
+        """
+        if isinstance(bucket.sum, FutureWork):
+            wait(Launched(bucket.sum.future), bucket.doing, self.group)
+
+    def sum_numbers(self, numbers: torch.Tensor, doing: str) -> torch.Tensor:
+        """Sum float64 numbers over the ranks, between the CPUs, in place, and return them. A collective."""
+        self._between_cpus.launch(numbers, doing).wait(doing)
+        return numbers
+
+    def sum_sparse(self, grad: torch.Tensor | None, factor: float, like: torch.Tensor) -> torch.Tensor:
+        """The sum of ``factor · grad`` over the ranks, sparse unless a rank's gradient is dense. A collective.
+
+        Args:
+            grad: This rank's gradient of an embedding, if it has one.
+            like: The parameter.
+        """
+        parts = []
+        is_dense = grad is not None and not grad.is_sparse  # a layer tied to the embedding
+        if grad is not None:
+            grad = (grad.to_sparse(1) if is_dense else grad).coalesce()
+            rows = slice(None if factor else 0)
+            parts = [grad.indices()[:, rows], grad.values()[rows] * factor]
+        gathered = all_gather_tensors(is_dense, parts, "a sparse gradient", self.group)
+        sent = [part for _, part in gathered if part]
+        indices = torch.cat([part[0] for part in sent], dim=1).to(like.device)
+        values = torch.cat([part[1] for part in sent]).to(like.device)
+        with torch.sparse.check_sparse_tensor_invariants(False):  # torch 2.11 warns beside check_invariants=False
+            summed = torch.sparse_coo_tensor(indices, values, like.shape).coalesce()
+        return summed.to_dense() if any(is_dense for is_dense, _ in gathered) else summed

@@ -1,0 +1,215 @@
+"""One synchronization of gradients: which buckets are sent when, and what their sums become.
+
+[Note: which parameters are trained]
+Buckets of frozen parameters are not sent. Which parameters are frozen may change, and by mistake on some ranks only;
+they would then sum different buckets. So a backward sends the buckets that earlier backwards predict, which all ranks
+have seen, and the metadata has a checksum of the trained parameters: if it differs, all ranks raise. Otherwise, buckets
+missing from the prediction follow; buckets predicted in vain were zeros.
+
+[Note: a gradient that comes twice]
+With reentrant checkpointing, a parameter's hook can fire twice in a backward, the second time after its bucket was
+launched (DDP raises "marked ready only once", https://github.com/pytorch/pytorch/issues/46166). All ranks then send
+what was added to the bucket, and from then on it waits for the end of backward.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+
+from ddp_callbacks.comm.agreement import require_agreement
+from ddp_callbacks.comm.bucket_sums import BucketSums
+from ddp_callbacks.comm.buckets import Bucket, Forecast, assign_buckets
+from ddp_callbacks.comm.flat_buffer import BufferPool
+from ddp_callbacks.comm.metadata import Metadata, MetadataFormat
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.weighing import Weighing
+
+
+class Reducer:
+    """Synchronizes the gradients of parameters, once per :meth:`begin` and :meth:`finish`.
+
+    Attributes:
+        parameters: The dense ones, then the sparse ones.
+        names: Their names, by id.
+        dense: How many are dense.
+        used: Per parameter, whether it has a gradient since the last synchronization.
+        buckets: Of the dense ones.
+        weighing: The weights of this rank's backwards.
+        rounds: How many synchronizations are complete.
+        outgoing: The numbers that travel with the next synchronization.
+        carried: The numbers of all ranks that traveled with the last one, float64 of shape ``[world size, room]``.
+
+    Args:
+        room: How many numbers of each rank can travel along.
+    """
+
+    def __init__(
+        self,
+        dense: Sequence[torch.nn.Parameter],
+        sparse: Sequence[torch.nn.Parameter],
+        names: Mapping[int, str],
+        sums: BucketSums,
+        bucket_cap_mb: float,
+        room: int,
+    ) -> None:
+        self.parameters, self.dense, self.names = [*dense, *sparse], len(dense), names
+        self.used = [False] * len(self.parameters)
+        self._sums, self._group = sums, sums.group
+        self.weighing = Weighing(self.parameters, self.used, self._group.size())
+        self.rounds = 0
+        self.outgoing: torch.Tensor | None = None
+        self.carried = torch.zeros(0, room, dtype=torch.float64)
+        assigned = assign_buckets(dense, bucket_cap_mb)
+        self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), room)
+        self.buckets = [
+            Bucket(index, slots, BufferPool([dense[slot] for slot in slots], self._format.numel, sums.allocate))
+            for index, slots in enumerate(assigned)
+        ]
+        self._forecast = Forecast([bucket.index for bucket in self.buckets if bucket.active])
+        self._planned: list[Bucket] = []  # that the backward should fill, in launch order
+        self._launched = 0  # of these
+        self._carries_metadata = False  # the last of these
+        self._scale = 1.0  # for gradients before the sum
+        self._is_finished = True  # not after an exception has ended the backward
+
+    def note_used(self, names: Container[str]) -> None:
+        """Note that parameters of these names have a gradient, which no synchronization has seen."""
+        for slot, parameter in enumerate(self.parameters):
+            self.used[slot] = self.used[slot] or self.names[id(parameter)] in names
+
+    def begin(self) -> None:
+        """Begin a synchronization. A collective if the total weight is unknown."""
+        if not self._is_finished:  # drop the sums and memory of the one before
+            for bucket in self.buckets:
+                bucket.pool.abandon()
+        self._is_finished = False
+        for bucket in self.buckets:
+            bucket.start()
+        self._planned = [self.buckets[index] for index in self._forecast.guess]
+        self._launched = 0
+        self._carries_metadata = bool(self._planned) and self._sums.can_carry_metadata(self._planned[-1])
+        self.weighing.agree(self._sums.sum_numbers)
+        self._scale = self.weighing.unit * self._sums.divisor
+
+    def mark(self, bucket: Bucket, position: int) -> None:
+        """Mark a gradient as complete; launch every full bucket, in order, except one that carries the metadata."""
+        bucket.mark(position)
+        if bucket.missing:
+            return
+        for waiting in self._planned[self._launched : len(self._planned) - self._carries_metadata]:
+            if waiting.missing or waiting.deferred:
+                return
+            self._launch(waiting)
+
+    def finish(self) -> None:
+        """Send what is missing, and wait for all sums; the gradients are then those of all ranks. A collective."""
+        self._forget_lost_gradients()
+        for bucket in self._planned[self._launched :]:
+            self._launch(bucket)
+        metadata = self._exchange_metadata()
+        self._require_same_trained(metadata.trained)
+        filled = [bucket for bucket in self.buckets if bucket.active]
+        self._send_rest(filled, metadata.dirty)
+        self._require_same_kind(metadata.weight, filled)
+        for bucket in filled:
+            bucket.write_back(metadata.used)
+        for slot in range(self.dense, len(self.parameters)):
+            if metadata.used[slot]:
+                self._sum_sparse(slot)
+        self._forecast.note([bucket.index for bucket in filled])
+        self.weighing.end(metadata.weight)
+        self.used[:] = [False] * len(self.used)
+        self._is_finished = True
+        self.rounds += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        if self._launched:
+            self._sums.finish_launch(self._planned[self._launched - 1])
+        self._launched += 1
+        is_last = bucket is self._planned[-1]
+        self._fill(bucket)
+        metadata = self._message() if is_last and self._carries_metadata else None
+        self._sums.launch(bucket, metadata, is_last)
+
+    def _fill(self, bucket: Bucket) -> None:
+        bucket.fill(self._scale, self.weighing.kept, self.used)
+
+    def _message(self) -> torch.Tensor:
+        """This rank's metadata."""
+        dirty = [bucket.is_dirty for bucket in self.buckets]
+        return self._format.encode(Metadata(self.weighing.weight, self._trained(), dirty, self.used), self.outgoing)
+
+    def _trained(self) -> float:
+        """A checksum of the trained parameters; float32 holds the sum over the ranks exactly."""
+        checksum = 0
+        for bucket in self.buckets:
+            checksum = zlib.crc32(bytes(bucket.frozen), checksum)
+        if self.dense < len(self.parameters):
+            sparse = self.parameters[self.dense :]
+            checksum = zlib.crc32(bytes(parameter.requires_grad for parameter in sparse), checksum)
+        return float(checksum % ((1 << 24) // self._group.size()))
+
+    def _exchange_metadata(self) -> Metadata:
+        """Wait for all buckets, and for the metadata of all ranks."""
+        for bucket in self._planned:
+            bucket.wait()
+        if self._carries_metadata:
+            memory = self._planned[-1].memory
+            assert memory is not None
+            message = memory.flat[memory.numel :]
+        else:
+            # Not earlier: a hook may start further collectives from its futures, at a moment that differs between
+            # ranks.
+            message = self._sums.sum_numbers(self._message(), "the metadata of the gradients")
+        if self.outgoing is not None:
+            self.carried, self.outgoing = self._format.decode_numbers(message), None
+        return self._format.decode(message)
+
+    def _send_rest(self, filled: list[Bucket], dirty: list[bool]) -> None:
+        """Send again what ranks have added to a bucket since it was launched, and buckets that were not predicted."""
+        for bucket in self.buckets:
+            if dirty[bucket.index]:
+                bucket.deferred = True
+                before = bucket.reduced().clone()
+                self._send(bucket)
+                bucket.reduced().add_(before)
+        for bucket in filled:
+            if bucket.memory is None:
+                self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
+        self._fill(bucket)
+        self._sums.launch(bucket)
+        bucket.wait()
+
+    def _sum_sparse(self, slot: int) -> None:
+        parameter, weighing = self.parameters[slot], self.weighing
+        factor = weighing.unit * (1.0 if self.used[slot] else weighing.kept)
+        parameter.grad = self._sums.sum_sparse(parameter.grad, factor, parameter)
+
+    def _forget_lost_gradients(self) -> None:
+        for bucket in self.buckets:
+            if bucket.memory is None:
+                bucket.forget_lost(self.used)
+        for slot in range(self.dense, len(self.parameters)):
+            self.used[slot] = self.used[slot] and self.parameters[slot].grad is not None
+
+    def _require_same_trained(self, trained: float) -> None:
+        """Raise, on all ranks, if they train different parameters."""
+        if trained == self._trained() * self._group.size():
+            return
+        settings = {self.names[id(p)]: "trained" if p.requires_grad else "frozen" for p in self.parameters}
+        remedy = "Freeze the same parameters on every rank (requires_grad), before the same backward."
+        require_agreement(settings, "which parameters are trained", remedy, self._group)
+
+    def _require_same_kind(self, weight: float, filled: list[Bucket]) -> None:
+        """Raise if weights change from means to sums on top of gradients, which were not scaled for that."""
+        if self.weighing.become_sums(weight) and any(bucket.adds for bucket in filled):
+            raise ConfigurationError(
+                f"the ranks' weights add up to {weight:g}, not to the total {self.weighing.total:g} as in previous "
+                "backwards, to whose gradients this backward adds. Set the gradients to None in between, or weigh "
+                "each loss with weigh_loss(loss, weight, total)."
+            )
