@@ -26,17 +26,14 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks import environment
 from ddp_callbacks._torch import descriptor_of, outside_inference_mode, timeout_of
 from ddp_callbacks.comm import memfd
 from ddp_callbacks.comm.collectives import all_gather_json
+from ddp_callbacks.comm.memfd import SWITCH
 from ddp_callbacks.comm.protocol import as_real
 from ddp_callbacks.comm.semaphores import LINE, SemaphoreChannel
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group.failures import ProcessEnded, diagnose, enter, require_tags, tag_of, wait
-
-SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
-"""Environment variable: 0 on any rank turns shared memory off, on all."""
 
 _MAPPINGS = 4  # per rank and segment: a bucket has several buffers if gradients are kept between steps
 _SLOTS = 8192  # per rank in the ring: the maximum number of pending sums
@@ -73,7 +70,6 @@ class SharedMemoryAllReduce:
     """
 
     exact = True
-    unattended = False  # each rank sums its shard when it waits
 
     def __init__(self, group: dist.ProcessGroup, local_ranks: LocalRanks, control: int) -> None:
         self._group = weakref.ref(group)
@@ -345,15 +341,6 @@ def _forget(segments: dict[int, _Segment], address: int, segment: _Segment) -> N
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()  # an empty tensor has no address
-
-
-def refusal() -> str:
-    """Why this process cannot or should not share memory; empty if it can."""
-    if os.environ.get(SWITCH) == "0":
-        return f"{SWITCH}=0 is set"
-    if not memfd.can_create():
-        return "this system has no memfd_create"
-    return "" if environment.host_identity() else "this system does not say which host it is (/proc)"
 
 
 def open_shared_memory(
