@@ -2,49 +2,49 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ddp_callbacks.comm.checksums import memory_of
+
 Json = Any  # anything json.dumps accepts; numbers keep every bit, including NaN and infinities
 
 
-def encode(header: Json, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Encode as one flat uint8 tensor on the CPU: an 8-byte length, the JSON header, the tensors' raw bytes."""
+def encode(header: Json, tensors: Sequence[torch.Tensor]) -> bytes:
+    """Encode as an 8-byte length, the JSON header, and the tensors' raw bytes."""
     specs = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
     text = json.dumps([header, specs]).encode()
-    parts = [torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)]
-    parts += [
-        tensor.detach()
-        .cpu()
-        .resolve_conj()
-        .resolve_neg()
-        .clone(memory_format=torch.contiguous_format)
-        .reshape(-1)
-        .view(torch.uint8)
-        for tensor in tensors
-        if tensor.numel()
-    ]
-    return torch.cat(parts)
+    return b"".join([len(text).to_bytes(8, "little"), text, *map(bytes_of, tensors)])
 
 
-def decode(message: torch.Tensor, device: torch.device) -> tuple[Json, list[torch.Tensor]]:
+def decode(message: bytes, device: torch.device) -> tuple[Json, list[torch.Tensor]]:
     """Inverse of :func:`encode`; places the tensors on ``device``."""
-    size = int.from_bytes(bytes(message[:8].tolist()), "little")
-    text = bytearray(size)
-    torch.frombuffer(text, dtype=torch.uint8).copy_(message[8 : 8 + size])
-    header, specs = json.loads(text)
-    offset, tensors = 8 + size, []
+    offset = 8 + int.from_bytes(message[:8], "little")
+    header, specs = json.loads(message[8:offset])
+    tensors = []
     for name, shape in specs:
         tensor = torch.empty(shape, dtype=getattr(torch, name))
-        count = tensor.numel() * tensor.element_size()
-        if count:
-            tensor.view(-1).view(torch.uint8).copy_(message[offset : offset + count])
-        offset += count
-        tensors.append(tensor.to(device))
+        tensors.append(tensor_of(message[offset : offset + tensor.nbytes], tensor).to(device))
+        offset += tensor.nbytes
     return header, tensors
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The raw bytes of a dense tensor on any device, in row-major order."""
+    flat = memory_of(tensor.cpu())
+    return ctypes.string_at(flat.data_ptr(), flat.numel())
+
+
+def tensor_of(content: bytes, tensor: torch.Tensor) -> torch.Tensor:
+    """Overwrite ``tensor`` with these raw bytes, and return it."""
+    if content:
+        found = torch.frombuffer(bytearray(content), dtype=torch.uint8)  # a bytearray is aligned, and may be written
+        tensor.copy_(found.view(tensor.dtype).view(tensor.shape))
+    return tensor
 
 
 def pack(value: Any, tensors: list[torch.Tensor]) -> Json:

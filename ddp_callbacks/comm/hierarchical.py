@@ -73,8 +73,6 @@ class HierarchicalAllReduce:
             :data:`MAX_CHUNKS`; ``None`` is everything.
     """
 
-    unattended = True
-
     def __init__(
         self,
         intra_node: IntraNode,

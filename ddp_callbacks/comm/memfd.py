@@ -13,12 +13,20 @@ import os
 
 import torch
 
+from ddp_callbacks import environment
 from ddp_callbacks._torch import shared_storage
 
+SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
+"""Environment variable: 0 on any rank turns shared memory off, on all."""
 
-def can_create() -> bool:
-    """Whether this system supports memfd."""
-    return hasattr(os, "memfd_create")
+
+def refusal() -> str:
+    """Why this process cannot or should not share memory; empty if it can."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 is set"
+    if not hasattr(os, "memfd_create"):
+        return "this system has no memfd_create"
+    return "" if environment.host_identity() else "this system does not say which host it is (/proc)"
 
 
 def create(nbytes: int) -> int:

@@ -24,7 +24,6 @@ class ProcessGroupAllReduce:
     """All-reduce by the process group's collectives (gloo, NCCL)."""
 
     exact = True
-    unattended = True
 
     def __init__(self, group: dist.ProcessGroup, allocate: Allocator) -> None:
         self._group = group

@@ -28,11 +28,9 @@ class AllReduce(Protocol):
 
     Attributes:
         exact: Whether nothing is rounded but the sums themselves.
-        unattended: Whether a sum that every rank has launched completes though no other rank waits for it.
     """
 
     exact: bool
-    unattended: bool
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor in the memory that suits this way best. Local."""

@@ -13,9 +13,6 @@ from ddp_callbacks._torch import descriptor_of, outside_inference_mode
 from ddp_callbacks.comm import memfd
 from ddp_callbacks.errors import ConfigurationError
 
-SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
-"""Environment variable: 0 on any rank turns shared memory off, on all."""
-
 _KNOWN = 4  # sums at one place whose shards are known: gradients that a rank keeps are elsewhere in the next step
 
 
@@ -59,7 +56,7 @@ class Segments:
         except (OSError, RuntimeError) as error:
             raise ConfigurationError(
                 f"no shared memory of {nbytes} bytes for gradients: {error}. Raise that limit (ulimit -n), or set "
-                f"{SWITCH}=0 to sum through gloo."
+                f"{memfd.SWITCH}=0 to sum through gloo."
             ) from error
         tensor = torch.empty(0, dtype=dtype).set_(storage)
         self._count += 1

@@ -26,12 +26,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks import environment
 from ddp_callbacks._torch import outside_inference_mode, timeout_of
 from ddp_callbacks.comm import memfd
 from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.comm.protocol import as_real
-from ddp_callbacks.comm.segments import SWITCH, Segment, Segments
+from ddp_callbacks.comm.segments import Segment, Segments
 from ddp_callbacks.comm.semaphores import LINE, SemaphoreChannel
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group.failures import ProcessEnded, diagnose, enter, require_tags, tag_of, wait
@@ -70,7 +69,6 @@ class SharedMemoryAllReduce:
     """
 
     exact = True
-    unattended = False  # each rank sums its shard when it waits
 
     def __init__(self, group: dist.ProcessGroup, local_ranks: LocalRanks, control: int) -> None:
         self._group = weakref.ref(group)
@@ -277,15 +275,6 @@ def _sum_into_first(parts: list[torch.Tensor]) -> None:
         total += other
     if total is not first:
         first.copy_(total)
-
-
-def refusal() -> str:
-    """Why this process cannot or should not share memory; empty if it can."""
-    if os.environ.get(SWITCH) == "0":
-        return f"{SWITCH}=0 is set"
-    if not memfd.can_create():
-        return "this system has no memfd_create"
-    return "" if environment.host_identity() else "this system does not say which host it is (/proc)"
 
 
 def open_shared_memory(

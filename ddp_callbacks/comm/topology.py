@@ -15,9 +15,10 @@ from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.comm.cpu_group import cpu_group
 from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce, IntraNode, SingleRankNode, SummingThreads
 from ddp_callbacks.comm.inter_node import CHUNK_NBYTES, InterNodeAllReduce, InterNodeGroups, open_inter_node_groups
+from ddp_callbacks.comm.memfd import refusal
 from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
 from ddp_callbacks.comm.protocol import AllReduce, allocate
-from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce, open_shared_memory, refusal
+from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce, open_shared_memory
 from ddp_callbacks.errors import say
 
 _say_once = functools.cache(say)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ddp_callbacks.comm.codec import bytes_of
+
 State = tuple[Any, ...]  # torch's as uint8 tensors, Python's and NumPy's as objects or JSON
 
 
@@ -67,7 +69,7 @@ def seed_global(*salt: str | int) -> None:
 
 def checksum_of_state(state: State) -> int:
     """A checksum of torch's part."""
-    return zlib.crc32(bytes(state[0].tolist()))
+    return zlib.crc32(bytes_of(state[0]))
 
 
 def digest_of(*values: Any) -> int:
@@ -111,16 +113,17 @@ def set_state_of(generator: Any, state: Sequence[Any]) -> None:
 
 def same_state(one: State, other: State) -> bool:
     """Whether two states of the same generators are equal."""
-    return all(map(_same_part, one, other))
+    return all(map(same_part, one, other))
 
 
-def _same_part(one: Any, other: Any) -> bool:
+def same_part(one: Any, other: Any) -> bool:
+    """Whether two parts of states are equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, tuple) and isinstance(other, tuple):
         return one == other
     if isinstance(one, dict) and isinstance(other, dict):
-        return all(_same_part(value, other[key]) for key, value in one.items())
+        return all(same_part(value, other[key]) for key, value in one.items())
     if type(one) is type(other) and hasattr(one, "dtype"):
         return bool((one == other).all())
     return bool(as_tuples(plain(one)) == as_tuples(plain(other)))

@@ -6,6 +6,7 @@ the current device's generator if the process uses CUDA.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,7 @@ from ddp_callbacks.data.global_state import (
     plain_global_state,
     plain_state,
     restore_global_state,
+    same_part,
     same_state,
     seed_global,
     set_global_state,
@@ -163,7 +165,8 @@ class RunRandomState:
         self._group = group
         self._rank = get_rank(group)
         self._shared: State | None = None  # between the first synchronize and the end
-        self._in_batch: State | None = None
+        self._sent: State | None = None  # what all ranks have last got
+        self._in_batch: State | None = None  # follows from what was sent until it is drawn from
         self._own: State | None = None  # while all ranks draw alike; None if rank 0's state is the shared one
         self._is_alike = False
         self._is_in_batch = False  # of the two ways to be alike, this one draws from _in_batch
@@ -180,12 +183,11 @@ class RunRandomState:
         """
         if get_world_size(self._group) == 1:
             return
-        (self._shared,) = _broadcast_states([get_global_state(False)], self._group)
-        checksum, self._own = checksum_of_state(self._shared), None
-        seed_global("hooks of a batch", checksum)
-        self._in_batch = get_global_state(False)
+        known = [] if self._sent is None else [self._sent]
+        (self._sent,) = _broadcast_states([get_global_state(False)], self._group, known)
+        self._shared, self._in_batch, self._own = self._sent, None, None
         if self._rank:
-            seed_global(f"{self._rank}", checksum)
+            seed_global(f"{self._rank}", checksum_of_state(self._shared))
             self._own = get_global_state(False)
         set_global_state(self._shared if self._is_alike or self._own is None else self._own)
 
@@ -193,7 +195,7 @@ class RunRandomState:
         """Leave the shared state in place on all ranks. Local."""
         if self._shared is not None and not self._is_alike:
             set_global_state(self._shared)
-        self._shared = None
+        self._shared = self._sent = self._in_batch = None
 
     @contextmanager
     def alike(self) -> Iterator[None]:
@@ -212,11 +214,12 @@ class RunRandomState:
     @contextmanager
     def alike_in_batch(self) -> Iterator[None]:
         """Like :meth:`alike`, within a batch: draw from a separate state, since rank 0's has advanced by then."""
-        if self._is_alike or self._in_batch is None or self._shared is None:
+        if self._is_alike or self._shared is None:
             yield
             return
-        self._own, self._is_alike, self._is_in_batch = get_global_state(False), True, True
-        set_global_state(self._in_batch)
+        self._own, in_batch = get_global_state(False), self._of_batch()
+        self._is_alike, self._is_in_batch = True, True
+        set_global_state(in_batch)
         try:
             yield
         finally:
@@ -245,18 +248,17 @@ class RunRandomState:
         It is that between the hooks, wherever this is called: in :meth:`alike`, :meth:`alike_in_batch`, :meth:`apart`.
         """
         current = get_global_state(False)
-        own, shared, in_batch = current, self._shared, self._in_batch
+        own, shared, in_batch = current, self._shared, self._of_batch() if self.is_open else None
         if self._is_in_batch and self._is_alike:
             own, in_batch = self._own or current, current
         elif self._is_alike and shared is not None:
             own, shared = self._own or current, current
-        is_open = shared is not None and in_batch is not None
         return {
             "rank": self._rank,
             "world_size": get_world_size(self._group),
             "own": plain_state(own),
-            "shared": plain_state(shared) if is_open and shared else None,
-            "in_batch": plain_state(in_batch) if is_open and in_batch else None,
+            "shared": plain_state(shared) if shared else None,
+            "in_batch": plain_state(in_batch) if in_batch else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -274,7 +276,7 @@ class RunRandomState:
         if world_size > 1 and (is_derived or state["in_batch"] is None):
             own = self._derived(own, shared)
         if world_size > 1 and (self.is_open or state["shared"]):
-            self._shared = shared
+            self._shared, self._sent = shared, None
             self._in_batch = tuple(state["in_batch"] or self._seeded("hooks of a batch", shared))
         if self._is_alike and self._is_in_batch:
             self._own, current = own, self._in_batch or own
@@ -283,6 +285,13 @@ class RunRandomState:
         else:
             current = own
         restore_global_state(current)
+
+    def _of_batch(self) -> State:
+        """What :meth:`alike_in_batch` draws from next."""
+        if self._in_batch is None:
+            assert self._sent is not None
+            self._in_batch = self._seeded("hooks of a batch", self._sent)
+        return self._in_batch
 
     def _derived(self, own: State, shared: State) -> State:
         """This rank's state after that of rank 0."""
@@ -313,9 +322,22 @@ class RunRandomState:
             set_global_state(self._own)
 
 
-def _broadcast_states(states: list[State], group: dist.ProcessGroup | None) -> list[State]:
-    tensors = [part for state in states for part in state if isinstance(part, torch.Tensor)]
-    header = [[_TENSOR if isinstance(part, torch.Tensor) else plain(part) for part in state] for state in states]
+def _broadcast_states(states: list[State], group: dist.ProcessGroup | None, known: Sequence[State] = ()) -> list[State]:
+    """Rank 0's states.
+
+    Args:
+        known: States that all ranks have; parts that are still the same are not sent.
+    """
+    before = [part for state in known for part in state]
+    parts = [part for state in states for part in state]
+    news = [place for place, part in enumerate(parts) if place >= len(before) or not same_part(part, before[place])]
+    tensors = [parts[place] for place in news if isinstance(parts[place], torch.Tensor)]
+    header = [[place, _TENSOR if isinstance(parts[place], torch.Tensor) else plain(parts[place])] for place in news]
     header, tensors = broadcast_tensors(header, tensors, "the random state", group)
-    remaining = iter(tensors)
-    return [tuple(next(remaining) if part == _TENSOR else as_tuples(part) for part in state) for state in header]
+    if get_rank(group) == 0:
+        return states
+    parts[: len(before)], remaining = before, iter(tensors)
+    for place, part in header:
+        parts[place] = next(remaining) if part == _TENSOR else as_tuples(part)
+    found = iter(parts)
+    return [tuple(itertools.islice(found, len(state))) for state in states]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torchbearer
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, MetricTree, Var
 from torchbearer.metrics import Loss as _DecoratedLoss
+from torchbearer.metrics.aggregators import RunningMetric
 
 from ddp_callbacks.comm.codec import Json, pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_json, all_gather_tensors
@@ -158,7 +159,8 @@ class MetricsPass:
         for aggregator, _ in self._aggregators:
             aggregator.__dict__.pop("process", None)
         final = MetricList.process_final(self._list, state)
-        return _settle(final, self._samples, self._group)
+        is_settled = not any(_may_differ(metric) for metric, _ in self._aggregators)
+        return final if is_settled else _settle(final, self._samples, self._group)
 
     def _merge(self) -> None:
         tensors: list[torch.Tensor] = []
@@ -219,6 +221,13 @@ def aggregators(metric: Metric, root: Metric | None = None) -> Iterator[tuple[Me
         yield from aggregators(metric.metric, root)
     else:
         yield metric, metric if root is None else root
+
+
+def _may_differ(metric: Metric) -> bool:
+    """Whether the metric's final value may differ between the ranks after the merging."""
+    if isinstance(metric, Mean | Var | EpochLambda | RunningMetric):
+        return False  # the last has no final value
+    return type(metric).process_final is not Metric.process_final
 
 
 def _settle(final: dict[str, Any], samples: int, group: dist.ProcessGroup | None) -> dict[str, Any]:
