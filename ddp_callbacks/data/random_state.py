@@ -224,7 +224,7 @@ class RunRandomState:
             yield
         finally:
             self._is_alike, self._is_in_batch, self._in_batch = False, False, get_global_state(False)
-            set_global_state(self._own)
+            set_global_state(self._own or self._shared)  # an evaluation in the batch has synchronized them
 
     @contextmanager
     def apart(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 import torchbearer
@@ -13,6 +13,7 @@ from torchbearer import Callback
 from torchbearer.callbacks import CallbackList
 
 from ddp_callbacks.data.shares import Share, common_size
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size, join_process_group
 from ddp_callbacks.process_group.failures import announce_join
 
@@ -107,6 +108,23 @@ def share_of(state: State) -> Share:
         share: Share = state[SHARE]
         return share
     return Share(common_size(state[torchbearer.X]) or 1, None)
+
+
+Made = TypeVar("Made")
+
+
+def in_training_pass(made: Made | None) -> Made:
+    """What a callback has made for the training pass under way.
+
+    Raises:
+        ConfigurationError: An evaluation has ended it.
+    """
+    if made is None:
+        raise ConfigurationError(
+            "the Trial was evaluated, or has predicted, in the middle of a training pass, which DDPCallback cannot go "
+            "on with. Call evaluate() and predict() between passes: in on_end_epoch for example."
+        )
+    return made
 
 
 Method: TypeAlias = Callable[..., Any]

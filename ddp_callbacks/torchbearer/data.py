@@ -129,14 +129,20 @@ class ShardData(DistributedCallback):
                 loader.iterator = None
 
     def _ending_alike(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Restore the shared random state after a run, also after an exception that all ranks catch."""
+        """Restore the shared random state after a run, also after an exception that all ranks catch.
+
+        An evaluation in the middle of a run leaves the run its own.
+        """
+        random_state = self._random_state
+        assert random_state is not None
 
         def ending_alike(*args: Any, **kwargs: Any) -> Any:
+            is_within_run = random_state.is_open
             try:
                 return method(*args, **kwargs)
             finally:
-                assert self._random_state is not None
-                self._random_state.end()
+                if not is_within_run:
+                    random_state.end()
 
         return ending_alike
 

@@ -14,7 +14,14 @@ from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.torchbearer.base import WEIGHS_LOSS, DistributedCallback, LocalStates, State, share_of
+from ddp_callbacks.torchbearer.base import (
+    WEIGHS_LOSS,
+    DistributedCallback,
+    LocalStates,
+    State,
+    in_training_pass,
+    share_of,
+)
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 from ddp_callbacks.verification import LossWatch
 
@@ -75,31 +82,30 @@ class AllReduceGradients(DistributedCallback):
                 self._resumed = None
 
     def on_sample(self, state: State) -> None:
-        assert self._synchronizer is not None
-        share = share_of(state)
-        self._rounds_before = self._synchronizer.rounds
-        self._synchronizer.weigh(share.local, share.total)
+        synchronizer, share = in_training_pass(self._synchronizer), share_of(state)
+        self._rounds_before = synchronizer.rounds
+        synchronizer.weigh(share.local, share.total)
 
     def on_criterion(self, state: State) -> None:
-        assert self._synchronizer is not None
+        synchronizer = in_training_pass(self._synchronizer)
         if self.world_size == 1:
             return
         weight, total = self._loss_weight.of(state)
         where = f"epoch {state[torchbearer.EPOCH]}, batch {state[torchbearer.BATCH]}"
         self._losses.look(state[torchbearer.LOSS], weight, where)
         if WEIGHS_LOSS in state:
-            self._weigh_loss(state, weight, total)
+            self._weigh_loss(synchronizer, state, weight, total)
         else:
-            self._synchronizer.weigh(weight, total)
+            synchronizer.weigh(weight, total)
 
     def on_backward(self, state: State) -> None:
-        assert self._synchronizer is not None
-        if self.world_size > 1 and self._synchronizer.rounds == self._rounds_before:
-            self._synchronizer.synchronize()  # this rank's loss reached no parameter
+        synchronizer = in_training_pass(self._synchronizer)
+        if self.world_size > 1 and synchronizer.rounds == self._rounds_before:
+            synchronizer.synchronize()  # this rank's loss reached no parameter
 
     def on_step_training(self, state: State) -> None:
-        assert self._synchronizer is not None
-        if self.world_size == 1 or self._synchronizer.rounds > self._rounds_before:
+        synchronizer = in_training_pass(self._synchronizer)
+        if self.world_size == 1 or synchronizer.rounds > self._rounds_before:
             return
         for name, parameter in state[torchbearer.MODEL].named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
@@ -129,13 +135,12 @@ class AllReduceGradients(DistributedCallback):
     def _load(self, synchronizer: GradientSynchronizer, states: LocalStates) -> None:
         synchronizer.load_state_dict([of_rank["engine"] for of_rank in states.of_ranks])
 
-    def _weigh_loss(self, state: State, weight: float, total: float | None) -> None:
+    def _weigh_loss(self, synchronizer: GradientSynchronizer, state: State, weight: float, total: float | None) -> None:
         """Weight the backward of this loss at its root; the ranks' gradients are then averaged. A collective."""
-        assert self._synchronizer is not None
         if total is None:
             own = torch.tensor([weight], dtype=torch.float64)
             total = float(all_reduce(own, "the weight of the loss", self.process_group))
-        self._synchronizer.weigh_loss(state[torchbearer.LOSS], weight, total)
+        synchronizer.weigh_loss(state[torchbearer.LOSS], weight, total)
 
     def _close(self) -> None:
         if self._synchronizer is not None:

@@ -21,7 +21,7 @@ from ddp_callbacks.local_sgd import (
     check_sync,
     set_gradients_aside,
 )
-from ddp_callbacks.torchbearer.base import DistributedCallback, LocalStates, State, share_of
+from ddp_callbacks.torchbearer.base import DistributedCallback, LocalStates, State, in_training_pass, share_of
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 
 
@@ -104,12 +104,10 @@ class AverageParameters(DistributedCallback):
             self._put_back = None
 
     def on_step_training(self, state: State) -> None:
-        assert self._averager is not None
-        self._averager.step(self._weight)
+        in_training_pass(self._averager).step(self._weight)
 
     def on_end_training(self, state: State) -> None:
-        assert self._averager is not None
-        self._averager.outer_step()
+        in_training_pass(self._averager).outer_step()
 
     def on_end(self, state: State) -> None:
         self._averager = None

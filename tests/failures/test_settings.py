@@ -83,6 +83,11 @@ def functional_closure(state: Any) -> None:
     state[torchbearer.Y_PRED], state[torchbearer.LOSS] = model(state[torchbearer.X]).detach(), loss.detach()
 
 
+@torchbearer.callbacks.on_step_training  # type: ignore[untyped-decorator]
+def evaluate_in_step(state: Any) -> None:
+    state[torchbearer.SELF].evaluate(data_key=torchbearer.TRAIN_DATA)
+
+
 # What rank ODD has instead of the default, and what the message says of it.
 BEFORE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "parameter names": (
@@ -130,6 +135,10 @@ IN_TRAINING: dict[str, list[str]] = {
         "the gradients of step 0 were not synchronized: 0.weight has a gradient",
         "must fill gradients by loss.backward(), not by torch.autograd.grad",
     ],
+    "evaluation in a step": [
+        "the Trial was evaluated, or has predicted, in the middle of a training pass",
+        "Call evaluate() and predict() between passes: in on_end_epoch for example.",
+    ],
 }
 
 
@@ -165,10 +174,11 @@ def test_ranks_that_differ_are_named_before_the_first_step(name: str) -> None:
 
 @WORLD.each(IN_TRAINING, TWO, WIDE)
 def test_ranks_that_go_apart_in_training_are_told_the_difference(name: str) -> None:
-    """Differing samplers, metrics and calls raise an error everywhere; so does a closure without `backward`."""
-    odd = dist.get_rank() == ODD
+    """Differing samplers, metrics and calls raise everywhere; so does a closure without `backward`."""
+    odd, is_refused = dist.get_rank() == ODD, name in ("closure", "evaluation in a step")
     metrics = {"metrics": ("loss", "mse", "lr"), "order of metrics": ("mse", "loss")}.get(name) if odd else None
-    trial = make_trial([], metrics=metrics or ("loss", "mse"), sampler=Urandom() if name == "sampler" else None)
+    extra = [evaluate_in_step] if name == "evaluation in a step" else []
+    trial = make_trial(extra, metrics=metrics or ("loss", "mse"), sampler=Urandom() if name == "sampler" else None)
     if name == "closure":
         trial.with_closure(functional_closure)
     if name == "memory layout" and odd:
@@ -176,7 +186,7 @@ def test_ranks_that_go_apart_in_training_are_told_the_difference(name: str) -> N
         weight.data = weight.data.t().contiguous().t()
     evaluates = odd and name == "call"
     errors = raised_by(lambda: trial.evaluate(data_key=torchbearer.TRAIN_DATA) if evaluates else trial.run(1))
-    assert len(set(errors)) == 1 or name == "closure", "the same text on all ranks"
+    assert len(set(errors)) == 1 or is_refused, "the same text on all ranks"
     for kind, text in errors:
-        assert kind == ("ConfigurationError" if name == "closure" else "MismatchError")
+        assert kind == ("ConfigurationError" if is_refused else "MismatchError")
         assert_says(text, *IN_TRAINING[name])

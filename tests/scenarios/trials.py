@@ -728,6 +728,35 @@ def parameters_changed_at_random_in_callbacks(extra: Extra) -> Any:
     return result, float(numpy.random.rand())
 
 
+class EvaluatesBetweenEpochs(Callback):
+    """On other data than the run's validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_busy = False  # the evaluation has an event of this name, too
+        self.results: list[dict[str, Any]] = []
+
+    def on_end_epoch(self, state: Any) -> None:
+        if not self.is_busy:
+            self.is_busy = True
+            self.results.append(state[torchbearer.SELF].evaluate(data_key=torchbearer.TEST_DATA))
+            self.is_busy = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"results": self.results}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        self.results = list(state_dict["results"])
+        return self
+
+
+@scenario
+def evaluated_between_epochs(extra: Extra) -> Any:
+    evaluates = EvaluatesBetweenEpochs()
+    made = trial(extra(), callbacks=[evaluates]).with_test_generator(DataLoader(data(17, 5), 6))
+    return train(made, DataLoader(data(30), 8, shuffle=True), DataLoader(data(13, 9), 4)), evaluates.results
+
+
 @scenario
 def a_batch_too_short_for_batchnorm_on_all(extra: Extra) -> Any:
     torch.manual_seed(2)
