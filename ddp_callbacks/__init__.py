@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from ddp_callbacks.checkpoints.file import CheckpointFile
     from ddp_callbacks.checkpoints.own_loop import load_checkpoint, save_checkpoint
     from ddp_callbacks.comm.compression import PowerSGD
+    from ddp_callbacks.cross_entropy import CrossEntropyWeight
     from ddp_callbacks.data.random_state import seed_by_rank
     from ddp_callbacks.data.resuming import resumable_loader
     from ddp_callbacks.data.sharding import shard_loader, with_shares
     from ddp_callbacks.data.shares import Share
     from ddp_callbacks.gradients import GradientSynchronizer
-    from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager
+    from ddp_callbacks.local_sgd import DiLoCo, LocalSGD
+    from ddp_callbacks.parameter_averager import ParameterAverager
     from ddp_callbacks.process_group.membership import (
         get_rank,
         get_world_size,
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from ddp_callbacks.process_group.spawn import spawn
     from ddp_callbacks.replicas import broadcast_optimizer_state, broadcast_parameters, merge_buffers
     from ddp_callbacks.verification import verify_gradient
-    from ddp_callbacks.weighing import CrossEntropyWeight
 
 __all__ = [
     "BatchNormSynchronizer",
@@ -67,11 +68,11 @@ __all__ = [
 _HOMES = {
     "BatchNormSynchronizer": "batch_norm",
     "CheckpointFile": "checkpoints.file",
-    "CrossEntropyWeight": "weighing",
+    "CrossEntropyWeight": "cross_entropy",
     "DiLoCo": "local_sgd",
     "GradientSynchronizer": "gradients",
     "LocalSGD": "local_sgd",
-    "ParameterAverager": "local_sgd",
+    "ParameterAverager": "parameter_averager",
     "PowerSGD": "comm.compression",
     "Preemption": "process_group.preemption",
     "Share": "data.shares",
