@@ -21,6 +21,7 @@ arrive at the end of the compiled backward, so the buckets of one graph don't ov
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -214,7 +215,7 @@ class GradientSynchronizer:
         if self._reducer is None:
             self._carried = numbers[None]
         else:
-            self._reducer.outgoing = numbers
+            self._reducer.outgoing = array("d", numbers.tolist())
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank must know to go on with the same bits: plain data and tensors, for a checkpoint. Local.

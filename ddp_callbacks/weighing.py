@@ -24,7 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.errors import ConfigurationError
 
 _ROUNDING = 1e-5  # relative, of a sum of weights in float32
@@ -37,7 +39,7 @@ Hook = Callable[[torch.Tensor], Any]
 
 
 class Weighing:
-    """The weights of one rank's backwards. Local: it does not communicate.
+    """The weights of one rank's backwards. Local, except for :meth:`agree`.
 
     Args:
         parameters: The parameters whose gradients are weighted.
@@ -46,7 +48,7 @@ class Weighing:
 
     Attributes:
         weight: This rank's weight in the following backwards.
-        total: The sum of the ranks' weights; ``None`` if unknown here until :meth:`agree`.
+        total: The sum of the ranks' weights; ``None`` if unknown here.
         kept: The factor for gradients that are already synchronized, before the unit.
     """
 
@@ -54,7 +56,7 @@ class Weighing:
         self._parameters, self._used, self._world_size = parameters, used, world_size
         self.weight = 1.0
         self.total: float | None = float(world_size)
-        self._agreed = 0.0  # the total of this synchronization, where it was unknown
+        self._supposed = 0.0  # the total, where it is unknown: that of the last synchronization
         self.kept = 1.0
         self._factor = 1.0  # for each contribution
         self._drops = False  # whether to replace contributions by zeros
@@ -97,16 +99,20 @@ class Weighing:
         self._accumulates = True
         self._arrange()
 
-    def agree(self, sum_numbers: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
-        """Get a total that is unknown from all ranks, before their gradients are sent. A collective then."""
-        if self.total is None:
-            self._agreed = float(sum_numbers(torch.tensor([self.weight], dtype=torch.float64), "the total weight"))
+    def agree(self, group: dist.ProcessGroup) -> None:
+        """Get a total that is unknown from all ranks, unless the last one stands for it. A collective then.
+
+        Gradients are divided by it before they are summed, so that half precision does not overflow.
+        """
+        if self.total is None and not self._supposed:
+            own = torch.tensor([self.weight], dtype=torch.float64)
+            self._supposed = float(all_reduce(own, "the first weight", group))
 
     @property
     def unit(self) -> float:
         """The factor for gradients when they are sent."""
-        if self.total is None and self._agreed:
-            return self.weight / self._agreed
+        if self.total is None:
+            return self.weight / self._supposed if self._supposed else 0.0
         if self._accumulates or not self.total or not (self.weight or self._are_means):
             return 1 / self._world_size
         return self.weight / self.total
@@ -114,6 +120,13 @@ class Weighing:
     def become_sums(self, weights: float) -> bool:
         """Whether ``weights``, the sum over all ranks, is the first that differs from the total."""
         return self._are_means and bool(self.total) and not self._is_total(weights)
+
+    def correct(self, weights: float) -> float:
+        """The factor for what was summed if the total is not the supposed one; 0 if there is nothing to write back."""
+        if self.total is not None:
+            return 1.0
+        supposed, self._supposed = self._supposed, weights
+        return supposed / weights if weights else 0.0
 
     def end(self, weights: float) -> None:
         """Finish a synchronization.
@@ -140,12 +153,14 @@ class Weighing:
             "accumulates": self._accumulates,
             "are_means": self._are_means,
             "have_been_sums": self._have_been_sums,
+            "supposed": self._supposed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`state_dict`."""
         self.weight, self.total, self._accumulates = state["weight"], state["total"], state["accumulates"]
         self._are_means, self._have_been_sums = state["are_means"], state["have_been_sums"]
+        self._supposed = state["supposed"]
         self._drops = not self.weight
         self._arrange()
 

@@ -132,13 +132,13 @@ class Bucket:
         if self.memory is None:
             self.forget_lost(used)
             self.adds = self.pool.hold_gradients()
-            # A parameter that is unused everywhere keeps the gradient that it has.
-            self.memory = self.pool.take(in_place=all(used[slot] for slot in self.slots))
+            # Where nothing counts, or a parameter is unused everywhere, the gradients before this backward stay.
+            self.memory = self.pool.take(in_place=scale != 0 and all(used[slot] for slot in self.slots))
         else:
             gradients = [gradient if used[slot] else None for slot, gradient in zip(self.slots, gradients, strict=True)]
         copy_in(self.memory, gradients, scale)
         for slot, parameter in zip(self.slots, self.pool.parameters, strict=True):
-            if used[slot]:
+            if used[slot] and scale:
                 parameter.grad = None
         for slot, view in zip(self.slots, self.memory.views, strict=True) if kept != 1 else ():
             if not used[slot]:
