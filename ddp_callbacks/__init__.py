@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from ddp_callbacks.data.sharding import shard_loader, with_shares
     from ddp_callbacks.data.shares import Share
     from ddp_callbacks.gradients import GradientSynchronizer
-    from ddp_callbacks.local_sgd import DiLoCo, LocalSGD
-    from ddp_callbacks.parameter_averager import ParameterAverager
+    from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager
     from ddp_callbacks.process_group.membership import (
         get_rank,
         get_world_size,
@@ -72,7 +71,7 @@ _HOMES = {
     "DiLoCo": "local_sgd",
     "GradientSynchronizer": "gradients",
     "LocalSGD": "local_sgd",
-    "ParameterAverager": "parameter_averager",
+    "ParameterAverager": "local_sgd",
     "PowerSGD": "comm.compression",
     "Preemption": "process_group.preemption",
     "Share": "data.shares",

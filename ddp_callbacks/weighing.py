@@ -24,9 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.errors import ConfigurationError
 
 _ROUNDING = 1e-5  # relative, of a sum of weights in float32
@@ -99,14 +97,13 @@ class Weighing:
         self._accumulates = True
         self._arrange()
 
-    def agree(self, group: dist.ProcessGroup) -> None:
+    def agree(self, sum_over_ranks: Callable[[float], float]) -> None:
         """Get a total that is unknown from all ranks, unless the last one stands for it. A collective then.
 
         Gradients are divided by it before they are summed, so that half precision does not overflow.
         """
         if self.total is None and not self._supposed:
-            own = torch.tensor([self.weight], dtype=torch.float64)
-            self._supposed = float(all_reduce(own, "the first weight", group))
+            self._supposed = sum_over_ranks(self.weight)
 
     @property
     def unit(self) -> float:

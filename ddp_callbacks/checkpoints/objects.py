@@ -13,7 +13,7 @@ from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.resuming import Resumable
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.parameter_averager import ParameterAverager
+from ddp_callbacks.local_sgd import ParameterAverager
 
 Objects = Mapping[str, Any]
 

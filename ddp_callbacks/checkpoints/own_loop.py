@@ -24,7 +24,7 @@ from ddp_callbacks.data.random_state import (
 from ddp_callbacks.data.resuming import Resumable
 from ddp_callbacks.errors import CheckpointError
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.parameter_averager import ParameterAverager
+from ddp_callbacks.local_sgd import ParameterAverager
 from ddp_callbacks.process_group import get_rank, get_world_size
 
 _OBJECTS, _GRADIENTS, _BUFFERS, _OPTIMIZERS, _RANDOM = "objects", "gradients", "buffers", "optimizers", "random"

@@ -11,7 +11,7 @@ import torch
 from ddp_callbacks.lightning._lightning import logger_connector
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.replacement import Replaced, after
-from ddp_callbacks.parameter_averager import ParameterAverager, set_gradients_aside
+from ddp_callbacks.local_sgd import ParameterAverager, set_gradients_aside
 
 MakeAverager = Callable[..., ParameterAverager]
 

@@ -52,8 +52,7 @@ from ddp_callbacks.lightning.resumable import ResumableMixin
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
 from ddp_callbacks.lightning.tuning import BatchSizeSearch
-from ddp_callbacks.local_sgd import Sync, check_sync
-from ddp_callbacks.parameter_averager import ParameterAverager
+from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.presence import alone_in

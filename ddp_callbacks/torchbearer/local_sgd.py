@@ -13,9 +13,14 @@ import torchbearer
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.fragments import OUTER_MOMENTUM
-from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, check_sync
-from ddp_callbacks.parameter_averager import ParameterAverager, set_gradients_aside
+from ddp_callbacks.local_sgd import (
+    OUTER_MOMENTUM,
+    DiLoCo,
+    LocalSGD,
+    ParameterAverager,
+    check_sync,
+    set_gradients_aside,
+)
 from ddp_callbacks.torchbearer.base import DistributedCallback, LocalStates, State, share_of
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from ddp_callbacks import DiLoCo, LocalSGD, ParameterAverager, PowerSGD, get_rank, get_world_size
 from ddp_callbacks.comm.memfd import SWITCH
 from ddp_callbacks.errors import ConfigurationError, MismatchError
-from ddp_callbacks.fragments import OUTER_MOMENTUM
-from ddp_callbacks.local_sgd import check_sync
+from ddp_callbacks.local_sgd import OUTER_MOMENTUM, check_sync
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)

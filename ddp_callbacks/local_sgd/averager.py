@@ -1,23 +1,4 @@
-"""Communicate less often: each rank takes a window of local steps, then the ranks average their parameters.
-
-One window, on each rank::
-
-    the window opens     the parameters, equal on all ranks, are copied: the anchor
-    every - 1 steps      of this rank's optimizer, on this rank's gradients; nothing is sent
-    the window closes    pseudo-gradient = anchor - parameters, averaged over the ranks;
-                         the outer optimizer takes one step from the anchor; that is the new model, on all ranks
-
-If the outer optimizer just subtracts the pseudo-gradient, this is local SGD, the plain mean of the parameters
-(https://arxiv.org/abs/1805.09767). With Nesterov momentum it is DiLoCo (https://arxiv.org/abs/2311.08105, algorithm 1).
-
-The mean is weighted by the samples that each rank has used in the window. So with ``LocalSGD(every=1)``, SGD without
-momentum and a mean loss, the model equals that of a single process, even if batches are divided unevenly.
-
-[Note: torch's averagers]
-We don't use ``torch.distributed.algorithms.model_averaging``. Its averagers give every rank the same weight; skip
-parameters without a gradient, which can differ between ranks and then deadlocks them; wait without a timeout; average
-in the parameters' precision; and put all parameters into one buffer. The outer optimizer is torch's SGD.
-"""
+"""Average the parameters over the ranks every few steps."""
 
 from __future__ import annotations
 
@@ -35,8 +16,8 @@ from ddp_callbacks.comm.compression import Compress, check_compress, dtype_of
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.errors import ConfigurationError, MismatchError
-from ddp_callbacks.fragments import OUTER_MOMENTUM, Fragment, make_fragments
-from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, check_sync
+from ddp_callbacks.local_sgd.fragments import OUTER_MOMENTUM, Fragment, make_fragments
+from ddp_callbacks.local_sgd.methods import DiLoCo, LocalSGD, check_sync
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
 from ddp_callbacks.process_group.runs import begin_run
@@ -45,7 +26,7 @@ _DOING = "the averaging of the parameters"
 
 
 class ParameterAverager:
-    """Average the parameters over the ranks every few optimizer steps; the module's docstring has the algorithm.
+    """Average the parameters over the ranks every few optimizer steps; the package's docstring has the algorithm.
 
     Before you make one, the parameters must be equal on all ranks (:func:`ddp_callbacks.broadcast_parameters`). They
     are bitwise equal after each :meth:`outer_step`. Fragments that no rank has changed in a window, for example frozen

@@ -1,4 +1,4 @@
-"""The gradient engine: all-reduces the weighted gradients while backward still runs.
+"""The gradient engine, as a program sees it.
 
 One backward, on each rank::
 
@@ -9,9 +9,7 @@ One backward, on each rank::
     the outermost backward ends            the remaining buckets start, the last one with the metadata; we wait for
                                            all; parameter.grad becomes a view of the reduced buffer
 
-So the gradients are in memory once, as with DDP's ``gradient_as_bucket_view``. :mod:`.backward_hooks` notes what
-autograd does, :mod:`.reducer` decides what is sent when, :mod:`.comm.bucket_sums` sums, :mod:`.comm.metadata` tells
-what is known only at the end, and :mod:`.weighing` weights the contributions.
+So the gradients are in memory once, as with DDP's ``gradient_as_bucket_view``.
 
 [Note: CUDA graphs]
 Ranks exchange messages at the end of backward, which a graph cannot replay, so capturing a backward is refused.
@@ -29,16 +27,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.backward_hooks import BackwardHooks, refuse_foreign_hooks
 from ddp_callbacks.comm.agreement import layout_settings, parameter_settings, require_agreement
 from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.compression import Compress, check_compress, load_state_of_hook, state_of_hook
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.gradients.backward_hooks import BackwardHooks, refuse_foreign_hooks
+from ddp_callbacks.gradients.reducer import Reducer
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.runs import begin_run
-from ddp_callbacks.reducer import Reducer
 from ddp_callbacks.weighing import Undo
 
 

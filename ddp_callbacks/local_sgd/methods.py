@@ -1,4 +1,4 @@
-"""The methods of synchronizing every few steps, as settings; :mod:`.parameter_averager` carries them out."""
+"""The methods of synchronizing every few steps, as settings; :mod:`.averager` carries them out."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from ddp_callbacks._torch import copy_each
 from ddp_callbacks.comm.buckets import assign_buckets
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.local_sgd import DiLoCo, LocalSGD
+from ddp_callbacks.local_sgd.methods import DiLoCo, LocalSGD
 
 OUTER_MOMENTUM = "ddp_callbacks_outer_momentum"
 """Key in ``optimizer.state`` of DiLoCo's momentum: a dict of tensors by the parameters' names.

@@ -93,8 +93,11 @@ class Reducer:
         self._planned = [self.buckets[index] for index in self._forecast.guess]
         self._launched = 0
         self._carries_metadata = bool(self._planned) and self._sums.can_carry_metadata(self._planned[-1])
-        self.weighing.agree(self._group)
+        self.weighing.agree(self._first_total)
         self._scale = self.weighing.unit * self._sums.divisor
+
+    def _first_total(self, weight: float) -> float:
+        return float(all_reduce(torch.tensor([weight], dtype=torch.float64), "the first weight", self._group))
 
     def mark(self, bucket: Bucket, position: int) -> None:
         """Mark a gradient as complete; launch every full bucket, in order, except one that carries the metadata."""
