@@ -119,7 +119,7 @@ class Weighing:
         return self._are_means and bool(self.total) and not self._is_total(weights)
 
     def correct(self, weights: float) -> float:
-        """The factor for what was summed if the total is not the supposed one; 0 if there is nothing to write back."""
+        """The factor for what was summed, as the total may not be the supposed one; 0 if no rank's weight counts."""
         if self.total is not None:
             return 1.0
         supposed, self._supposed = self._supposed, weights

@@ -21,13 +21,12 @@ Hook = Callable[[torch.Tensor], None]
 class BackwardHooks:
     """Hooks on the parameters of a reducer, from construction to :meth:`close`.
 
-    Attributes:
-        enabled: Whether a backward synchronizes; otherwise its gradients are only noted as used.
+    Args:
+        is_enabled: Whether a backward synchronizes; otherwise its gradients are only noted as used.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        self.enabled = True
-        self._reducer = reducer
+    def __init__(self, reducer: Reducer, is_enabled: Callable[[], bool]) -> None:
+        self._reducer, self._is_enabled = reducer, is_enabled
         self._graph_task: Callable[[], _GraphTask | None] = _no_graph_task  # of the running backward
         self._is_on_gpu = any(parameter.device.type == "cuda" for parameter in reducer.parameters)
         self._lock = threading.RLock()  # autograd has a thread per device
@@ -55,9 +54,11 @@ class BackwardHooks:
         def hook(_: torch.Tensor) -> None:
             with self._lock:
                 self._reducer.used[slot] = True
-                if self.enabled and self._graph_task() is None:
+                if not self._is_enabled():
+                    return
+                if self._graph_task() is None:
                     self._begin_in_backward()
-                if self.enabled and bucket is not None:  # sparse gradients are in none
+                if bucket is not None:  # sparse gradients are in none
                     self._reducer.mark(bucket, position)
 
         return hook

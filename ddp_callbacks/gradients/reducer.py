@@ -121,10 +121,10 @@ class Reducer:
         weight = sum(numbers[:: self._format.numbers])
         self._require_same_kind(weight, filled)
         correction = self.weighing.correct(weight)
-        for bucket in filled if correction else ():
+        for bucket in filled:
             if correction != 1:
                 bucket.reduced().mul_(correction)
-            bucket.write_back(metadata.used)
+            bucket.write_back(metadata.used, keeps=not correction)
         for slot in range(self.dense, len(self.parameters)):
             if metadata.used[slot]:
                 self._sum_sparse(slot)

@@ -110,7 +110,7 @@ class GradientSynchronizer:
         dense = [parameter for parameter in parameters if id(parameter) not in are_sparse]
         sparse = [parameter for parameter in parameters if id(parameter) in are_sparse]
         self._reducer = Reducer(dense, sparse, names, self._sums, bucket_cap_mb, room)
-        self._hooks = BackwardHooks(self._reducer)
+        self._hooks = BackwardHooks(self._reducer, lambda: self._enabled)
 
     @property
     def rounds(self) -> int:
@@ -169,20 +169,13 @@ class GradientSynchronizer:
         Each contribution has the weight that :meth:`weigh` set for its backward. All ranks must use it in the same
         backwards. Nothing blocks inside.
         """
-        before = self._enabled
-        self._set_enabled(False)
-        self._has_accumulated = True
+        before, self._enabled, self._has_accumulated = self._enabled, False, True
         if self._reducer is not None:
             self._reducer.weighing.accumulate()
         try:
             yield
         finally:
-            self._set_enabled(before)
-
-    def _set_enabled(self, enabled: bool) -> None:
-        self._enabled = enabled
-        if self._reducer is not None:
-            self._hooks.enabled = enabled
+            self._enabled = before
 
     def synchronize(self) -> None:
         """Join the other ranks' synchronization after a backward that reached none of the parameters.

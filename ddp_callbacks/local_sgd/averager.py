@@ -213,10 +213,6 @@ class _World:
         self._group = group
         self._rows = ScalarExchange(group)
         self._all_reduce = choose_all_reduce(group, [fragment.anchor.device for fragment in fragments], dtype)
-        self._largest: dict[tuple[torch.dtype, torch.device], int] = {}  # fragment of each kind
-        for fragment in fragments:
-            kind = fragment.anchor.dtype, fragment.anchor.device
-            self._largest[kind] = max(self._largest.get(kind, 0), fragment.anchor.numel())
         self._memories: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def agree(self, steps: int, weight: float, changed: list[bool]) -> tuple[list[bool], float]:
@@ -229,11 +225,10 @@ class _World:
 
     def average(self, fragment: Fragment, share: float) -> torch.Tensor:
         """The averaged pseudo-gradient of a fragment, valid until the next. A collective."""
-        anchor = fragment.anchor
-        kind = anchor.dtype, anchor.device
-        if kind not in self._memories:
-            self._memories[kind] = self._all_reduce.allocate(self._largest[kind], *kind)
-        memory = fragment.write_pseudo_gradient(self._memories[kind][: anchor.numel()], share)
+        numel, kind = fragment.anchor.numel(), (fragment.anchor.dtype, fragment.anchor.device)
+        if kind not in self._memories or self._memories[kind].numel() < numel:
+            self._memories[kind] = self._all_reduce.allocate(numel, *kind)
+        memory = fragment.write_pseudo_gradient(self._memories[kind][:numel], share)
         self._all_reduce.launch(memory, _DOING).wait(_DOING)
         return memory
 
