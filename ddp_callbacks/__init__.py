@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ddp_callbacks.checkpoints.file import CheckpointFile
     from ddp_callbacks.checkpoints.own_loop import load_checkpoint, save_checkpoint
     from ddp_callbacks.comm.compression import PowerSGD
+    from ddp_callbacks.cross_entropy import CrossEntropyWeight
     from ddp_callbacks.data.random_state import seed_by_rank
     from ddp_callbacks.data.resuming import resumable_loader
     from ddp_callbacks.data.sharding import shard_loader, with_shares
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from ddp_callbacks.process_group.spawn import spawn
     from ddp_callbacks.replicas import broadcast_optimizer_state, broadcast_parameters, merge_buffers
     from ddp_callbacks.verification import verify_gradient
-    from ddp_callbacks.weighing import CrossEntropyWeight
 
 __all__ = [
     "BatchNormSynchronizer",
@@ -67,7 +67,7 @@ __all__ = [
 _HOMES = {
     "BatchNormSynchronizer": "batch_norm",
     "CheckpointFile": "checkpoints.file",
-    "CrossEntropyWeight": "weighing",
+    "CrossEntropyWeight": "cross_entropy",
     "DiLoCo": "local_sgd",
     "GradientSynchronizer": "gradients",
     "LocalSGD": "local_sgd",

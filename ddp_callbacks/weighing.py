@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from ddp_callbacks.errors import ConfigurationError
 
@@ -38,7 +37,7 @@ Hook = Callable[[torch.Tensor], Any]
 
 
 class Weighing:
-    """The weights of one rank's backwards. Local: it does not communicate.
+    """The weights of one rank's backwards. Local, except for :meth:`agree`.
 
     Args:
         parameters: The parameters whose gradients are weighted.
@@ -47,7 +46,7 @@ class Weighing:
 
     Attributes:
         weight: This rank's weight in the following backwards.
-        total: The sum of the ranks' weights; ``None`` if unknown here until :meth:`agree`.
+        total: The sum of the ranks' weights; ``None`` if unknown here.
         kept: The factor for gradients that are already synchronized, before the unit.
     """
 
@@ -55,7 +54,7 @@ class Weighing:
         self._parameters, self._used, self._world_size = parameters, used, world_size
         self.weight = 1.0
         self.total: float | None = float(world_size)
-        self._agreed = 0.0  # the total of this synchronization, where it was unknown
+        self._supposed = 0.0  # the total, where it is unknown: that of the last synchronization
         self.kept = 1.0
         self._factor = 1.0  # for each contribution
         self._drops = False  # whether to replace contributions by zeros
@@ -98,16 +97,19 @@ class Weighing:
         self._accumulates = True
         self._arrange()
 
-    def agree(self, sum_numbers: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
-        """Get a total that is unknown from all ranks, before their gradients are sent. A collective then."""
-        if self.total is None:
-            self._agreed = float(sum_numbers(torch.tensor([self.weight], dtype=torch.float64), "the total weight"))
+    def agree(self, sum_over_ranks: Callable[[float], float]) -> None:
+        """Get a total that is unknown from all ranks, unless the last one stands for it. A collective then.
+
+        Gradients are divided by it before they are summed, so that half precision does not overflow.
+        """
+        if self.total is None and not self._supposed:
+            self._supposed = sum_over_ranks(self.weight)
 
     @property
     def unit(self) -> float:
         """The factor for gradients when they are sent."""
-        if self.total is None and self._agreed:
-            return self.weight / self._agreed
+        if self.total is None:
+            return self.weight / self._supposed if self._supposed else 0.0
         if self._accumulates or not self.total or not (self.weight or self._are_means):
             return 1 / self._world_size
         return self.weight / self.total
@@ -115,6 +117,13 @@ class Weighing:
     def become_sums(self, weights: float) -> bool:
         """Whether ``weights``, the sum over all ranks, is the first that differs from the total."""
         return self._are_means and bool(self.total) and not self._is_total(weights)
+
+    def correct(self, weights: float) -> float:
+        """The factor for what was summed, as the total may not be the supposed one; 0 if no rank's weight counts."""
+        if self.total is not None:
+            return 1.0
+        supposed, self._supposed = self._supposed, weights
+        return supposed / weights if weights else 0.0
 
     def end(self, weights: float) -> None:
         """Finish a synchronization.
@@ -141,12 +150,14 @@ class Weighing:
             "accumulates": self._accumulates,
             "are_means": self._are_means,
             "have_been_sums": self._have_been_sums,
+            "supposed": self._supposed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`state_dict`."""
         self.weight, self.total, self._accumulates = state["weight"], state["total"], state["accumulates"]
         self._are_means, self._have_been_sums = state["are_means"], state["have_been_sums"]
+        self._supposed = state["supposed"]
         self._drops = not self.weight
         self._arrange()
 
@@ -215,96 +226,6 @@ def _hook(parameter: torch.nn.Parameter, hook: Hook) -> torch.utils.hooks.Remova
 
 def _weight_and_total(weight: float, total: float | None) -> str:
     return f"weigh({weight:g})" if total is None else f"weigh({weight:g}, {total:g})"
-
-
-# --- the divisor of a cross entropy ---------------------------------------------------------------------------------
-
-TARGETS = ("labels", "label", "targets", "target", "y")
-"""Default keys of the targets in a batch that is a mapping."""
-
-
-class CrossEntropyWeight:
-    """A weight function of a batch: the number that a mean cross entropy of class indices divides by.
-
-    That is the number of targets that are not ignored or, with class weights, the sum of their weights. Pass it to
-    ``CallbackStrategy(weight=...)``, or its result to :meth:`ddp_callbacks.GradientSynchronizer.weigh`.
-
-    Args:
-        criterion: ``nn.CrossEntropyLoss`` or ``nn.NLLLoss`` with the arguments of your loss; ``None``: default
-            arguments.
-        target: A function of a batch that returns the targets as the criterion gets them. ``None``: the second entry of
-            a tuple or list; in a mapping, the entry ``labels``, ``label``, ``targets``, ``target`` or ``y``.
-
-    Raises:
-        ConfigurationError: Another criterion. When called: the batch has no such entry, or it isn't class indices.
-    """
-
-    def __init__(self, criterion: Any = None, target: Callable[[Any], Any] | None = None) -> None:
-        if criterion is not None and not _is_cross_entropy(criterion):
-            raise ConfigurationError(f"criterion must be nn.CrossEntropyLoss or nn.NLLLoss, got {criterion!r}.")
-        self._criterion = F.cross_entropy if criterion is None else criterion
-        self._target = target or _target_of
-
-    @classmethod
-    def of(cls, module: torch.nn.Module) -> CrossEntropyWeight:
-        """Make one for ``module``, which must contain exactly one ``nn.CrossEntropyLoss`` or ``nn.NLLLoss``."""
-        found = {name: layer for name, layer in module.named_modules() if _is_cross_entropy(layer)}
-        if len(found) == 1:
-            return cls(*found.values())
-        raise ConfigurationError(
-            f'weight="cross_entropy" needs one nn.CrossEntropyLoss or nn.NLLLoss among the modules of '
-            f"{type(module).__name__}, which has {', '.join(found) or 'none'}. Give "
-            "weight=ddp_callbacks.CrossEntropyWeight(criterion, target=...)."
-        )
-
-    def __call__(self, batch: Any) -> torch.Tensor:
-        target = self._target(batch)
-        weight = cross_entropy_weight(self._criterion, target)
-        if weight is None:
-            what = f"{target.dtype}" if isinstance(target, torch.Tensor) else type(target).__name__
-            raise ConfigurationError(
-                f"the targets of a batch must be a tensor of class indices, got {what}. Give "
-                "CrossEntropyWeight(criterion, target=function of the batch)."
-            )
-        return weight
-
-
-def cross_entropy_weight(criterion: Any, target: Any) -> torch.Tensor | None:
-    """The number that a mean cross entropy, or negative log likelihood, of class indices divides by. Local.
-
-    Args:
-        criterion: ``nn.CrossEntropyLoss``, ``nn.NLLLoss``, or their functions with default arguments.
-        target: Class indices, of any shape.
-
-    Returns:
-        The number of targets that are not ignored, or the sum of their class weights. Shape ``[]``. ``None`` for
-        another criterion, and for class probabilities.
-    """
-    is_function = criterion is F.cross_entropy or criterion is F.nll_loss
-    if not is_function and not _is_cross_entropy(criterion):
-        return None
-    if not isinstance(target, torch.Tensor) or target.is_floating_point():
-        return None
-    counts = target != getattr(criterion, "ignore_index", -100)
-    weight = getattr(criterion, "weight", None)
-    return counts.sum() if weight is None else weight.to(target.device)[target[counts]].sum()
-
-
-def _is_cross_entropy(criterion: Any) -> bool:
-    return isinstance(criterion, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss)
-
-
-def _target_of(batch: Any) -> Any:
-    if isinstance(batch, list | tuple) and len(batch) > 1:
-        return batch[1]
-    keys = [key for key in TARGETS if key in batch] if isinstance(batch, Mapping) else []
-    if len(keys) == 1:
-        return batch[keys[0]]
-    has = f"a mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-    raise ConfigurationError(
-        f"a batch must be a tuple whose second entry is the targets, or a mapping with one of {', '.join(TARGETS)}, "
-        f"got {has}. Give CrossEntropyWeight(criterion, target=function of the batch)."
-    )
 
 
 def silence(loss: torch.Tensor) -> list[torch.utils.hooks.RemovableHandle]:

@@ -9,7 +9,8 @@
 - its implementations: :mod:`.process_group` (gloo, NCCL), :mod:`.shared_memory`, :mod:`.hierarchical`
 - :mod:`.topology`: which ranks share a node, and which all-reduce to use
 - :mod:`.batch_statistics`: the exchanges of batch normalization
-- :mod:`.buckets`, :mod:`.flat_buffer`: how gradients are grouped, and the memory that carries them
+- :mod:`.buckets`, :mod:`.flat_buffer`: how gradients are grouped, and the memory that carries them;
+  :mod:`.bucket_sums`, :mod:`.metadata`: their sums, and what travels behind them; :mod:`.segments`: shared memory
 - :mod:`.hooks`, :mod:`.compression`: DDP's communication hooks, and the hooks that compress
 """
 

@@ -50,8 +50,6 @@ class BucketSums:
         else:
             self._all_reduce = ProcessGroupAllReduce(group, getattr(hook, "allocate", allocate))
         self.allocate = self._all_reduce.allocate
-        # Data that must not be compressed, and numbers that must not wait for a GPU.
-        self._between_cpus = choose_all_reduce(group, [torch.device("cpu")])
 
     def can_carry_metadata(self, bucket: Bucket) -> bool:
         """Whether metadata can be summed with this bucket's gradients."""
@@ -82,11 +80,6 @@ class BucketSums:
         """
         if isinstance(bucket.sum, FutureWork):
             wait(Launched(bucket.sum.future), bucket.doing, self.group)
-
-    def sum_numbers(self, numbers: torch.Tensor, doing: str) -> torch.Tensor:
-        """Sum float64 numbers over the ranks, between the CPUs, in place, and return them. A collective."""
-        self._between_cpus.launch(numbers, doing).wait(doing)
-        return numbers
 
     def sum_sparse(self, grad: torch.Tensor | None, factor: float, like: torch.Tensor) -> torch.Tensor:
         """The sum of ``factor · grad`` over the ranks, sparse unless a rank's gradient is dense. A collective.

@@ -71,16 +71,13 @@ class Forecast:
     def note(self, filled: Sequence[int]) -> None:
         """Record the buckets that the backward has filled, and update ``guess`` for the next one."""
         now = tuple(filled)
-        if now == self.guess and self._is_steady(now):
+        if now == self.guess and self._seen == (now,) * _REMEMBERED:
             return
         if len(self._next) >= _PATTERNS:
             self._next.clear()
         self._next[self._seen] = now
         self._seen = (*self._seen[1:], now)
         self.guess = self._next.get(self._seen, now)
-
-    def _is_steady(self, now: tuple[int, ...]) -> bool:
-        return self._seen == (now,) * _REMEMBERED
 
 
 _REMEMBERED = 4  # backwards: a turn of one generator step and up to three discriminator steps
@@ -132,13 +129,13 @@ class Bucket:
         if self.memory is None:
             self.forget_lost(used)
             self.adds = self.pool.hold_gradients()
-            # A parameter that is unused everywhere keeps the gradient that it has.
-            self.memory = self.pool.take(in_place=all(used[slot] for slot in self.slots))
+            # Where nothing counts, or a parameter is unused everywhere, the gradients before this backward stay.
+            self.memory = self.pool.take(in_place=scale != 0 and all(used[slot] for slot in self.slots))
         else:
             gradients = [gradient if used[slot] else None for slot, gradient in zip(self.slots, gradients, strict=True)]
         copy_in(self.memory, gradients, scale)
         for slot, parameter in zip(self.slots, self.pool.parameters, strict=True):
-            if used[slot]:
+            if used[slot] and scale:
                 parameter.grad = None
         for slot, view in zip(self.slots, self.memory.views, strict=True) if kept != 1 else ():
             if not used[slot]:
@@ -159,9 +156,9 @@ class Bucket:
         for slot, parameter in zip(self.slots, self.pool.parameters, strict=True):
             used[slot] = used[slot] and parameter.grad is not None
 
-    def write_back(self, used: list[bool]) -> None:
-        """Set the gradients of used parameters to the reduced ones."""
+    def write_back(self, used: list[bool], keeps: bool) -> None:
+        """Set the gradients of used parameters to the reduced ones; if it ``keeps``, those that are ``None``."""
         assert self.memory is not None
         for slot, parameter, view in zip(self.slots, self.pool.parameters, self.memory.views, strict=True):
-            if used[slot]:
+            if used[slot] and not (keeps and parameter.grad is not None):
                 parameter.grad = view

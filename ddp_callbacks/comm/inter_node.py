@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddp_callbacks._torch import all_gather_flat
 from ddp_callbacks.comm.collectives import new_subgroup
-from ddp_callbacks.comm.process_group import ProcessGroupWork
+from ddp_callbacks.comm.process_group import GATHERED_NBYTES, ProcessGroupWork
 from ddp_callbacks.comm.protocol import Work
 from ddp_callbacks.process_group.failures import wait
 
@@ -60,11 +60,27 @@ class InterNodeAllReduce:
         if dtype not in HALF:
             return [ProcessGroupWork(shard, self._groups.group, doing)]
         nodes = self._groups.group.size()
+        if shard.numel() * dtype.itemsize * nodes <= GATHERED_NBYTES:
+            return [_AllGatherWork(shard, dtype, self._groups)]
         chunks = shard.split(EXCHANGE_NBYTES // dtype.itemsize * nodes)
-        return [_HalfPrecisionWork(chunk, dtype, self._groups) for chunk in chunks]
+        return [_ReduceScatterWork(chunk, dtype, self._groups) for chunk in chunks]
 
 
-class _HalfPrecisionWork:
+class _AllGatherWork:
+    """For few bytes, in one round, so rounded once: each node gathers what all have sent, and sums it."""
+
+    def __init__(self, shard: torch.Tensor, dtype: torch.dtype, groups: InterNodeGroups) -> None:
+        self._shard, self._group = shard, groups.group
+        self._sent = shard.to(dtype)
+        self._received = self._sent.new_empty(groups.group.size(), shard.numel())
+        self._work = all_gather_flat(groups.group, self._received.view(-1), self._sent)
+
+    def wait(self, doing: str) -> None:
+        wait(self._work, doing, self._group)
+        self._shard.copy_(_sum_in_float32(self._received))
+
+
+class _ReduceScatterWork:
     """In two rounds: a reduce-scatter (each node sums its part of what all have sent), then an all-gather."""
 
     def __init__(self, chunk: torch.Tensor, dtype: torch.dtype, groups: InterNodeGroups) -> None:

@@ -3,19 +3,20 @@
 [Note: metadata]
 Two things are known only when backward ends: which parameters were used, and whether a bucket must be sent again. If
 control flow differs between ranks, so do these. They are sent behind the gradients of the last bucket, which is
-therefore never launched before the end: ``[weight, trained, dirty (one per bucket), used (one per parameter)]``, each
-summed over the ranks. A message of their own would cost a tenth of the step of a small model; they get one, in float64,
-only if the last bucket cannot carry them: low precision, compression, a communication hook. Gradients on GPUs never
-carry them: they are sent between the CPUs. So the host never waits for its GPU, whose buckets are reduced in a stream,
-and still notices in each step if another rank has failed.
+therefore never launched before the end: ``[trained, dirty (one per bucket), used (one per parameter)]``, each summed
+over the ranks. A message of their own would cost a tenth of the step of a small model; they get one, in float64, only
+if the last bucket cannot carry them: low precision, compression, a communication hook. Gradients on GPUs never carry
+them: they are sent between the CPUs. So the host never waits for its GPU, whose buckets are reduced in a stream, and
+still notices in each step if another rank has failed.
 
-Behind them there is room for numbers from the caller, which saves a message. Each rank writes to its own place, which
-is zero on all other ranks, so the sum is a gather. The numbers are encoded as 16-bit integers, which float32 holds
-exactly, whatever their bits.
+Behind them are numbers of each rank: its weight, and what the caller sends, which saves a message. Each rank writes to
+its own place, which is zero on all other ranks, so the sum is a gather. The numbers are encoded as 16-bit integers,
+which float32 holds exactly, whatever their bits.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,13 +29,11 @@ class Metadata(NamedTuple):
     """The metadata of one rank, or of all ranks together.
 
     Attributes:
-        weight: The weight, or the sum of all.
         trained: The checksum of the trained parameters, or the sum of all.
         dirty: Per bucket, whether it must be sent again.
         used: Per parameter, whether there is a gradient for it.
     """
 
-    weight: float
     trained: float
     dirty: list[bool]
     used: list[bool]
@@ -47,42 +46,34 @@ class MetadataFormat:
     Attributes:
         buckets, parameters: Their numbers.
         rank, world_size: This rank, and how many there are.
-        room: How many numbers of each rank can travel along.
+        numbers: How many of each rank travel along.
     """
 
     buckets: int
     parameters: int
     rank: int
     world_size: int
-    room: int
+    numbers: int
 
     @property
     def numel(self) -> int:
         """The length of a message."""
-        return self._flags + self.world_size * self.room * _PIECES
+        return self._flags + self.world_size * self.numbers * _PIECES
 
     @property
     def _flags(self) -> int:
-        return 2 + self.buckets + self.parameters
+        return 1 + self.buckets + self.parameters
 
-    def encode(self, own: Metadata, numbers: torch.Tensor | None) -> torch.Tensor:
-        """This rank's message; ``numbers`` is float64, of shape ``[room]``."""
-        flags = [own.weight, own.trained, *map(float, own.dirty), *map(float, own.used)]
-        message = torch.tensor(flags, dtype=torch.float64)
-        if not self.room:
-            return message
-        places = torch.zeros(self.world_size, self.room * _PIECES, dtype=torch.float64)
-        if numbers is not None:
-            places[self.rank] = numbers.view(torch.int16)
-        return torch.cat([message, places.view(-1)])
+    def encode(self, own: Metadata, numbers: array[float]) -> torch.Tensor:
+        """This rank's message."""
+        width = self.numbers * _PIECES
+        places = [0] * (self.world_size * width)
+        places[self.rank * width : (self.rank + 1) * width] = array("h", numbers.tobytes())
+        return torch.tensor([own.trained, *own.dirty, *own.used, *places], dtype=torch.float64)
 
-    def decode(self, summed: torch.Tensor) -> Metadata:
-        """The metadata of all ranks together."""
-        weight, trained, *flags = summed[: self._flags].tolist()
-        dirty, used = flags[: self.buckets], flags[self.buckets :]
-        return Metadata(weight, trained, [flag > 0 for flag in dirty], [flag > 0 for flag in used])
-
-    def decode_numbers(self, summed: torch.Tensor) -> torch.Tensor:
-        """The numbers of all ranks: float64, of shape ``[world size, room]``."""
-        places = summed[self._flags :].view(self.world_size, -1)
-        return places.to(torch.int16).view(torch.float64)
+    def decode(self, summed: torch.Tensor) -> tuple[Metadata, array[float]]:
+        """The metadata of all ranks together, and their numbers, rank by rank."""
+        trained, *values = summed.tolist()
+        flags, places = [value > 0 for value in values[: self._flags - 1]], values[self._flags - 1 :]
+        numbers = array("d", array("h", map(int, places)).tobytes())
+        return Metadata(trained, flags[: self.buckets], flags[self.buckets :]), numbers

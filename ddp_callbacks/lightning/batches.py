@@ -15,6 +15,7 @@ import torch
 from ddp_callbacks._torch import TreeSpec, tree_unflatten
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.cross_entropy import CrossEntropyWeight
 from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, length_of, shard_loader
@@ -22,7 +23,6 @@ from ddp_callbacks.data.shares import BatchSize, Share, common_size
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.process_group import get_rank, get_world_size
-from ddp_callbacks.weighing import CrossEntropyWeight
 
 Weight = Callable[[Any], float | torch.Tensor]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 import torchbearer
 
+from ddp_callbacks.cross_entropy import cross_entropy_weight
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.torchbearer.base import State, share_of
-from ddp_callbacks.weighing import cross_entropy_weight
 
 Weight = Callable[[State], float | torch.Tensor]
 

@@ -31,7 +31,7 @@ from ddp_callbacks.comm.buckets import Bucket
 from ddp_callbacks.comm.hierarchical import HierarchicalWork
 from ddp_callbacks.comm.process_group import ProcessGroupWork
 from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
-from ddp_callbacks.reducer import Reducer
+from ddp_callbacks.gradients.reducer import Reducer
 
 HERE = Path(__file__).parent
 STEPS, BATCH, WIDTH, LAYERS = 40, 512, 512, 9

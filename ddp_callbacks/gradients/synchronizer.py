@@ -1,4 +1,4 @@
-"""The gradient engine: all-reduces the weighted gradients while backward still runs.
+"""The gradient engine, as a program sees it.
 
 One backward, on each rank::
 
@@ -9,9 +9,7 @@ One backward, on each rank::
     the outermost backward ends            the remaining buckets start, the last one with the metadata; we wait for
                                            all; parameter.grad becomes a view of the reduced buffer
 
-So the gradients are in memory once, as with DDP's ``gradient_as_bucket_view``. :mod:`.backward_hooks` notes what
-autograd does, :mod:`.reducer` decides what is sent when, :mod:`.comm.bucket_sums` sums, :mod:`.comm.metadata` tells
-what is known only at the end, and :mod:`.weighing` weights the contributions.
+So the gradients are in memory once, as with DDP's ``gradient_as_bucket_view``.
 
 [Note: CUDA graphs]
 Ranks exchange messages at the end of backward, which a graph cannot replay, so capturing a backward is refused.
@@ -21,6 +19,7 @@ arrive at the end of the compiled backward, so the buckets of one graph don't ov
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,16 +27,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.backward_hooks import BackwardHooks, refuse_foreign_hooks
 from ddp_callbacks.comm.agreement import layout_settings, parameter_settings, require_agreement
 from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.compression import Compress, check_compress, load_state_of_hook, state_of_hook
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.gradients.backward_hooks import BackwardHooks, refuse_foreign_hooks
+from ddp_callbacks.gradients.reducer import Reducer
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.runs import begin_run
-from ddp_callbacks.reducer import Reducer
 from ddp_callbacks.weighing import Undo
 
 
@@ -111,7 +110,7 @@ class GradientSynchronizer:
         dense = [parameter for parameter in parameters if id(parameter) not in are_sparse]
         sparse = [parameter for parameter in parameters if id(parameter) in are_sparse]
         self._reducer = Reducer(dense, sparse, names, self._sums, bucket_cap_mb, room)
-        self._hooks = BackwardHooks(self._reducer)
+        self._hooks = BackwardHooks(self._reducer, lambda: self._enabled)
 
     @property
     def rounds(self) -> int:
@@ -170,20 +169,13 @@ class GradientSynchronizer:
         Each contribution has the weight that :meth:`weigh` set for its backward. All ranks must use it in the same
         backwards. Nothing blocks inside.
         """
-        before = self._enabled
-        self._set_enabled(False)
-        self._has_accumulated = True
+        before, self._enabled, self._has_accumulated = self._enabled, False, True
         if self._reducer is not None:
             self._reducer.weighing.accumulate()
         try:
             yield
         finally:
-            self._set_enabled(before)
-
-    def _set_enabled(self, enabled: bool) -> None:
-        self._enabled = enabled
-        if self._reducer is not None:
-            self._hooks.enabled = enabled
+            self._enabled = before
 
     def synchronize(self) -> None:
         """Join the other ranks' synchronization after a backward that reached none of the parameters.
@@ -214,7 +206,7 @@ class GradientSynchronizer:
         if self._reducer is None:
             self._carried = numbers[None]
         else:
-            self._reducer.outgoing = numbers
+            self._reducer.outgoing = array("d", numbers.tolist())
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank must know to go on with the same bits: plain data and tensors, for a checkpoint. Local.

@@ -12,7 +12,7 @@ import torch
 from ddp_callbacks._torch import call_at_end_of_backward, current_node, hooks_on_accumulation
 from ddp_callbacks.comm.buckets import Bucket
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.reducer import Reducer
+from ddp_callbacks.gradients.reducer import Reducer
 from ddp_callbacks.weighing import hook_even_if_frozen
 
 Hook = Callable[[torch.Tensor], None]
@@ -21,23 +21,22 @@ Hook = Callable[[torch.Tensor], None]
 class BackwardHooks:
     """Hooks on the parameters of a reducer, from construction to :meth:`close`.
 
-    Attributes:
-        enabled: Whether a backward synchronizes; otherwise its gradients are only noted as used.
+    Args:
+        is_enabled: Whether a backward synchronizes; otherwise its gradients are only noted as used.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        self.enabled = True
-        self._reducer = reducer
+    def __init__(self, reducer: Reducer, is_enabled: Callable[[], bool]) -> None:
+        self._reducer, self._is_enabled = reducer, is_enabled
         self._graph_task: Callable[[], _GraphTask | None] = _no_graph_task  # of the running backward
         self._is_on_gpu = any(parameter.device.type == "cuda" for parameter in reducer.parameters)
-        devices = {parameter.device for parameter in reducer.parameters}
-        self._lock = threading.RLock() if len(devices) > 1 else None  # autograd has a thread per device
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        for bucket in reducer.buckets:
-            for position, (slot, parameter) in enumerate(zip(bucket.slots, bucket.pool.parameters, strict=True)):
-                self._register(parameter, self._dense_hook(bucket, position, slot))
-        for slot in range(reducer.dense, len(reducer.parameters)):
-            self._register(reducer.parameters[slot], self._sparse_hook(slot))
+        self._lock = threading.RLock()  # autograd has a thread per device
+        places = {slot: (bucket, at) for bucket in reducer.buckets for at, slot in enumerate(bucket.slots)}
+        self._handles = [
+            hook_even_if_frozen(
+                parameter, parameter.register_post_accumulate_grad_hook, self._hook(slot, *places.get(slot, (None, 0)))
+            )
+            for slot, parameter in enumerate(reducer.parameters)
+        ]
 
     def synchronize(self) -> None:
         """Join a synchronization outside of backward; during one, its end synchronizes. A collective."""
@@ -51,26 +50,16 @@ class BackwardHooks:
             handle.remove()
         self._handles = []
 
-    def _register(self, parameter: torch.nn.Parameter, hook: Hook) -> None:
-        hook = hook if self._lock is None else _one_at_a_time(hook, self._lock)
-        register = parameter.register_post_accumulate_grad_hook
-        self._handles.append(hook_even_if_frozen(parameter, register, hook))
-
-    def _dense_hook(self, bucket: Bucket, position: int, slot: int) -> Hook:
+    def _hook(self, slot: int, bucket: Bucket | None, position: int) -> Hook:
         def hook(_: torch.Tensor) -> None:
-            self._reducer.used[slot] = True
-            if self.enabled:
+            with self._lock:
+                self._reducer.used[slot] = True
+                if not self._is_enabled():
+                    return
                 if self._graph_task() is None:
                     self._begin_in_backward()
-                self._reducer.mark(bucket, position)
-
-        return hook
-
-    def _sparse_hook(self, slot: int) -> Hook:
-        def hook(_: torch.Tensor) -> None:
-            self._reducer.used[slot] = True
-            if self.enabled and self._graph_task() is None:
-                self._begin_in_backward()
+                if bucket is not None:  # sparse gradients are in none
+                    self._reducer.mark(bucket, position)
 
         return hook
 
@@ -132,11 +121,3 @@ class _GraphTask:
 
 def _no_graph_task() -> None:
     return None
-
-
-def _one_at_a_time(hook: Hook, lock: threading.RLock) -> Hook:
-    def locked(gradient: torch.Tensor) -> None:
-        with lock:
-            hook(gradient)
-
-    return locked

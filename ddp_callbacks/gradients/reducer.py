@@ -15,6 +15,7 @@ what was added to the bucket, and from then on it waits for the end of backward.
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Container, Mapping, Sequence
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import Bucket, Forecast, assign_buckets
+from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.flat_buffer import BufferPool
 from ddp_callbacks.comm.metadata import Metadata, MetadataFormat
 from ddp_callbacks.errors import ConfigurationError
@@ -60,10 +62,10 @@ class Reducer:
         self._sums, self._group = sums, sums.group
         self.weighing = Weighing(self.parameters, self.used, self._group.size())
         self.rounds = 0
-        self.outgoing: torch.Tensor | None = None
+        self.outgoing: array[float] | None = None
         self.carried = torch.zeros(0, room, dtype=torch.float64)
         assigned = assign_buckets(dense, bucket_cap_mb)
-        self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), room)
+        self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), 1 + room)
         self.buckets = [
             Bucket(index, slots, BufferPool([dense[slot] for slot in slots], self._format.numel, sums.allocate))
             for index, slots in enumerate(assigned)
@@ -81,7 +83,7 @@ class Reducer:
             self.used[slot] = self.used[slot] or self.names[id(parameter)] in names
 
     def begin(self) -> None:
-        """Begin a synchronization. A collective if the total weight is unknown."""
+        """Begin a synchronization. A collective if the total weight is unknown and there was none before."""
         if not self._is_finished:  # drop the sums and memory of the one before
             for bucket in self.buckets:
                 bucket.pool.abandon()
@@ -91,8 +93,11 @@ class Reducer:
         self._planned = [self.buckets[index] for index in self._forecast.guess]
         self._launched = 0
         self._carries_metadata = bool(self._planned) and self._sums.can_carry_metadata(self._planned[-1])
-        self.weighing.agree(self._sums.sum_numbers)
+        self.weighing.agree(self._first_total)
         self._scale = self.weighing.unit * self._sums.divisor
+
+    def _first_total(self, weight: float) -> float:
+        return float(all_reduce(torch.tensor([weight], dtype=torch.float64), "the first weight", self._group))
 
     def mark(self, bucket: Bucket, position: int) -> None:
         """Mark a gradient as complete; launch every full bucket, in order, except one that carries the metadata."""
@@ -109,18 +114,22 @@ class Reducer:
         self._forget_lost_gradients()
         for bucket in self._planned[self._launched :]:
             self._launch(bucket)
-        metadata = self._exchange_metadata()
+        metadata, numbers = self._exchange_metadata()
         self._require_same_trained(metadata.trained)
         filled = [bucket for bucket in self.buckets if bucket.active]
         self._send_rest(filled, metadata.dirty)
-        self._require_same_kind(metadata.weight, filled)
+        weight = sum(numbers[:: self._format.numbers])
+        self._require_same_kind(weight, filled)
+        correction = self.weighing.correct(weight)
         for bucket in filled:
-            bucket.write_back(metadata.used)
+            if correction != 1:
+                bucket.reduced().mul_(correction)
+            bucket.write_back(metadata.used, keeps=not correction)
         for slot in range(self.dense, len(self.parameters)):
             if metadata.used[slot]:
                 self._sum_sparse(slot)
         self._forecast.note([bucket.index for bucket in filled])
-        self.weighing.end(metadata.weight)
+        self.weighing.end(weight)
         self.used[:] = [False] * len(self.used)
         self._is_finished = True
         self.rounds += 1
@@ -140,7 +149,9 @@ class Reducer:
     def _message(self) -> torch.Tensor:
         """This rank's metadata."""
         dirty = [bucket.is_dirty for bucket in self.buckets]
-        return self._format.encode(Metadata(self.weighing.weight, self._trained(), dirty, self.used), self.outgoing)
+        room = self.carried.shape[1]
+        numbers = array("d", [self.weighing.weight]) + (self.outgoing or array("d", bytes(8 * room)))
+        return self._format.encode(Metadata(self._trained(), dirty, self.used), numbers)
 
     def _trained(self) -> float:
         """A checksum of the trained parameters; float32 holds the sum over the ranks exactly."""
@@ -152,8 +163,8 @@ class Reducer:
             checksum = zlib.crc32(bytes(parameter.requires_grad for parameter in sparse), checksum)
         return float(checksum % ((1 << 24) // self._group.size()))
 
-    def _exchange_metadata(self) -> Metadata:
-        """Wait for all buckets, and for the metadata of all ranks."""
+    def _exchange_metadata(self) -> tuple[Metadata, array[float]]:
+        """Wait for all buckets, and for the metadata and numbers of all ranks."""
         for bucket in self._planned:
             bucket.wait()
         if self._carries_metadata:
@@ -163,10 +174,12 @@ class Reducer:
         else:
             # Not earlier: a hook may start further collectives from its futures, at a moment that differs between
             # ranks.
-            message = self._sums.sum_numbers(self._message(), "the metadata of the gradients")
+            message = all_reduce(self._message(), "the metadata of the gradients", self._group)
+        metadata, numbers = self._format.decode(message)
         if self.outgoing is not None:
-            self.carried, self.outgoing = self._format.decode_numbers(message), None
-        return self._format.decode(message)
+            by_rank = torch.frombuffer(numbers, dtype=torch.float64).view(-1, self._format.numbers)
+            self.carried, self.outgoing = by_rank[:, 1:].clone(), None
+        return metadata, numbers
 
     def _send_rest(self, filled: list[Bucket], dirty: list[bool]) -> None:
         """Send again what ranks have added to a bucket since it was launched, and buckets that were not predicted."""

@@ -1,0 +1,258 @@
+"""Average the parameters over the ranks every few steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_callbacks._torch import outside_inference_mode
+from ddp_callbacks.comm.agreement import module_settings, require_agreement
+from ddp_callbacks.comm.buckets import check_bucket_cap_mb
+from ddp_callbacks.comm.compression import Compress, check_compress, dtype_of
+from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.comm.topology import choose_all_reduce
+from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.local_sgd.fragments import OUTER_MOMENTUM, Fragment, make_fragments
+from ddp_callbacks.local_sgd.methods import DiLoCo, LocalSGD, check_sync
+from ddp_callbacks.process_group import get_world_size, resolve_group
+from ddp_callbacks.process_group.failures import describe_rank
+from ddp_callbacks.process_group.runs import begin_run
+
+_DOING = "the averaging of the parameters"
+
+
+class ParameterAverager:
+    """Average the parameters over the ranks every few optimizer steps; the package's docstring has the algorithm.
+
+    Before you make one, the parameters must be equal on all ranks (:func:`ddp_callbacks.broadcast_parameters`). They
+    are bitwise equal after each :meth:`outer_step`. Fragments that no rank has changed in a window, for example frozen
+    parameters, are not sent. Buffers and the inner optimizer's state (momentum, Adam's moments) stay local, as in the
+    paper.
+
+    Memory: one copy of the parameters, two with DiLoCo, and a fragment of ``bucket_cap_mb`` for sending.
+    Half-precision parameters are averaged in float32.
+
+    With a single process, local SGD does nothing. DiLoCo still runs, with one worker: more ranks then mean a larger
+    batch, not another method.
+
+    The constructor is a collective and blocks until every rank has called it.
+
+    Args:
+        module: Its parameters are averaged.
+        sync: :class:`LocalSGD` or :class:`DiLoCo`.
+        optimizer: The optimizer that trains ``module``. Its state holds DiLoCo's momentum, so both are saved and loaded
+            together. ``None``: the momentum is lost with this object.
+        bucket_cap_mb: Size in MiB of the fragments that are sent; a larger parameter is one fragment.
+        compress: ``"bf16"`` or ``"fp16"``: round pseudo-gradients before sending them to another node, and sum them in
+            float32. All ranks still get the same bits.
+        process_group: ``None`` is the default group.
+
+    Raises:
+        ConfigurationError: ``bucket_cap_mb``, ``compress`` or ``sync`` is invalid.
+        MismatchError: The ranks have different settings or models.
+    """
+
+    @outside_inference_mode
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        sync: LocalSGD | DiLoCo,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        bucket_cap_mb: float = 25.0,
+        compress: Compress = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_bucket_cap_mb(bucket_cap_mb)
+        check_compress(compress, None)
+        check_sync(sync, compress=compress)
+        self._sync = sync
+        self._optimizer = optimizer
+        self._momentum: dict[str, torch.Tensor] = {}  # of all fragments
+        self._steps, self._weight = 0, 0.0
+        self._world: _World | None = None
+        self._fragments: list[Fragment] = []
+        if get_world_size(process_group) > 1:
+            begin_run(process_group)
+            settings = {"sync": repr(sync), "bucket_cap_mb": bucket_cap_mb, "compress": compress}
+            settings |= module_settings(module)
+            remedy = "Give every process the same model and the same settings."
+            require_agreement(settings, _DOING, remedy, process_group)
+        elif isinstance(sync, LocalSGD):
+            return
+        self._fragments = make_fragments(module, sync, bucket_cap_mb)
+        if get_world_size(process_group) > 1:
+            self._world = _World(resolve_group(process_group), self._fragments, dtype_of(compress))
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the next :meth:`step` closes the window."""
+        return self._steps + 1 >= self._sync.every
+
+    def step(self, weight: float = 1.0) -> None:
+        """Count an optimizer step; after ``every`` steps, close the window. All ranks must take equally many steps.
+
+        Args:
+            weight: The number that this rank's loss is the mean over: samples, or tokens that count. Pass 0 if this
+                rank had none; it must count the step too.
+
+        Raises:
+            ConfigurationError: The weight is negative or not a number.
+            MismatchError, PeerError: As in :meth:`outer_step`.
+        """
+        if not weight >= 0:
+            raise ConfigurationError(f"the weight of a step must be 0 or more, got {weight!r}.")
+        self._steps += 1
+        self._weight += weight
+        if self._steps >= self._sync.every:
+            self.outer_step()
+
+    @outside_inference_mode
+    @torch.no_grad()
+    def outer_step(self) -> None:
+        """Average the parameters now, even if the window is not full. A collective; blocks until all ranks call it.
+
+        Call it before an evaluation, before a checkpoint and at the end of training. If no step was taken since the
+        last call, nothing is sent, and the next window starts from the current parameters, which other code may have
+        replaced.
+
+        Raises:
+            MismatchError: The ranks have taken different numbers of steps.
+            ConfigurationError: The optimizer's state holds a momentum for other parameters.
+            PeerError: Another rank failed, died or went silent.
+        """
+        if self._steps:
+            fragments, share = self._agree()
+            self._take_loaded_momentum()
+            for fragment in fragments:
+                fragment.take_outer_step(self._average(fragment, share))
+            self._keep_momentum()
+        for fragment in self._fragments:
+            fragment.take_anchor()
+        self._steps, self._weight = 0, 0.0
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's place in the window, for a checkpoint: its parameters, anchors and optimizer. Local.
+
+        Each rank has a different one. Other ranks cannot go on from it: with another number, load the model and the
+        optimizer as they are after :meth:`outer_step`.
+        """
+        state: dict[str, Any] = {"steps": self._steps, "weight": self._weight}
+        if self._world is None and isinstance(self._sync, LocalSGD):
+            return state
+        state["anchors"] = [fragment.anchor.clone() for fragment in self._fragments]
+        state["parameters"] = {name: p.detach().clone() for f in self._fragments for name, p in f.named()}
+        state["optimizer"] = None if self._optimizer is None else copy.deepcopy(self._optimizer.state_dict())
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on in the middle of a window. Local.
+
+        Args:
+            state: What :meth:`state_dict` has returned on the same rank of as many.
+        """
+        self._steps, self._weight = state["steps"], state["weight"]
+        if "anchors" not in state:
+            return
+        for fragment, anchor in zip(self._fragments, state["anchors"], strict=True):
+            fragment.anchor.copy_(anchor)
+            for name, parameter in fragment.named():
+                parameter.copy_(state["parameters"][name])
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+            for fragment in self._fragments:  # also if there was none yet
+                fragment.load_momentum(self._state().get(OUTER_MOMENTUM, {}))
+
+    def _agree(self) -> tuple[list[Fragment], float]:
+        """The fragments that any rank has changed, and this rank's share of the total weight."""
+        changed = [fragment.has_changed() for fragment in self._fragments]
+        if self._world is None:
+            share = 1.0
+        else:
+            changed, share = self._world.agree(self._steps, self._weight, changed)
+        return [fragment for fragment, is_changed in zip(self._fragments, changed, strict=True) if is_changed], share
+
+    def _average(self, fragment: Fragment, share: float) -> torch.Tensor:
+        if self._world is not None:
+            return self._world.average(fragment, share)
+        return fragment.write_pseudo_gradient(torch.empty_like(fragment.anchor), share)
+
+    def _take_loaded_momentum(self) -> None:
+        """Use the momentum of a checkpoint, if the optimizer has loaded one since the last window."""
+        loaded = self._state().get(OUTER_MOMENTUM)
+        if loaded is not None and loaded is not self._momentum:
+            for fragment in self._fragments:
+                fragment.load_momentum(loaded)
+
+    def _keep_momentum(self) -> None:
+        self._momentum.clear()
+        for fragment in self._fragments:
+            self._momentum.update(fragment.momentum())
+        if self._momentum:
+            self._state()[OUTER_MOMENTUM] = self._momentum
+
+    def _state(self) -> dict[Any, Any]:
+        """The optimizer's state. Look it up each time: loading replaces it."""
+        return {} if self._optimizer is None else self._optimizer.state
+
+
+class _World:
+    """The exchange with the other ranks. The constructor is a collective.
+
+    Args:
+        dtype: The dtype that replaces wider ones on the network; ``None`` for no change.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, fragments: Sequence[Fragment], dtype: torch.dtype | None) -> None:
+        self._group = group
+        self._rows = ScalarExchange(group)
+        self._all_reduce = choose_all_reduce(group, [fragment.anchor.device for fragment in fragments], dtype)
+        self._memories: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def agree(self, steps: int, weight: float, changed: list[bool]) -> tuple[list[bool], float]:
+        """Whether any rank has changed each fragment, and this rank's share."""
+        rows = self._rows.exchange([float(steps), weight, *map(float, changed)], _DOING)
+        self._require_steps([int(row[0]) for row in rows])
+        total = sum(row[1] for row in rows)
+        share = weight / total if total else 1 / len(rows)
+        return [any(flags) for flags in zip(*(row[2:] for row in rows), strict=True)], share
+
+    def average(self, fragment: Fragment, share: float) -> torch.Tensor:
+        """The averaged pseudo-gradient of a fragment, valid until the next. A collective."""
+        numel, kind = fragment.anchor.numel(), (fragment.anchor.dtype, fragment.anchor.device)
+        if kind not in self._memories or self._memories[kind].numel() < numel:
+            self._memories[kind] = self._all_reduce.allocate(numel, *kind)
+        memory = fragment.write_pseudo_gradient(self._memories[kind][:numel], share)
+        self._all_reduce.launch(memory, _DOING).wait(_DOING)
+        return memory
+
+    def _require_steps(self, steps: list[int]) -> None:
+        if len(set(steps)) == 1:
+            return
+        taken = ", ".join(f"{count} on {describe_rank(self._group, rank)}" for rank, count in enumerate(steps))
+        raise MismatchError(
+            f"the ranks have taken different numbers of steps since their parameters were averaged: {taken}. Every "
+            "rank must count each step, even one for which it has no sample (weight 0)."
+        )
+
+
+def set_gradients_aside(module: torch.nn.Module) -> Callable[[], None]:
+    """Remove the gradients from the parameters; call the result to restore them, replacing newer ones.
+
+    Use it around the backward of a batch without samples on this rank: its loss, a mean over nothing, is NaN.
+    """
+    aside = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in aside:
+        parameter.grad = None
+
+    def put_back() -> None:
+        for parameter, gradient in aside:
+            parameter.grad = gradient
+
+    return put_back

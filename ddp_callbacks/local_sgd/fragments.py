@@ -1,0 +1,111 @@
+"""Fragments: parameters that local SGD averages together, with their anchor and outer optimizer. No communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ddp_callbacks._torch import copy_each
+from ddp_callbacks.comm.buckets import assign_buckets
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.local_sgd.methods import DiLoCo, LocalSGD
+
+OUTER_MOMENTUM = "ddp_callbacks_outer_momentum"
+"""Key in ``optimizer.state`` of DiLoCo's momentum: a dict of tensors by the parameters' names.
+
+``Optimizer.state_dict`` saves and loads state that belongs to no parameter unchanged. So a checkpoint of the optimizer
+contains the momentum, and also loads without this library.
+"""
+
+
+class Fragment:
+    """Parameters of one dtype and device that are sent together, with their anchor and outer optimizer.
+
+    Attributes:
+        anchor: Flat, in float32 or float64; complex numbers as pairs of real numbers.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], sync: LocalSGD | DiLoCo) -> None:
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        first = _real(self._parameters[0])
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        numel = sum(_real(parameter).numel() for parameter in self._parameters)
+        self.anchor = torch.empty(numel, dtype=dtype, device=first.device)
+        self._anchors = self._views(self.anchor)
+        self._outer = sync.outer_optimizer(self._anchors)
+        self.take_anchor()
+
+    def named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The parameters, with their names."""
+        return list(zip(self._names, self._parameters, strict=True))
+
+    def take_anchor(self) -> None:
+        """Copy the current parameters to the anchor."""
+        copy_each(self._anchors, self._reals())
+
+    def has_changed(self) -> bool:
+        """Whether a parameter has changed since the window opened."""
+        pairs = zip(self._anchors, self._reals(), strict=True)
+        return any(not torch.equal(anchor, real.to(anchor.dtype)) for anchor, real in pairs)
+
+    def write_pseudo_gradient(self, memory: torch.Tensor, share: float) -> torch.Tensor:
+        """Write ``share * (anchor - parameters)`` into ``memory``, which has the anchor's shape, and return it."""
+        if share == 0:
+            return memory.zero_()  # a rank with share 0 may hold NaN
+        for target, anchor, real in zip(self._views(memory), self._anchors, self._reals(), strict=True):
+            torch.sub(anchor, real, out=target)
+        return memory.mul_(share)
+
+    def take_outer_step(self, pseudo_gradient: torch.Tensor) -> None:
+        """Take the outer optimizer's step from the anchor.
+
+        Parameters that no rank has changed stay unchanged, whatever their momentum: they may be frozen.
+        """
+        for anchor, gradient in zip(self._anchors, self._views(pseudo_gradient), strict=True):
+            anchor.grad = gradient if gradient.any() else None
+        self._outer.step()
+        self._outer.zero_grad()
+        copy_each(self._reals(), self._anchors)
+
+    def momentum(self) -> dict[str, torch.Tensor]:
+        """The outer optimizer's momentum, by parameter name; leaves out parameters without momentum."""
+        buffers = {
+            name: self._outer.state[anchor].get("momentum_buffer")
+            for name, anchor in zip(self._names, self._anchors, strict=True)
+        }
+        return {name: buffer for name, buffer in buffers.items() if buffer is not None}
+
+    def load_momentum(self, loaded: dict[str, torch.Tensor]) -> None:
+        """Load the result of :meth:`momentum`; parameters that it lacks start without momentum."""
+        for name, anchor in zip(self._names, self._anchors, strict=True):
+            self._outer.state[anchor].pop("momentum_buffer", None)
+            if (found := loaded.get(name)) is None:
+                continue
+            if found.shape != anchor.shape:
+                raise ConfigurationError(
+                    f"the optimizer's state has an outer momentum of shape {list(found.shape)} for {name}, which has "
+                    f"{list(anchor.shape)}: it was saved with another model. Delete its entry {OUTER_MOMENTUM!r}."
+                )
+            self._outer.state[anchor]["momentum_buffer"] = found.to(anchor, copy=True)
+
+    def _reals(self) -> list[torch.Tensor]:
+        return [_real(parameter) for parameter in self._parameters]
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        reals = self._reals()
+        parts = flat.split([real.numel() for real in reals])
+        return [part.view(real.shape) for part, real in zip(parts, reals, strict=True)]
+
+
+def make_fragments(module: torch.nn.Module, sync: LocalSGD | DiLoCo, bucket_cap_mb: float) -> list[Fragment]:
+    named = [(name, p) for name, p in module.named_parameters() if p.is_floating_point() or p.is_complex()]
+    assigned = assign_buckets([parameter for _, parameter in named], bucket_cap_mb)
+    return [Fragment([named[index] for index in indices], sync) for indices in assigned]
+
+
+def _real(parameter: torch.Tensor) -> torch.Tensor:
+    """The same memory, as real numbers."""
+    data = parameter.detach()
+    return torch.view_as_real(data) if data.is_complex() else data

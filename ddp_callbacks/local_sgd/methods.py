@@ -1,0 +1,111 @@
+"""The methods of synchronizing every few steps, as settings; :mod:`.averager` carries them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ddp_callbacks.comm.compression import PowerSGD
+from ddp_callbacks.errors import ConfigurationError
+
+
+class _Method:
+    """Of synchronizing every few steps.
+
+    It is no dataclass: of two that have no other base, jsonargparse takes the first whose fields fit, whatever class a
+    YAML names.
+    """
+
+
+@dataclass(frozen=True)
+class LocalSGD(_Method):
+    """Average the parameters over the ranks every few steps, instead of the gradients in each step.
+
+    Args:
+        every: Number of optimizer steps in a window.
+
+    Raises:
+        ConfigurationError: ``every`` is not a positive integer.
+    """
+
+    every: int
+
+    def __post_init__(self) -> None:
+        _check_every(self.every)
+
+    def outer_optimizer(self, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
+        """The optimizer that sets the anchors to the mean of the parameters.
+
+        Args:
+            anchors: The parameters at the start of the window.
+        """
+        return torch.optim.SGD(anchors, lr=1.0)
+
+
+@dataclass(frozen=True)
+class DiLoCo(_Method):
+    """Update the parameters every few steps: SGD with Nesterov momentum on the averaged pseudo-gradient.
+
+    The defaults are the paper's (https://arxiv.org/abs/2311.08105, section 3). It reports good results with AdamW as
+    the inner optimizer and windows of up to 500 steps.
+
+    Args:
+        every: Number of optimizer steps in a window.
+        outer_lr: Learning rate of the outer optimizer; 1 without momentum is :class:`LocalSGD`.
+        outer_momentum: Its Nesterov momentum; 0 for none.
+
+    Raises:
+        ConfigurationError: ``every`` is not a positive integer, ``outer_lr`` is not positive, or ``outer_momentum`` is
+            not in [0, 1).
+    """
+
+    every: int
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        _check_every(self.every)
+        if not _is_number(self.outer_lr) or not 0 < self.outer_lr < float("inf"):
+            raise ConfigurationError(f"outer_lr must be positive, got {self.outer_lr!r}; the paper's is 0.7.")
+        if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
+            raise ConfigurationError(
+                f"outer_momentum must be at least 0 and below 1, got {self.outer_momentum!r}; the paper's is 0.9."
+            )
+
+    def outer_optimizer(self, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
+        """SGD with Nesterov momentum on the anchors.
+
+        Args:
+            anchors: The parameters at the start of the window.
+        """
+        momentum = self.outer_momentum
+        return torch.optim.SGD(anchors, lr=self.outer_lr, momentum=momentum, nesterov=momentum > 0)
+
+
+Sync = Literal["every_step"] | LocalSGD | DiLoCo
+
+
+def check_sync(sync: Any, *, comm_hook: Any = None, compress: Any = None, sync_batchnorm: bool = False) -> None:
+    """Raise :class:`ConfigurationError` unless it is a :data:`Sync` that is compatible with the other settings."""
+    if sync != "every_step" and not isinstance(sync, LocalSGD | DiLoCo):
+        raise ConfigurationError(f'sync must be "every_step", LocalSGD(...) or DiLoCo(...), got {sync!r}.')
+    if sync == "every_step":
+        return
+    for name, setting, does in (
+        ("a comm_hook", comm_hook, "sums gradients"),
+        (f"compress={compress}", compress if isinstance(compress, PowerSGD) else None, "is for gradients"),
+        ("sync_batchnorm=True", sync_batchnorm or None, "exchanges statistics in every step"),
+    ):
+        if setting is not None:
+            raise ConfigurationError(f"{name} {does}, but sync={sync!r} sends none. Use one of them.")
+
+
+def _check_every(every: Any) -> None:
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ConfigurationError(f"every must be a positive number of steps, got {every!r}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
