@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ddp_callbacks._torch import non_persistent_buffers
 from ddp_callbacks.comm.agreement import SHOWN, require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, checksum_of_memory, is_dense, memory_of
-from ddp_callbacks.comm.codec import pack, unpack
+from ddp_callbacks.comm.codec import Json, pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, broadcast, broadcast_tensors
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
@@ -188,7 +188,9 @@ _REMEDY = (
 
 
 @torch.no_grad()
-def require_equal_replicas(module: torch.nn.Module, when: str, group: dist.ProcessGroup | None = None) -> None:
+def require_equal_replicas(
+    module: torch.nn.Module, when: str, group: dist.ProcessGroup | None = None, note: Json = None
+) -> list[Json]:
     """Raise unless the parameters and persistent buffers of ``module`` are equal on all ranks. A collective.
 
     The ranks compare checksums of the bits, which costs about one pass over the memory and one small message. If these
@@ -200,21 +202,24 @@ def require_equal_replicas(module: torch.nn.Module, when: str, group: dist.Proce
         module: The same model on every rank.
         when: For the message: "at the end of epoch 3".
         group: ``None`` is the default group.
+        note: Travels along, as JSON.
+
+    Returns:
+        Every rank's note.
 
     Raises:
         MismatchError: On every rank alike; names the first tensors that differ, by how much, the ranks and hosts.
         PeerError: Another rank failed or died.
     """
     if get_world_size(group) == 1:
-        return
+        return [note]
     named = dict(_compared(module))
     memories = list(map(memory_of, named.values()))
     whole = [*map(checksum_of_memory, _joined(memories)), sum(memory.numel() for memory in memories)]
-    own = [whole, _processor(named), socket.gethostname()]
-    gathered = all_gather_json(own, "the comparison of the replicas", group)
-    if all(found == whole for found, _, _ in gathered):
-        return
-    _, processors, hosts = zip(*gathered, strict=True)
+    own = [whole, _processor(named), socket.gethostname(), note]
+    found, processors, hosts, notes = zip(*all_gather_json(own, "the comparison of the replicas", group), strict=True)
+    if all(other == whole for other in found):
+        return list(notes)
     by_rank = all_gather_json(list(map(checksum_of_memory, memories)), "the checksums of the replicas", group)
     differing = [name for name, found in zip(named, zip(*by_rank, strict=True), strict=True) if len(set(found)) > 1]
     distances = all_gather_json([_take(named[name], group) for name in differing], "distances of the replicas", group)
@@ -224,12 +229,13 @@ def require_equal_replicas(module: torch.nn.Module, when: str, group: dist.Proce
         if any(distance)
     ]
     if not lines:
-        return
+        return list(notes)
     more = f"\n  ... and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
     text = f"the ranks hold different models {when}:\n  " + "\n  ".join(lines[:SHOWN]) + more + "\n"
     if len(set(processors)) == 1:
         raise MismatchError(text + _REMEDY)
     warnings.warn(f"{text}They compute on {', '.join(processors)}; all go on with rank 0's.", stacklevel=2)
+    return list(notes)
 
 
 def require_same_checkpoint(loaded: str | None, source: str, group: dist.ProcessGroup | None = None) -> None:

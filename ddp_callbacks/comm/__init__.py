@@ -1,7 +1,8 @@
 """Communication between the ranks. Nothing above this folder depends on the transport.
 
 - :mod:`.messages`: the all-gather of bytes that carries everything small, through the memory of a host
-  (:mod:`.host_slots`) and between hosts; :mod:`.cpu_group`: the process group that it uses
+  (:mod:`.host_slots`) and between hosts; :mod:`.hosts`: which ranks share a host, and its memory; :mod:`.cpu_group`,
+  :mod:`.subgroups`: the process groups that it uses
 - :mod:`.collectives`: JSON, tensors and decisions to and from all ranks, in the format of :mod:`.codec`;
   :mod:`.agreement`: consistency checks; :mod:`.scalars`: a few numbers per step; :mod:`.device_scalars`: numbers on
   GPUs, between these

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from ddp_callbacks.comm.checksums import memory_of
 from ddp_callbacks.comm.codec import Json, bytes_of, decode, encode, tensor_of
 from ddp_callbacks.comm.cpu_group import cpu_group
-from ddp_callbacks.comm.messages import all_gather_bytes, groups_so_far, make_subgroup, open_messenger
+from ddp_callbacks.comm.messages import all_gather_bytes, hosts_of
 from ddp_callbacks.comm.process_group import ProcessGroupWork
+from ddp_callbacks.comm.subgroups import groups_so_far, make_subgroup
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import enter, launching, of_device, wait
 
@@ -181,8 +182,8 @@ def gather_bytes(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | No
 
 
 def new_subgroup(parts: Sequence[Sequence[int]], group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """As :func:`.messages.make_subgroup`. A collective."""
-    open_messenger(group)  # it makes groups itself
+    """As :func:`.subgroups.make_subgroup`. A collective."""
+    hosts_of(group)  # this makes groups, too
     counts = all_gather_json(groups_so_far(group), "further process groups", group)
     return make_subgroup(parts, group, counts)
 

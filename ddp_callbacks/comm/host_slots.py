@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import itertools
 import mmap
-import os
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
 
 import torch.distributed as dist
 
 from ddp_callbacks._torch import timeout_of
-from ddp_callbacks.comm import memfd
 from ddp_callbacks.comm.semaphores import SemaphoreChannel
 from ddp_callbacks.process_group.failures import wait
 
@@ -84,38 +80,3 @@ class HostSlots:
 
     def _slot(self, index: int, number: int) -> int:
         return (2 * index + number % 2) * (_HEAD + _ROOM)
-
-
-def create_segment(size: int, opened: ExitStack) -> tuple[int, str]:
-    """A segment for so many ranks: its descriptor, or -1 and why this process cannot or should not share memory.
-
-    Args:
-        opened: Closes what is opened here.
-    """
-    if problem := memfd.refusal():
-        return -1, problem
-    try:
-        fd = memfd.create(HostSlots.nbytes(size))
-    except OSError as error:
-        return -1, f"shared memory cannot be created: {error}"
-    opened.callback(os.close, fd)
-    return fd, ""
-
-
-def open_slots(
-    group: dist.ProcessGroup, ranks: list[int], pids: Sequence[int], fds: Sequence[int], opened: ExitStack
-) -> tuple[HostSlots | None, str]:
-    """The slots in the segment of the first of ``ranks``; or ``None``, and why they cannot be opened. Local.
-
-    Args:
-        pids, fds: The process and the segment of each rank of the group.
-        opened: Closes what is opened here.
-    """
-    first, fd = ranks[0], fds[ranks[0]]
-    try:
-        if first != group.rank():
-            fd = memfd.open_control(pids[first], fd)
-            opened.callback(os.close, fd)
-        return HostSlots(group, ranks, fd), ""
-    except OSError as error:
-        return None, f"rank {group.rank()} cannot open what rank {first} shares: {error}"

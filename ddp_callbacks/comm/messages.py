@@ -8,25 +8,21 @@ host gathers that in turn.
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from typing import Any, Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks import environment
-from ddp_callbacks._torch import all_gather_flat, count_of_groups, count_of_own_groups, timeout_of
+from ddp_callbacks._torch import all_gather_flat
 from ddp_callbacks.comm.cpu_group import cpu_group
-from ddp_callbacks.comm.host_slots import HostSlots, create_segment, open_slots
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.comm.host_slots import HostSlots
+from ddp_callbacks.comm.hosts import OPENING, Hosts, open_hosts
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import enter, launching, require_tags, tag_of, wait
 
-_OPENING = "the hosts of the ranks"
 _HEAD = 8  # bytes for the length of a message
 _ROOM = 2048  # bytes of a message that all ranks of a process group send at once; what is longer follows
 _TAG = 4  # bytes for the tag of the purpose
@@ -45,7 +41,7 @@ def all_gather_bytes(message: bytes, doing: str, group: dist.ProcessGroup | None
         PeerError: Another rank failed, died or went silent.
     """
     group = cpu_group(resolve_group(group))
-    messenger = open_messenger(group)
+    messenger = _open(group).messenger
     enter(doing)
     try:
         gathered = messenger.gather(tag_of(doing).to_bytes(_TAG, "little") + message, doing)
@@ -92,18 +88,12 @@ class GroupMessenger:
 
 
 class HostMessenger:
-    """Through the memory of each host, and by a process group of one rank of each host.
+    """Through the memory of each host, and by a process group of one rank of each host."""
 
-    Args:
-        slots: Of this host.
-        leaders: The first ranks of the hosts; ``None`` on the other ranks, and if there is one host.
-        hosts: The ranks, host by host.
-    """
-
-    def __init__(self, slots: HostSlots, leaders: dist.ProcessGroup | None, hosts: list[list[int]]) -> None:
-        self._slots, self._leaders = slots, leaders
-        self._between = None if leaders is None else GroupMessenger(leaders)
-        self._hosts = hosts
+    def __init__(self, hosts: Hosts, slots: HostSlots) -> None:
+        self._hosts, self._slots = hosts.ranks, slots
+        self._leaders = hosts.leaders  # keeps it alive
+        self._between = None if hosts.leaders is None else GroupMessenger(hosts.leaders)
 
     def gather(self, message: bytes, doing: str) -> list[bytes]:
         """See :class:`_Messenger`."""
@@ -116,79 +106,27 @@ class HostMessenger:
         return [by_rank[rank] for rank in range(len(by_rank))]
 
 
-_messengers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Messenger] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True)
+class _Opened:
+    hosts: Hosts
+    messenger: _Messenger
 
 
-def open_messenger(group: dist.ProcessGroup) -> _Messenger:
-    """What carries the messages of a group. The first call for a group is a collective."""
-    group = cpu_group(group)
-    if group not in _messengers:
-        _messengers[group] = _open(group)
-    return _messengers[group]
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Opened] = weakref.WeakKeyDictionary()
 
 
-def _open(group: dist.ProcessGroup) -> _Messenger:
-    """Find out which ranks share a host, and open its slots; without shared memory on one rank no rank uses it."""
-    enter(_OPENING)
-    by_group = GroupMessenger(group)
-    with ExitStack() as opened:
-        fd, problem = create_segment(group.size(), opened)
-        mine = [environment.host_identity(), os.getpid(), fd, problem, groups_so_far(group)]
-        names, pids, fds, problems, counts = zip(*_gather_json(by_group, mine), strict=True)
-        hosts = [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
-        if any(problems) or len(hosts) == len(names):
-            return by_group
-        slots, problem = open_slots(group, next(ranks for ranks in hosts if group.rank() in ranks), pids, fds, opened)
-        # Nobody may post before every rank has made its semaphores.
-        if any(_gather_json(by_group, problem)) or slots is None:
-            return by_group
-        weakref.finalize(group, opened.pop_all().close).atexit = False
-    leaders = make_subgroup([[ranks[0] for ranks in hosts]], group, counts) if len(hosts) > 1 else None
-    return HostMessenger(slots, leaders, hosts)
+def hosts_of(group: dist.ProcessGroup) -> Hosts:
+    """Which ranks of ``group`` share a host, and its memory. The first call for a group is a collective."""
+    return _open(cpu_group(group)).hosts
 
 
-def _gather_json(messenger: _Messenger, value: object) -> list[Any]:
-    return [json.loads(found) for found in messenger.gather(json.dumps(value).encode(), _OPENING)]
-
-
-def groups_so_far(group: dist.ProcessGroup) -> int:
-    """torch names a new group after this number, and would wait for the ranks that take another name."""
-    return count_of_groups() if group is dist.group.WORLD else count_of_own_groups()
-
-
-def make_subgroup(
-    parts: Sequence[Sequence[int]], group: dist.ProcessGroup, counts: Sequence[int]
-) -> dist.ProcessGroup | None:
-    """Make process groups with the backends and timeout of ``group``; return this rank's, or ``None`` if it is in none.
-
-    Args:
-        parts: Disjoint lists of ranks of ``group``. torch orders each new group by the global ranks.
-        counts: :func:`groups_so_far` of each rank.
-
-    Raises:
-        ConfigurationError: ``group`` is the default group, and its ranks have made different numbers of groups.
-    """
-    whole = group is dist.group.WORLD
-    if whole and len(set(counts)) > 1:
-        raise ConfigurationError(
-            f"the ranks of the process group have made different numbers of groups: {list(counts)}. Let all of them "
-            "call new_group for the same groups in the same order."
-        )
-    rank = dist.get_rank()
-    ranks = [[dist.get_global_rank(group, member) for member in part] for part in parts]
-    own = ranks if whole else [part for part in ranks if rank in part]
-    # The ranks of a smaller group may be in different numbers of others; groups of one rank make up for it.
-    alone = [] if whole else [[rank]] * (max(counts) - counts[group.rank()])
-    groups = [
-        dist.new_group(
-            part,
-            timeout=timeout_of(group),
-            backend=dist.get_backend_config(group),
-            use_local_synchronization=not whole,
-        )
-        for part in [*alone, *own]
-    ]
-    return next((own_group for own_group in groups[len(alone) :] if isinstance(own_group, dist.ProcessGroup)), None)
+def _open(group: dist.ProcessGroup) -> _Opened:
+    if group not in _opened:
+        enter(OPENING)
+        by_group = GroupMessenger(group)
+        hosts = open_hosts(group, by_group.gather)
+        _opened[group] = _Opened(hosts, by_group if hosts.slots is None else HostMessenger(hosts, hosts.slots))
+    return _opened[group]
 
 
 def _tensor_in(memory: bytearray) -> torch.Tensor:

@@ -16,7 +16,6 @@ On a single node every rank is a leader, and the last three steps run when a ran
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 import weakref
 from collections import deque
@@ -28,7 +27,6 @@ import torch.distributed as dist
 
 from ddp_callbacks._torch import outside_inference_mode, timeout_of
 from ddp_callbacks.comm import memfd
-from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.comm.protocol import as_real
 from ddp_callbacks.comm.segments import Segment, Segments
 from ddp_callbacks.comm.semaphores import LINE, SemaphoreChannel
@@ -65,12 +63,13 @@ class SharedMemoryAllReduce:
     Args:
         group: The group of these ranks.
         local_ranks: The ranks on this node.
-        control: Descriptor of a segment that all of them have opened, of size :meth:`control_nbytes`.
+        control: Descriptor of a segment that all of them have opened.
+        offset: Where its :meth:`control_nbytes` begin there; a multiple of the page size.
     """
 
     exact = True
 
-    def __init__(self, group: dist.ProcessGroup, local_ranks: LocalRanks, control: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, local_ranks: LocalRanks, control: int, offset: int = 0) -> None:
         self._group = weakref.ref(group)
         self.local_ranks = local_ranks
         self._local_rank, self._size = local_ranks.local_rank, len(local_ranks.ranks)
@@ -78,11 +77,11 @@ class SharedMemoryAllReduce:
         nbytes = SemaphoreChannel.nbytes(self._size)
         ranks = local_ranks.ranks
         self._posted, self._done = (
-            SemaphoreChannel(control, at, ranks, self._local_rank, timeout) for at in (0, nbytes)
+            SemaphoreChannel(control, offset + at, ranks, self._local_rank, timeout) for at in (0, nbytes)
         )
         # A ring of slots per rank, indexed by the number of the sum: serial number and descriptor of the segment,
         # offset in it, number of bytes, and purpose.
-        ring = memoryview(mmap.mmap(control, self.control_nbytes(self._size)))
+        ring = memoryview(mmap.mmap(control, self.control_nbytes(self._size), offset=offset))
         self._descriptors = ring[2 * nbytes :].cast("q")
         self._segments = Segments()
         self._finished = 0  # number of the last work that is complete on all ranks
@@ -275,49 +274,3 @@ def _sum_into_first(parts: list[torch.Tensor]) -> None:
         total += other
     if total is not first:
         first.copy_(total)
-
-
-def open_shared_memory(
-    group: dist.ProcessGroup, hosts: list[list[int]], pids: list[int]
-) -> tuple[SharedMemoryAllReduce | None, str]:
-    """Open this node's shared memory; if a rank of the group cannot open its node's, return None and why. A collective.
-
-    Args:
-        hosts: The ranks of the group, node by node.
-        pids: Their process ids.
-    """
-    doing = "the shared memory of the host"
-    local_ranks = next(ranks for ranks in hosts if group.rank() in ranks)
-    here = local_ranks.index(group.rank())
-    control, problem = _create_control(len(local_ranks)) if here == 0 else (-1, "")
-    created, problems = zip(*all_gather_json([control, problem], doing, group), strict=True)
-    if problem := next(filter(None, problems), ""):
-        _close(control)
-        return None, problem
-    memory: SharedMemoryAllReduce | None = None
-    try:
-        if here > 0:
-            control = memfd.open_control(pids[local_ranks[0]], created[local_ranks[0]])
-        leaders = min(map(len, hosts))
-        memory = SharedMemoryAllReduce(
-            group, LocalRanks(local_ranks, [pids[rank] for rank in local_ranks], here, leaders), control
-        )
-        weakref.finalize(group, _close, control).atexit = False
-    except OSError as error:
-        problem = f"rank {group.rank()} cannot open what rank {local_ranks[0]} shares: {error}"
-        _close(control)
-    # No rank may open a channel before every rank has made its semaphores.
-    problem = next(filter(None, all_gather_json(problem, doing, group)), "")
-    return (None, problem) if problem else (memory, "")
-
-
-def _create_control(size: int) -> tuple[int, str]:
-    try:
-        return memfd.create(SharedMemoryAllReduce.control_nbytes(size)), ""
-    except OSError as error:
-        return -1, f"shared memory cannot be created: {error}"
-
-
-def _close(fd: int) -> None:
-    if fd >= 0:
-        os.close(fd)

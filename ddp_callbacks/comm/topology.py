@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks import environment
-from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.comm.cpu_group import cpu_group
 from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce, IntraNode, SingleRankNode, SummingThreads
 from ddp_callbacks.comm.inter_node import CHUNK_NBYTES, InterNodeAllReduce, InterNodeGroups, open_inter_node_groups
-from ddp_callbacks.comm.memfd import refusal
+from ddp_callbacks.comm.messages import hosts_of
 from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
 from ddp_callbacks.comm.protocol import AllReduce, allocate
-from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce, open_shared_memory
 from ddp_callbacks.errors import say
 
 _say_once = functools.cache(say)
@@ -50,7 +46,7 @@ def topology_of(group: dist.ProcessGroup) -> Topology:
 class Topology:
     """Which ranks of a group share a node and its memory; nodes are connected by the network.
 
-    The constructor is a collective. Either the ranks of every node share memory or none do, and rank 0 logs which.
+    The constructor is a collective; rank 0 logs how the ranks will sum.
 
     Attributes:
         nodes: The ranks, node by node; without shared memory, each rank is a separate node.
@@ -58,21 +54,12 @@ class Topology:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
-        known = all_gather_json([environment.host_identity(), os.getpid(), refusal()], "the hosts of the ranks", group)
-        names, pids, refusals = zip(*known, strict=True)
-        self.nodes = [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
-        self._memory: SharedMemoryAllReduce | None = None
-        problem: str = next(filter(None, refusals), "")
-        if not problem and len(self.nodes) == len(pids):
-            problem = "every rank is on a different host"
-        if not problem:
-            self._memory, problem = open_shared_memory(group, self.nodes, list(pids))
-        if self._memory is None:
-            self.nodes = [[rank] for rank in range(len(pids))]
+        hosts = hosts_of(group)
+        self.nodes, self._memory = hosts.ranks, hosts.sums
         self._groups: InterNodeGroups | None = None
         self._threads: SummingThreads | None = None
         if group.rank() == 0:
-            _say_once(f"summing CPU tensors using {self._describe(problem)}")
+            _say_once(f"summing CPU tensors using {self._describe(hosts.problem)}")
 
     @property
     def on_one_node(self) -> bool:

@@ -6,7 +6,7 @@ the current device's generator if the process uses CUDA.
 
 from __future__ import annotations
 
-import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_callbacks.comm.codec import pack, unpack
 from ddp_callbacks.comm.collectives import broadcast_tensors
 from ddp_callbacks.data.global_state import (
     State,
@@ -46,8 +47,6 @@ __all__ = [
     "seed_by_rank",
     "set_global_state",
 ]
-
-_TENSOR = "tensor"  # placeholder for a tensor in JSON
 
 
 class SharedRandomState:
@@ -84,7 +83,7 @@ class SharedRandomState:
         self._state = get_global_state(torch_only) if self._is_kept else ()
         if self._world_size > 1:
             states = [get_global_state(torch_only), *(get_state_of(generator) for generator in generators)]
-            self._state, *own = _broadcast_states(states, group)
+            self._state, *own = _broadcast(states, group)
             for generator, state in zip(generators, own, strict=True):
                 set_state_of(generator, state)
 
@@ -134,7 +133,7 @@ def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:
     """
     if get_world_size(group) == 1:
         return
-    (state,) = _broadcast_states([get_global_state(False)], group)
+    (state,) = _broadcast([get_global_state(False)], group)
     if rank := get_rank(group):
         seed_global(f"{rank}", checksum_of_state(state))
 
@@ -146,7 +145,7 @@ def broadcast_rng_state(group: dist.ProcessGroup | None = None) -> None:
         group: ``None`` is the default group.
     """
     if get_world_size(group) > 1:
-        set_global_state(_broadcast_states([get_global_state(False)], group)[0])
+        set_global_state(_broadcast([get_global_state(False)], group)[0])
 
 
 class RunRandomState:
@@ -159,6 +158,9 @@ class RunRandomState:
 
     Args:
         group: ``None`` is the default group.
+
+    Attributes:
+        is_fresh: Whether nobody has drawn alike since the state was last shared.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -168,6 +170,7 @@ class RunRandomState:
         self._sent: State | None = None  # what all ranks have last got
         self._in_batch: State | None = None  # follows from what was sent until it is drawn from
         self._own: State | None = None  # while all ranks draw alike; None if rank 0's state is the shared one
+        self.is_fresh = False
         self._is_alike = False
         self._is_in_batch = False  # of the two ways to be alike, this one draws from _in_batch
 
@@ -183,13 +186,22 @@ class RunRandomState:
         """
         if get_world_size(self._group) == 1:
             return
-        known = [] if self._sent is None else [self._sent]
-        (self._sent,) = _broadcast_states([get_global_state(False)], self._group, known)
+        self.accept(_of_rank_0(self.offer(), self._group))
+
+    def offer(self) -> Any:
+        """What rank 0 sends of its state, as tensors and plain data; another message may carry it. Local."""
+        return _news(get_global_state(False), self._sent or ()) if self._rank == 0 else None
+
+    def accept(self, offered: Any) -> None:
+        """As :meth:`synchronize`, with what rank 0 has offered at this moment. Local; every rank calls it."""
+        current = get_global_state(False)
+        self._sent = current if self._rank == 0 else _updated(self._sent or current, offered)
         self._shared, self._in_batch, self._own = self._sent, None, None
         if self._rank:
             seed_global(f"{self._rank}", checksum_of_state(self._shared))
             self._own = get_global_state(False)
         set_global_state(self._shared if self._is_alike or self._own is None else self._own)
+        self.is_fresh = True
 
     def end(self) -> None:
         """Leave the shared state in place on all ranks. Local."""
@@ -276,7 +288,7 @@ class RunRandomState:
         if world_size > 1 and (is_derived or state["in_batch"] is None):
             own = self._derived(own, shared)
         if world_size > 1 and (self.is_open or state["shared"]):
-            self._shared, self._sent = shared, None
+            self._shared, self._sent, self.is_fresh = shared, None, False
             self._in_batch = tuple(state["in_batch"] or self._seeded("hooks of a batch", shared))
         if self._is_alike and self._is_in_batch:
             self._own, current = own, self._in_batch or own
@@ -317,27 +329,37 @@ class RunRandomState:
     def _leave(self) -> None:
         if self._shared is None:
             return
-        self._shared = get_global_state(False)
+        self._shared, self.is_fresh = get_global_state(False), False
         if self._own is not None:
             set_global_state(self._own)
 
 
-def _broadcast_states(states: list[State], group: dist.ProcessGroup | None, known: Sequence[State] = ()) -> list[State]:
-    """Rank 0's states.
-
-    Args:
-        known: States that all ranks have; parts that are still the same are not sent.
-    """
-    before = [part for state in known for part in state]
-    parts = [part for state in states for part in state]
-    news = [place for place, part in enumerate(parts) if place >= len(before) or not same_part(part, before[place])]
-    tensors = [parts[place] for place in news if isinstance(parts[place], torch.Tensor)]
-    header = [[place, _TENSOR if isinstance(parts[place], torch.Tensor) else plain(parts[place])] for place in news]
-    header, tensors = broadcast_tensors(header, tensors, "the random state", group)
+def _broadcast(states: list[State], group: dist.ProcessGroup | None) -> list[State]:
+    """Rank 0's states. A collective."""
     if get_rank(group) == 0:
+        _of_rank_0([_news(state) for state in states], group)
         return states
-    parts[: len(before)], remaining = before, iter(tensors)
-    for place, part in header:
-        parts[place] = next(remaining) if part == _TENSOR else as_tuples(part)
-    found = iter(parts)
-    return [tuple(itertools.islice(found, len(state))) for state in states]
+    return [_updated(state, news) for state, news in zip(states, _of_rank_0(None, group), strict=True)]
+
+
+def _of_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """Rank 0's tensors and plain data. A collective."""
+    tensors: list[torch.Tensor] = []
+    header = pack(value, tensors)
+    return unpack(*broadcast_tensors(header, tensors, "the random state", group))
+
+
+def _news(state: State, known: State = ()) -> list[list[Any]]:
+    """The parts of ``state`` that are not those of ``known``, each with its place."""
+    news = [place for place, part in enumerate(state) if place >= len(known) or not same_part(part, known[place])]
+    parts = [state[place] for place in news]
+    sent = [part if isinstance(part, torch.Tensor) else json.dumps(plain(part)) for part in parts]
+    return [list(pair) for pair in zip(news, sent, strict=True)]
+
+
+def _updated(state: State, news: list[list[Any]]) -> State:
+    """Inverse of :func:`_news`: the whole state, given what is known of it."""
+    parts = list(state)
+    for place, part in news:
+        parts[place] = part if isinstance(part, torch.Tensor) else as_tuples(json.loads(part))
+    return tuple(parts)

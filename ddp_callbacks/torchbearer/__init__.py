@@ -35,7 +35,7 @@ from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback
 from ddp_callbacks.torchbearer.batch_norm import SynchronizeBatchNorm
 from ddp_callbacks.torchbearer.bundle import DDPCallback
 from ddp_callbacks.torchbearer.data import ShardData
-from ddp_callbacks.torchbearer.decisions import AgreeToStop
+from ddp_callbacks.torchbearer.decisions import AgreeToStop, CompareReplicas
 from ddp_callbacks.torchbearer.flatten import Flatten
 from ddp_callbacks.torchbearer.gradients import AllReduceGradients
 from ddp_callbacks.torchbearer.local_sgd import AverageParameters
@@ -45,7 +45,7 @@ from ddp_callbacks.torchbearer.predictions import GatherPredictions
 from ddp_callbacks.torchbearer.reports import ReportFailures
 from ddp_callbacks.torchbearer.resume import Resume
 from ddp_callbacks.torchbearer.skipping import SkipBatches
-from ddp_callbacks.torchbearer.start import BroadcastParameters, CompareReplicas, MergeBuffers
+from ddp_callbacks.torchbearer.start import BroadcastParameters, MergeBuffers
 from ddp_callbacks.torchbearer.verification import VerifyGradient
 
 __all__ = [

@@ -16,7 +16,7 @@ from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group
 from ddp_callbacks.torchbearer.batch_norm import SynchronizeBatchNorm
 from ddp_callbacks.torchbearer.data import ShardData
-from ddp_callbacks.torchbearer.decisions import AgreeToStop
+from ddp_callbacks.torchbearer.decisions import AgreeToStop, CompareReplicas
 from ddp_callbacks.torchbearer.gradients import AllReduceGradients
 from ddp_callbacks.torchbearer.local_sgd import AverageParameters
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
@@ -24,7 +24,7 @@ from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.predictions import GatherPredictions
 from ddp_callbacks.torchbearer.reports import ReportFailures
 from ddp_callbacks.torchbearer.skipping import SkipBatch, SkipBatches, check_skip
-from ddp_callbacks.torchbearer.start import BroadcastParameters, CompareReplicas, MergeBuffers
+from ddp_callbacks.torchbearer.start import BroadcastParameters, MergeBuffers
 from ddp_callbacks.torchbearer.verification import VerifyGradient
 from ddp_callbacks.torchbearer.weights import Weight
 from ddp_callbacks.verification import Verify, check_verify

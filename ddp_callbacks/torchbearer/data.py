@@ -14,7 +14,7 @@ from ddp_callbacks.data.random_state import RunRandomState, broadcast_rng_state
 from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, length_of, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
-from ddp_callbacks.torchbearer.base import SHARE, DistributedCallback, State, wrap_methods
+from ddp_callbacks.torchbearer.base import RUN_RANDOM_STATE, SHARE, DistributedCallback, State, wrap_methods
 from ddp_callbacks.torchbearer.events import draw_alike
 
 DATA_KEYS = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA, torchbearer.TEST_DATA)
@@ -72,7 +72,7 @@ class ShardData(DistributedCallback):
         if self.world_size > 1 or self._is_resumable:
             self._divide_all(state)
         if self.world_size > 1:
-            self._share_random_state()
+            self._share_random_state(state)
 
     def _divide_all(self, state: State) -> None:
         for _, loader in self._sharded.values():
@@ -90,11 +90,12 @@ class ShardData(DistributedCallback):
             data = self._shard(state[torchbearer.GENERATOR], state[torchbearer.STEPS])
             state[torchbearer.GENERATOR], state[torchbearer.STEPS] = data
 
-    def _share_random_state(self) -> None:
+    def _share_random_state(self, state: State) -> None:
         has_generator = any(data is not None and data[0] is not None for data in map(self._originals.get, DATA_KEYS))
         if has_generator or self.batch_size == "per_process":
             assert self._random_state is not None
             self._random_state.synchronize()
+            state[RUN_RANDOM_STATE] = self._random_state
         else:
             broadcast_rng_state(self.process_group)
 

@@ -1,25 +1,52 @@
-"""Make all ranks stop together."""
+"""At the end of an epoch all ranks have the same model, and they stop together."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 import torchbearer
-from torchbearer import Callback
+from torchbearer import CALLBACK_LIST, MODEL, Callback
 from torchbearer.callbacks import CallbackList, EarlyStopping, TerminateOnNaN
 
 from ddp_callbacks.comm.collectives import any_rank
+from ddp_callbacks.replicas import require_equal_replicas
 from ddp_callbacks.torchbearer.base import DistributedCallback, State
+
+_IS_AGREED = torchbearer.state_key("ddp_callbacks_stop_is_agreed")
+"""State key, set if all ranks know whether one of them stops at the end of this epoch."""
 
 _MAY_STOP = ("on_forward", "on_criterion", "on_backward", "on_step_training")
 _MAY_STOP_VALIDATION = ("on_forward_validation", "on_criterion_validation", "on_step_validation")
+
+
+class CompareReplicas(DistributedCallback):
+    """At the end of each epoch of ``run``: raise unless parameters and buffers are equal on all ranks.
+
+    See :func:`ddp_callbacks.replicas.require_equal_replicas`. It costs about one pass over the model's memory. The same
+    message tells all ranks if one of them has set ``state[STOP_TRAINING]``.
+
+    Args:
+        process_group: ``None`` is the default group.
+
+    Raises:
+        MismatchError: On every rank; names the tensors that differ, the ranks and hosts.
+    """
+
+    def on_checkpoint(self, state: State) -> None:
+        when = f"at the end of epoch {state[torchbearer.EPOCH]}"
+        # A user's callback, perhaps on one rank alone, may still change its mind in this event.
+        may_change = any(handles(callback, ("on_checkpoint",)) for callback in flat_callbacks(state[CALLBACK_LIST]))
+        mine = [bool(state[torchbearer.STOP_TRAINING]), may_change]
+        stops, changes = zip(*require_equal_replicas(state[MODEL], when, self.process_group, mine), strict=True)
+        state[torchbearer.STOP_TRAINING], state[_IS_AGREED] = any(stops), not any(changes)
 
 
 class AgreeToStop(DistributedCallback):
     """If any rank sets ``state[STOP_TRAINING]``, stop all ranks at the same step.
 
     Ranks that read merged epoch metrics decide the same anyway. This covers decisions that differ, such as
-    ``TerminateOnNaN`` on one rank's running loss. The ranks always agree at the end of each epoch. After each step,
-    which costs a small all-reduce, they agree only if a callback may stop there: ``TerminateOnNaN``,
+    ``TerminateOnNaN`` on one rank's running loss. The ranks always agree at the end of each epoch, by the message of
+    :class:`CompareReplicas` unless a user's callback on some rank handles ``on_checkpoint``. After each step, which
+    costs a small message, they agree only if a callback may stop there: ``TerminateOnNaN``,
     ``EarlyStopping(step_on_batch=True)``, or a user's callback with an event after the forward pass. This must be the
     last callback; it moves itself there.
 
@@ -52,7 +79,8 @@ class AgreeToStop(DistributedCallback):
             self._agree(state)
 
     def on_checkpoint(self, state: State) -> None:
-        self._agree(state)
+        if not state.get(_IS_AGREED):
+            self._agree(state)
 
     def _agree(self, state: State) -> None:
         stop = bool(state[torchbearer.STOP_TRAINING])

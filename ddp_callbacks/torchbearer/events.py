@@ -8,7 +8,8 @@ all others                                        the same: they may initialize 
 ================================================  ====================================================================
 
 An event that draws the same must run on all ranks and draw the same amount. If it doesn't (it runs only on rank 0), the
-ranks are synchronized again before the next event in ``_MEETING``.
+ranks are synchronized again before the next event in ``_MEETING``, at the end of a pass by the message that merges its
+metrics.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _ALIKE = (
     "on_end",
 )
 _ALIKE_IN_BATCH = ("on_backward", "on_step_training")
-_MEETING = ("on_start_epoch", "on_end_training", "on_end_epoch", "on_end")
+_MEETING = ("on_start_epoch", "on_end_training", "on_end_validation", "on_end")
 
 
 def draw_alike(callbacks: CallbackList, random_state: RunRandomState) -> None:
@@ -54,7 +55,7 @@ def draw_alike(callbacks: CallbackList, random_state: RunRandomState) -> None:
 def _drawing_alike(event: Event, random_state: RunRandomState, meets: bool) -> Event:
     @functools.wraps(event)
     def drawing_alike(state: State) -> None:
-        if meets and random_state.is_open:
+        if meets and random_state.is_open and not random_state.is_fresh:
             random_state.synchronize()
         with random_state.alike():
             event(state)

@@ -16,6 +16,7 @@ from torchbearer.metrics.aggregators import RunningMetric
 from ddp_callbacks.comm.codec import Json, pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_json, all_gather_tensors
 from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows, join_batch_logs
+from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.torchbearer._torchbearer import (
     add_up,
@@ -26,7 +27,7 @@ from ddp_callbacks.torchbearer._torchbearer import (
     set_rows,
     sums_of,
 )
-from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
+from ddp_callbacks.torchbearer.base import RUN_RANDOM_STATE, DistributedCallback, State, share_of
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 
 LossMetric = type(_DecoratedLoss().root)
@@ -155,25 +156,31 @@ class MetricsPass:
         self._recorders[id(aggregator)].add(self._step, weight, value)
 
     def _process_final(self, state: State) -> dict[str, Any]:
-        self._merge()
+        random_state = state.get(RUN_RANDOM_STATE)
+        self._merge(random_state if random_state is not None and random_state.is_open else None)
         for aggregator, _ in self._aggregators:
             aggregator.__dict__.pop("process", None)
         final = MetricList.process_final(self._list, state)
         is_settled = not any(_may_differ(metric) for metric, _ in self._aggregators)
         return final if is_settled else _settle(final, self._samples, self._group)
 
-    def _merge(self) -> None:
-        tensors: list[torch.Tensor] = []
+    def _merge(self, random_state: RunRandomState | None) -> None:
+        """Callbacks draw next, and the same on all ranks, so the random state travels along."""
         mine = [self._export(aggregator) for aggregator, _ in self._aggregators]
-        header: Json = [[self._rows, [a.name for a, _ in self._aggregators]], pack(mine, tensors)]
+        tensors: list[torch.Tensor] = []
+        names = [aggregator.name for aggregator, _ in self._aggregators]
+        header: Json = [self._rows, names, pack([mine, random_state and random_state.offer()], tensors)]
         gathered = all_gather_tensors(header, tensors, "the merging of the metrics", self._group)
-        names = [entry[0][1] for entry, _ in gathered]
-        if any(other != names[0] for other in names):
-            raise MismatchError(_mismatch(names))
-        rows = [entry[0][0] for entry, _ in gathered]
-        states = [unpack(entry[1], parts) for entry, parts in gathered]
+        rows, by_rank, packed = zip(*(header for header, _ in gathered), strict=True)
+        if any(other != by_rank[0] for other in by_rank):
+            raise MismatchError(_mismatch(list(by_rank)))
+        states, offered = zip(
+            *(unpack(own, parts) for own, (_, parts) in zip(packed, gathered, strict=True)), strict=True
+        )
+        if random_state is not None:
+            random_state.accept(offered[0])
         for position, (aggregator, root) in enumerate(self._aggregators):
-            self._import(aggregator, root, [state[position] for state in states], rows)
+            self._import(aggregator, root, [state[position] for state in states], list(rows))
 
     def _export(self, aggregator: Metric) -> Any:
         if isinstance(aggregator, Mean | Var):

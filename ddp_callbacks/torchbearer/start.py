@@ -20,7 +20,6 @@ from ddp_callbacks.replicas import (
     broadcast_parameters,
     describe_checkpoint,
     merge_buffers,
-    require_equal_replicas,
     require_same_checkpoint,
     running_statistics,
 )
@@ -62,8 +61,7 @@ class BroadcastParameters(DistributedCallback):
             self._random_state = None
         if self.world_size == 1:
             return
-        self._require_same_checkpoint()
-        resumed = self._follow_resumed(state)
+        resumed = self._follow_resumed(state[torchbearer.HISTORY])
         settings = module_settings(state[torchbearer.MODEL]) | _versions() | _lengths(state)
         settings["what is called"] = self._called
         settings["epochs trained so far"] = str(len(state[torchbearer.HISTORY]))
@@ -100,17 +98,16 @@ class BroadcastParameters(DistributedCallback):
 
         return noting
 
-    def _require_same_checkpoint(self) -> None:
-        """Raise if ranks resume differently. If only rank 0 has loaded a checkpoint, the others follow it."""
-        loaded, self._loaded = self._loaded, None
-        found = all_gather_json(loaded, "who resumes", self.process_group)
-        if found[0] is None or any(other is not None for other in found[1:]):
-            require_same_checkpoint(loaded, "a state", self.process_group)
+    def _follow_resumed(self, history: list[dict[str, Any]]) -> bool:
+        """Raise if ranks resume differently. If only rank 0 has resumed, the others follow it; return whether they do.
 
-    def _follow_resumed(self, state: State) -> bool:
-        """Copy rank 0's history if only rank 0 has loaded one; return whether it did."""
-        history: list[dict[str, Any]] = state[torchbearer.HISTORY]
-        epochs = all_gather_json(len(history), "the number of epochs trained so far", self.process_group)
+        Rank 0 has resumed if it has loaded a checkpoint, or has a history.
+        """
+        loaded, self._loaded = self._loaded, None
+        found = all_gather_json([loaded, len(history)], "who resumes", self.process_group)
+        by_rank, epochs = zip(*found, strict=True)
+        if len(set(by_rank)) > 1 and any(by_rank[1:]):
+            require_same_checkpoint(loaded, "a state", self.process_group)
         if epochs[0] == 0 or set(epochs) != {0, epochs[0]}:
             return False
         tensors: list[torch.Tensor] = []
@@ -172,23 +169,6 @@ class MergeBuffers(DistributedCallback):
             for place, buffer in enumerate(buffers):
                 if id(buffer) in averaged:
                     buffer.copy_(sum(one["buffers"][place] * (one["samples"] / total) for one in states.of_ranks))
-
-
-class CompareReplicas(DistributedCallback):
-    """At the end of each epoch of ``run``: raise unless parameters and buffers are equal on all ranks.
-
-    See :func:`ddp_callbacks.replicas.require_equal_replicas`. It costs about one pass over the model's memory.
-
-    Args:
-        process_group: ``None`` is the default group.
-
-    Raises:
-        MismatchError: On every rank; names the tensors that differ, the ranks and hosts.
-    """
-
-    def on_checkpoint(self, state: State) -> None:
-        when = f"at the end of epoch {state[torchbearer.EPOCH]}"
-        require_equal_replicas(state[torchbearer.MODEL], when, self.process_group)
 
 
 def _versions() -> dict[str, str]:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ddp_callbacks import GradientSynchronizer, environment, join_process_group
 from ddp_callbacks.comm import memfd
-from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.comm.memfd import SWITCH
 from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
 from ddp_callbacks.comm.semaphores import SemaphoreChannel
@@ -107,7 +106,7 @@ def test_memory_that_cannot_be_used_after_all_leaves_no_descriptor() -> None:
     def raises(*_: object) -> None:
         raise OSError(38, "sem_init between processes")
 
-    all_gather_json("", "a test", group := dist.new_group())  # its connections are open
+    dist.barrier(group := dist.new_group())  # its connections are open
     before = descriptors()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SharedMemoryAllReduce, "__init__", raises)

@@ -47,6 +47,8 @@ class Odd(nn.Module):
         self.register_buffer("nothing", torch.zeros(0))
         self.register_buffer("broken", torch.tensor([torch.nan, 0.0, torch.inf]))
         self.register_buffer("graph", torch.eye(3).to_sparse())
+        self.register_buffer("levels", torch.zeros(1 << 16, dtype=torch.int16))
+        self.register_buffer("codes", torch.zeros(3).to(torch.float8_e4m3fn))
         self.register_buffer("cache", torch.zeros(4), persistent=False)
 
 
@@ -60,6 +62,8 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a number": (lambda model: model.wave[0].add_(1j), "parameter wave: {who} 1"),
     "a flag": (lambda model: model.flags.logical_not_(), "buffer flags: {who} 1"),
     "a count": (lambda model: model.count.add_(1), "buffer count: {who} 1"),
+    "a number of a dtype that gloo does not know": (lambda model: model.levels[0].add_(1), "buffer levels: {who} 1"),
+    "a number of eight bits": (lambda model: model.codes.fill_(1), "buffer codes: {who} 1"),
     "a NaN": (lambda model: model.broken[1].fill_(torch.nan), "buffer broken: {who} inf"),
     "the sign of zero": (lambda model: model.broken[1].neg_(), ""),
     "the bits of a NaN": (lambda model: model.broken.view(torch.int32)[0].add_(1), ""),
