@@ -1,35 +1,79 @@
-"""Collect facts about a node, as JSON. The job's interpreter runs this text there: import only the standard library."""
+"""Print facts about a node, as JSON. The job's interpreter runs this text there, with or without this package.
+
+Its first argument is ``all``, or the number of processes as in ``--nproc-per-node``: then only what a start needs is
+printed, in a fraction of a second.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import json
 import os
 import platform
-import socket
-import struct
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
-_SIOCGIFCONF, _IFREQ = 0x8912, 40  # Linux: the IPv4 addresses of all interfaces, and the bytes that each takes
+try:
+    import ddp_callbacks
+    from ddp_callbacks.network import address_for_others, is_for_others, own_addresses
+except ImportError:  # it is not installed there, or this is an older Python
+    ddp_callbacks = None  # type: ignore[assignment]
+
 PACKAGES = ("torch", "ddp_callbacks", "torchbearer", "lightning", "pytorch-lightning", "numpy")
+_COUNT = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
+_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg", "/dev/accel")  # of accelerators
+
+
+def place(processes: str) -> dict[str, Any]:
+    """What a start needs: the package's folder, ``None`` if it is missing, and how many processes run here."""
+    addresses = own_addresses() if ddp_callbacks else {}
+    likely = address_for_others([]) if ddp_callbacks else None  # first, the one on the route to the outside
+    return {
+        "package": os.path.dirname(ddp_callbacks.__file__) if ddp_callbacks else None,
+        "time": time.time(),
+        "processes": int(processes) if processes.isdigit() else _processes(processes),
+        "cores": usable_cores(),
+        "interfaces": addresses,
+        "addresses": [*filter(None, [likely]), *(each for each in addresses if each != likely and is_for_others(each))],
+    }
+
+
+def _processes(kind: str) -> int:
+    """One per GPU or else per CPU socket; ``cpu``: one per core; another word: one per such device, perhaps 0."""
+    if kind == "cpu":
+        return os.cpu_count() or 1
+    devices = 0
+    if any(map(os.path.exists, _DEVICES)):
+        counted = subprocess.run([sys.executable, "-P", "-c", _COUNT], capture_output=True, text=True)
+        devices = int(counted.stdout.split()[-1]) if counted.returncode == 0 else 0
+    if kind in ("", "auto"):
+        return devices or (_sockets() if kind == "" else os.cpu_count() or 1)
+    return devices
+
+
+def _sockets() -> int:
+    """The number of CPU sockets on which this process may run; 1 if unknown."""
+    packages = set()
+    for core in os.sched_getaffinity(0):
+        with suppress(OSError), open(f"/sys/devices/system/cpu/cpu{core}/topology/physical_package_id") as file:
+            packages.add(file.read().strip())
+    return max(1, len(packages))
 
 
 def facts() -> dict[str, Any]:
+    """What the doctor judges."""
     memory = _memory()
-    return {
+    return place("1") | {
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
-        "cores": usable_cores(),
         "memory": memory.get("MemTotal"),
         "free_memory": memory.get("MemAvailable"),
         "shared_memory": _free_space("/dev/shm"),
         "gpus": _gpus(),
-        "interfaces": _interfaces(),
     }
 
 
@@ -102,28 +146,5 @@ def _gpus() -> list[str]:
         return []
 
 
-def _interfaces() -> dict[str, str]:
-    """The interfaces' names, by address."""
-    return {**_of_ipv4(), **_of_ipv6()}
-
-
-def _of_ipv4() -> dict[str, str]:
-    room = ctypes.create_string_buffer(_IFREQ * 1024)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        reply = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", len(room), ctypes.addressof(room)))
-    used, _ = struct.unpack("iP", reply)
-    rows = [room.raw[at : at + _IFREQ] for at in range(0, used, _IFREQ)]
-    return {socket.inet_ntoa(row[20:24]): row[:16].partition(b"\0")[0].decode() for row in rows}
-
-
-def _of_ipv6() -> dict[str, str]:
-    try:
-        with open("/proc/net/if_inet6") as file:
-            rows = [line.split() for line in file]
-    except OSError:
-        return {}  # no IPv6
-    return {socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])): row[5] for row in rows}
-
-
 if __name__ == "__main__":
-    print(json.dumps(facts()))
+    print(json.dumps(facts() if sys.argv[1] == "all" else place(sys.argv[1])))

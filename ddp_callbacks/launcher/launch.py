@@ -14,13 +14,12 @@ from typing import Any
 
 from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
 from ddp_callbacks.launcher.node import GRACE
-from ddp_callbacks.launcher.plan import Plan
+from ddp_callbacks.launcher.plan import Job
+from ddp_callbacks.launcher.ranks import ask_for_facts, find_interface, start_ranks
 from ddp_callbacks.launcher.remote import as_hex
 from ddp_callbacks.versions import how_to_install_this
 
-AGENT = ("-P", "-m", "ddp_callbacks.launcher.agent")  # the command for the node's interpreter
-_IS_INSTALLED = "import importlib.util, sys; sys.exit(importlib.util.find_spec('ddp_callbacks') is None)"
-_LOOK_TIMEOUT = 20.0  # seconds for this check on a slow disk
+_PLACE_TIMEOUT = 25.0  # seconds for a node's facts, on a slow disk
 _REACH_TIMEOUT = 5.0  # seconds for a node to connect to the first one
 _LOOK = 0.25  # seconds between two checks of the time while nothing comes
 _CUT = 2.0  # seconds from the last force on the nodes until the last connection is cut
@@ -38,10 +37,10 @@ class CannotStart(Exception):
 
 
 class Interrupted(Exception):
-    """A signal came before the job had started on all nodes."""
+    """A signal, or the end of its time, came before the job had started."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(f"stopped by {reason}")
         self.code = 128 + number
 
 
@@ -71,25 +70,26 @@ _NO_LIMITS = Limits()
 class Launch:
     """One job on its nodes; use it in a ``with`` block, which disconnects from all nodes at its end.
 
-    Args:
-        plan: What runs where.
-        heartbeat_timeout: Seconds of silence after which a node, or the launcher, counts as lost.
-        limits: How long the job runs, and how long it takes to stop.
+    Attributes:
+        has_begun: Whether a rank was started.
+        is_forced: Whether a second signal has ended it at once.
+        stopped_by: The signal or limit that ended the job; empty if it was neither.
+        signal: The signal of ddprun itself that did.
+        restarts: How often its ranks have been started again, for whatever reason.
     """
 
-    def __init__(self, plan: Plan, heartbeat_timeout: float, limits: Limits = _NO_LIMITS) -> None:
-        self.plan = plan
-        self._patience = heartbeat_timeout
+    def __init__(self, job: Job, limits: Limits = _NO_LIMITS) -> None:
+        self.job = job
         self.limits = limits
+        self.has_begun = self.is_forced = False
+        self.stopped_by = ""
+        self.signal: int | None = None
+        self.restarts = 0
         self._stop_at = time.monotonic() + limits.seconds - limits.force
         self._events: queue.Queue[Event] = queue.Queue(maxsize=1000)
         self._nodes: list[Connection] = []
-        self._round = 0  # how often the workers of all nodes have been restarted
-        self._signal: int | None = None
-        self.is_forced = False  # a second signal has ended it at once
-        self._stopped_by = ""
-        self.has_begun = False  # whether a rank was started
-        self._signalled = 0.0  # when it came
+        self._where = ("", 0)  # address and port of the ranks' store
+        self._signalled = 0.0  # when the first signal came
         self._ending: float | None = None  # the deadline for all to end
 
     def __enter__(self) -> Launch:
@@ -104,10 +104,10 @@ class Launch:
         Raises:
             CannotStart: It cannot start on a node; nothing was started anywhere.
         """
-        self._nodes = connections(self.plan.nodes, self._events, self._patience)
+        self._nodes = connections(self.job.nodes, self._events, self.job.heartbeat_timeout)
         problems = self._ask_all(self._check)
         reached = [node for node in self._nodes if node not in problems]
-        if problems and (len(reached) < self.plan.min_nodes or self._nodes[0] in problems):
+        if problems and (len(reached) < self.job.min_nodes or self._nodes[0] in problems):
             raise CannotStart([f"{node.plan.name}: {problem}." for node, problem in problems.items()])
         for node, problem in problems.items():
             say(f"continuing without {node.plan.name}: {problem}.")
@@ -115,24 +115,23 @@ class Launch:
         self._nodes = reached
         self._refuse_machines_named_twice()
 
-    def meet(self) -> tuple[str | None, int]:
-        """Make the first node listen where the others can reach it; return the address and port.
+    def meet(self) -> None:
+        """Make the first node listen where the others can reach it.
 
         Raises:
             CannotStart: There is no address, or a node cannot reach it.
         """
-        if self.plan.rendezvous is None:
-            return None, 0
         first, *others = self._nodes
         try:
-            given = self.plan.address
+            given = self.job.address
             addresses = [given] if given else addresses_of(first, others) if others else ["127.0.0.1"]
         except NodeProblem as problem:
             raise CannotStart([f"{first.plan.name}: {problem}."]) from None
         problems: list[CannotStart] = []
         for address in addresses:
             try:
-                return address, self._listen(first, others, address)
+                self._where = address, self._listen(first, others, address)
+                return
             except CannotStart as problem:
                 problems.append(problem)
         raise problems[0]
@@ -140,7 +139,7 @@ class Launch:
     def _listen(self, first: Connection, others: list[Connection], address: str) -> int:
         """Listen at ``address``; return the port once all others have reached it."""
         try:
-            port = int(first.ask("listen", address=address, port=self.plan.port)["port"])
+            port = int(first.ask("listen", address=address, port=self.job.port)["port"])
         except NodeProblem as problem:
             remedy = "Choose another with --master-port or --master-addr"
             raise CannotStart([f"{first.plan.name}: {problem}. {remedy}."]) from None
@@ -148,24 +147,36 @@ class Launch:
         if problems:
             remedy = f"Open the firewall of {first.plan.name} for it, or choose another address with --master-addr"
             raise CannotStart([f"{node.plan.name}: {problem}. {remedy}." for node, problem in problems.items()])
+        self._ask_all(lambda node: find_interface(node, address))
         return port
 
-    def start(self, address: str | None, port: int) -> None:
-        """Start the agents.
+    def start(self) -> None:
+        """Start the ranks on the nodes that are left. Returns at once; the nodes report it.
 
         Raises:
-            CannotStart: An agent could not be started; those already started are ended.
+            Interrupted: A signal came, or the time of the job is over.
         """
-        problems = self._ask_all(lambda node: self._start_agent(node, address, port))
-        if problems:
-            raise CannotStart([f"{node.plan.name}: {problem}." for node, problem in problems.items()])
+        if time.monotonic() >= self._stop_at:
+            self.stopped_by = self.limits.reason
+            raise Interrupted(signal.SIGTERM, self.stopped_by)
+        if self.signal is not None:
+            raise Interrupted(self.signal, self.stopped_by)
+        start_ranks(self.job, self._nodes, self._where, self.restarts)
 
-    def start_again(self, after: int | None, nodes: list[Connection]) -> None:
-        """Restart the workers on these nodes, unless that has already happened since round ``after``."""
-        if after is None or after == self._round:
-            self._round += 1
-            for node in nodes:
-                node.tell("round", number=self._round, members=[member.plan.rank for member in nodes])
+    def feed(self, data: bytes) -> None:
+        """Send data to rank 0's standard input; none at its end."""
+        self._nodes[0].tell("input", data=data.hex())
+
+    def halt(self, nodes: list[Connection]) -> None:
+        """End the ranks of these nodes, so that others can be started. Each node reports when it is ready."""
+        for node in nodes:
+            node.tell("halt", port=self.job.port, seconds=self.job.kill_after)
+
+    def start_again(self, nodes: list[Connection], port: int) -> None:
+        """Start the ranks on nodes that are ready, the first of which listens on ``port``."""
+        self.restarts += 1
+        self._where = self._where[0], port
+        start_ranks(self.job, nodes, self._where, self.restarts)
 
     @property
     def is_ending(self) -> bool:
@@ -180,8 +191,7 @@ class Launch:
     def next_event(self) -> Event | None:
         """The next event; ``None`` if none comes within a moment."""
         if time.monotonic() >= self._stop_at and not self.is_ending:
-            self._stopped_by = self.limits.reason
-            self.stop(signal.SIGTERM)
+            self.stop(signal.SIGTERM, self.limits.reason)
         try:
             return self._events.get(timeout=_LOOK)
         except queue.Empty:
@@ -192,34 +202,31 @@ class Launch:
         """The nodes that were reached, in rank order."""
         return list(self._nodes)
 
-    @property
-    def signal(self) -> int | None:
-        """The signal of ddprun itself that ended the job."""
-        return self._signal
-
-    @property
-    def stopped_by(self) -> str:
-        """The signal or limit that ended the job; empty if it was neither."""
-        return signal.Signals(self._signal).name if self._signal is not None else self._stopped_by
-
     def ask(self, number: int) -> None:
         """Pass a request to stop on to the ranks of all nodes; they may be started again afterwards."""
         for node in self._nodes:
             node.tell("ask", number=number)
 
-    def stop(self, number: int) -> None:
-        """Ask the ranks of all nodes to stop, and end the job when the time for that is over."""
+    def stop(self, number: int, reason: str = "") -> None:
+        """Ask the ranks of all nodes to stop, and end the job when the time for that is over.
+
+        Args:
+            number: The signal that was sent to some process of the job; the ranks get SIGUSR1, or else SIGTERM.
+            reason: Who has stopped it; empty if the job ends by itself.
+        """
         if self._ending is None:
-            self._ending = time.monotonic() + self.limits.force + _CUT
+            self.stopped_by = reason
+            self._ending = time.monotonic() + self.limits.force + self.job.kill_after + _CUT
             for node in self._nodes:
-                node.stop(number)
+                node.stop(_ASKS.get(signal.Signals(number), signal.SIGTERM))
 
     def end(self, at_once: bool = False) -> None:
-        """End the job on every node."""
-        if self._ending is None or at_once:
-            self._ending = time.monotonic() + GRACE + _CUT
-            for node in self._nodes:
-                node.end(at_once)
+        """End the job on every node. After a request to stop, the ranks that still run keep the rest of their time."""
+        seconds = 0.0 if at_once else self.job.kill_after
+        end = time.monotonic() + seconds + _CUT
+        self._ending = end if self._ending is None else min(self._ending, end)
+        for node in self._nodes:
+            node.end(seconds)
 
     @contextmanager
     def ends_with_signals(self) -> Iterator[None]:
@@ -229,11 +236,11 @@ class Launch:
         """
 
         def end(number: int, _: object) -> None:
-            if self._signal is None:
-                self._signal, self._signalled = number, time.monotonic()
-                self.stop(_ASKS.get(signal.Signals(number), signal.SIGTERM))
+            if self._ending is None:
+                self.signal, self._signalled = number, time.monotonic()
+                self.stop(number, signal.Signals(number).name)
             elif number == signal.SIGINT or time.monotonic() - self._signalled >= SAME:
-                self._signal, self.is_forced = number, True
+                self.is_forced = True
                 self.end(at_once=True)
 
         handlers: dict[int, Any] = dict.fromkeys(_STOPS, end)
@@ -270,8 +277,8 @@ class Launch:
             return {}
         with ThreadPoolExecutor(len(nodes)) as pool:
             problems = dict(zip(nodes, pool.map(attempt, nodes), strict=True))
-        if self._signal is not None:
-            raise Interrupted(self._signal)
+        if self.signal is not None:
+            raise Interrupted(self.signal, self.stopped_by)
         return {node: problem for node, problem in problems.items() if problem is not None}
 
     def _refuse_machines_named_twice(self) -> None:
@@ -283,34 +290,15 @@ class Launch:
                 raise CannotStart([f"{other.plan.name} and {node.plan.name} are the same machine. {once}."])
 
     def _check(self, node: Connection) -> None:
-        node.greet()
-        node.ask("enter", cwd=as_hex(node.plan.cwd))
-        if self.plan.script is not None:
-            node.ask("find", path=as_hex(self.plan.script))
-        argv = [as_hex(word) for word in (node.plan.python, "-P", "-c", _IS_INSTALLED)]
-        if node.ask("output", argv=argv, seconds=_LOOK_TIMEOUT)["code"]:
+        variables = {**self.job.forwarded, **self.job.environ}
+        node.greet(self.limits.grace)
+        environ = {as_hex(name): as_hex(value) for name, value in variables.items()}
+        node.ask("enter", cwd=as_hex(node.plan.cwd), environ=environ)
+        if self.job.script is not None:
+            node.ask("find", path=as_hex(self.job.script))
+        node.place = ask_for_facts(node, node.plan.processes, _PLACE_TIMEOUT)
+        if node.place["package"] is None:
             command = how_to_install_this(f"{node.plan.shell}{node.plan.python}")
             raise NodeProblem(f"ddp_callbacks is not installed there for Python 3.11 or newer. Run: {command}")
-
-    def _numbers(self, node: Connection) -> dict[str, Any]:
-        """Number and ranks of the nodes that were reached; with one node, the user's flags (ddprun by hand on each)."""
-        if len(self.plan.nodes) == 1:
-            return {}
-        return {"nnodes": f"{self.plan.min_nodes}:{len(self._nodes)}", "node_rank": self._nodes.index(node)}
-
-    def _start_agent(self, node: Connection, address: str | None, port: int) -> None:
-        plan = node.plan
-        job = {
-            "torchrun": {**self.plan.torchrun, "nproc_per_node": plan.processes, **self._numbers(node)},
-            "command": [as_hex(word) for word in self.plan.command],
-            "rendezvous": self.plan.rendezvous,
-            "node_rank": plan.rank,
-            "grace": self.limits.grace,
-            "members": [member.plan.rank for member in self._nodes],
-            "address": address,
-            "port": port,
-        }
-        argv = [plan.python, *AGENT]
-        variables = {**self.plan.forwarded, **self.plan.environ}
-        environ = {as_hex(name): as_hex(value) for name, value in variables.items()}
-        node.ask("run", argv=[as_hex(word) for word in argv], environ=environ, job=job)
+        if not node.place["processes"]:
+            raise NodeProblem(f"torch finds no device for --nproc-per-node {node.plan.processes} there")

@@ -19,12 +19,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 from jobs import (
     DDPRUN,
     LIMIT,
     NASTY,
-    PLAIN,
     PYTHON,
     STAY,
     Run,
@@ -46,26 +44,37 @@ ALIAS = [*PYTHON, "-m", "ddp_callbacks"]
 @pytest.mark.cold
 @pytest.mark.smoke
 def test_two_ranks_start_with_their_output_apart(tmp_path: Path) -> None:
-    """`ddprun` starts N processes and keeps each one's output."""
+    """`ddprun` starts N processes and keeps each one's output; rank 0 has its input."""
     variables = "os.environ['OMP_NUM_THREADS'], os.environ['MASTER_ADDR']"
     script = write(tmp_path, f"import os, sys; print('rank', os.environ['RANK'], repr(sys.stdin.read()), {variables})")
     login = {"SSH_CONNECTION": "198.51.100.7 50000 203.0.113.9 22"}  # says nothing of this machine
-    done = ddprun("--nproc-per-node", "2", script, cwd=tmp_path, stdin="not for the ranks", **login)
+    done = ddprun("--nproc-per-node", "2", script, cwd=tmp_path, stdin="for rank 0", **login)
     threads = max(1, usable_cores() // 2)
     each = f"{threads} thread{'' if threads == 1 else 's'} each"
     assert (done.returncode, done.stderr) == (0, f"ddprun: localhost: ranks 0-1, {each}, interface lo\n")
-    assert done.stdout == f"[localhost:0] rank 0 '' {threads} 127.0.0.1\n"
+    assert done.stdout == f"[localhost:0] rank 0 'for rank 0' {threads} 127.0.0.1\n"
     (folder,) = (tmp_path / "ddprun-logs").iterdir()
     assert (folder / "rank-1.log").read_text() == f"rank 1 '' {threads} 127.0.0.1\n"
 
 
+def test_rank_0_gets_much_input_as_fast_as_it_reads_and_the_end_of_it(tmp_path: Path) -> None:
+    """Rank 0 reads what you type."""
+    script = "import os, sys\nif os.environ['RANK'] == '0': print(sum(map(int, sys.stdin)), flush=True)"
+    numbers = "\n".join(map(str, range(200_000)))
+    done = ddprun("-H", "localhost:2", "--no-prefix", write(tmp_path, script), cwd=tmp_path, stdin=numbers)
+    assert (done.returncode, done.stdout) == (0, f"{sum(range(200_000))}\n"), done.stderr
+
+
 CAUGHT = "try: open('/no')\n    except OSError: traceback.print_exc()\n    os.kill(os.getpid(), signal.SIGSEGV)"
+CAUGHT_AND_EXIT = CAUGHT.replace("os.kill(os.getpid(), signal.SIGSEGV)", "os._exit(3)")
 
 
 @pytest.mark.parametrize(
     ("end", "code", "reason"),
     [
         ("sys.exit(7)", 7, "no exception was printed"),
+        ("sys.exit('no more data')", 1, "last output: no more data"),
+        (CAUGHT_AND_EXIT, 3, "last output: .* No such file or directory: '/no'"),
         ("raise KeyError('x')", 1, "KeyError: 'x'"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
         (CAUGHT, 139, "killed by SIGSEGV"),
@@ -78,10 +87,10 @@ def test_the_exit_code_is_the_failing_rank_s(tmp_path: Path, end: str, code: int
         f"import os, signal, sys, time, traceback\nif os.environ['RANK'] == '1':\n    print(1)\n    {end}\n{wait}\n"
     )
     with Slowness() as slowness:
-        done = ddprun("-H", "localhost:2", write(tmp_path, script), cwd=tmp_path, command=PLAIN)
+        done = ddprun("-H", "localhost:2", write(tmp_path, script), cwd=tmp_path)
     assert done.returncode == code
     cause, log = done.stderr.splitlines()[-2:]
-    assert cause == f"ddprun: rank 1 on localhost failed with exit code {code}: {reason}"
+    assert re.fullmatch(f"ddprun: rank 1 on localhost failed with exit code {code}: {reason}", cause), cause
     assert log.startswith("ddprun: its full output is in ") and log.endswith("/rank-1.log")
     assert slowness.took < 30 * slowness.factor
 
@@ -130,35 +139,6 @@ def test_who_came_first_is_named_with_what_happened(tmp_path: Path, what: str) -
     assert slowness.took < 40 * slowness.factor
 
 
-@pytest.mark.cold
-def test_torchrun_s_own_flags_have_their_effect(tmp_path: Path) -> None:
-    script = write(tmp_path, "import sys; print(__name__, sys.argv[1:])")
-    flags = ["--run-path", "--tee", "3", "--log-dir", str(tmp_path / "logs")]
-    done = ddprun(*flags, str(tmp_path / script), "a b", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "[localhost] [default0]:__main__ ['a b']\n"), done.stderr
-    assert [path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")] == ["__main__ ['a b']\n"]
-
-
-FLAG_OF_A_NEWER_TORCH = """
-from ddp_callbacks.launcher import torchrun_flags
-torchrun_flags.FLAGS += (torchrun_flags._flag("new-flag", "of torch 99"),)
-from ddp_callbacks.launcher import options
-options.FLAGS = torchrun_flags.FLAGS
-from ddp_callbacks.launcher import __main__
-__main__.main()
-"""
-
-
-@pytest.mark.cold
-def test_a_flag_that_a_node_s_torch_lacks_is_named_with_the_node(tmp_path: Path) -> None:
-    """`ddprun` names flags that a node's torch lacks."""
-    command = [sys.executable, "-c", FLAG_OF_A_NEWER_TORCH]
-    done = ddprun("--new-flag", "7", write(tmp_path, "print('started')"), cwd=tmp_path, command=command)
-    assert (done.returncode, done.stdout) == (1, "")
-    cause = f"ddprun: localhost: ValueError: torchrun of torch {torch.__version__} has no flag --new-flag"
-    assert done.stderr.splitlines()[-2] == cause
-
-
 def test_it_ends_when_nobody_reads_any_more(tmp_path: Path) -> None:
     script = write(tmp_path, "import time\nwhile True: print('line', flush=True); time.sleep(0.01)")
     with Run(tmp_path, script, pipe=True) as run:
@@ -185,7 +165,7 @@ def test_a_terminal_that_takes_nothing_does_not_keep_anything_running(tmp_path: 
 
 def test_a_closed_terminal_does_not_end_what_nohup_has_started(tmp_path: Path) -> None:
     stays = "import os, time\nprint('up', flush=True)\nwhile not os.path.exists('now'): time.sleep(0.05)"
-    with Run(tmp_path, write(tmp_path, stays), command=["env", "--ignore-signal=HUP", *PLAIN[2:]]) as run:
+    with Run(tmp_path, write(tmp_path, stays), command=["env", "--ignore-signal=HUP", *DDPRUN[2:]]) as run:
         run.await_text("up")
         run.process.send_signal(signal.SIGHUP)
         (tmp_path / "now").touch()
@@ -195,7 +175,7 @@ def test_a_closed_terminal_does_not_end_what_nohup_has_started(tmp_path: Path) -
 def test_much_output_comes_whole_and_in_order(tmp_path: Path) -> None:
     """Much output arrives whole and in order."""
     script = write(tmp_path, "import sys\nfor i in range(300000): sys.stdout.write(f'{i}\\n')\nprint('end', end='')")
-    done = ddprun("--no-prefix", script, cwd=tmp_path, command=PLAIN)
+    done = ddprun("--no-prefix", script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [*map(str, range(300000)), "end"]
 
@@ -210,7 +190,7 @@ def test_the_ranks_know_of_the_terminal_behind_their_pipe(tmp_path: Path) -> Non
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     for given, expected in (({}, "1"), ({"TTY_COMPATIBLE": "0"}, "0")):
         streams = {"stdout": inside, "stderr": subprocess.PIPE}
-        subprocess.run([*PLAIN, script], cwd=tmp_path, env=environ | given, timeout=LIMIT, check=True, **streams)
+        subprocess.run([*DDPRUN, script], cwd=tmp_path, env=environ | given, timeout=LIMIT, check=True, **streams)
         text = os.read(outside, 4096).decode()
         assert text.splitlines()[0] == f"[localhost:0] {expected} {100 - len('[localhost:0] ')}"
     for descriptor in (outside, inside):
@@ -290,7 +270,7 @@ def test_it_answers_without_torch_where_nothing_is_to_be_started(
         alias = ddprun(*argv, cwd=tmp_path, command=ALIAS, **no_torch)
         assert (alias.returncode, alias.stdout, alias.stderr) == (code, done.stdout, done.stderr)
     if argv == ["--help"]:
-        assert done.stdout.index("--hostfile") < done.stdout.index("--nnodes") < done.stdout.index("--max-restarts")
+        assert done.stdout.index("--hostfile") < done.stdout.index("--nnodes NN") < done.stdout.index("--tee TEE")
         assert max(map(len, done.stdout.splitlines())) <= 120
 
 
@@ -323,7 +303,7 @@ def test_any_bytes_arrive_through_any_command_and_login_shell(tmp_path: Path, sh
     enter = program(tmp_path / "enter", f"shift; {runs}")
     value = "".join(NASTY)
     flags = ["-H", "pod-7", "--rsh", enter, "--python", python, "--log-dir", str(tmp_path), "-x", f"PROBE={value}"]
-    done = ddprun(*flags, write(folder, ECHO, "it's.py"), *NASTY, cwd=folder, command=PLAIN)
+    done = ddprun(*flags, write(folder, ECHO, "it's.py"), *NASTY, cwd=folder)
     assert done.returncode == 0, done.stderr
     label, _, said = done.stdout.partition(" ")
     assert label == "[pod-7:0]"
@@ -363,7 +343,7 @@ def test_a_login_that_an_sshd_has_no_time_for_is_tried_again(tmp_path: Path) -> 
     """`ddprun` retries logins that busy hosts reject."""
     rejects = f'echo >>tries\n[ $(wc -l <tries) -le 2 ] && {{ {TURNED_AWAY} }}\nexec sh -c "${{@: -1}}"'
     variables = with_ssh(tmp_path, rejects)
-    done = ddprun("-H", "192.0.2.7", write(tmp_path, "print('started')"), cwd=tmp_path, command=PLAIN, **variables)
+    done = ddprun("-H", "192.0.2.7", write(tmp_path, "print('started')"), cwd=tmp_path, **variables)
     assert (done.returncode, done.stdout) == (0, "[192.0.2.7:0] started\n"), done.stderr
     assert (tmp_path / "tries").read_text().count("\n") == 3
 
@@ -387,7 +367,7 @@ def test_a_node_with_an_older_kernel_does(tmp_path: Path) -> None:
     lets_it_in = '[ "$1" = -I ] && shift'  # without that flag the file above is read
     python = program(tmp_path / "python", f'{lets_it_in}\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"')
     script = write(tmp_path, "import os, sys; print(hasattr(os, 'pidfd_open')); sys.exit(3)")
-    done = ddprun("--python", python, script, cwd=tmp_path, command=PLAIN)
+    done = ddprun("--python", python, script, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (3, "[localhost:0] False\n"), done.stderr
 
 
@@ -453,7 +433,8 @@ def test_a_job_ends_whole_with_ddprun_or_by_itself(tmp_path: Path) -> None:
 
         def all_are_gone() -> bool:
             for how in runs.keys() - took:
-                if not set(processes_in(tmp_path / how)) - {runs[how].process.pid}:
+                stopped = {runs[how].process.pid} if signal.SIGSTOP in ENDS[how][0] else set()
+                if not set(processes_in(tmp_path / how)) - stopped:
                     took[how] = time.monotonic() - begin
             return len(took) == len(runs)
 
@@ -468,17 +449,14 @@ def test_a_job_ends_whole_with_ddprun_or_by_itself(tmp_path: Path) -> None:
     assert {how: run.end() for how, run in runs.items()} == {how: code for how, (_, code, _) in ENDS.items()}
 
 
-@pytest.mark.cold
-def test_a_killed_program_of_a_node_leaves_no_rank_and_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "tmp").mkdir()
-    with Run(tmp_path, write(tmp_path, STAY), command=DDPRUN, TMPDIR=str(tmp_path / "tmp")) as run:
+def test_a_killed_program_of_a_node_leaves_no_rank(tmp_path: Path) -> None:
+    with Run(tmp_path, write(tmp_path, STAY)) as run:
         run.await_text("up")
-        assert len(list((tmp_path / "tmp").glob("ddprun-*"))) == 1
         (node,) = [pid for pid, line in run.processes().items() if "stdin.buffer" in line]
         os.kill(node, signal.SIGKILL)
-        assert run.end() in (1, 137)
-    wait_until(lambda: not any("script.py" in line for line in processes_in(tmp_path).values()))
-    wait_until(lambda: not list((tmp_path / "tmp").glob("ddprun-*")))
+        assert run.end() == 1
+    assert re.search("^ddprun: localhost: the connection was lost", run.text, re.M)
+    wait_until(lambda: not any("script.py" in line or "store" in line for line in processes_in(tmp_path).values()))
     for pid in processes_in(tmp_path):  # what a rank has started in a session of its own, of which nobody knows now
         os.kill(pid, signal.SIGKILL)
 
@@ -501,3 +479,113 @@ sys.meta_path.insert(0, Finder())
     write(tmp_path, interrupts, "sitecustomize.py")
     done = ddprun(write(tmp_path, "print('started')"), cwd=tmp_path, command=command, PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+# --- faults of former times -------------------------------------------------------------------------------------------
+
+ABORTS_TOO = """
+import os, time, traceback
+try:
+    open("/no")
+except OSError:
+    traceback.print_exc()
+if os.environ["RANK"] == "0":
+    open("gone", "w").close()
+    raise ValueError("the cause")
+while not os.path.exists("gone"):
+    time.sleep(0.001)
+time.sleep(0.02)
+os.abort()
+"""
+
+
+def test_a_rank_that_aborts_because_another_is_gone_is_not_named_for_an_exception_that_it_caught(
+    tmp_path: Path,
+) -> None:
+    done = ddprun("-H", "localhost:2", write(tmp_path, ABORTS_TOO), cwd=tmp_path)
+    cause = "ddprun: rank 0 on localhost failed with exit code 1: ValueError: the cause"
+    assert done.stderr.splitlines()[-2] == cause, done.stderr
+
+
+FAILS_BESIDE_A_DEAF_ONE = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: open("asked", "w").close())
+open(f"up-{os.environ['RANK']}", "w").close()
+while not os.path.exists("up-0"):
+    time.sleep(0.01)
+if os.environ["RANK"] == "1":
+    raise ValueError("the cause")
+while True:
+    time.sleep(1000)
+"""
+
+
+def test_a_ctrl_c_after_a_failure_does_not_hide_it(tmp_path: Path) -> None:
+    flags = ["-H", "localhost:2", "--shutdown-timeout", str(LIMIT)]
+    with Run(tmp_path, *flags, write(tmp_path, FAILS_BESIDE_A_DEAF_ONE)) as run:
+        run.await_files("asked")
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == 1
+    assert run.lines[-2] == "ddprun: rank 1 on localhost failed with exit code 1: ValueError: the cause"
+
+
+def test_restarts_are_counted_by_the_job_and_the_last_failure_is_told(tmp_path: Path) -> None:
+    script = write(tmp_path, "import os, sys; print('start', flush=True); sys.exit(int(os.environ['RANK']))")
+    done = ddprun("-H", "localhost:2", "--max-restarts", "2", script, cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("start")) == (1, 3), done.stderr
+    assert re.findall("restart .*", done.stderr) == ["restart 1 of 2", "restart 2 of 2"]
+
+
+def test_a_command_that_outlives_what_it_has_started_does_not_keep_the_report_back(tmp_path: Path) -> None:
+    runs = f'shift\n"$@"\nexec >&- 2>&-\nexec sleep {LIMIT:g}'
+    enter, script = program(tmp_path / "enter", runs), write(tmp_path, "raise ValueError('x')")
+    with Slowness() as slowness:
+        done = ddprun("-H", "pod-7:1", "--rsh", enter, script, cwd=tmp_path)
+    assert done.stderr.splitlines()[-2] == "ddprun: rank 0 on pod-7 failed with exit code 1: ValueError: x"
+    assert slowness.took < 20 * slowness.factor
+
+
+@pytest.mark.cold
+def test_without_an_ssh_client_it_says_so(tmp_path: Path) -> None:
+    done = ddprun(
+        "-H", "far", write(tmp_path, ""), cwd=tmp_path, PATH=str(tmp_path), command=[sys.executable, *DDPRUN[3:]]
+    )
+    says = "ddprun: far: there is no ssh on this machine to reach it by. Install it, or name another: --rsh.\n"
+    assert (done.returncode, done.stderr) == (2, says)
+
+
+def test_a_job_that_ends_with_75_at_once_is_not_started_again_for_ever(tmp_path: Path) -> None:
+    done = ddprun("-H", "localhost:1", "--requeue", write(tmp_path, "raise SystemExit(75)"), cwd=tmp_path)
+    assert done.returncode == 75
+    assert re.search(
+        r"^ddprun: not started again: .* exited with 75 after [\d.]+ s, and nobody asked$", done.stderr, re.M
+    )
+
+
+@pytest.mark.cold
+def test_a_closed_terminal_ends_the_job_with_its_logs_whole(tmp_path: Path) -> None:
+    """A closed terminal ends the job; its logs are whole."""
+    talks = """
+import os, signal, sys, time
+def leave(*_):
+    print("last words", flush=True)
+    sys.exit(1)
+signal.signal(signal.SIGTERM, leave)
+open("up", "w").close()
+while True:
+    print("line", flush=True)
+    time.sleep(0.01)
+"""
+    outside, inside = os.openpty()
+    words = [sys.executable, *DDPRUN[3:], write(tmp_path, talks)]
+    owns_it = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv"
+    command = [sys.executable, "-c", f"{owns_it}(sys.argv[1], sys.argv[1:])", *words]
+    environ = environment(tmp_path)
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdin=inside, stdout=inside, stderr=inside) as process:
+        os.close(inside)
+        wait_until((tmp_path / "up").exists)
+        os.close(outside)
+        assert process.wait(LIMIT) == 128 + signal.SIGHUP
+    (log,) = tmp_path.glob("ddprun-logs/*/rank-0.log")
+    assert log.read_text().endswith("last words\n")
+    assert (log.parent.stat().st_mode & 0o777) == 0o700
