@@ -4,8 +4,7 @@
   (:mod:`.host_slots`) and between hosts; :mod:`.hosts`: which ranks share a host, and its memory; :mod:`.cpu_group`,
   :mod:`.subgroups`: the process groups that it uses
 - :mod:`.collectives`: JSON, tensors and decisions to and from all ranks, in the format of :mod:`.codec`;
-  :mod:`.agreement`: consistency checks; :mod:`.scalars`: a few numbers per step; :mod:`.device_scalars`: numbers on
-  GPUs, between these
+  :mod:`.agreement`: consistency checks; :mod:`.scalars`: a few numbers per step
 - :mod:`.protocol`: the interface of every all-reduce, ``AllReduce.launch() -> Work``
 - its implementations: :mod:`.process_group` (gloo, NCCL), :mod:`.shared_memory`, :mod:`.hierarchical`
 - :mod:`.topology`: which ranks share a node, and which all-reduce to use

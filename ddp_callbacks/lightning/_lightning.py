@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Any
 
 from ddp_callbacks._torch import TreeSpec, leaf_spec
+from ddp_callbacks.lightning.packages import FABRIC, ROOTS
 from ddp_callbacks.lightning.replacement import Replaced
-from ddp_callbacks.lightning.which_package import FABRIC, ROOTS
 from ddp_callbacks.versions import require_names
 
 _RESULT = "trainer.connectors.logger_connector.result"
@@ -31,14 +31,12 @@ BATCH_INDICES = "_get_batch_indices"  # likewise
 
 RESUME_START = "resume_start"  # of the checkpoint connector
 REGISTER_SIGNALS = "register_signal_handlers"  # of the signal connector
+MONITORED = ("_monitor_candidates", "_run_early_stopping_check")  # in which ModelCheckpoint and EarlyStopping read
 EVALUATION_STEP = "_evaluation_step"  # of an evaluation loop
 SHOULD_VALIDATE = "_should_check_val_fx"  # of the training epoch loop
 STORE_OUTPUTS = "_store_dataloader_outputs"  # of an evaluation loop
 
 _MAX_SIZE = "_MaxSize"  # an iterator over several loaders
-
-# A function that is replaced as long as the program runs: the Tuner asks it before the strategy hears of anything.
-CHECK_SEARCH = "_check_scale_batch_size_configuration"  # of the module of the Tuner
 
 PRIVATE = (
     "core.module:LightningModule.__init__ uses _trainer",
@@ -54,11 +52,56 @@ PRIVATE = (
     "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy uses _layer_sync",
     "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy uses _configure_launcher",
     f"trainer.connectors.data_connector:_DataConnector.{PREPARE_DATA}(self)",
-    "trainer.connectors.accelerator_connector:_AcceleratorConnector.is_distributed",
     "trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start(self, checkpoint_path, weights_only)",
     "trainer.connectors.signal_connector:_SignalConnector.__init__ uses received_sigterm",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_SIGTERM}(self, signum)",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_REQUEUE}(self, signum)",
+    "trainer.setup:_init_debugging_flags uses _val_check_time_interval",
+    f"callbacks:ModelCheckpoint.{MONITORED[0]}(self, trainer)",
+    f"callbacks:EarlyStopping.{MONITORED[1]}(self, trainer)",
+    "tuner.lr_finder:_LRCallback.on_train_batch_end(self, trainer, pl_module, outputs)",
+    # its loops
+    "loops.fit_loop:_FitLoop.__init__ uses _combined_loader",
+    "loops.fit_loop:_FitLoop._skip_backward",
+    "loops.fit_loop:_FitLoop.setup_data uses _last_val_time",
+    "loops.training_epoch_loop:_TrainingEpochLoop.__init__ uses _results, automatic_optimization, val_loop",
+    f"loops.training_epoch_loop:_TrainingEpochLoop.{BROADCAST_SIGTERM}(self)",
+    "loops.fit_loop:_FitLoop._should_accumulate(self)",
+    "loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx uses _last_val_time, _val_check_time_interval",
+    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _combined_loader, _results",
+    "loops.prediction_loop:_PredictionLoop.__init__ uses _combined_loader, _data_fetcher, _predictions, _results",
+    "loops.prediction_loop:_PredictionLoop.__init__ uses batch_progress, epoch_batch_indices",
+    f"loops.prediction_loop:_PredictionLoop.{PREDICT_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
+    f"loops.prediction_loop:_PredictionLoop.{BATCH_INDICES}(self, dataloader)",
+    "loops.fetchers:_DataLoaderIterDataFetcher.__init__ uses _dataloader_idx",
+    "loops.optimization.automatic:_AutomaticOptimization.output_result_cls.from_training_step_output",
+    "utilities.combined_loader:CombinedLoader.__init__ uses _mode, _spec",
+    # what self.log records
+    f"{_LOGGER}:_LoggerConnector.epoch_end_reached(self)",
+    f"{_LOGGER}:_LoggerConnector.on_batch_end(self)",
+    f"{_LOGGER}:_LoggerConnector.on_epoch_end(self)",
+    f"{_LOGGER}:_LoggerConnector.reset_metrics uses _progress_bar_metrics, _callback_metrics, _logged_metrics",
+    f"{_LOGGER}:_LoggerConnector.should_update_logs",
+    f"{_RESULT}:_Metadata.is_mean_reduction",
+    f"{_RESULT}:_Metadata.sync",
+    f"{_RESULT}:_ResultCollection.__init__(self, training)",
+    f"{_RESULT}:_ResultCollection._get_cache(result_metric, on_step)",
+    f"{_RESULT}:_ResultCollection.log(self, fx, name, value, sync_dist, sync_dist_group, batch_size)",
+    f"{_RESULT}:_ResultCollection.metrics uses _get_cache",
+    f"{_RESULT}:_ResultCollection.reset(self, metrics, fx)",
+    f"{_RESULT}:_ResultCollection.update_metrics(self, key, value, batch_size)",
+    f"{_RESULT}:_ResultMetric.__init__ uses _forward_cache, has_reset, is_tensor, meta, cumulated_batch_size",
+    f"{_RESULT}:_Sync.rank_zero_only",
+    f"{_RESULT}:_Sync.should",
+    # the strategy
+    "strategies:DDPStrategy.__init__ uses _process_group_backend, _timeout",
+    "strategies:DDPStrategy._configure_launcher(self)",
+    "strategies:DDPStrategy._setup_model(self, model)",
+    "strategies:ParallelStrategy.__init__ uses _layer_sync",
+)
+"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it, below ``lightning.pytorch``."""
+
+PRIVATE_OF_RESUME = (
     f"trainer.connectors.signal_connector:_SignalConnector.{REGISTER_SIGNALS}(self)",
     "trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint(self, weights_only)",
     "trainer.connectors.checkpoint_connector:_CheckpointConnector.__init__ uses _ckpt_path, _loaded_checkpoint",
@@ -68,15 +111,6 @@ PRIVATE = (
     "trainer.call:_call_callbacks_on_load_checkpoint(trainer, checkpoint)",
     "trainer.call:_call_callback_hooks(trainer, hook_name)",
     "trainer.call:_call_lightning_module_hook(trainer, hook_name)",
-    "trainer.setup:_init_debugging_flags uses _val_check_time_interval",
-    f"tuner.tuning:{CHECK_SEARCH}(trainer)",
-    "tuner.lr_finder:_LRCallback.on_train_batch_end(self, trainer, pl_module, outputs)",
-    # its loops
-    "loops.fit_loop:_FitLoop.__init__ uses _combined_loader",
-    "loops.fit_loop:_FitLoop._skip_backward",
-    "loops.fit_loop:_FitLoop.setup_data uses _last_val_time",
-    "loops.training_epoch_loop:_TrainingEpochLoop.__init__ uses _results, automatic_optimization, val_loop",
-    f"loops.training_epoch_loop:_TrainingEpochLoop.{BROADCAST_SIGTERM}(self)",
     f"loops.training_epoch_loop:_TrainingEpochLoop.{SHOULD_VALIDATE}(self, data_fetcher)",
     "loops.training_epoch_loop:_TrainingEpochLoop.__init__ uses _batches_that_stepped, batch_progress",
     "loops.training_epoch_loop:_TrainingEpochLoop.on_advance_end(self, data_fetcher)",
@@ -87,7 +121,6 @@ PRIVATE = (
     "loops.fit_loop:_FitLoop.run uses on_advance_end, on_iteration_done, on_run_end, _restarting",
     "loops.fit_loop:_FitLoop.__init__ uses _combined_loader_states_to_load, _data_fetcher, epoch_progress",
     "loops.fit_loop:_FitLoop.__init__ uses _last_train_dl_reload_epoch",
-    "loops.fit_loop:_FitLoop._should_accumulate(self)",
     f"loops.evaluation_loop:_EvaluationLoop.{EVALUATION_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
     f"loops.evaluation_loop:_EvaluationLoop.{STORE_OUTPUTS}(self)",
     "loops.evaluation_loop:_EvaluationLoop.__init__ uses _data_fetcher, _has_run, _last_val_dl_reload_epoch",
@@ -104,79 +137,52 @@ PRIVATE = (
     "loops.fetchers:_DataLoaderIterDataFetcher.__init__ uses _batch_idx",
     "utilities.combined_loader:_Sequential.__init__ uses _iterator_idx",
     "utilities.combined_loader:_Sequential._load_current_iterator(self)",
-    "loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx uses _last_val_time, _val_check_time_interval",
-    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _combined_loader, _results",
-    "loops.prediction_loop:_PredictionLoop.__init__ uses _combined_loader, _data_fetcher, _predictions, _results",
-    "loops.prediction_loop:_PredictionLoop.__init__ uses batch_progress, epoch_batch_indices",
-    f"loops.prediction_loop:_PredictionLoop.{PREDICT_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
-    f"loops.prediction_loop:_PredictionLoop.{BATCH_INDICES}(self, dataloader)",
-    "loops.fetchers:_DataLoaderIterDataFetcher.__init__ uses _dataloader_idx",
-    "loops.optimization.automatic:_AutomaticOptimization.output_result_cls.from_training_step_output",
-    "utilities.combined_loader:CombinedLoader.__init__ uses _mode, _spec",
-    # what self.log records
-    f"{_LOGGER}:_LoggerConnector.epoch_end_reached(self)",
-    f"{_LOGGER}:_LoggerConnector.on_batch_end(self)",
-    f"{_LOGGER}:_LoggerConnector.on_epoch_end(self)",
-    f"{_LOGGER}:_LoggerConnector.reset_metrics uses _progress_bar_metrics, _callback_metrics, _logged_metrics",
-    f"{_LOGGER}:_LoggerConnector.should_update_logs",
     f"{_LOGGER}:_LoggerConnector.__init__ uses _current_fx, _first_loop_iter",
     f"{_RESULT}:_Metadata.__init__(on_step, on_epoch, reduce_fx, metric_attribute)",
     f"{_RESULT}:_Metadata.__init__(self, fx, name, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph)",
     f"{_RESULT}:_Metadata.__init__(self, add_dataloader_idx, dataloader_idx, metric_attribute)",
-    f"{_RESULT}:_Metadata.is_mean_reduction",
-    f"{_RESULT}:_Metadata.sync",
-    f"{_RESULT}:_ResultCollection.__init__(self, training)",
-    f"{_RESULT}:_ResultCollection._get_cache(result_metric, on_step)",
-    f"{_RESULT}:_ResultCollection.log(self, fx, name, value, sync_dist, sync_dist_group, batch_size)",
-    f"{_RESULT}:_ResultCollection.metrics uses _get_cache",
-    f"{_RESULT}:_ResultCollection.reset(self, metrics, fx)",
-    f"{_RESULT}:_ResultCollection.update_metrics(self, key, value, batch_size)",
-    f"{_RESULT}:_ResultMetric.__init__ uses _forward_cache, has_reset, is_tensor, meta",
     f"{_RESULT}:_ResultMetric.__init__(self, metadata, is_tensor)",
     f"{_RESULT}:_Sync.__init__(fn, _should, rank_zero_only)",
-    f"{_RESULT}:_Sync.rank_zero_only",
-    f"{_RESULT}:_Sync.should",
-    # the strategy
-    "strategies:DDPStrategy.__init__ uses _process_group_backend, _timeout",
-    "strategies:DDPStrategy._configure_launcher(self)",
-    "strategies:DDPStrategy._setup_model(self, model)",
-    "strategies:ParallelStrategy.__init__ uses _layer_sync",
 )
-"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it, below ``lightning.pytorch``."""
+"""The same, of what only the callback ``Resume`` uses."""
 
-PRIVATE_OF_FABRIC = (
+PRIVATE_OF_BOTH = (
     "utilities.data:_auto_add_worker_init_fn(dataloader, rank)",
     "utilities.imports:_IS_INTERACTIVE",
     "loggers.csv_logs:CSVLogger.__init__ uses _version",
     "loggers.csv_logs:_ExperimentWriter._check_log_dir_exists(self)",
     "loggers.tensorboard:TensorBoardLogger.__init__ uses _version",
+)
+"""The same below ``lightning.fabric``, of what Trainers and Fabric use."""
+
+PRIVATE_OF_FABRIC = (
     "fabric:Fabric._setup_dataloader(self, dataloader, use_distributed_sampler)",
     "strategies:DDPStrategy.__init__ uses _backward_sync_control, _process_group_backend, _timeout",
     "strategies:DDPStrategy._configure_launcher(self)",
     "strategies:DDPStrategy._set_world_ranks(self)",
     "strategies:DDPStrategy._setup_distributed(self)",
 )
-"""The same below ``lightning.fabric``."""
+"""The same, of what only Fabric's strategy uses."""
 
 
 def require_lightning(package: str) -> None:
     """Raise :class:`ImportError` if the installed package lacks a private name, naming the versions that have it."""
-    require_names(package.replace("_", "-"), names_in(package))
+    _require(package, ROOTS, PRIVATE)
+    _require(package, FABRIC, PRIVATE_OF_BOTH)
+
+
+def require_resume(package: str) -> None:
+    """As :func:`require_lightning`, for what only ``Resume`` uses."""
+    _require(package, ROOTS, PRIVATE_OF_RESUME)
 
 
 def require_fabric(package: str) -> None:
-    """As :func:`require_lightning`, for what is used of Fabric."""
-    require_names(package.replace("_", "-"), names_in_fabric(package))
+    """As :func:`require_lightning`, for what only Fabric's strategy uses."""
+    _require(package, FABRIC, PRIVATE_OF_FABRIC)
 
 
-def names_in(package: str) -> list[str]:
-    """The contract for ``"lightning"`` or ``"pytorch_lightning"``."""
-    return [f"{ROOTS[package]}.{name}" for name in PRIVATE] + names_in_fabric(package)
-
-
-def names_in_fabric(package: str) -> list[str]:
-    """The part of the contract that is Fabric's."""
-    return [f"{FABRIC[package]}.{name}" for name in PRIVATE_OF_FABRIC]
+def _require(package: str, roots: dict[str, str], names: Sequence[str]) -> None:
+    require_names(package.replace("_", "-"), [f"{roots[package]}.{name}" for name in names])
 
 
 # --- the package ---------------------------------------------------------------------------------------------------
@@ -233,23 +239,6 @@ def checkpoint_connector(trainer: Any) -> Any:
 def accelerator_connector(trainer: Any) -> Any:
     """The part of the Trainer that has chosen the devices, and knows ``use_distributed_sampler``."""
     return trainer._accelerator_connector
-
-
-@contextmanager
-def undivided(trainer: Any) -> Iterator[None]:
-    """Inside, the Trainer says that it is not distributed, for which the search for a batch size asks."""
-    connector = accelerator_connector(trainer)
-    kind = type(connector)
-    connector.__class__ = type(kind.__name__, (kind,), {"is_distributed": False})
-    try:
-        yield
-    finally:
-        connector.__class__ = kind
-
-
-def tuner_module(package: str) -> Any:
-    """The module of the Tuner."""
-    return importlib.import_module(f"{ROOTS[package]}.tuner.tuning")
 
 
 def trainer_of(module: Any) -> Any:
@@ -314,8 +303,30 @@ def refresh_metrics(trainer: Any, results: Any) -> None:
 
 
 def logs_step(trainer: Any) -> bool:
-    """Whether the loggers write the values of the batch that has ended; in evaluations they do after each."""
-    return bool(not trainer.training or trainer.fast_dev_run or trainer._logger_connector.should_update_logs)
+    """Whether the loggers write the values of the training batch that has ended."""
+    if not trainer.loggers or (trainer.lightning_module.automatic_optimization and is_accumulating(trainer)):
+        return False
+    return bool(trainer.fast_dev_run or trainer._logger_connector.should_update_logs)
+
+
+def follows_step(trainer: Any) -> bool:
+    """Whether a scheduler follows a logged value from step to step."""
+    return any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs)
+
+
+def operation_of(metric: Any) -> str:
+    """How parts of what is logged under a key become one: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``."""
+    return "mean" if metric.meta.is_mean_reduction else str(metric.meta.reduce_fx.__name__)
+
+
+def accumulator(metric: Any) -> tuple[Any, Any]:
+    """Of the mean of an epoch: the sum of the values, weighted by sizes, and that of the sizes."""
+    return metric.value, metric.cumulated_batch_size
+
+
+def set_accumulator(metric: Any, accumulated: tuple[Any, Any]) -> None:
+    """Replace what :func:`accumulator` returns."""
+    metric.value, metric.cumulated_batch_size = accumulated
 
 
 def replace_results(loop: Any, make: Callable[[bool], Any]) -> None:
@@ -326,11 +337,6 @@ def replace_results(loop: Any, make: Callable[[bool], Any]) -> None:
 def loader_of(loop: Any) -> Any:
     """The ``CombinedLoader`` of a loop; ``None`` before it has set up its data."""
     return loop._combined_loader
-
-
-def active_loop(trainer: Any) -> Any:
-    """The loop that runs."""
-    return trainer._active_loop
 
 
 def active_loader(trainer: Any) -> Any:
@@ -679,18 +685,23 @@ def is_next_of(loop: Any, position: dict[str, Any]) -> bool:
     return bool(getattr(loop._combined_loader._iterator, "_iterator_idx", 0) == position["loader"])
 
 
-def result_states(results: Any) -> dict[str, Any]:
-    """What Lightning has recorded and accumulated under each key, between two batches. For a file."""
-    metrics = {key: _result_state(metric) for key, metric in results.items()}
+def result_states(results: Any, synced: set[str]) -> dict[str, Any]:
+    """What Lightning has recorded and accumulated under each key, between two batches. For a file.
+
+    Args:
+        synced: Keys that were logged with ``sync_dist=True``, although Lightning was not told so.
+    """
+    metrics = {key: _result_state(metric, key in synced) for key, metric in results.items()}
     return {"metrics": metrics, "dataloader_idx": results.dataloader_idx}
 
 
-def load_results(results: Any, state: dict[str, Any], module: Any, reduce: Any) -> None:
-    """Inverse of :func:`result_states`.
+def load_results(results: Any, state: dict[str, Any], module: Any, reduce: Any, joint: bool) -> set[str]:
+    """Inverse of :func:`result_states`, and what this takes.
 
     Args:
         module: The LightningModule, which has the torchmetrics that were logged.
         reduce: Of the strategy.
+        joint: Whether Lightning is not to be told of ``sync_dist=True``.
     """
     home = importlib.import_module(
         next(kind for kind in type(results).__mro__ if kind.__name__ == _COLLECTION).__module__
@@ -698,7 +709,7 @@ def load_results(results: Any, state: dict[str, Any], module: Any, reduce: Any) 
     results.clear()
     for key, saved in state["metrics"].items():
         meta = home._Metadata(**saved["meta"])
-        meta.sync = home._Sync(fn=reduce, _should=saved["syncs"], rank_zero_only=saved["rank_zero_only"])
+        meta.sync = home._Sync(fn=reduce, _should=saved["syncs"] and not joint, rank_zero_only=saved["rank_zero_only"])
         results[key] = metric = home._ResultMetric(meta, saved["is_tensor"])
         for name, value in saved["values"].items():
             setattr(metric, name, value)
@@ -706,6 +717,7 @@ def load_results(results: Any, state: dict[str, Any], module: Any, reduce: Any) 
             metric.value = module.get_submodule(meta.metric_attribute)
     results.to(module.device)
     results.batch, results.batch_size, results.dataloader_idx = None, None, state["dataloader_idx"]
+    return {key for key, saved in state["metrics"].items() if saved["syncs"]} if joint else set()
 
 
 _COLLECTION = "_ResultCollection"
@@ -714,14 +726,14 @@ _OF_RESULT = ("has_reset", "_forward_cache", "_update_count")
 _OF_NUMBER = ("value", "cumulated_batch_size", "_computed")
 
 
-def _result_state(metric: Any) -> dict[str, Any]:
+def _result_state(metric: Any, is_synced: bool) -> dict[str, Any]:
     meta = metric.meta
     names = (*_OF_NUMBER, *_OF_RESULT) if metric.is_tensor else _OF_RESULT
     own = [name for name in names if name in vars(metric)]
     return {
         "meta": {name: getattr(meta, name) for name in (*_OF_META, "dataloader_idx", "metric_attribute")}
         | {"reduce_fx": meta.reduce_fx.__name__},
-        "syncs": meta.sync.should,
+        "syncs": meta.sync.should or is_synced,
         "rank_zero_only": meta.sync.rank_zero_only,
         "is_tensor": metric.is_tensor,
         "values": {name: getattr(metric, name) for name in own},

@@ -37,6 +37,7 @@ from ddp_callbacks.lightning.batches import (
     weight_function,
 )
 from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
+from ddp_callbacks.lightning.decisions import ROOM
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.processes import (
@@ -51,14 +52,11 @@ from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.lightning.resumable import ResumableMixin
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
-from ddp_callbacks.lightning.tuning import BatchSizeSearch
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.presence import alone_in
-from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas import (
-    broadcast_optimizer_state,
     broadcast_parameters,
     describe_checkpoint,
     require_same_checkpoint,
@@ -66,7 +64,6 @@ from ddp_callbacks.replicas import (
 from ddp_callbacks.verification import LossWatch, Verify, check_verify
 from ddp_callbacks.versions import __version__
 
-_ROOM = 32  # numbers of each process that travel with the gradients: of about seven logged values
 _RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # of a checkpoint
 
 
@@ -79,7 +76,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
     results_class: Callable[..., JointResults]
     add_worker_init_fn: Callable[[object, int], None]
     interactive: bool
-    is_oom_error: Callable[[BaseException], bool]
 
     def __init__(
         self,
@@ -137,7 +133,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         self._synchronizer: GradientSynchronizer | None = None
         self._local: LocalSteps | None = None  # in its place, if the gradients are not synchronized
         self._met: list[Replaced] = []  # methods that are ours since the processes have met
-        self._search: BatchSizeSearch | None = None
         self._run: Run | None = None
         self._skipping: Skipping | None = None
         self._is_to_verify = False  # the next batch
@@ -173,7 +168,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         self._meet()
         self._let_prepare_data_alone()
         self._end_meeting()
-        self._search = BatchSizeSearch(self._trainer, self)
         if self.world_size > 1:
             self._met = [follow_rank_zero(self._trainer)]
         self.begin_resuming(self._trainer)
@@ -198,7 +192,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
             _require_same_run(self._trainer, model, settings)
         if self._trainer.state.fn == "fit":
             if self._sync == "every_step":
-                self._synchronizer = GradientSynchronizer(model, room=_ROOM, **self._synchronizer_options)
+                self._synchronizer = GradientSynchronizer(model, room=ROOM, **self._synchronizer_options)
             else:
                 options = {name: self._synchronizer_options[name] for name in ("bucket_cap_mb", "compress")}
                 make = functools.partial(ParameterAverager, sync=self._sync, **options)
@@ -217,22 +211,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
                 Skipping(self._trainer, self._skip_batch) if self._run is None else self._run.skipping(self._skip_batch)
             )
         return model
-
-    def start_anew(self) -> None:
-        """Go on after a failure that every rank has caught, with the state of rank 0. A collective.
-
-        The loaders are the user's own, and must be processed again.
-        """
-        begin_run()
-        before = self._run
-        self._setup_model(self.model)
-        if before is not None and self._run is not None:
-            self._run.continue_for(before)
-        for optimizer in self.optimizers:
-            broadcast_optimizer_state(torch_optimizer(optimizer))
-        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        for scheduler, state in zip(schedulers, self.broadcast([one.state_dict() for one in schedulers]), strict=True):
-            scheduler.load_state_dict(state)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the module's optimizers, and compare those of the processes. A collective."""
@@ -292,7 +270,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; then the logged values are joined. A collective."""
+        """As Lightning's; then the ranks tell each other what they have decided. A collective."""
         step = functools.partial(super().training_step, *args, **kwargs)
         if self._skipping is not None:
             step = functools.partial(self._skipping.training_step, step)
@@ -303,16 +281,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         if self._local is not None:
             self._local.end_training_step(None if self._run is None else self._run.batches)
         return output
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; then the logged values are joined. A collective."""
-        step = functools.partial(super().validation_step, *args, **kwargs)
-        return step() if self._run is None else self._run.evaluation_step(step)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; then the logged values are joined. A collective."""
-        step = functools.partial(super().test_step, *args, **kwargs)
-        return step() if self._run is None else self._run.evaluation_step(step)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's, of this rank's part of the batch. A collective in the first batch of a run."""
@@ -411,7 +379,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
             "_run": None,
             "_skipping": None,
             "_met": [],
-            "_search": None,
             "resume": None,
         }
         return state | ended
@@ -493,9 +460,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         for replaced in self._met:
             replaced.undo()
         self._met = []
-        if self._search is not None:
-            self._search.close()
-            self._search = None
 
     def _close(self) -> None:
         if self._synchronizer is not None:

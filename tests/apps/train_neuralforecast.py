@@ -13,7 +13,7 @@ from neuralforecast.models import NHITS
 kind, results = sys.argv[1:]
 strategy = "auto"
 if kind != "alone":
-    import ddp_callbacks.lightning  # noqa: F401
+    import ddp_callbacks.pytorch_lightning  # noqa: F401
 
     strategy = "ddp_callbacks"
 
@@ -22,7 +22,7 @@ class History(pl.Callback):
     def __init__(self):
         self.values = []
 
-    def on_train_batch_end(self, trainer, *_):
+    def on_train_epoch_end(self, trainer, *_):
         self.values.append(float(trainer.callback_metrics["train_loss_step"]))
 
     def on_validation_end(self, trainer, *_):
