@@ -247,10 +247,13 @@ def is_ordered_by_stream(group: dist.ProcessGroup, device: torch.device) -> bool
     return group._get_backend(device).name() == "nccl"
 
 
+def backends_of(group: dist.ProcessGroup) -> list[Backend]:
+    """The group's backends."""
+    return [group._get_backend(device) for device in devices_of(group)]
+
+
 def accelerators_of(group: dist.ProcessGroup) -> list[Backend]:
     """The group's backends that communicate between accelerators. gloo, which serves all devices, is none of them."""
-    if all(device.type == "cpu" for device in devices_of(group)):
-        return []
     backends = {device.type: group._get_backend(device) for device in devices_of(group)}
     on_cpu = backends.pop("cpu", None)
     return [backend for backend in backends.values() if backend is not on_cpu]
@@ -265,9 +268,8 @@ def abort_accelerators(group: dist.ProcessGroup) -> None:
 def sequence_number(group: dist.ProcessGroup | None) -> int:
     """The number of collectives that this rank has started in the group; -1 if the backend does not count."""
     try:
-        assert group is not None
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    except (RuntimeError, AssertionError):
+        return int(group._get_sequence_number_for_group())  # type: ignore[union-attr]
+    except (RuntimeError, AttributeError):
         return -1
 
 

@@ -22,7 +22,7 @@ from ddp_callbacks.comm.collectives import all_reduce, broadcast_tensors
 from ddp_callbacks.data.random_state import SharedRandomState, get_global_state, set_global_state
 from ddp_callbacks.errors import ConfigurationError, MismatchError, NonFiniteLossWarning
 from ddp_callbacks.process_group import get_world_size
-from ddp_callbacks.process_group.presence import describe, presence, store
+from ddp_callbacks.process_group.presence import describe, presence
 from ddp_callbacks.weighing import silence
 
 Verify = Literal["first_batch"]
@@ -271,7 +271,7 @@ class LossWatch:
         if math.isfinite(value.real) and math.isfinite(value.imag):
             return
         self._is_over = True
-        if store().add(f"{presence().run}/no number", 1) == 1:
+        if presence().store.add(f"{presence().run}/no number", 1) == 1:
             warnings.warn(
                 f"{describe(dist.get_rank())}: the loss of {where} is {loss.item()}, the first that is not finite. "
                 "Its gradients spoil those of all ranks. Check this rank's part of that batch. (To stop the run there: "

@@ -2,11 +2,11 @@
 
 - :mod:`.membership`: ``join_process_group``, ``leave_process_group``; :mod:`.rendezvous`: how the processes meet;
   :mod:`.spawn`: starts processes; :mod:`.gpu`: which GPU a process takes, once it uses one
-- :mod:`.failures`: waits in slices, and looks for failures of other ranks in between
-- :mod:`.presence`: what each rank publishes in the store; its docstring lists the keys; :mod:`.guard`: the thread that
-  answers for a rank that computes, and frees it from a GPU that waits for a lost rank
-- :mod:`.peers`, :mod:`.deadlocks`, :mod:`.diagnosis`: find failed ranks, ranks that wait for each other, and the reason
-  for a broken wait
+- :mod:`.failures`: waits in slices, and looks in between whether another rank has failed
+- The control channel: :mod:`.coordinator` decides in rank 0 who has failed, died or left, or waits in vain, and lists
+  the messages; :mod:`.server`: the thread around it; :mod:`.connection`: one line of JSON is one message
+- :mod:`.presence`: a rank's end of it: what it has entered, says and does; :mod:`.client`: its thread; :mod:`.heard`:
+  what it has heard
 - :mod:`.votes`: what all ranks may want at the same moment, without a message where nobody wants it
 - :mod:`.preemption`: all ranks stop at the same moment, once one of them has been asked to
 - :mod:`.runs`: a failure ends one run; the next run starts afresh

@@ -1,84 +1,53 @@
 """Waits that end: a failure on one rank raises an error on every other rank that names it.
 
 gloo cannot abort a pending collective (https://github.com/pytorch/pytorch/issues/130345), so :func:`wait` waits in
-slices. Between two slices it checks the store of the default group (:mod:`.presence` lists the keys): which ranks have
-failed or left, and whether another rank waits for this one in a different exchange.
+slices, and looks between two slices whether this rank has heard (:mod:`.presence`) that another failed, died or left,
+or waits for this one in a different exchange.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks._torch import is_ordered_by_stream, sequence_number
-from ddp_callbacks.errors import MismatchError, PeerError
-from ddp_callbacks.process_group.deadlocks import Comparison
-from ddp_callbacks.process_group.diagnosis import ProcessEnded, answers, ask, diagnose
-from ddp_callbacks.process_group.guard import announce_join
-from ddp_callbacks.process_group.peers import (
-    LINGER,
-    Leavers,
-    Neighbors,
-    announce_leave,
-    at_odds,
-    check_gone,
-    check_peers,
-    elsewhere,
-    gone_error,
-    linger,
-    publish_gone,
-    report_end,
-    report_failure,
-    require_sent,
-    require_tags,
-    tag_of,
-)
+from ddp_callbacks._torch import is_ordered_by_stream, known_groups
+from ddp_callbacks.errors import MismatchError, PeerError, Preempted
+from ddp_callbacks.process_group.connection import Message
+from ddp_callbacks.process_group.coordinator import FOREVER, GRACE, REMEDY, Stand
+from ddp_callbacks.process_group.coordinator import LINGER as LINGER
 from ddp_callbacks.process_group.presence import (
-    Alarm,
+    Presence,
     describe,
-    enter,
+    found,
     is_aborted,
     is_beside_training,
     names,
     presence,
-    store,
+)
+from ddp_callbacks.process_group.presence import (
+    enter as enter,
 )
 
-__all__ = [
-    "BEGIN",
-    "LINGER",
-    "SLICE",
-    "Launched",
-    "Pending",
-    "ProcessEnded",
-    "Waitable",
-    "announce_join",
-    "announce_leave",
-    "describe_rank",
-    "diagnose",
-    "enter",
-    "launching",
-    "linger",
-    "of_device",
-    "report_end",
-    "report_failure",
-    "require_sent",
-    "require_tags",
-    "tag_of",
-    "wait",
-]
-
-SLICE = timedelta(seconds=1)  # how often a waiting rank checks the store
+SLICE = timedelta(seconds=1)  # how often a waiting rank looks at what it has heard
 BEGIN = "the begin of a run"
-_ASK = 2.0  # seconds of waiting before a rank asks where the others are
+_TRACEBACK = 1 << 16  # characters
 _ABORTED = "operations on GPUs were aborted, because the run has failed"
+
+
+class ProcessEnded(RuntimeError):
+    """The processes of these ranks have ended; this host knows for sure."""
+
+    def __init__(self, ranks: set[int]) -> None:
+        super().__init__("its process has ended")
+        self.ranks = ranks
 
 
 class Waitable(Protocol):
@@ -91,11 +60,13 @@ class Waitable(Protocol):
 Pending: TypeAlias = "dist.Work | torch.futures.Future[torch.Tensor] | Waitable"
 
 
-def describe_rank(group: dist.ProcessGroup, rank: int) -> str:
-    """``rank 1 (host node2, pid 4711)`` for a rank of ``group``, with its global rank; shorter if less is known.
+def announce_join() -> None:
+    """Connect this rank to the others, unless it is, so that they hear of its end, and messages name its host."""
+    presence()
 
-    Reads the store for ranks other than this one.
-    """
+
+def describe_rank(group: dist.ProcessGroup, rank: int) -> str:
+    """``rank 1 (host node2, pid 4711)`` for a rank of ``group``, with its global rank; shorter if less is known."""
     return describe(dist.get_global_rank(group, rank))
 
 
@@ -113,17 +84,15 @@ def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
             timeout.
         MismatchError: Another rank waits for this one in another exchange.
     """
+    here = found()
+    run = 0 if here is None else here.run
     try:
         if not _wait_slice(pending):
-            _wait_long(pending, doing, group)
+            _wait_long(pending, doing, group, run)
         if is_aborted() and doing != BEGIN:
             raise RuntimeError(_ABORTED)  # so what has come may be meaningless
-    except (PeerError, MismatchError):
-        presence().failed = True
-        raise
-    except RuntimeError as error:
-        presence().failed = True
-        raise diagnose(group, doing, error) from error
+    except (PeerError, MismatchError, RuntimeError) as error:
+        _fail(error, doing, group, run)
 
 
 @contextmanager
@@ -149,112 +118,183 @@ def launching(doing: str, group: dist.ProcessGroup) -> Iterator[None]:
     except RuntimeError as error:
         if not is_aborted() and not isinstance(error, dist.DistError):
             raise
-        presence().failed = True
-        raise diagnose(group, doing, error) from error
+        _fail(error, doing, group, presence().run)
 
 
-def _wait_long(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
-    lookout = _Lookout(doing, group)
-    if is_beside_training():
-        lookout.look()
+def _fail(error: Exception, doing: str, group: dist.ProcessGroup, run: int) -> NoReturn:
+    """Raise why a wait has broken. The run has failed, unless this wait was one of an earlier run."""
+    if _is_of_earlier_run(group, run):
+        raise PeerError(f"{doing}: its run is over") from error
+    presence().failed = True
+    if isinstance(error, PeerError | MismatchError):
+        raise error
+    raise diagnose(group, doing, error) from error
+
+
+def _is_of_earlier_run(group: dist.ProcessGroup, run: int) -> bool:
+    return run != presence().run or group not in known_groups()
+
+
+def _wait_long(pending: Pending, doing: str, group: dist.ProcessGroup, run: int) -> None:
+    here, begins = presence(), doing == BEGIN
+    started = int(isinstance(pending, dist.Work) and group is dist.group.WORLD)
+    # At the next run, a rank waits for the others to give up the failed one.
+    stand = here.stand(doing, group, started, compares=not (begins and here.failed))
+    with nullcontext() if is_beside_training() else here.waiting(stand):
+        _look(here, stand, begins)
         while not _wait_slice(pending):
-            lookout.look()
+            if _is_of_earlier_run(group, run):
+                raise PeerError(f"{doing}: its run is over")
+            _look(here, stand, begins)
+
+
+def _look(here: Presence, stand: Stand, begins: bool) -> None:
+    """Raise if this rank has heard that the wait cannot succeed any more."""
+    if end := here.end_of_run(begins):
+        raise _error_of(end, stand.doing)
+    if ranks := _absent(here, stand):
+        raise _left(ranks, stand.doing)
+
+
+def _absent(here: Presence, stand: Stand) -> list[int]:
+    """The ranks that have left, and will never come."""
+    word, closing = here.heard.words.get(stand.doing, {}), here.heard.closing
+    if closing and stand.concerns(0) and stand.turn and not stand.patience(closing):
+        return [0]
+    return list(word.get("ranks", []))
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def diagnose(group: dist.ProcessGroup, doing: str, error: Exception) -> PeerError | MismatchError:
+    """Find out why a wait broke with ``error``: which ranks failed, left or died. Blocks for three seconds at most."""
+    here = presence()
+    stand, heard = here.stand(doing, group), here.heard
+    with here.waiting(stand, broke=True):
+        heard.wait_for(lambda: here.end_of_run() or doing in heard.words or heard.closing, GRACE + 1)
+    if end := here.end_of_run():
+        return _error_of(end, doing, f" First error: {error}")
+    if heard.closing or _absent(here, stand):
+        return _left(_absent(here, stand) or [0], doing)
+    return _late(group, stand, heard.words.get(doing, {}).get("places", []), error)
+
+
+def _error_of(end: Message, doing: str, first_error: str = "") -> PeerError | MismatchError:
+    if end["kind"] == "mismatch":
+        return MismatchError(end["text"])
+    if end["kind"] == "gone":
+        why = f" ({end['why']})" if "why" in end else ""
+        return PeerError(
+            f"{names(end['ranks'])} died or went silent{why} while {describe(dist.get_rank())} was waiting for "
+            f"{doing}. Check the output of that process and the kernel log of its host (out of memory, power, "
+            f"network).{first_error}"
+        )
+    report = end["report"]
+    return PeerError(
+        f"{describe(report['rank'])} failed with {report['type']}: {report['message']}\n"
+        f"This is {describe(dist.get_rank())}, which stops because the run cannot continue without it. "
+        f"The other rank's traceback:\n{report['traceback']}"
+    )
+
+
+def _left(ranks: Sequence[int], doing: str) -> PeerError:
+    return PeerError(
+        f"{names(ranks)} left the run while {describe(dist.get_rank())} still waits for {doing}. Every "
+        "rank must make the same calls (run, evaluate and predict too) the same number of times."
+    )
+
+
+def _late(group: dist.ProcessGroup, stand: Stand, places: Sequence[tuple[int, Message]], error: Exception) -> PeerError:
+    """The error if all ranks are alive: one is late, or a connection broke."""
+    late = [
+        f" {describe(rank)} is not in any collective of ddp_callbacks: it last was in {place['last']}, and is at "
+        f"{place['line']}."
+        for rank, place in places
+        if not place["waits"] and (not stand.turn or stand.misses(rank, place["recent"]))
+    ]
+    return PeerError(
+        f"{describe(dist.get_rank())} waited for {stand.doing} in vain, though every rank is alive: one did not come "
+        f"within the timeout, or a connection broke.{''.join(late)} First error: {error}"
+    )
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+def report_failure(exception: BaseException) -> None:
+    """Tell all ranks of ``exception``, which ends the run here; the first one of a run counts.
+
+    Never raises, never blocks.
+    """
+    if isinstance(exception, Preempted):
+        return  # every rank raises it
+    _report(presence().run, exception)
+
+
+def report_end(exception: BaseException) -> None:
+    """Tell all ranks of an exception that ends the process: later runs hear of it too."""
+    _report(FOREVER, exception)
+
+
+def _report(run: int, exception: BaseException) -> None:
+    here = presence()
+    here.failed = True
+    if isinstance(exception, PeerError):
         return
-    here, vigil = presence(), _Vigil(pending, doing, group)
-    here.waits = True
-    try:
-        lookout.look()
-        vigil.look()
-        while not _wait_slice(pending):
-            lookout.look()
-            vigil.look()
-    finally:
-        here.waits = False
-        vigil.end()
+    report = {
+        "rank": dist.get_rank(),
+        "type": type(exception).__name__,
+        "message": str(exception)[:_TRACEBACK],
+        "traceback": "".join(traceback.format_exception(exception))[-_TRACEBACK:],
+    }
+    here.send({"event": "end", "run": run, "what": {"kind": "failure", "report": report}})
 
 
-class _Lookout:
-    """What this rank has heard of the others during one wait."""
-
-    def __init__(self, doing: str, group: dist.ProcessGroup) -> None:
-        self._doing = doing
-        self._alarm = Alarm()
-        self._leavers = Leavers(doing, group)
-        self._neighbors = Neighbors(group)
-        self._begins = doing == BEGIN
-
-    def look(self) -> None:
-        """Raise if the wait cannot succeed any more. One round trip to the store, unless there is news."""
-        if self._alarm.rings():
-            check_peers(self._begins)
-            check_gone(self._doing)
-            self._leavers.read()
-        if absent := self._leavers.absent():
-            raise self._leavers.error(absent)
-        if gone := self._neighbors.gone(self._leavers):
-            check_peers(self._begins)
-            raise gone_error(publish_gone(names(gone)), self._doing)
+# --- mismatches -------------------------------------------------------------------------------------------------------
 
 
-class _Vigil:
-    """A long wait of the training thread: it publishes where it is, and checks where the others are."""
+def tag_of(doing: str) -> int:
+    """A number that identifies the purpose of an exchange in its message; a float64 holds it exactly."""
+    return zlib.crc32(doing.encode())
 
-    def __init__(self, pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
-        self._comparison = Comparison(doing, group)
-        # At the next run, a rank waits for the others to give up the failed one.
-        self._begins = doing == BEGIN
-        self._compares = not (self._begins and presence().failed)
-        self._first: bool | None = None
-        self._ask_at = time.monotonic() - SLICE.total_seconds() + _ASK
-        self._asked: int | None = None
-        # The collectives of torch that this rank has started before this wait.
-        own = isinstance(pending, dist.Work) and group is dist.group.WORLD
-        self._sequence = sequence_number(dist.group.WORLD) - own
 
-    def look(self) -> None:
-        """Raise :class:`MismatchError` if a rank waits for this one in another exchange."""
-        store().add("looks", 1)
-        presence().answer()
-        if not self._compares:
-            return
-        if self._first is None:
-            self._first = self._comparison.declare()
-        if other := self._comparison.crossed():
-            error = at_odds(self._comparison.mine, other)
-            if not self._begins:
-                raise error
-            self._compares = False
-        elif self._first and time.monotonic() >= self._ask_at:
-            self._look_for_torchs()
+def require_tags(tags: Sequence[float], doing: str, group: dist.ProcessGroup, ranks: Sequence[int] = ()) -> None:
+    """Raise :class:`MismatchError` unless all tags are equal. Every rank that took part must call it.
 
-    def end(self) -> None:
-        """End the wait."""
-        try:
-            self._comparison.withdraw()
-        except RuntimeError:
-            pass  # the store is gone
+    Args:
+        tags: :func:`tag_of` of each rank's exchange.
+        doing: The purpose of this rank's exchange.
+        ranks: The ranks in ``group`` of these tags; all if empty.
+    """
+    if all(tag == tags[0] for tag in tags):
+        return
+    here, members = presence(), [dist.get_global_rank(group, rank) for rank in ranks or range(group.size())]
+    named = here.gather(f"names/{here.run}/{zlib.crc32(str(tags).encode())}", doing, sorted(members))
+    here.heard.wait_for(lambda: named.values or here.end_of_run(), LINGER)
+    by_name: dict[str, list[int]] = {}
+    for rank, name in zip(sorted(members), named.values, strict=False):
+        by_name.setdefault(name, []).append(rank)
+    texts = [f"{names(some)} exchange{'s' * (len(some) == 1)} {name}" for name, some in by_name.items()]
+    raise _mismatch(here, ", while ".join(texts) or f"{describe(dist.get_rank())} exchanges {doing}, others do not")
 
-    def _look_for_torchs(self) -> None:
-        """Ask where the others are: the store doesn't show which ranks are in torch's collectives."""
-        if self._asked is None:
-            self._asked, self._ask_at = ask(), time.monotonic() + 2 * SLICE.total_seconds()
-            return
-        for rank, place in answers(self._asked).items():
-            if self._is_lost(rank, place):
-                raise elsewhere(self._comparison.mine, rank, place)
-        self._asked, self._ask_at = None, time.monotonic() + 10 * _ASK
 
-    def _is_lost(self, rank: int, place: dict[str, Any]) -> bool:
-        """Whether the rank is in a collective of torch that this one has not started, instead of in this exchange."""
-        mine = self._comparison.mine
-        concerned = mine.turn and (mine.members is None or rank in mine.members)
-        absent = not place["waits"] and place["recent"].get(mine.doing, 0) < mine.turn
-        return bool(concerned and absent and place["torch"] and place["sequence"] > self._sequence >= 0)
+def require_sent(sent: str, doing: str, group: dist.ProcessGroup) -> None:
+    """Raise :class:`MismatchError` unless rank 0 of ``group`` has sent what this rank expects."""
+    if sent != doing:
+        root, here = describe(dist.get_global_rank(group, 0)), describe(dist.get_rank())
+        raise _mismatch(presence(), f"{root} sends {sent}, while {here} expects {doing}")
+
+
+def _mismatch(here: Presence, text: str) -> PeerError | MismatchError:
+    """The error that all ranks raise: the first that has ended the run."""
+    here.failed = True
+    here.send({"event": "end", "run": here.run, "what": {"kind": "mismatch", "text": f"{text}. {REMEDY}"}})
+    end: Any = here.heard.wait_for(here.end_of_run, LINGER)
+    return _error_of(end, "other ranks") if end else MismatchError(f"{text}. {REMEDY}")
 
 
 # --- slices -----------------------------------------------------------------------------------------------------------
-
-
 def of_device(work: dist.Work, device: torch.device, group: dist.ProcessGroup) -> Pending:
     """Make the work of a collective on ``device`` suitable for :func:`wait`.
 

@@ -12,14 +12,13 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks._torch import require_torch, store_of
+from ddp_callbacks._torch import require_torch
 from ddp_callbacks.environment import WorkerEnv, worker_env, worker_env_of
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group.failures import announce_leave, linger, report_end
+from ddp_callbacks.process_group.failures import announce_join, report_end
 from ddp_callbacks.process_group.gpu import select_gpu
-from ddp_callbacks.process_group.guard import announce_join
 from ddp_callbacks.process_group.presence import presence
-from ddp_callbacks.process_group.rendezvous import agent_hosts_store, choose_interface, meet
+from ddp_callbacks.process_group.rendezvous import choose_interface, meet
 from ddp_callbacks.process_group.runs import destroy_groups, form_group
 from ddp_callbacks.versions import how_to_install
 
@@ -124,19 +123,12 @@ def _place(
 def leave_process_group() -> None:
     """Leave the default group, if there is one, and tell the ranks that still wait for this one. Safe to call twice.
 
-    Rank 0 hosts the store. It returns when the others have left too, or after three seconds.
+    It does not wait for them, but for some milliseconds in which they hear that rank 0 leaves.
     """
     if not _is_member():
         return
-    group = resolve_group()
-    store, hosts_store = store_of(group), group.rank() == 0 and not agent_hosts_store()
-    try:
-        announce_leave()
-        destroy_groups()
-        if hosts_store:
-            linger(dist.PrefixStore("ddp_callbacks", store), group.size())
-    except RuntimeError:
-        pass  # the peers or the store were faster
+    presence().leave()
+    destroy_groups()
 
 
 def _is_member() -> bool:

@@ -1,22 +1,18 @@
 """All ranks stop at the same moment once one of them has been asked to: by a signal, a time limit or the program.
 
-A scheduler's signal may reach one process or all, at any time. The ranks agree through the store, and only then: a step
-without a request sends nothing. Each rank counts the moments that it has let pass, such as batches. A rank that hears
-of a request publishes its count and lets no further moment pass before it knows the counts of all; they stop at the
-first moment that no rank has let pass. A thread hears and publishes, so a rank that waits for the others inside of a
-step answers, too.
+A scheduler's signal may reach one process or all, at any time. The ranks agree by the control channel, and only then: a
+step without a request sends nothing. Each rank counts the moments that it has let pass, such as batches. A rank that
+hears of a request tells its count and lets no further moment pass before it knows the counts of all; they stop at the
+first moment that no rank has let pass. Its thread hears and answers, so a rank that waits inside of a step does, too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import signal
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from types import FrameType, TracebackType
@@ -26,8 +22,9 @@ import torch.distributed as dist
 
 from ddp_callbacks.errors import ConfigurationError, Preempted, say
 from ddp_callbacks.process_group.failures import wait
+from ddp_callbacks.process_group.heard import Gathering
 from ddp_callbacks.process_group.membership import get_rank, get_world_size, resolve_group
-from ddp_callbacks.process_group.presence import OWN_THREADS, describe, presence, store
+from ddp_callbacks.process_group.presence import describe, presence
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What Slurm, PBS and torchrun send before they end a job; SIGUSR1 is the usual choice for Slurm's ``--signal``."""
@@ -36,9 +33,7 @@ SAME = 3.0
 """Seconds within which further signals mean the same request: a scheduler and a launcher may both send one."""
 
 _DOING = "the moment at which all ranks stop"
-_INTERVAL = 0.1  # seconds between two looks at the store
-_LOOKS = 5000  # at the store in a second, by all ranks together
-_ENDS = 2.0  # seconds that we wait for the thread to end
+_TIME_IS_UP = "the time limit"
 
 
 class Preemption:
@@ -85,7 +80,7 @@ class Preemption:
         if self._limit is not None:
             self._deadline = time.monotonic() + self._limit.total_seconds()
         if get_world_size(self._group) > 1:
-            self._agreement = _Agreement(resolve_group(self._group), self._deadline)
+            self._agreement = _Agreement(resolve_group(self._group))
         self._handle_signals()
         return self
 
@@ -112,18 +107,16 @@ class Preemption:
         """Whether to stop now. Every rank calls it at the same moments, such as after each batch.
 
         All ranks get the same answer. Without a request, it costs a microsecond and sends nothing. With one, it blocks
-        until every rank has heard of it, about a tenth of a second. Once ``True``, it stays so.
+        until every rank has heard of it, some milliseconds. Once ``True``, it stays so.
 
         Raises:
             PeerError: Another rank failed, died or went silent.
         """
-        if self.reason:
-            return True
-        if self._agreement is not None:
+        if not self.reason and time.monotonic() >= self._deadline:
+            self.request(_TIME_IS_UP)
+        if not self.reason and self._agreement is not None:
             self.reason = self._agreement.pass_moment()
-        elif not self._own and time.monotonic() >= self._deadline:
-            self._own = _TIME_IS_UP
-        if self._agreement is None and self._own:
+        elif not self.reason and self._own:
             self.reason = f"{self._own} on {_here()}"
         return bool(self.reason)
 
@@ -158,124 +151,51 @@ class Preemption:
         self.request(signal.Signals(number).name)
 
 
-_TIME_IS_UP = "the time limit"
-
-
 class _Agreement:
-    """Finds the moment to stop at, among several ranks. Its thread lives until :meth:`close`."""
+    """Finds the moment to stop at, among several ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, deadline: float) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         here = presence()
         here.preemptions += 1
-        self._prefix = f"preemption/{here.preemptions}"
-        self._group, self._deadline = group, deadline
+        self._name, self._here, self._group = f"stop/{here.preemptions}", here, group
         self._members = dist.get_process_group_ranks(group)
-        self._interval = max(_INTERVAL, group.size() / _LOOKS)
         self._lock = threading.Lock()
         self._passed = 0  # moments, by this rank
-        self._is_held = False  # no further moment may pass
-        self._news: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # a signal's handler may interrupt anything
-        self._thread = threading.Thread(
-            target=_listen, args=(weakref.ref(self), self._news), name=f"{OWN_THREADS} preemption", daemon=True
-        )
-        self._thread.start()
+        self._counts: Gathering | None = None  # of all; once it is there, no further moment may pass
+        for said in (here.asked, here.answers):
+            said.pop(f"stop/{here.preemptions - 2}", None)
+        here.responders[self._name] = self._hold
+        if self._name in here.asked:
+            self._hold()
 
     def request(self, reason: str) -> None:
-        """Ask all ranks to stop; the thread tells them."""
-        self._news.put(reason)
+        """Ask all ranks to stop; a signal's handler may call it."""
+        self._here.send({"event": "ask", "name": self._name, "members": self._members, "note": reason})
 
     def pass_moment(self) -> str:
         """Let a moment pass, and return nothing; or the reason to stop at it."""
         with self._lock:
-            if not self._is_held:
+            if self._counts is None:
                 self._passed += 1
                 return ""
-        counts = _Counts([self._count_of(rank) for rank in self._members])
-        wait(counts, _DOING, self._group)
-        if self._passed < max(counts.values()):
+        wait(self._counts, _DOING, self._group)
+        if self._passed < max(self._counts.values):
             self._passed += 1
             return ""
-        return store().get(self._requested).decode()
+        return str(self._here.asked[self._name])
 
     def close(self) -> None:
         """This rank lets no further moment pass, and others need not wait for it."""
-        self._news.put(None)
-        self._thread.join(_ENDS)
-        with contextlib.suppress(RuntimeError):  # the store's host has died
-            self.hold()
-
-    def hold(self) -> None:
-        """Let no further moment pass before all ranks have published their counts, and publish this rank's."""
         with self._lock:
-            is_first, self._is_held = not self._is_held, True
-        if is_first:
-            store().set(self._count_of(dist.get_rank()), str(self._passed))
+            if self._counts is None:
+                self._here.answers[self._name] = self._passed
+        self._here.responders.pop(self._name, None)
 
-    def listen(self, reason: str | None) -> bool:
-        """Handle this rank's own request, if any, or look for one of another rank; whether there is one."""
-        if reason is None and time.monotonic() >= self._deadline:
-            reason = f"{_TIME_IS_UP} on {_here()}"
-        if reason is not None:
-            store().compare_set(self._requested, "", reason)  # the first one counts
-        elif not store().check([self._requested]):
-            return False
-        self.hold()
-        return True
-
-    @property
-    def interval(self) -> float:
-        """Between two looks at the store, in seconds."""
-        return self._interval
-
-    @property
-    def _requested(self) -> str:
-        return f"{self._prefix}/requested"
-
-    def _count_of(self, rank: int) -> str:
-        return f"{self._prefix}/passed/{rank}"
-
-
-def _listen(reference: weakref.ref[_Agreement], news: queue.SimpleQueue[str | None]) -> None:
-    """Wait for a request of this rank or of another; publish this rank's count, and end."""
-    interval = _INTERVAL
-    while True:
-        try:
-            reason = news.get(timeout=interval)
-            if reason is None:
-                return
-        except queue.Empty:
-            reason = None
-        agreement = reference()
-        if agreement is None:
-            return
-        try:
-            if agreement.listen(reason):
-                return
-        except RuntimeError:  # the store's host has died: whatever waits for it says so
-            return
-        interval = agreement.interval
-        del agreement
-
-
-class _Counts:
-    """The counts of all ranks, as something to wait for."""
-
-    def __init__(self, keys: list[str]) -> None:
-        self._keys = keys
-
-    def values(self) -> list[int]:
-        """Once the wait is over."""
-        return [int(count) for count in store().multi_get(self._keys)]
-
-    def wait_slice(self, seconds: float) -> bool:
-        """See :class:`.failures.Waitable`."""
-        end, pause = time.monotonic() + seconds, 1e-3
-        while not store().check(self._keys):
-            if time.monotonic() > end:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-        return True
+    def _hold(self) -> None:
+        """Let no further moment pass before all ranks have told their counts, and tell this rank's."""
+        with self._lock:
+            if self._counts is None:
+                self._counts = self._here.gather(self._name, self._passed, self._members)
 
 
 def _here() -> str:

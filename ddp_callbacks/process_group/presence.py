@@ -1,39 +1,7 @@
-"""Where each rank is: what it has entered and what it waits for.
+"""This rank in the default group: what it has entered and waits for, and what it has heard of the others.
 
-An ordinary step sends no message. A rank that has waited for a second checks the store of the default group about once
-a second. It reads one counter, the alarm, and only if that has changed, more keys. While a rank computes, its thread
-(:mod:`.guard`) answers, so that it is not mistaken for dead.
-
-Keys in that store, below ``ddp_callbacks/``; ``{run}`` is the number of the run:
-
-============================  ========================================================================================
-``host/{rank}``               JSON, host name and process of a rank, written when it joins
-``alarm``                     counts news that others should read
-``failure``                   JSON, an exception that ends the process of a rank: rank, type, message, traceback
-``{run}/failure``             the same for one that ends a run: the process may continue
-``{run}/mismatch``            the text for ranks that wait for different exchanges
-``{run}/stand/{n}``           JSON, what a rank waits for: the first that has waited long for it
-``{run}/at/{kind}/{turn}``    counts the ranks that have waited long for this
-``{run}/odds/{tag}``          the purpose of an exchange, by the tag in its message
-``{run}/position/{rank}``     JSON, the position of a rank when it came to the next run
-``{run}/begin``               counts the ranks that have come to the next run
-``{run}/begin/complete``      JSON, whether they need a new group; written by the last one that came
-``connected``                 counts the ranks that have their connections
-``connected/complete``        the last one has them
-``left``, ``left/{n}``        how many ranks have left for good; JSON, the n-th of them, and what it had entered
-``away``                      counts the ranks that have left and write nothing more
-``closing``                   rank 0, whose process may host the store, has left
-``looks``                     counts the checks of ranks that have waited long
-``question``                  counts the questions "where are you?"
-``answer/{rank}``             JSON, the last question that this rank has answered, and where it is
-``answers/{question}``        counts the answers
-``verdict/{question}``        the conclusion of the first rank that has waited for the answers
-``gone``                      the names of the ranks that died, from the first rank that found out
-``{run}/votes/{moment}``      counts the ranks that want something at this moment (:mod:`.votes`)
-``{run}/votes/{moment}/...``  ``result``: JSON, whether all do
-``preemption/{n}/requested``  who was first asked to stop, and how (:mod:`.preemption`)
-``preemption/{n}/passed/...`` ``{rank}``: how many moments it has let pass before it heard of that
-============================  ========================================================================================
+An ordinary step sends no message. A rank that has waited for a second says where, on the control channel; its thread
+(:mod:`.client`) hears what has happened to others meanwhile, also while the rank computes.
 """
 
 from __future__ import annotations
@@ -46,35 +14,45 @@ import socket
 import sys
 import sysconfig
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
 
-from ddp_callbacks._torch import abort_accelerators, known_groups, sequence_number, store_of
+from ddp_callbacks._torch import (
+    abort_accelerators,
+    accelerators_of,
+    known_groups,
+    sequence_number,
+    store_of,
+    timeout_of,
+)
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group.client import Client
+from ddp_callbacks.process_group.connection import Message
+from ddp_callbacks.process_group.coordinator import FOREVER, Stand
+from ddp_callbacks.process_group.heard import Gathering, Heard
+from ddp_callbacks.process_group.server import Server
 from ddp_callbacks.process_group.torch_threads import await_threads, make_forks_wait
 
 OWN_THREADS = "ddp_callbacks"
 """Prefix of the names of this library's threads. Training does not wait for what they wait for."""
 
-_THREAD = f"{OWN_THREADS} guard"
-_LEAVES = 2.0  # seconds that we wait for a thread to end
-_RECENT = 32  # recent kinds of exchanges that a rank publishes
+_ADDRESS, _VOTE = "control", "vote"
+_RECENT = 32  # recent kinds of exchanges that a rank tells
 _KINDS = 1024  # kinds of exchanges that a rank counts
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = (
     "<",
-    _PACKAGE,
+    os.path.dirname(os.path.dirname(__file__)),
     sysconfig.get_path("stdlib"),
     sysconfig.get_path("platstdlib"),
 )
 
 _presences: weakref.WeakKeyDictionary[dist.ProcessGroup, Presence] = weakref.WeakKeyDictionary()
+_alive: weakref.WeakSet[Presence] = weakref.WeakSet()
 
 
 class Presence:
@@ -86,36 +64,61 @@ class Presence:
         last: The last exchange that this rank entered.
         failed: Whether this run has failed here.
         aborted: Whether what was pending on accelerators was aborted, so that results may be meaningless.
-        waits: Whether the training thread waits, and checks the store itself.
         alone_in: The part of the program that this rank runs without the others; ``None`` in all others.
-        is_closing: Whether the store is about to close: torch prints a warning if one reads a closed store.
-        answered: The last question answered here.
         moments: How many moments of :mod:`.votes` this rank has behind it in this run.
         preemptions: How many :class:`.preemption.Preemption` contexts this rank has entered.
+        beginning: The positions of all ranks at the begin of the next run, once this rank has come there.
+        asked: The notes of the gatherings that all were asked for, by name.
+        answers: This rank's part in those that it takes no other part in, by name.
+        store: The store of the default group in which the run began, below this library's prefix.
+        responders: What is called, by the thread, if this rank is asked for its part of a gathering, by name.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.pid = os.getpid()
-        self.run = 0
+        self.pid, self.run = os.getpid(), 0
         self.last = "nothing yet"
-        self.failed = False
-        self.aborted = False
-        self.waits = False
+        self.failed = self.aborted = False
         self.alone_in: str | None = None
+        self.moments = self.preemptions = 0
+        self._vote = ""
+        self._watched: dict[str, int] = {}
+        self.beginning: Gathering | None = None
+        self.asked: dict[str, Any] = {}
+        self.answers: dict[str, Any] = {}
+        self.responders: dict[str, Callable[[], None]] = {}
         self._counts: dict[str, int] = {}
-        self._entered = 0
-        self.is_closing = False
-        self.answered = 0
-        self.moments = 0
-        self.preemptions = 0
-        self._heard: dict[str, str] = {}
-        self._lock = threading.Lock()
-        self._aborting = threading.Lock()
-        self._is_over = False  # the run, for this rank
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._entered = self._seen = 0
+        self._waits = 0
+        self._is_over = self._has_left = False
+        self._aborting = threading.RLock()
+        self.heard = Heard()
+        self._world: weakref.ref[dist.ProcessGroup] | None = None
+        self.settle_in(group)
         make_forks_wait()
-        weakref.finalize(self, self._stop.set)
+        self.store, rank = dist.PrefixStore("ddp_callbacks", store_of(group)), group.rank()
+        self._server = Server(group.size(), self.store) if rank == 0 else None
+        if self._server is not None:
+            self.store.set(_ADDRESS, json.dumps(self._server.address))
+        hello = {"event": "join", "rank": rank, "name": _own_name(rank)}
+        self._client = Client(self, hello)
+        _alive.add(self)
+
+    def settle_in(self, group: dist.ProcessGroup) -> None:
+        """From now on, ``group`` is the default group of this rank."""
+        for other in [other for other, here in _presences.items() if here is self]:
+            del _presences[other]
+        _presences[group] = self
+        self._world = weakref.ref(group)
+
+    def move_out(self) -> None:
+        """Stay when the default group goes: this rank forms another one."""
+        self._world = None
+
+    def send(self, message: Message) -> None:
+        """Tell rank 0. Hardly blocks; any thread, and a signal's handler, may call it."""
+        self._client.send(message)
+
+    # --- exchanges and runs -------------------------------------------------------------------------------------------
 
     def enter(self, doing: str) -> None:
         """Note that this rank takes part in an exchange. Costs a microsecond; sends nothing.
@@ -135,50 +138,80 @@ class Presence:
         self.last = doing
         self._entered += 1
 
-    def turn(self, doing: str) -> int:
-        """How often this rank has entered this exchange in this run."""
-        return self._counts.get(doing, 0)
-
-    def recent(self) -> dict[str, int]:
-        """The counts of recently entered exchanges."""
-        return dict(list(self._counts.items())[-_RECENT:])
-
     def position(self) -> list[int]:
         """Numbers that are equal on all ranks if they are in step."""
         counts = json.dumps(sorted(self._counts.items()))
         return [zlib.crc32(counts.encode()), sequence_number(dist.group.WORLD)]
 
     def begin(self, run: int) -> None:
-        """Reset the counts for a run with this number."""
+        """Forget the run before."""
         with self._aborting:
-            self.run, self.failed, self._is_over = run, False, False
+            self.run, self.failed, self.aborted, self._is_over = run, False, False, False
         self._counts.clear()
-        self.moments = 0
+        self.moments, self.beginning = 0, None
+        self._watched.clear()
+        self.heard.forget(run)
 
-    # --- the thread -------------------------------------------------------------------------------------------------
+    def stand(self, doing: str, group: dist.ProcessGroup, started: int = 0, compares: bool = True) -> Stand:
+        """Where this rank is while it waits for ``doing``, for which it has ``started`` collectives of torch."""
+        members = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
+        sequence = sequence_number(dist.group.WORLD) - started
+        return Stand(self.run, doing, self._counts.get(doing, 0), members, self._recent(), sequence, compares)
 
-    def start(self, serve: Callable[[weakref.ref[Presence], threading.Event], None]) -> None:
-        """Start the thread that serves this rank, unless it runs; it ends with the process group."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=serve, args=(weakref.ref(self), self._stop), name=_THREAD, daemon=True
-            )
-            self._thread.start()
+    @contextlib.contextmanager
+    def waiting(self, stand: Stand, broke: bool = False) -> Iterator[None]:
+        """Inside, this rank waits there, or finds out why this wait broke; and rank 0 knows."""
+        self._waits += 1
+        self.heard.words.pop(stand.doing, None)
+        self.send({"event": "wait", "stand": asdict(stand), "broke": broke})
+        try:
+            yield
+        finally:
+            self._waits -= 1
+            self.send({"event": "done", "doing": stand.doing})
 
-    def close(self) -> None:
-        """End the thread. Blocks while it aborts, and for two seconds at most while it uses the store."""
-        self._stop.set()
-        thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread() and os.getpid() == self.pid:
-            self.end_run()
-            thread.join(_LEAVES)
+    def put(self, name: str, value: Any, members: list[int] | None = None, note: Any = None) -> None:
+        """This rank's part of a gathering, once; with a ``note``, the others are asked for theirs."""
+        self.send({"event": "put", "name": name, "value": value, "members": members, "note": note})
 
-    def is_current(self) -> bool:
-        """Whether its process group is still the default group."""
+    def gather(self, name: str, value: Any, members: list[int] | None = None, note: Any = None) -> Gathering:
+        """As :meth:`put`; returns what to wait for."""
         world = dist.group.WORLD
-        return world is not None and _presences.get(world) is self
+        assert world is not None
+        gathering = self.heard.expect(name, timeout_of(world))
+        self.put(name, value, members, note)
+        return gathering
 
-    # --- aborts -----------------------------------------------------------------------------------------------------
+    def pass_moment(self) -> None:
+        """Let a moment pass; if other ranks vote at it, they hear that this one doesn't."""
+        self.moments += 1
+        self._decline()
+
+    def vote(self) -> Gathering:
+        """Vote at the next moment."""
+        self.moments += 1
+        self._vote = f"{_VOTE}/{self.run}/{self.moments}"
+        return self.gather(self._vote, True, note=self.moments)
+
+    def _answer(self, name: str, note: Any) -> None:
+        """This rank is asked for its part of a gathering."""
+        if name.startswith(_VOTE):
+            if name != self._vote:
+                self._watched[name] = note
+                self._decline()
+            return
+        self.asked[name] = note
+        if name in self.answers:
+            self.put(name, self.answers[name])
+        elif respond := self.responders.get(name):
+            respond()
+
+    def _decline(self) -> None:
+        for name, moment in list(self._watched.items()):
+            if self.moments >= moment and self._watched.pop(name, 0):  # once, by whichever thread comes first
+                self.put(name, False)
+
+    # --- aborts -------------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """Abort what is pending on accelerators in all groups of this rank, unless that has been done.
@@ -186,13 +219,18 @@ class Presence:
         Blocks until it is aborted, also if another thread does it.
         """
         with self._aborting:
-            self._abort()
+            if self.aborted:
+                return
+            self.failed = self.aborted = True  # before a blocked call returns
+            for group in reversed(known_groups()):  # in torch's order
+                with contextlib.suppress(RuntimeError):
+                    abort_accelerators(group)
 
-    def abort_failed_run(self, lost: bool = False) -> None:
-        """As :meth:`abort`, if the run has failed (or the store is ``lost``) before this rank has come to its end."""
+    def abort_failed_run(self) -> None:
+        """As :meth:`abort`, if the run has failed before this rank has come to its end."""
         with self._aborting:
-            if (lost or self.failed or self.ends()) and not self._is_over:
-                self._abort()
+            if (self.failed or self.end_of_run()) and not self._is_over:
+                self.abort()
 
     def end_run(self) -> bool:
         """From now on, :meth:`abort_failed_run` aborts nothing in this run. Return whether something was aborted."""
@@ -200,62 +238,91 @@ class Presence:
             self._is_over = True
             return self.aborted
 
-    def _abort(self) -> None:
-        if not self.aborted:
-            self.failed = self.aborted = True  # before a blocked call returns
-            for group in reversed(known_groups()):  # in torch's order
-                with contextlib.suppress(RuntimeError):
-                    abort_accelerators(group)
+    def end_of_run(self, begins: bool = False) -> Message | None:
+        """What has ended this run, as far as this rank has heard.
 
-    # --- answers ----------------------------------------------------------------------------------------------------
+        Args:
+            begins: This rank is at the start of the next run, and ignores a failure that has ended its last run.
+        """
+        own = self.heard.ends.get(self.run)
+        if begins and own is not None and (self.failed or own["kind"] == "mismatch"):
+            own = None
+        return own or self.heard.ends.get(FOREVER)
 
-    def answer(self) -> None:
-        """Publish that this rank is alive, and where, if another rank has asked since the last answer."""
-        with self._lock:
-            question = store().add("question", 0)
-            if question > self.answered:
-                self.answered = question
-                store().set(f"answer/{dist.get_rank()}", json.dumps({"question": question, **self._place()}))
-                store().add(f"answers/{question}", 1)
+    # --- the end ------------------------------------------------------------------------------------------------------
 
-    def listen_for_ends(self) -> None:
-        """Remember what has ended the run, while the store is still readable."""
-        for key in self._keys_of_ends():
-            if key not in self._heard and store().check([key]):
-                self._heard[key] = store().get(key).decode()
+    def leave(self) -> None:
+        """Tell the others that this rank leaves, and end its threads. Blocks for five seconds at most."""
+        if os.getpid() != self.pid:
+            return  # a forked child
+        if not self._has_left:
+            self.end_run()
+            self._say_farewell()
+            self._client.close()
+        if self._server is not None:
+            self._server.stop()
+            self._server.join()
 
-    def ends(self) -> dict[str, str]:
-        """What has ended the run, on any rank, as far as this one has listened; by its key in the store."""
-        return {key: self._heard[key] for key in self._keys_of_ends() if key in self._heard}
+    def _say_farewell(self) -> None:
+        self._has_left = True
+        farewell = {"run": self.run, "failed": self.failed, "recent": self._recent(), "answers": self.answers}
+        self.send({"event": "leave", **farewell})
 
-    def _keys_of_ends(self) -> tuple[str, ...]:
-        return (f"{self.run}/mismatch", f"{self.run}/failure", "failure", "gone")
+    # --- in the thread ------------------------------------------------------------------------------------------------
 
-    def _place(self) -> dict[str, Any]:
-        sequence, (function, line) = sequence_number(dist.group.WORLD), _of_torch()
-        return {
-            "waits": self.waits,
-            "last": self.last,
-            "recent": self.recent(),
-            "torch": function,
-            "line": line,
-            "sequence": sequence,
-            "moments": self.moments,
-        }
+    def find_server(self) -> Message | None:
+        """See :class:`.client.Owner`."""
+        return json.loads(self.store.get(_ADDRESS)) if self.store.check([_ADDRESS]) else None
 
-    def is_quiet(self, entered: int) -> tuple[bool, int]:
-        """Whether the count of entered exchanges is still ``entered`` and nothing waits; and the current count."""
-        return self._entered == entered and not self.waits, self._entered
+    def hear(self, message: Message) -> None:
+        """See :class:`.client.Owner`."""
+        event = message["event"]
+        if event == "where":
+            self.send({"event": "place", "place": self._place()})
+        elif event == "asked":
+            self._answer(message["name"], message["note"])
+        else:
+            self.heard.note(message)
+
+    def lose_server(self, why: str) -> None:
+        """See :class:`.client.Owner`."""
+        if not self._has_left:
+            self.heard.note({"event": "end", "run": FOREVER, "kind": "gone", "ranks": [0], "why": why})
+
+    def tick(self) -> bool:
+        """Free a rank that waits for its GPU in vain; whether its group is still the default group."""
+        if self._world is not None and self._world() is not dist.group.WORLD and not self._has_left:
+            self._say_farewell()
+            if self._server is not None:
+                self._server.stop()
+            return False
+        is_quiet = self._entered == self._seen and not self._waits
+        self._seen = self._entered
+        if is_quiet and self.end_of_run() and any(map(accelerators_of, known_groups())):
+            self.abort_failed_run()
+        return True
+
+    def _recent(self) -> dict[str, int]:
+        return dict(list(self._counts.items())[-_RECENT:])
+
+    def _place(self) -> Message:
+        function, line = _of_torch()
+        numbers = {"run": self.run, "sequence": sequence_number(dist.group.WORLD), "moments": self.moments}
+        where = {"last": self.last, "torch": function, "line": line}
+        return {"waits": bool(self._waits), "recent": self._recent(), **where, **numbers}
 
 
 def presence() -> Presence:
     """The presence of this process in the default group, which must exist."""
     world = dist.group.WORLD
     assert world is not None
-    found = _presences.get(world)
-    if found is None:
-        found = _presences[world] = Presence(world)
-    return found
+    return _presences.get(world) or Presence(world)
+
+
+def found() -> Presence | None:
+    """As :func:`presence`, if there is one already."""
+    world = dist.group.WORLD
+    return None if world is None else _presences.get(world)
 
 
 def enter(doing: str) -> None:
@@ -276,9 +343,8 @@ def alone_in(name: str) -> Iterator[None]:
 
 def is_aborted() -> bool:
     """Whether what was pending on accelerators was aborted in this run."""
-    world = dist.group.WORLD
-    found = None if world is None else _presences.get(world)
-    return found is not None and found.aborted
+    here = found()
+    return here is not None and here.aborted
 
 
 def is_beside_training() -> bool:
@@ -286,75 +352,25 @@ def is_beside_training() -> bool:
     return threading.current_thread().name.startswith(OWN_THREADS)
 
 
-def store() -> dist.Store:
-    """The default group's store, which all ranks read, whatever group they wait in."""
-    world = dist.group.WORLD
-    if world is None:
-        raise RuntimeError("the process group has been left")
-    return dist.PrefixStore("ddp_callbacks", store_of(world))
-
-
-def raise_alarm() -> None:
-    """Tell all waiting ranks to read the news."""
-    store().add("alarm", 1)
-
-
-def await_key(key: str, seconds: float) -> bool:
-    """Wait up to ``seconds`` for a key; return whether it exists. Unlike ``Store.wait``, it prints no warning."""
-    end, pause = time.monotonic() + seconds, 1e-3
-    while not store().check([key]):
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)
-    return True
-
-
-class Alarm:
-    """The state of the alarm during one wait."""
-
-    def __init__(self) -> None:
-        self._heard = -1
-
-    def rings(self) -> bool:
-        """Whether it was raised since the last call; true for the first call. One round trip to the store."""
-        before, self._heard = self._heard, store().add("alarm", 0)
-        return before != self._heard
-
-
 def describe(rank: int) -> str:
     """``rank 1 (host node2, pid 4711)`` for a global rank; shorter if less is known."""
-    if rank == dist.get_rank():
-        return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
-    try:
-        if not store().check([f"host/{rank}"]):
-            return f"rank {rank}"
-        known = json.loads(store().get(f"host/{rank}"))
-    except RuntimeError:
-        return f"rank {rank}"
-    return f"rank {rank} (host {known['host']}, pid {known['pid']})"
+    return _own_name(rank) if rank == dist.get_rank() else presence().heard.name_of(rank)
 
 
-def start_of(pid: int | str) -> str:
-    """The start time of a process, in the kernel's ticks; empty if it has ended or it is unknown."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in "ZX" else fields[18]
+def names(ranks: Sequence[int]) -> str:
+    """Describe several ranks."""
+    return ", ".join(describe(rank) for rank in sorted(ranks))
 
 
-# --- the thread ---------------------------------------------------------------------------------------------------
+def _own_name(rank: int) -> str:
+    return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
 
 
 @atexit.register
 def _end_threads() -> None:
     """End the threads: returning from C++ during interpreter shutdown would abort the process."""
-    for found in list(_presences.values()):
-        found.close()
-    for thread in threading.enumerate():
-        if thread.name == _THREAD:  # of a group that is gone: it has been told to end
-            thread.join(_LEAVES)
+    for here in list(_alive):
+        here.leave()
     await_threads()
 
 
@@ -374,8 +390,3 @@ def _of_torch() -> tuple[str, str]:
 
 def _is_library(path: str) -> bool:
     return path.startswith(_LIBRARIES) or "site-packages" in path
-
-
-def names(ranks: Sequence[int]) -> str:
-    """Describe several ranks."""
-    return ", ".join(describe(rank) for rank in sorted(ranks))

@@ -95,6 +95,7 @@ def go_silent() -> None:
 
 HAPPENS: dict[str, Callable[[], Any]] = {
     "raises": when_all_are_ready(raise_the_cause),
+    "raises at once": raise_the_cause,
     "runs out of memory": when_all_are_ready(run_out_of_memory),
     "is killed": when_all_are_ready(lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "is interrupted": when_all_are_ready(lambda: os.kill(os.getpid(), signal.SIGINT)),

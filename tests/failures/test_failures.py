@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,10 +16,22 @@ import pytest
 import torch
 from kit.once import once
 from kit.ranks import HOSTNAME, Nursery, Rank, note
-from misfortunes import CAUGHT, PATIENCE, Misfortune, my_rank, run_trial, suffer, train_plainly, weights
+from misfortunes import (
+    CAUGHT,
+    PATIENCE,
+    Misfortune,
+    TheCause,
+    my_rank,
+    run_loop,
+    run_trial,
+    suffer,
+    train_plainly,
+    weights,
+)
 from side_by_side import World, run_side_by_side
 
 from ddp_callbacks import join_process_group
+from ddp_callbacks.errors import MismatchError, PeerError
 
 pytestmark = pytest.mark.shares_results()
 
@@ -124,15 +138,6 @@ EXPECTED = {
     "votes alone": Expected((WHO, "waits for the vote of one rank"), 3, error="MismatchError"),
 }
 EXPECTED["skips the evaluation"] = EXPECTED["leaves"]
-# The store, which knows the names of the hosts, dies with rank 0.
-KILLED_WITH_THE_STORE = Expected(
-    ("rank 0", f"host {HOSTNAME}", "died", "rendezvous store at 127.0.0.1:"), 5, -signal.SIGKILL
-)
-
-
-def expected_of(case: Case) -> Expected:
-    is_store = case.kind == "is killed" and case.unlucky == 0
-    return KILLED_WITH_THE_STORE if is_store else EXPECTED[case.kind]
 
 
 Ended = Callable[[Case], list[Rank]]
@@ -183,7 +188,7 @@ def test_a_rank_that_fails_anywhere_is_named_on_all_others(ended: Ended, case: C
 
 def assert_named(ranks: list[Rank], case: Case) -> None:
     """All end soon, with an exit code that says so, and the others name the unlucky one and the cause."""
-    expected, unlucky = expected_of(case), ranks[case.unlucky]
+    expected, unlucky = EXPECTED[case.kind], ranks[case.unlucky]
     others = [rank for rank in ranks if rank is not unlucky]
     assert unlucky.code == expected.code, unlucky.stderr
     for rank in others:
@@ -217,6 +222,26 @@ def test_a_loop_that_waits_for_one_that_has_given_up_hears_where_that_one_is(end
     _, text = ended(ON_TWO[0])[0].notes["caught"]
     assert "waits for the gradients of bucket 0, while rank 1" in text, text
     assert "waits for the begin of a run" in text
+
+
+def fail_often() -> None:
+    """In each round, all catch a failure of a loop, and train well once. Notes the mappings of shared memory."""
+    torch.set_num_threads(1)
+    join_process_group()
+    seen = []
+    for _ in range(4):
+        with suppress(TheCause, PeerError, MismatchError):
+            run_loop(Misfortune("raises at once" if my_rank() == 1 else "", "step"), timedelta(seconds=120))
+        run_loop(Misfortune(), timedelta(seconds=120))
+        gc.collect()
+        seen.append(sum("memfd" in line for line in Path("/proc/self/maps").read_text().splitlines()))
+    note("seen", seen)
+
+
+def test_failures_that_all_catch_leave_no_shared_memory(nursery: Nursery, tmp_path: Path) -> None:
+    for rank in nursery.run(fail_often, 2, tmp_path):
+        assert rank.code == 0, rank.stderr
+        assert len(set(rank.notes["seen"])) == 1, rank.notes["seen"]
 
 
 def fork_children() -> None:

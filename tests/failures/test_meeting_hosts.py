@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -33,9 +34,9 @@ def bed() -> Iterator[HostBed]:
         yield made
 
 
-def start(host: Host, **variables: str) -> subprocess.Popen[bytes]:
+def start(host: Host, program: str = PROGRAM, **variables: str) -> subprocess.Popen[bytes]:
     environ = host.environ(OMP_NUM_THREADS="1", **variables)
-    return host.start(sys.executable, "-c", PROGRAM, environ=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return host.start(sys.executable, "-c", program, environ=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def ends(ranks: list[subprocess.Popen[bytes]]) -> list[tuple[str, str]]:
@@ -145,3 +146,51 @@ def test_behind_an_address_that_is_none_of_its_own_rank_0_listens_where_the_vari
         forwarder.wait(LIMIT)
         assert forwarder.stdout is not None
         forwarder.stdout.close()
+
+
+EXCHANGE = """
+import time
+from ddp_callbacks import join_process_group, leave_process_group
+from ddp_callbacks.comm.collectives import all_gather_json
+join_process_group()
+print("up", flush=True)
+end = time.monotonic() + 8
+while not any(all_gather_json(time.monotonic() > end, "whether it is over")):
+    time.sleep(0.1)
+leave_process_group()
+print("over", flush=True)
+"""
+
+
+@pytest.mark.waits(12)
+@pytest.mark.parametrize(("away", "codes"), [(2.0, [0, 0]), (60.0, [1, 1])])
+def test_a_machine_that_is_cut_off_is_mentioned_and_given_up_under_any_launcher(
+    bed: HostBed, away: float, codes: list[int]
+) -> None:
+    """A lost machine is given up after 10 seconds; shorter outages are survived."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": bed.hosts[0].address, "MASTER_PORT": str(29536 + codes[0])}
+    place |= {"DDP_CALLBACKS_HEARTBEAT_WARNING": "2.5", "DDP_CALLBACKS_HEARTBEAT_TIMEOUT": "4"}
+    ranks = [start(host, EXCHANGE, RANK=str(rank), **place) for rank, host in enumerate(bed.hosts[:2])]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None and rank.stdout.readline() == b"up\n"
+        bed.set_link(bed.hosts[1], up=False)
+        begin = time.monotonic()
+        if not any(codes):
+            time.sleep(away)
+        else:
+            for rank in ranks:
+                rank.wait(LIMIT)
+            took = time.monotonic() - begin
+        bed.set_link(bed.hosts[1], up=True)
+        said = [rank.communicate(timeout=LIMIT)[1].decode() for rank in ranks]
+    finally:
+        bed.set_link(bed.hosts[1], up=True)
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == codes, said
+    for number, text in enumerate(said if any(codes) else []):
+        assert f"the machine of rank {1 - number} has not answered for" in text
+        assert f"rank {1 - number} (host " in text and "died or went silent" in text
+        assert took < 20

@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from kit.machine import Slowness
 from kit.ranks import HOST, HOSTNAME, Nursery, Rank, free_port, note, noting_errors
+from misfortunes import my_rank
 
 from ddp_callbacks import join_process_group, leave_process_group
 from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError, RendezvousError
-from ddp_callbacks.process_group import guard, presence, rendezvous
+from ddp_callbacks.process_group import presence, rendezvous
+from ddp_callbacks.process_group.failures import announce_join
 
 # --- bodies ---------------------------------------------------------------------------------------------------------
 
@@ -53,16 +55,17 @@ def joins_and_leaves_at_once(times: int) -> None:
     note("joined")
 
 
-def ends_while_a_thread_looks(init_method: str | None) -> None:
-    """The thread that answers for this rank is in the store, which is slow, nearly all the time."""
+def ends_while_a_thread_looks(init_method: str) -> None:
+    """The thread that looks for the address of rank 0 is in the store, which is slow, nearly all the time."""
 
-    def rings(_: Any) -> bool:
+    def look(store: dist.Store) -> None:
         with contextlib.suppress(dist.DistError):
-            presence.store().wait(["nobody writes this"], timedelta(seconds=0.5))
-        return False
+            store.wait(["nobody writes this"], timedelta(seconds=0.5))
 
-    guard.INTERVAL, presence.Alarm.rings = 1e-5, rings  # type: ignore[method-assign]
-    join_process_group(init_method=init_method)
+    presence.Presence.find_server = lambda here: look(here.store)
+    dist.init_process_group("gloo", init_method, rank=my_rank(), world_size=2)
+    atexit.register(leave_process_group)
+    announce_join()
     time.sleep(0.2)
     note("up")
 

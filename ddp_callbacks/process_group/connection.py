@@ -1,0 +1,122 @@
+"""Connections of the control channel: each message is one line of JSON.
+
+The kernel answers for a process that computes, holds the GIL or is stopped. So only a machine or a link that is lost is
+silent, and TCP sends again what an outage has swallowed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import struct
+import weakref
+from typing import Any, TypeAlias
+
+from ddp_callbacks.errors import ConfigurationError, say
+
+Message: TypeAlias = dict[str, Any]
+
+WARNING, TIMEOUT = "DDP_CALLBACKS_HEARTBEAT_WARNING", "DDP_CALLBACKS_HEARTBEAT_TIMEOUT"
+"""Environment variables: seconds of silence after which a machine is mentioned (default 5), and given up (10)."""
+
+_SENDS = 2.0  # seconds in which a kernel takes a message, unless its process does not read for long
+_LIMIT = 1 << 22  # bytes of a message; that of the begin of a run has some 60 for each rank
+_OPTIONS = ("TCP_NODELAY", 1), ("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 127)  # a probe each second
+_LAST_ACK = 56  # offset of tcpi_last_ack_recv, milliseconds, in Linux's tcp_info
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_children(sock: socket.socket) -> socket.socket:
+    """Let forked children close their copies: a worker that outlives its process would hide the end of it."""
+    _sockets.add(sock)
+    return sock
+
+
+def _close_copies() -> None:
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
+
+
+def _seconds(name: str, default: str) -> float:
+    text = os.environ.get(name) or default
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return seconds
+    raise ConfigurationError(f"{name} must be a positive number of seconds, got {text!r}.")
+
+
+class Connection:
+    """Takes over a connected socket.
+
+    Args:
+        rank: The rank at the other end.
+
+    Raises:
+        ConfigurationError: :data:`WARNING` or :data:`TIMEOUT` holds no positive number.
+    """
+
+    def __init__(self, sock: socket.socket, rank: int) -> None:
+        self.rank = rank
+        self._socket, self._received = close_in_children(sock), b""
+        self._warning, self._timeout = _seconds(WARNING, "5"), _seconds(TIMEOUT, "10")
+        self._is_silent = False
+        sock.settimeout(_SENDS)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _OPTIONS:
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Give a message to the kernel. Raises OSError if the connection has ended, or its other end reads nothing."""
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[Message]:
+        """What has come, if something has. Raises OSError at the end, ValueError if that are no messages."""
+        data = self._socket.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError("the other end has closed the connection")
+        *lines, self._received = (self._received + data).split(b"\n")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except RecursionError as error:
+            raise ValueError("this is no message") from error
+        if len(self._received) > _LIMIT or not all(isinstance(message, dict) for message in messages):
+            raise ValueError("this is no message")
+        return messages
+
+    def check_silence(self) -> None:
+        """Say that the other machine has been silent for long. Raises OSError if it is given up."""
+        seconds = self._silence()
+        if seconds > self._warning and not self._is_silent:
+            limit = f"it is given up after {self._timeout:g} s"
+            say(f"the machine of rank {self.rank} has not answered for {seconds:.0f} s; {limit}", logging.WARNING)
+        self._is_silent = seconds > self._warning
+        if seconds > self._timeout:
+            raise TimeoutError(f"its machine has not answered for {seconds:.0f} s")
+
+    def _silence(self) -> float:
+        """Seconds since the other machine's last answer, of which one comes each second; 0 where unknown."""
+        with contextlib.suppress(AttributeError, OSError):
+            state = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK + 4)
+            return float(struct.unpack_from("I", state, _LAST_ACK)[0] / 1000)
+        return 0.0
+
+    def end(self) -> None:
+        """Send nothing more, and let both ends hear that; what was sent still comes. Any thread may call it."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close it: the other end sees that."""
+        self._socket.close()

@@ -1,0 +1,149 @@
+"""The thread of rank 0 that all ranks are connected to; :class:`.coordinator.Coordinator` decides what they hear."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_callbacks.network import is_loopback, own_addresses, route_to
+from ddp_callbacks.process_group.connection import Connection, Message, close_in_children
+from ddp_callbacks.process_group.coordinator import LINGER, Coordinator, Sent
+
+SECRET = "DDP_CALLBACKS_SECRET"
+"""Environment variable: a secret that all processes of the job know. By default, rank 0 makes one for its store."""
+
+THREAD = "ddp_callbacks control"
+_TICK = 0.25  # seconds
+_STRANGER = 5.0  # seconds within which a new connection must say who it is
+
+
+class Server:
+    """A thread that listens on the address of this host that the other processes reach, and on no other.
+
+    Args:
+        size: The number of ranks.
+        store: The store of the process group, through which they have met.
+
+    Attributes:
+        address: What a rank needs to connect: host, port and secret.
+    """
+
+    def __init__(self, size: int, store: dist.Store) -> None:
+        host, own = own_address(store), os.environ.get(SECRET)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = close_in_children(socket.create_server((host, 0), family=family, backlog=1024))
+        self._secret = own or secrets.token_hex(16)
+        port = self._listener.getsockname()[1]
+        self.address: Message = {"host": host, "port": port, "secret": "" if own else self._secret}
+        self._coordinator, self._size = Coordinator(size), size
+        self._selector = selectors.PollSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._ranks: dict[int, Connection] = {}
+        self._strangers: dict[Connection, float] = {}  # and until when they must say who they are
+        self._tick_at = 0.0
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Rank 0 has left: let the thread tell the others, and end. Does not block."""
+        self._is_closing.set()
+
+    def join(self) -> None:
+        """Block until the others have heard that, for :data:`.coordinator.LINGER` seconds at most."""
+        self._thread.join()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not self._is_closing.is_set():
+            self._work()
+        end = time.monotonic() + LINGER
+        while 0 in self._ranks and time.monotonic() < end:  # its last words are under way
+            self._work()
+        self._send(self._coordinator.close())
+        while self._ranks and time.monotonic() < end:  # they close their ends
+            self._work()
+        for connection in [*self._strangers, *self._ranks.values()]:
+            connection.close()
+        self._listener.close()
+
+    def _work(self) -> None:
+        for key, _ in self._selector.select(_TICK):
+            ready: Any = key.fileobj
+            if ready is self._listener:
+                self._accept()
+            elif ready in self._strangers or self._ranks.get(ready.rank) is ready:  # not dropped just now
+                self._try(ready, self._receive)
+        now = time.monotonic()
+        if now >= self._tick_at:
+            self._tick_at = now + _TICK
+            for connection in list(self._ranks.values()):
+                self._try(connection, Connection.check_silence)
+            for stranger in [stranger for stranger, deadline in self._strangers.items() if now > deadline]:
+                self._drop(stranger)
+            self._send(self._coordinator.tick(now))
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it has gone again
+            stranger = Connection(self._listener.accept()[0], -1)
+            self._strangers[stranger] = time.monotonic() + _STRANGER
+            self._selector.register(stranger, selectors.EVENT_READ)
+
+    def _try(self, connection: Connection, action: Callable[[Connection], None]) -> None:
+        try:
+            action(connection)
+        except (OSError, ValueError):
+            self._drop(connection)
+
+    def _receive(self, connection: Connection) -> None:
+        for message in connection.receive():
+            if connection in self._strangers:
+                self._admit(connection, message)
+            self._send(self._coordinator.receive(connection.rank, message, time.monotonic()))
+
+    def _admit(self, stranger: Connection, hello: Message) -> None:
+        """Raise ValueError unless this first message of a connection is that of a rank of this job."""
+        rank, secret = hello.get("rank"), str(hello.get("secret"))
+        is_known = hmac.compare_digest(secret.encode(), self._secret.encode())
+        if not is_known or not isinstance(rank, int) or rank not in range(self._size) or rank in self._ranks:
+            raise ValueError("it is no rank of this job")
+        del self._strangers[stranger]
+        self._ranks[rank], stranger.rank = stranger, rank
+
+    def _drop(self, connection: Connection) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+        self._strangers.pop(connection, None)
+        if self._ranks.get(connection.rank) is connection:
+            del self._ranks[connection.rank]
+            self._send(self._coordinator.lose([connection.rank], time.monotonic()))
+
+    def _send(self, sent: Sent) -> None:
+        for rank, message in sent:
+            if rank in self._ranks:
+                self._try(self._ranks[rank], partial(Connection.send, message=message))
+
+
+def own_address(store: dist.Store) -> str:
+    """The address of rank 0's host on which the others reach it: as of the store, or as of gloo."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    found = "127.0.0.1"
+    with contextlib.suppress(OSError):
+        found = route_to(store.host if isinstance(store, dist.TCPStore) else socket.gethostname()).address
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if is_loopback(found) and interface:
+        return next((own for own, name in own_addresses().items() if name == interface), found)
+    return found

@@ -1,0 +1,280 @@
+"""The control channel without processes: what follows from each event, and who may connect."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group.connection import TIMEOUT, Connection
+from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY, Coordinator, Stand
+from ddp_callbacks.process_group.server import SECRET, Server
+
+SIZE = 3
+NAMES = [f"rank {rank} (host h{rank}, pid {rank})" for rank in range(SIZE)]
+
+
+def coordinator() -> Coordinator:
+    made = Coordinator(SIZE)
+    for rank, name in enumerate(NAMES):
+        sent = made.receive(rank, {"event": "join", "name": name}, 0.0)
+    assert sent == to_all(event="names", names=NAMES)
+    return made
+
+
+def to_all(**message: Any) -> list[tuple[int, Any]]:
+    return [(rank, message) for rank in range(SIZE)]
+
+
+def wait(doing: str, turn: int = 1, broke: bool = False, **other: Any) -> dict[str, Any]:
+    recent = other.pop("recent", {doing: turn} if turn else {})
+    return {"event": "wait", "stand": asdict(Stand(0, doing, turn, None, recent, **other)), "broke": broke}
+
+
+def leave(failed: bool = False, recent: dict[str, int] | None = None, **answers: Any) -> dict[str, Any]:
+    return {"event": "leave", "run": 0, "failed": failed, "recent": recent or {}, "answers": answers}
+
+
+def place(**other: Any) -> dict[str, Any]:
+    quiet = {"run": 0, "waits": False, "recent": {}, "last": "a sum", "torch": "", "line": "a.py:3", "sequence": 4}
+    return {"event": "place", "place": quiet | {"moments": 0} | other}
+
+
+def put(name: str, value: Any, note: Any = None, members: list[int] | None = None) -> dict[str, Any]:
+    return {"event": "put", "name": name, "value": value, "members": members, "note": note}
+
+
+def ask(note: str) -> dict[str, Any]:
+    return {"event": "ask", "name": "s", "members": None, "note": note}
+
+
+def failure(run: int, rank: int) -> dict[str, Any]:
+    return {"event": "end", "run": run, "what": {"kind": "failure", "report": {"rank": rank}}}
+
+
+def ended(run: int, rank: int) -> list[tuple[int, Any]]:
+    return to_all(event="end", run=run, kind="failure", report={"rank": rank})
+
+
+DIED = to_all(event="end", run=FOREVER, kind="gone", ranks=[1])
+LEFT = [(0, {"event": "absent", "doing": "a sum", "ranks": [1]})]
+WHERE = {"event": "where"}
+
+# Events: the time, the rank (None: time alone), what it says (None: its connection ends), and what follows.
+TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
+    "a rank dies": [(1, 1, None, DIED), (2, 2, None, [])],
+    "a rank fails, and another after it": [
+        (1, 1, failure(0, 1), ended(0, 1)),
+        (1, 2, failure(0, 2), []),
+        (2, 2, failure(1, 2), ended(1, 2)),
+    ],
+    "a rank that has left does not die": [(1, 1, leave(), []), (2, 1, None, [])],
+    "a rank has left before another waits for it": [(1, 1, leave(), []), (2, 0, wait("a sum"), LEFT)],
+    "a rank leaves while another waits for it": [
+        (1, 0, wait("a sum"), []),
+        (2, 1, leave(), LEFT),
+        (2.9, None, None, []),
+    ],
+    "a rank has left whose messages are under way": [
+        (1, 1, leave(recent={"a sum": 1}), []),
+        (2, 0, wait("a sum"), []),
+        (99, None, None, [(2, WHERE)]),
+    ],
+    "a rank has left since it has heard of a failure": [
+        (1, 1, leave(failed=True), []),
+        (2, 0, wait("a sum"), []),
+        (5, None, None, [(2, WHERE)]),
+        (6, None, None, LEFT),
+    ],
+    "a rank has left, and what the other waits for is not counted": [
+        (1, 1, leave(), []),
+        (2, 0, wait("a sum", 0), []),
+        (3, None, None, LEFT),
+    ],
+    "two wait for each other": [
+        (1, 2, wait("b"), []),
+        (
+            2,
+            0,
+            wait("a"),
+            to_all(
+                event="end",
+                run=0,
+                kind="mismatch",
+                text=f"{NAMES[0]} waits for a, while {NAMES[2]} waits for b. {REMEDY}",
+            ),
+        ),
+    ],
+    "one is ahead": [(1, 0, wait("b", recent={"a": 1, "b": 1}), []), (2, 1, wait("a"), [])],
+    "one has heard of a failure before": [(1, 0, wait("a", compares=False), []), (2, 1, wait("b"), [])],
+    "a wait has ended": [(1, 0, wait("a"), []), (2, 0, {"event": "done", "doing": "a"}, []), (3, 1, wait("b"), [])],
+    "one waits in a collective of torch": [
+        (1, 0, wait("a", sequence=4), []),
+        (1, 2, wait("a", sequence=4), []),
+        (3, None, None, [(1, WHERE)]),
+        (
+            3,
+            1,
+            place(torch="all_reduce", sequence=5),
+            to_all(
+                event="end",
+                run=0,
+                kind="mismatch",
+                text=f"{NAMES[0]} waits for a, while {NAMES[1]} is not in any collective of ddp_callbacks: it last "
+                f"was in a sum, and waits in torch.distributed's all_reduce at a.py:3. {REMEDY}",
+            ),
+        ),
+    ],
+    "one computes for long": [
+        (1, 0, wait("a", sequence=4), []),
+        (4, None, None, [(1, WHERE), (2, WHERE)]),
+        (5, 1, place(), []),
+        (20, None, None, []),
+        (24, None, None, [(1, WHERE), (2, WHERE)]),
+    ],
+    "a wait breaks, and all live": [
+        (1, 0, wait("a", broke=True), [(1, WHERE), (2, WHERE)]),
+        (1, 1, place(), []),
+        (
+            2,
+            2,
+            place(),
+            [(0, {"event": "because", "doing": "a", "places": [(1, place()["place"]), (2, place()["place"])]})],
+        ),
+    ],
+    "a wait breaks, and one is silent": [
+        (1, 0, wait("a", broke=True), [(1, WHERE), (2, WHERE)]),
+        (1, 2, place(), []),
+        (2.9, None, None, []),
+        (3, None, None, [*DIED, (0, {"event": "because", "doing": "a", "places": [(2, place()["place"])]})]),
+    ],
+    "all put": [
+        (1, 2, put("x", "c"), []),
+        (1, 0, put("x", "a"), []),
+        (2, 1, put("x", "b"), to_all(event="gathered", name="x", values=["a", "b", "c"])),
+    ],
+    "one of two votes, and the other has let the moment pass": [
+        (1, 0, put("v", True, 7, [0, 2]), [(rank, {"event": "asked", "name": "v", "note": 7}) for rank in (0, 2)]),
+        (
+            2,
+            2,
+            put("v", False, None, [0, 2]),
+            [(rank, {"event": "gathered", "name": "v", "values": [True, False]}) for rank in (0, 2)],
+        ),
+    ],
+    "two ask, and one has left with an answer": [
+        (1, 1, leave(s=3), []),
+        (
+            2,
+            0,
+            {"event": "ask", "name": "s", "members": None, "note": "why"},
+            to_all(event="asked", name="s", note="why"),
+        ),
+        (2, 2, {"event": "ask", "name": "s", "members": None, "note": "too late"}, []),
+        (3, 0, put("s", 5), []),
+        (3, 2, put("s", 4), to_all(event="gathered", name="s", values=[5, 3, 4])),
+    ],
+    "an unknown event": [(1, 0, {"event": "nonsense"}, []), (1, 0, {}, [])],
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_ranks_hear_after_each_event(name: str) -> None:
+    """Rank 0 decides who died, failed, left or waits in vain."""
+    made = coordinator()
+    for now, rank, message, expected in TABLE[name]:
+        if rank is None:
+            sent = made.tick(now)
+        elif message is None:
+            sent = made.lose([rank], now)
+        else:
+            sent = made.receive(rank, message, now)
+        assert sent == expected, (now, message)
+
+
+def test_a_rank_that_joins_late_hears_what_has_happened() -> None:
+    made = Coordinator(2)
+    made.receive(0, failure(0, 0), 0.0)
+    made.receive(0, ask("why"), 0.0)
+    sent = made.receive(1, {"event": "join", "name": "late"}, 1.0)
+    assert [message["event"] for rank, message in sent if rank == 1] == ["end", "asked"]
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.delenv(SECRET, raising=False)
+    made = Server(2, dist.HashStore())
+    yield made
+    made.stop()
+    made.join()
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection((server.address["host"], server.address["port"]), timeout=20)
+
+
+def join(server: Server, rank: int) -> Connection:
+    made = Connection(connect(server), 0)
+    made.send({"event": "join", "rank": rank, "name": NAMES[rank], "secret": server.address["secret"]})
+    return made
+
+
+STRANGERS = {
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
+    "no object": b"[]\n",
+    "deep nesting": b"[" * 100_000 + b"\n",
+    "no secret": b'{"event": "join", "rank": 0}\n',
+    "a wrong secret": b'{"event": "join", "rank": 0, "secret": "guessed"}\n',
+    "no such rank": b'{"event": "join", "rank": 7, "secret": "SECRET"}\n',
+    "a rank that is no number": b'{"event": "join", "rank": "0", "secret": "SECRET"}\n',
+}
+
+
+def test_a_stranger_is_dropped_and_the_ranks_are_served(listening: Server) -> None:
+    """Only ranks of the job may connect; ranks hear of no stranger."""
+    for said in STRANGERS.values():
+        with connect(listening) as stranger:
+            stranger.sendall(said.replace(b"SECRET", listening.address["secret"].encode()))
+            with suppress(ConnectionResetError):
+                assert stranger.recv(100) == b"", said
+    first = join(listening, 0)
+    second = join(listening, 0)
+    with pytest.raises(ConnectionResetError):
+        second.receive()
+    other = join(listening, 1)
+    assert first.receive() == [{"event": "names", "names": NAMES[:2]}]
+    other.close()
+    assert first.receive() == [{"event": "end", "run": FOREVER, "kind": "gone", "ranks": [1]}]
+    first.close()
+    second.close()
+
+
+def test_a_secret_of_the_launcher_s_is_not_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, "of the launcher")
+    made = Server(2, dist.HashStore())
+    assert "of the launcher" not in json.dumps(made.address)
+    rank = Connection(connect(made), 0)
+    rank.send({"event": "join", "rank": 0, "name": NAMES[0], "secret": "of the launcher"})
+    rank.send({"event": "leave", "run": 0, "failed": False, "recent": {}, "answers": {}})
+    made.stop()
+    rank.end()
+    rank.close()
+    made.join()
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1"])
+def test_a_limit_of_silence_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(TIMEOUT, value)
+    first, second = socket.socketpair()
+    with first, second, pytest.raises(ConfigurationError, match=f"{TIMEOUT} must be a positive number"):
+        Connection(first, 0)
