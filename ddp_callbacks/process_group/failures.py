@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 from ddp_callbacks._torch import is_ordered_by_stream, known_groups
 from ddp_callbacks.errors import MismatchError, PeerError, Preempted
-from ddp_callbacks.process_group.connection import Message
-from ddp_callbacks.process_group.coordinator import FOREVER, GRACE, REMEDY, Stand
+from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY
 from ddp_callbacks.process_group.coordinator import LINGER as LINGER
+from ddp_callbacks.process_group.diagnosis import diagnose as diagnose
+from ddp_callbacks.process_group.diagnosis import error_of, look
 from ddp_callbacks.process_group.presence import (
     Presence,
     describe,
@@ -141,82 +142,11 @@ def _wait_long(pending: Pending, doing: str, group: dist.ProcessGroup, run: int)
     # At the next run, a rank waits for the others to give up the failed one.
     stand = here.stand(doing, group, started, compares=not (begins and here.failed))
     with nullcontext() if is_beside_training() else here.waiting(stand):
-        _look(here, stand, begins)
+        look(here, stand, begins)
         while not _wait_slice(pending):
             if _is_of_earlier_run(group, run):
                 raise PeerError(f"{doing}: its run is over")
-            _look(here, stand, begins)
-
-
-def _look(here: Presence, stand: Stand, begins: bool) -> None:
-    """Raise if this rank has heard that the wait cannot succeed any more."""
-    if end := here.end_of_run(begins):
-        raise _error_of(end, stand.doing)
-    if ranks := _absent(here, stand):
-        raise _left(ranks, stand.doing)
-
-
-def _absent(here: Presence, stand: Stand) -> list[int]:
-    """The ranks that have left, and will never come."""
-    word, closing = here.heard.words.get(stand.doing, {}), here.heard.closing
-    if closing and stand.concerns(0) and stand.turn and not stand.patience(closing):
-        return [0]
-    return list(word.get("ranks", []))
-
-
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def diagnose(group: dist.ProcessGroup, doing: str, error: Exception) -> PeerError | MismatchError:
-    """Find out why a wait broke with ``error``: which ranks failed, left or died. Blocks for three seconds at most."""
-    here = presence()
-    stand, heard = here.stand(doing, group), here.heard
-    with here.waiting(stand, broke=True):
-        heard.wait_for(lambda: here.end_of_run() or doing in heard.words or heard.closing, GRACE + 1)
-    if end := here.end_of_run():
-        return _error_of(end, doing, f" First error: {error}")
-    if heard.closing or _absent(here, stand):
-        return _left(_absent(here, stand) or [0], doing)
-    return _late(group, stand, heard.words.get(doing, {}).get("places", []), error)
-
-
-def _error_of(end: Message, doing: str, first_error: str = "") -> PeerError | MismatchError:
-    if end["kind"] == "mismatch":
-        return MismatchError(end["text"])
-    if end["kind"] == "gone":
-        why = f" ({end['why']})" if "why" in end else ""
-        return PeerError(
-            f"{names(end['ranks'])} died or went silent{why} while {describe(dist.get_rank())} was waiting for "
-            f"{doing}. Check the output of that process and the kernel log of its host (out of memory, power, "
-            f"network).{first_error}"
-        )
-    report = end["report"]
-    return PeerError(
-        f"{describe(report['rank'])} failed with {report['type']}: {report['message']}\n"
-        f"This is {describe(dist.get_rank())}, which stops because the run cannot continue without it. "
-        f"The other rank's traceback:\n{report['traceback']}"
-    )
-
-
-def _left(ranks: Sequence[int], doing: str) -> PeerError:
-    return PeerError(
-        f"{names(ranks)} left the run while {describe(dist.get_rank())} still waits for {doing}. Every "
-        "rank must make the same calls (run, evaluate and predict too) the same number of times."
-    )
-
-
-def _late(group: dist.ProcessGroup, stand: Stand, places: Sequence[tuple[int, Message]], error: Exception) -> PeerError:
-    """The error if all ranks are alive: one is late, or a connection broke."""
-    late = [
-        f" {describe(rank)} is not in any collective of ddp_callbacks: it last was in {place['last']}, and is at "
-        f"{place['line']}."
-        for rank, place in places
-        if not place["waits"] and (not stand.turn or stand.misses(rank, place["recent"]))
-    ]
-    return PeerError(
-        f"{describe(dist.get_rank())} waited for {stand.doing} in vain, though every rank is alive: one did not come "
-        f"within the timeout, or a connection broke.{''.join(late)} First error: {error}"
-    )
+            look(here, stand, begins)
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
@@ -225,7 +155,7 @@ def _late(group: dist.ProcessGroup, stand: Stand, places: Sequence[tuple[int, Me
 def report_failure(exception: BaseException) -> None:
     """Tell all ranks of ``exception``, which ends the run here; the first one of a run counts.
 
-    Never raises, never blocks.
+    Never raises, hardly blocks.
     """
     if isinstance(exception, Preempted):
         return  # every rank raises it
@@ -291,7 +221,7 @@ def _mismatch(here: Presence, text: str) -> PeerError | MismatchError:
     here.failed = True
     here.send({"event": "end", "run": here.run, "what": {"kind": "mismatch", "text": f"{text}. {REMEDY}"}})
     end: Any = here.heard.wait_for(here.end_of_run, LINGER)
-    return _error_of(end, "other ranks") if end else MismatchError(f"{text}. {REMEDY}")
+    return error_of(end, "other ranks") if end else MismatchError(f"{text}. {REMEDY}")
 
 
 # --- slices -----------------------------------------------------------------------------------------------------------

@@ -157,14 +157,14 @@ class _Agreement:
     def __init__(self, group: dist.ProcessGroup) -> None:
         here = presence()
         here.preemptions += 1
-        self._name, self._here, self._group = f"stop/{here.preemptions}", here, group
+        self._name, self._here, self._group = f"stop {here.preemptions}", here, group
         self._members = dist.get_process_group_ranks(group)
         self._lock = threading.Lock()
         self._passed = 0  # moments, by this rank
         self._counts: Gathering | None = None  # of all; once it is there, no further moment may pass
         for said in (here.asked, here.answers):
-            said.pop(f"stop/{here.preemptions - 2}", None)
-        here.responders[self._name] = self._hold
+            said.pop(f"stop {here.preemptions - 2}", None)
+        here.responders[self._name] = lambda _: self._hold()
         if self._name in here.asked:
             self._hold()
 

@@ -11,8 +11,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
-import sysconfig
 import threading
 import weakref
 import zlib
@@ -35,22 +33,17 @@ from ddp_callbacks.process_group.client import Client
 from ddp_callbacks.process_group.connection import Message
 from ddp_callbacks.process_group.coordinator import FOREVER, Stand
 from ddp_callbacks.process_group.heard import Gathering, Heard
+from ddp_callbacks.process_group.moments import VOTE, Moments
+from ddp_callbacks.process_group.program import where
 from ddp_callbacks.process_group.server import Server
 from ddp_callbacks.process_group.torch_threads import await_threads, make_forks_wait
 
 OWN_THREADS = "ddp_callbacks"
 """Prefix of the names of this library's threads. Training does not wait for what they wait for."""
 
-_ADDRESS, _VOTE = "control", "vote"
+_ADDRESS = "control"
 _RECENT = 32  # recent kinds of exchanges that a rank tells
 _KINDS = 1024  # kinds of exchanges that a rank counts
-_LIBRARIES = (
-    "<",
-    os.path.dirname(os.path.dirname(__file__)),
-    sysconfig.get_path("stdlib"),
-    sysconfig.get_path("platstdlib"),
-)
-
 _presences: weakref.WeakKeyDictionary[dist.ProcessGroup, Presence] = weakref.WeakKeyDictionary()
 _alive: weakref.WeakSet[Presence] = weakref.WeakSet()
 
@@ -65,13 +58,13 @@ class Presence:
         failed: Whether this run has failed here.
         aborted: Whether what was pending on accelerators was aborted, so that results may be meaningless.
         alone_in: The part of the program that this rank runs without the others; ``None`` in all others.
-        moments: How many moments of :mod:`.votes` this rank has behind it in this run.
+        moments: Those of this run that this rank has behind it.
         preemptions: How many :class:`.preemption.Preemption` contexts this rank has entered.
         beginning: The positions of all ranks at the begin of the next run, once this rank has come there.
         asked: The notes of the gatherings that all were asked for, by name.
         answers: This rank's part in those that it takes no other part in, by name.
         store: The store of the default group in which the run began, below this library's prefix.
-        responders: What is called, by the thread, if this rank is asked for its part of a gathering, by name.
+        responders: By the first word of a name: called by the thread, with the name, if this rank is asked for a part.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -79,13 +72,11 @@ class Presence:
         self.last = "nothing yet"
         self.failed = self.aborted = False
         self.alone_in: str | None = None
-        self.moments = self.preemptions = 0
-        self._vote = ""
-        self._watched: dict[str, int] = {}
+        self.moments, self.preemptions = Moments(lambda name: self.put(name, False)), 0
         self.beginning: Gathering | None = None
         self.asked: dict[str, Any] = {}
         self.answers: dict[str, Any] = {}
-        self.responders: dict[str, Callable[[], None]] = {}
+        self.responders: dict[str, Callable[[str], None]] = {VOTE: self.moments.respond}
         self._counts: dict[str, int] = {}
         self._entered = self._seen = 0
         self._waits = 0
@@ -148,8 +139,8 @@ class Presence:
         with self._aborting:
             self.run, self.failed, self.aborted, self._is_over = run, False, False, False
         self._counts.clear()
-        self.moments, self.beginning = 0, None
-        self._watched.clear()
+        self.moments.begin(run)
+        self.beginning = None
         self.heard.forget(run)
 
     def stand(self, doing: str, group: dist.ProcessGroup, started: int = 0, compares: bool = True) -> Stand:
@@ -181,35 +172,6 @@ class Presence:
         gathering = self.heard.expect(name, timeout_of(world))
         self.put(name, value, members, note)
         return gathering
-
-    def pass_moment(self) -> None:
-        """Let a moment pass; if other ranks vote at it, they hear that this one doesn't."""
-        self.moments += 1
-        self._decline()
-
-    def vote(self) -> Gathering:
-        """Vote at the next moment."""
-        self.moments += 1
-        self._vote = f"{_VOTE}/{self.run}/{self.moments}"
-        return self.gather(self._vote, True, note=self.moments)
-
-    def _answer(self, name: str, note: Any) -> None:
-        """This rank is asked for its part of a gathering."""
-        if name.startswith(_VOTE):
-            if name != self._vote:
-                self._watched[name] = note
-                self._decline()
-            return
-        self.asked[name] = note
-        if name in self.answers:
-            self.put(name, self.answers[name])
-        elif respond := self.responders.get(name):
-            respond()
-
-    def _decline(self) -> None:
-        for name, moment in list(self._watched.items()):
-            if self.moments >= moment and self._watched.pop(name, 0):  # once, by whichever thread comes first
-                self.put(name, False)
 
     # --- aborts -------------------------------------------------------------------------------------------------------
 
@@ -284,6 +246,15 @@ class Presence:
         else:
             self.heard.note(message)
 
+    def _answer(self, name: str, note: Any) -> None:
+        """This rank is asked for its part of a gathering."""
+        if not name.startswith(VOTE):
+            self.asked[name] = note
+        if name in self.answers:
+            self.put(name, self.answers[name])
+        elif respond := self.responders.get(name.partition("/")[0]):
+            respond(name)
+
     def lose_server(self, why: str) -> None:
         """See :class:`.client.Owner`."""
         if not self._has_left:
@@ -306,10 +277,10 @@ class Presence:
         return dict(list(self._counts.items())[-_RECENT:])
 
     def _place(self) -> Message:
-        function, line = _of_torch()
-        numbers = {"run": self.run, "sequence": sequence_number(dist.group.WORLD), "moments": self.moments}
-        where = {"last": self.last, "torch": function, "line": line}
-        return {"waits": bool(self._waits), "recent": self._recent(), **where, **numbers}
+        function, line = where()
+        numbers = {"run": self.run, "sequence": sequence_number(dist.group.WORLD), "entered": self._entered}
+        place = {"last": self.last, "torch": function, "line": line}
+        return {"waits": bool(self._waits), "recent": self._recent(), **place, **numbers}
 
 
 def presence() -> Presence:
@@ -372,21 +343,3 @@ def _end_threads() -> None:
     for here in list(_alive):
         here.leave()
     await_threads()
-
-
-def _of_torch() -> tuple[str, str]:
-    """The torch.distributed function that the main thread is in, and the current line of the program."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    function = ""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.endswith("distributed_c10d.py"):
-            function = code.co_name
-        if not _is_library(code.co_filename):
-            return function, f"{code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return function, "an unknown line"
-
-
-def _is_library(path: str) -> bool:
-    return path.startswith(_LIBRARIES) or "site-packages" in path

@@ -15,7 +15,7 @@ from ddp_callbacks.process_group.presence import presence
 
 def abstain() -> None:
     """Let a moment pass. Local; every rank must call this or :func:`is_unanimous` at the same moments."""
-    presence().pass_moment()
+    presence().moments.let_pass()
 
 
 def is_unanimous(doing: str) -> bool:
@@ -28,6 +28,6 @@ def is_unanimous(doing: str) -> bool:
     """
     world, here = dist.group.WORLD, presence()
     assert world is not None
-    votes = here.vote()
+    votes = here.gather(here.moments.vote(), True, note=True)
     wait(votes, doing, world)
     return all(votes.values)
