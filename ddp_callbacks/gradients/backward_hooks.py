@@ -18,15 +18,21 @@ from ddp_callbacks.weighing import hook_even_if_frozen
 Hook = Callable[[torch.Tensor], None]
 
 
+class Switch:
+    """Whether a backward synchronizes; otherwise its gradients are only noted as used."""
+
+    enabled = True
+
+
 class BackwardHooks:
     """Hooks on the parameters of a reducer, from construction to :meth:`close`.
 
     Args:
-        is_enabled: Whether a backward synchronizes; otherwise its gradients are only noted as used.
+        switch: Whether they synchronize.
     """
 
-    def __init__(self, reducer: Reducer, is_enabled: Callable[[], bool]) -> None:
-        self._reducer, self._is_enabled = reducer, is_enabled
+    def __init__(self, reducer: Reducer, switch: Switch) -> None:
+        self._reducer, self._switch = reducer, switch
         self._graph_task: Callable[[], _GraphTask | None] = _no_graph_task  # of the running backward
         self._is_on_gpu = any(parameter.device.type == "cuda" for parameter in reducer.parameters)
         self._lock = threading.RLock()  # autograd has a thread per device
@@ -54,7 +60,7 @@ class BackwardHooks:
         def hook(_: torch.Tensor) -> None:
             with self._lock:
                 self._reducer.used[slot] = True
-                if not self._is_enabled():
+                if not self._switch.enabled:
                     return
                 if self._graph_task() is None:
                     self._begin_in_backward()

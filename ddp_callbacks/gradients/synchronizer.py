@@ -33,7 +33,7 @@ from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.compression import Compress, check_compress, load_state_of_hook, state_of_hook
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.gradients.backward_hooks import BackwardHooks, refuse_foreign_hooks
+from ddp_callbacks.gradients.backward_hooks import BackwardHooks, Switch, refuse_foreign_hooks
 from ddp_callbacks.gradients.reducer import Reducer
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.runs import begin_run
@@ -93,7 +93,7 @@ class GradientSynchronizer:
         self.room = room
         self._module = module
         self._has_accumulated = False  # ever
-        self._enabled = True
+        self._switch = Switch()
         self._carried = torch.zeros(0, room, dtype=torch.float64)  # with a single process
         self._reducer: Reducer | None = None
         self._world_size = get_world_size(process_group)
@@ -110,7 +110,7 @@ class GradientSynchronizer:
         dense = [parameter for parameter in parameters if id(parameter) not in are_sparse]
         sparse = [parameter for parameter in parameters if id(parameter) in are_sparse]
         self._reducer = Reducer(dense, sparse, names, self._sums, bucket_cap_mb, room)
-        self._hooks = BackwardHooks(self._reducer, lambda: self._enabled)
+        self._hooks = BackwardHooks(self._reducer, self._switch)
 
     @property
     def rounds(self) -> int:
@@ -160,7 +160,7 @@ class GradientSynchronizer:
     @property
     def is_enabled(self) -> bool:
         """Whether a backward synchronizes, as it does outside of :meth:`no_sync`."""
-        return self._enabled
+        return self._switch.enabled
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -169,13 +169,13 @@ class GradientSynchronizer:
         Each contribution has the weight that :meth:`weigh` set for its backward. All ranks must use it in the same
         backwards. Nothing blocks inside.
         """
-        before, self._enabled, self._has_accumulated = self._enabled, False, True
+        before, self._switch.enabled, self._has_accumulated = self._switch.enabled, False, True
         if self._reducer is not None:
             self._reducer.weighing.accumulate()
         try:
             yield
         finally:
-            self._enabled = before
+            self._switch.enabled = before
 
     def synchronize(self) -> None:
         """Join the other ranks' synchronization after a backward that reached none of the parameters.
@@ -186,7 +186,7 @@ class GradientSynchronizer:
         Raises:
             PeerError: Another rank failed or died.
         """
-        if self._reducer is not None and self._enabled:
+        if self._reducer is not None and self._switch.enabled:
             self._hooks.synchronize()
 
     def carry(self, numbers: torch.Tensor) -> None:
