@@ -16,6 +16,7 @@ from sphinx.util.docutils import SphinxDirective
 
 import ddp_callbacks
 from ddp_callbacks.launcher.options import parse_doctor_options, parse_options
+from ddp_callbacks.launcher.plan import Here
 
 project = "ddp_callbacks"
 release = version = ddp_callbacks.__version__
@@ -76,11 +77,11 @@ class Help(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         printed = io.StringIO()
         with redirect_stdout(printed), suppress(SystemExit), mock.patch.dict(os.environ, COLUMNS="88"):
-            _parser(self.arguments[0])(["--help"], {})
+            _parser(self.arguments[0])(["--help"], {}, Here("python", "/", lambda name: False))
         return [nodes.literal_block("", printed.getvalue(), language="text")]
 
 
-def _parser(program: str) -> Callable[[list[str], dict[str, str]], object]:
+def _parser(program: str) -> Callable[[list[str], dict[str, str], Here], object]:
     parsers = {"ddprun": parse_options, "ddprun doctor": parse_doctor_options}
     return parsers[program]
 

@@ -4,20 +4,21 @@
 
     the user's wishes, worked out before anything is contacted
         hosts        which nodes, and how many processes on each: from -H or a host file
-        options      the command line: flags for the nodes, and every flag of torchrun
-        plan         what runs where
+        options      the command line; flags: those that it shares with torchrun
+        plan         the job: what runs where
     on this machine, while the job runs
         cli          the console script
         connection   one node: messages and answers; ways: the command that reaches it, and why that failed
-        launch       reaches all nodes, lets them meet, starts the job on all, ends it on all
+        launch       reaches all nodes, numbers the ranks, starts them on all, ends them on all
         batch_job    the Slurm or PBS job around it: when it ends, and how it starts again
-        watch        passes on the job's output, ends all nodes when something fails, and reports why
+        watch        passes on the job's output, restarts or ends it when something fails, and reports why
         output       files and the terminal, line by line
-        failures     which of several failures came first; tracebacks: the exceptions that a rank printed
+        failures     which of several failures came first; record: the exception that has ended a rank
         doctor       checks the nodes; diagnosis: what the findings mean
     on each node
         remote       how the job gets there unchanged, over ssh or any other pipe
-        node         the first process, which does not need this package; ends the job with the connection
-        agent        torchrun's agent; rounds: how the agents meet; meeting: their store and interface
-        facts, probe run by the doctor
+        node         the first process, without this package: starts the ranks, ends them with the connection
+        store        hosts the store in which the ranks meet, on the first node
+        hook         writes down the exception that ends a rank
+        facts        what a start and the doctor must know of the node; probe: an all-reduce, run by the doctor
 """

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import random
+import shutil
 import subprocess
 import threading
 import time
@@ -22,6 +23,7 @@ from ddp_callbacks.launcher.ways import TURNED_AWAY, command_to, explain_command
 
 _ANSWER_TIMEOUT = 30.0  # seconds to wait for an answer
 _BEAT = 0.5  # seconds between two heartbeats
+_LEAVES = 2.0  # seconds for the command that reached a node to end after its output
 _LOGINS = 8  # simultaneous ssh logins; sshd refuses some if ten are in progress
 _PAUSES = (0.5, 1.0)  # minimum seconds before a login is repeated; up to twice as long
 # A scheduler signals each process of its job, and without ssh there would be no orderly end elsewhere.
@@ -69,6 +71,7 @@ class Connection:
         self.plan = plan
         self.greeted = False
         self.hello: dict[str, Any] = {}  # the node's description of itself
+        self.place: dict[str, Any] = {}  # see :func:`ddp_callbacks.launcher.facts.place`
         self._patience = patience
         self._events = events
         self._logins = nullcontext() if logins is None or plan.host is None else logins
@@ -127,19 +130,26 @@ class Connection:
             raise NodeProblem(answer["problem"])
         return answer
 
-    def greet(self) -> None:
+    def greet(self, grace: float | None = None) -> None:
         """Connect to the node and read its description. If its sshd refuses the login for lack of slots, try again.
+
+        Args:
+            grace: Seconds from a request to stop to force, also once the connection is lost; ``None``: the default.
 
         Raises:
             NodeProblem: It cannot be reached.
         """
+        if shutil.which(program := command_to(self.plan)[0]) is None:
+            raise NodeProblem(
+                f"there is no {program} on this machine to reach it by. Install it, or name another: --rsh"
+            )
         for pause in (*_PAUSES, None):
             try:
                 with self._logins:
                     if self._given_up:
                         raise NodeProblem("ended before it was reached")
                     self._open()
-                    self.hello = self.ask("hello", silence=self._patience)
+                    self.hello = self.ask("hello", silence=self._patience, grace=grace)
             except NodeProblem:
                 if pause is None or self._given_up or not self._was_turned_away():
                     raise
@@ -171,9 +181,9 @@ class Connection:
         """Ask the ranks there to stop, with a signal, and end the job after its grace."""
         self._tell_or_give_up("stop", number=number)
 
-    def end(self, at_once: bool = False) -> None:
-        """End the job there."""
-        self._tell_or_give_up("end", at_once=at_once)
+    def end(self, seconds: float) -> None:
+        """End the job there: SIGTERM, and SIGKILL after these seconds."""
+        self._tell_or_give_up("end", seconds=seconds)
 
     def _tell_or_give_up(self, do: str, **values: Any) -> None:
         """Send a message; if the node is not connected yet, give up connecting."""
@@ -201,7 +211,11 @@ class Connection:
     def explain_end(self) -> str:
         """Why the connection ended, from the messages of ssh or the shell there."""
         assert self._process is not None
-        self._process.wait()
+        try:
+            self._process.wait(_LEAVES)
+        except subprocess.TimeoutExpired:  # a command in ssh's place that outlives what it has started
+            self._process.kill()
+            self._process.wait()
         self._stderr_reader.join(1)
         said = [line for line in self._errors.decode(errors="replace").splitlines() if line.strip()]
         if self._silent:
@@ -316,7 +330,7 @@ def addresses_of(node: Connection, others: Sequence[Connection]) -> list[str]:
         return [str(node.ask("route", address=elsewhere)["address"])]
     if all(each.plan.host is None for each in (node, *others)):
         return ["127.0.0.1"]  # all of them are this machine
-    return [str(address) for address in node.ask("addresses")["addresses"]]
+    return [str(address) for address in node.place["addresses"]]
 
 
 def _address_reached(node: Connection) -> str | None:

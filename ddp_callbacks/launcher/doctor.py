@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from ddp_callbacks.launcher import facts
 from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
 from ddp_callbacks.launcher.diagnosis import Facts, Finding, judge, judge_clock
-from ddp_callbacks.launcher.plan import NodePlan
+from ddp_callbacks.launcher.launch import ask_for_facts, find_interface, start_ranks
+from ddp_callbacks.launcher.plan import Job, NodePlan
 from ddp_callbacks.launcher.remote import as_hex
 from ddp_callbacks.launcher.screen import Cell, Color, Screen, Table
 
@@ -53,7 +52,8 @@ class Doctor:
         self._on_each(self._look, there)
         known = [node.plan.name for node in there if node.plan.name in self._facts]
         self._findings += judge({name: self._facts[name] for name in known})
-        self._on_each(lambda node: self._listen(node, there), there)
+        whole = [node for node in there if node.place]
+        self._on_each(lambda node: self._listen(node, whole), whole)
         self._on_each(self._try_ports, list(self._held))
         if len(self._nodes) > 1:
             self._all_reduce()
@@ -87,7 +87,7 @@ class Doctor:
     def _look(self, node: Connection) -> None:
         plan = node.plan
         try:
-            node.ask("enter", cwd=as_hex(plan.cwd))
+            node.ask("enter", cwd=as_hex(plan.cwd), environ={})
             self._find(node, "folder", plan.cwd)
         except NodeProblem as problem:
             self._fail(node, "folder", f"{problem}. {_copy(plan)}", "missing")
@@ -95,17 +95,11 @@ class Doctor:
             self._look_for_script(node)
         self._compare_clocks(node)
         try:
-            program = Path(facts.__file__).read_text()
-            argv = [as_hex(word) for word in (plan.python, "-P", "-c", program)]
-            said = node.ask("output", argv=argv, seconds=_FACTS_TIMEOUT)
+            node.place = ask_for_facts(node, "all", _FACTS_TIMEOUT)
         except NodeProblem as problem:
             self._fail(node, "python", f"{plan.python} does not work: {problem}. Choose another with --python")
             return
-        if said["code"]:
-            last = said["err"].strip().rpartition("\n")[2]
-            self._fail(node, "python", f"{plan.python} does not work (needed: 3.11 or newer): {last}. See --python")
-            return
-        self._facts[plan.name] = Facts(plan.shell, plan.python, json.loads(said["out"]))
+        self._facts[plan.name] = Facts(plan.shell, plan.python, node.place)
 
     def _look_for_script(self, node: Connection) -> None:
         if self._script is None:
@@ -155,32 +149,31 @@ class Doctor:
         if any(finding.level == "red" for finding in self._findings):
             self._findings.append(Finding("", "all-reduce", "red", "skipped", "skipped: fix the problems above first"))
             return
-        address, port = self._held[self._nodes[0]]
+        job = Job(tuple(node.plan for node in self._nodes), ("-P", "-m", "ddp_callbacks.launcher.probe"))
+        where = self._held[self._nodes[0]]
         try:
-            for rank, node in enumerate(self._nodes):
-                job = {"address": address, "port": port, "node_rank": rank, "nodes": len(self._nodes)}
-                argv = [as_hex(word) for word in (node.plan.python, "-P", "-m", "ddp_callbacks.launcher.probe")]
-                # Only the first node's listener is used, for the store.
-                node.ask("run", argv=argv, environ={}, job=job, listens=rank == 0)
+            for node in self._nodes:
+                find_interface(node, where[0])
+            start_ranks(job, self._nodes, where)
             self._findings.append(self._result_of_all_reduce())
         except NodeProblem as problem:
             self._findings.append(Finding("", "all-reduce", "red", "failed", str(problem)))
 
     def _result_of_all_reduce(self) -> Finding:
         said: dict[str, bytes] = {"o": b"", "e": b""}
-        running = set(self._nodes)
+        running = len(self._nodes)
         while running:
             try:
                 event = self._events.get(timeout=max(0.0, self._end - time.monotonic()))
             except queue.Empty:
                 raise NodeProblem(f"did not end within {LIMIT:g} s, the limit for all checks") from None
+            ended = json.loads(event.data).get("ended") if event.kind == "m" else None
             if event.kind in said:
                 said[event.kind] += event.data
-            elif event.kind in ("x", "closed"):
-                running.discard(event.node)
-                if event.kind == "x" and json.loads(event.data)["code"]:
-                    last = said["e"].decode(errors="replace").strip().rpartition("\n")[2]
-                    raise NodeProblem(f"failed on {event.node.plan.name}: {last}")
+            elif event.kind == "closed" or (ended and ended["code"]):
+                last = said["e"].decode(errors="replace").strip().rpartition("\n")[2]
+                raise NodeProblem(f"failed on {event.node.plan.name}: {last}")
+            running -= bool(ended)
         if not said["o"]:
             raise NodeProblem("ended without a result")
         result = json.loads(said["o"])

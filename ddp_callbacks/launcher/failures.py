@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddp_callbacks.launcher.tracebacks import Printed
+from ddp_callbacks.launcher.record import Record
 
 _LONGEST = 4000  # maximum length of a reason
 
@@ -20,10 +20,10 @@ class End:
         rank: Global rank.
         order: When the end became known; smaller is earlier.
         code: Exit code; 128 + the signal's number after a signal; ``None`` while it runs.
-        reason: The reason known without its standard error: the signal, or the end of the node.
-        printed: The last exception that it printed.
-        is_ours: Whether ``ddprun`` or torchrun's agent may have ended it; then ``reason`` omits the signal, which means
-            nothing.
+        reason: The reason known without the exception: the signal, or the end of the node.
+        printed: The exception that ended it.
+        is_ours: Whether ``ddprun`` may have ended it; then ``reason`` omits the signal, which means nothing.
+        said: The last line of its standard error, if it was no exception that ended it.
     """
 
     node: str
@@ -31,14 +31,15 @@ class End:
     order: float
     code: int | None = None
     reason: str | None = None
-    printed: Printed | None = None
+    printed: Record | None = None
     is_ours: bool = False
+    said: str = ""
 
     def __str__(self) -> str:
         return self.node if self.rank is None else f"rank {self.rank} on {self.node}"
 
     @property
-    def teller(self) -> Printed | None:
+    def teller(self) -> Record | None:
         """Its message about another rank, if it failed only because of that one."""
         return self.printed if self.reason is None and self.printed and self.printed.peer else None
 
@@ -122,7 +123,8 @@ def _tell(first: End, ends: Sequence[End], is_named: bool) -> Cause:
 
 
 def _text(first: End, ends: Sequence[End], is_named: bool) -> str:
-    reason = _short(first.own_reason or (first.teller.reason if first.teller else "no exception was printed"))
+    silent = f"last output: {first.said}" if first.said else "no exception was printed"
+    reason = _short(first.own_reason or (first.teller.reason if first.teller else silent))
     if first.rank is None:
         return f"{first}: {reason}"
     if first.code and not (is_named and first.is_ours):

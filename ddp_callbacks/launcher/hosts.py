@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections import Counter
@@ -37,6 +38,8 @@ def parse_hosts(text: str) -> list[Host]:
         ConfigurationError: There is no host, a host is named twice, or a number of slots is not positive.
     """
     source = f"-H {text}"
+    if os.path.isfile(text):
+        raise ConfigurationError(f"{source} is a file. Write --hostfile {text}.")
     return _checked([_host_and_slots(part.strip(), source) for part in text.split(",")], source)
 
 

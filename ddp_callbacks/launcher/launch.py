@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ddp_callbacks.launcher import facts
 from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
 from ddp_callbacks.launcher.node import GRACE
-from ddp_callbacks.launcher.plan import Plan
+from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.launcher.remote import as_hex
 from ddp_callbacks.versions import how_to_install_this
 
-AGENT = ("-P", "-m", "ddp_callbacks.launcher.agent")  # the command for the node's interpreter
-_IS_INSTALLED = "import importlib.util, sys; sys.exit(importlib.util.find_spec('ddp_callbacks') is None)"
-_LOOK_TIMEOUT = 20.0  # seconds for this check on a slow disk
+STORE = ("-P", "-m", "ddp_callbacks.launcher.store")  # the command for the first node's interpreter
+_PLACE_TIMEOUT = 25.0  # seconds for a node's facts, on a slow disk
 _REACH_TIMEOUT = 5.0  # seconds for a node to connect to the first one
 _LOOK = 0.25  # seconds between two checks of the time while nothing comes
 _CUT = 2.0  # seconds from the last force on the nodes until the last connection is cut
@@ -38,10 +40,10 @@ class CannotStart(Exception):
 
 
 class Interrupted(Exception):
-    """A signal came before the job had started on all nodes."""
+    """A signal, or the end of its time, came before the job had started."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(f"stopped by {reason}")
         self.code = 128 + number
 
 
@@ -71,25 +73,26 @@ _NO_LIMITS = Limits()
 class Launch:
     """One job on its nodes; use it in a ``with`` block, which disconnects from all nodes at its end.
 
-    Args:
-        plan: What runs where.
-        heartbeat_timeout: Seconds of silence after which a node, or the launcher, counts as lost.
-        limits: How long the job runs, and how long it takes to stop.
+    Attributes:
+        has_begun: Whether a rank was started.
+        is_forced: Whether a second signal has ended it at once.
+        stopped_by: The signal or limit that ended the job; empty if it was neither.
+        signal: The signal of ddprun itself that did.
+        restarts: How often its ranks have been started again, for whatever reason.
     """
 
-    def __init__(self, plan: Plan, heartbeat_timeout: float, limits: Limits = _NO_LIMITS) -> None:
-        self.plan = plan
-        self._patience = heartbeat_timeout
+    def __init__(self, job: Job, limits: Limits = _NO_LIMITS) -> None:
+        self.job = job
         self.limits = limits
+        self.has_begun = self.is_forced = False
+        self.stopped_by = ""
+        self.signal: int | None = None
+        self.restarts = 0
         self._stop_at = time.monotonic() + limits.seconds - limits.force
         self._events: queue.Queue[Event] = queue.Queue(maxsize=1000)
         self._nodes: list[Connection] = []
-        self._round = 0  # how often the workers of all nodes have been restarted
-        self._signal: int | None = None
-        self.is_forced = False  # a second signal has ended it at once
-        self._stopped_by = ""
-        self.has_begun = False  # whether a rank was started
-        self._signalled = 0.0  # when it came
+        self._where = ("", 0)  # address and port of the ranks' store
+        self._signalled = 0.0  # when the first signal came
         self._ending: float | None = None  # the deadline for all to end
 
     def __enter__(self) -> Launch:
@@ -104,10 +107,10 @@ class Launch:
         Raises:
             CannotStart: It cannot start on a node; nothing was started anywhere.
         """
-        self._nodes = connections(self.plan.nodes, self._events, self._patience)
+        self._nodes = connections(self.job.nodes, self._events, self.job.heartbeat_timeout)
         problems = self._ask_all(self._check)
         reached = [node for node in self._nodes if node not in problems]
-        if problems and (len(reached) < self.plan.min_nodes or self._nodes[0] in problems):
+        if problems and (len(reached) < self.job.min_nodes or self._nodes[0] in problems):
             raise CannotStart([f"{node.plan.name}: {problem}." for node, problem in problems.items()])
         for node, problem in problems.items():
             say(f"continuing without {node.plan.name}: {problem}.")
@@ -115,24 +118,23 @@ class Launch:
         self._nodes = reached
         self._refuse_machines_named_twice()
 
-    def meet(self) -> tuple[str | None, int]:
-        """Make the first node listen where the others can reach it; return the address and port.
+    def meet(self) -> None:
+        """Make the first node listen where the others can reach it.
 
         Raises:
             CannotStart: There is no address, or a node cannot reach it.
         """
-        if self.plan.rendezvous is None:
-            return None, 0
         first, *others = self._nodes
         try:
-            given = self.plan.address
+            given = self.job.address
             addresses = [given] if given else addresses_of(first, others) if others else ["127.0.0.1"]
         except NodeProblem as problem:
             raise CannotStart([f"{first.plan.name}: {problem}."]) from None
         problems: list[CannotStart] = []
         for address in addresses:
             try:
-                return address, self._listen(first, others, address)
+                self._where = address, self._listen(first, others, address)
+                return
             except CannotStart as problem:
                 problems.append(problem)
         raise problems[0]
@@ -140,7 +142,7 @@ class Launch:
     def _listen(self, first: Connection, others: list[Connection], address: str) -> int:
         """Listen at ``address``; return the port once all others have reached it."""
         try:
-            port = int(first.ask("listen", address=address, port=self.plan.port)["port"])
+            port = int(first.ask("listen", address=address, port=self.job.port)["port"])
         except NodeProblem as problem:
             remedy = "Choose another with --master-port or --master-addr"
             raise CannotStart([f"{first.plan.name}: {problem}. {remedy}."]) from None
@@ -148,24 +150,30 @@ class Launch:
         if problems:
             remedy = f"Open the firewall of {first.plan.name} for it, or choose another address with --master-addr"
             raise CannotStart([f"{node.plan.name}: {problem}. {remedy}." for node, problem in problems.items()])
+        self._ask_all(lambda node: find_interface(node, address))
         return port
 
-    def start(self, address: str | None, port: int) -> None:
-        """Start the agents.
+    def start(self) -> None:
+        """Start the ranks on the nodes that are left. Returns at once; the nodes report it.
 
         Raises:
-            CannotStart: An agent could not be started; those already started are ended.
+            Interrupted: The time of the job is over.
         """
-        problems = self._ask_all(lambda node: self._start_agent(node, address, port))
-        if problems:
-            raise CannotStart([f"{node.plan.name}: {problem}." for node, problem in problems.items()])
+        if time.monotonic() >= self._stop_at:
+            self.stopped_by = self.limits.reason
+            raise Interrupted(signal.SIGTERM, self.stopped_by)
+        start_ranks(self.job, self._nodes, self._where, self.restarts)
 
-    def start_again(self, after: int | None, nodes: list[Connection]) -> None:
-        """Restart the workers on these nodes, unless that has already happened since round ``after``."""
-        if after is None or after == self._round:
-            self._round += 1
-            for node in nodes:
-                node.tell("round", number=self._round, members=[member.plan.rank for member in nodes])
+    def halt(self, nodes: list[Connection]) -> None:
+        """End the ranks of these nodes, so that others can be started. Each node reports when it is ready."""
+        for node in nodes:
+            node.tell("halt", port=self.job.port, seconds=self.job.kill_after)
+
+    def start_again(self, nodes: list[Connection], port: int) -> None:
+        """Start the ranks on nodes that are ready, the first of which listens on ``port``."""
+        self.restarts += 1
+        self._where = self._where[0], port
+        start_ranks(self.job, nodes, self._where, self.restarts)
 
     @property
     def is_ending(self) -> bool:
@@ -180,8 +188,7 @@ class Launch:
     def next_event(self) -> Event | None:
         """The next event; ``None`` if none comes within a moment."""
         if time.monotonic() >= self._stop_at and not self.is_ending:
-            self._stopped_by = self.limits.reason
-            self.stop(signal.SIGTERM)
+            self.stop(signal.SIGTERM, self.limits.reason)
         try:
             return self._events.get(timeout=_LOOK)
         except queue.Empty:
@@ -192,34 +199,31 @@ class Launch:
         """The nodes that were reached, in rank order."""
         return list(self._nodes)
 
-    @property
-    def signal(self) -> int | None:
-        """The signal of ddprun itself that ended the job."""
-        return self._signal
-
-    @property
-    def stopped_by(self) -> str:
-        """The signal or limit that ended the job; empty if it was neither."""
-        return signal.Signals(self._signal).name if self._signal is not None else self._stopped_by
-
     def ask(self, number: int) -> None:
         """Pass a request to stop on to the ranks of all nodes; they may be started again afterwards."""
         for node in self._nodes:
             node.tell("ask", number=number)
 
-    def stop(self, number: int) -> None:
-        """Ask the ranks of all nodes to stop, and end the job when the time for that is over."""
+    def stop(self, number: int, reason: str = "") -> None:
+        """Ask the ranks of all nodes to stop, and end the job when the time for that is over.
+
+        Args:
+            number: The signal that was sent to some process of the job; the ranks get SIGUSR1, or else SIGTERM.
+            reason: Who has stopped it; empty if the job ends by itself.
+        """
         if self._ending is None:
-            self._ending = time.monotonic() + self.limits.force + _CUT
+            self.stopped_by = reason
+            self._ending = time.monotonic() + self.limits.force + self.job.kill_after + _CUT
             for node in self._nodes:
-                node.stop(number)
+                node.stop(_ASKS.get(signal.Signals(number), signal.SIGTERM))
 
     def end(self, at_once: bool = False) -> None:
-        """End the job on every node."""
-        if self._ending is None or at_once:
-            self._ending = time.monotonic() + GRACE + _CUT
-            for node in self._nodes:
-                node.end(at_once)
+        """End the job on every node. After a request to stop, the ranks that still run keep the rest of their time."""
+        seconds = 0.0 if at_once else self.job.kill_after
+        end = time.monotonic() + seconds + _CUT
+        self._ending = end if self._ending is None else min(self._ending, end)
+        for node in self._nodes:
+            node.end(seconds)
 
     @contextmanager
     def ends_with_signals(self) -> Iterator[None]:
@@ -229,11 +233,11 @@ class Launch:
         """
 
         def end(number: int, _: object) -> None:
-            if self._signal is None:
-                self._signal, self._signalled = number, time.monotonic()
-                self.stop(_ASKS.get(signal.Signals(number), signal.SIGTERM))
+            if self._ending is None:
+                self.signal, self._signalled = number, time.monotonic()
+                self.stop(number, signal.Signals(number).name)
             elif number == signal.SIGINT or time.monotonic() - self._signalled >= SAME:
-                self._signal, self.is_forced = number, True
+                self.is_forced = True
                 self.end(at_once=True)
 
         handlers: dict[int, Any] = dict.fromkeys(_STOPS, end)
@@ -270,8 +274,8 @@ class Launch:
             return {}
         with ThreadPoolExecutor(len(nodes)) as pool:
             problems = dict(zip(nodes, pool.map(attempt, nodes), strict=True))
-        if self._signal is not None:
-            raise Interrupted(self._signal)
+        if self.signal is not None:
+            raise Interrupted(self.signal, self.stopped_by)
         return {node: problem for node, problem in problems.items() if problem is not None}
 
     def _refuse_machines_named_twice(self) -> None:
@@ -283,34 +287,81 @@ class Launch:
                 raise CannotStart([f"{other.plan.name} and {node.plan.name} are the same machine. {once}."])
 
     def _check(self, node: Connection) -> None:
-        node.greet()
-        node.ask("enter", cwd=as_hex(node.plan.cwd))
-        if self.plan.script is not None:
-            node.ask("find", path=as_hex(self.plan.script))
-        argv = [as_hex(word) for word in (node.plan.python, "-P", "-c", _IS_INSTALLED)]
-        if node.ask("output", argv=argv, seconds=_LOOK_TIMEOUT)["code"]:
+        variables = {**self.job.forwarded, **self.job.environ}
+        node.greet(self.limits.grace)
+        environ = {as_hex(name): as_hex(value) for name, value in variables.items()}
+        node.ask("enter", cwd=as_hex(node.plan.cwd), environ=environ)
+        if self.job.script is not None:
+            node.ask("find", path=as_hex(self.job.script))
+        node.place = ask_for_facts(node, node.plan.processes, _PLACE_TIMEOUT)
+        if node.place["package"] is None:
             command = how_to_install_this(f"{node.plan.shell}{node.plan.python}")
             raise NodeProblem(f"ddp_callbacks is not installed there for Python 3.11 or newer. Run: {command}")
+        if not node.place["processes"]:
+            raise NodeProblem(f"torch finds no device for --nproc-per-node {node.plan.processes} there")
 
-    def _numbers(self, node: Connection) -> dict[str, Any]:
-        """Number and ranks of the nodes that were reached; with one node, the user's flags (ddprun by hand on each)."""
-        if len(self.plan.nodes) == 1:
-            return {}
-        return {"nnodes": f"{self.plan.min_nodes}:{len(self._nodes)}", "node_rank": self._nodes.index(node)}
 
-    def _start_agent(self, node: Connection, address: str | None, port: int) -> None:
-        plan = node.plan
-        job = {
-            "torchrun": {**self.plan.torchrun, "nproc_per_node": plan.processes, **self._numbers(node)},
-            "command": [as_hex(word) for word in self.plan.command],
-            "rendezvous": self.plan.rendezvous,
-            "node_rank": plan.rank,
-            "grace": self.limits.grace,
-            "members": [member.plan.rank for member in self._nodes],
-            "address": address,
-            "port": port,
+def ask_for_facts(node: Connection, which: str, seconds: float) -> dict[str, Any]:
+    """What :mod:`ddp_callbacks.launcher.facts` prints there; ``which`` is its argument.
+
+    Raises:
+        NodeProblem: The interpreter there cannot run it.
+    """
+    words = (node.plan.python, "-P", "-c", Path(facts.__file__).read_text(), which)
+    said = node.ask("output", argv=[as_hex(word) for word in words], seconds=seconds)
+    if said["code"]:
+        raise NodeProblem(f"needs Python 3.11 or newer: {said['err'].strip().rpartition(chr(10))[2]}")
+    return dict(json.loads(said["out"]))
+
+
+def find_interface(node: Connection, address: str) -> None:
+    """Find the interface of a node on the route to ``address``; gloo and NCCL use it, unless the user chose another.
+
+    Raises:
+        NodeProblem: There is no route.
+    """
+    own = node.ask("route", address=address)["address"]
+    node.place["interface"] = node.place["interfaces"].get(own, "")
+
+
+def start_ranks(job: Job, nodes: Sequence[Connection], where: tuple[str, int], restarts: int = 0) -> None:
+    """Start the ranks on nodes of which all is known; the first one hosts their store at ``where``."""
+    counts = [int(node.place["processes"]) for node in nodes]
+    address, port = where
+    for number, node in enumerate(nodes):
+        variables = {
+            "MASTER_ADDR": address,
+            "MASTER_PORT": port,
+            "WORLD_SIZE": sum(counts),
+            "LOCAL_WORLD_SIZE": counts[number],
+            "GROUP_RANK": number,
+            "GROUP_WORLD_SIZE": len(counts),
+            "ROLE_NAME": job.role,
+            "ROLE_WORLD_SIZE": sum(counts),
+            "TORCHELASTIC_RESTART_COUNT": restarts,
+            "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
+            "TORCHELASTIC_RUN_ID": job.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "PYTHONPATH": f"{node.place['package']}/launcher/hook",
         }
-        argv = [plan.python, *AGENT]
-        variables = {**self.plan.forwarded, **self.plan.environ}
-        environ = {as_hex(name): as_hex(value) for name, value in variables.items()}
-        node.ask("run", argv=[as_hex(word) for word in argv], environ=environ, job=job)
+        node.tell(
+            "start",
+            argv=[as_hex(word) for word in job.words(node.plan)],
+            ranks=list(range(sum(counts[:number]), sum(counts[: number + 1]))),
+            environ={name: str(value) for name, value in variables.items()},
+            defaults=_defaults(node.place),
+            store=[as_hex(word) for word in (node.plan.python, *STORE)] if number == 0 else [],
+        )
+
+
+def _defaults(place: dict[str, Any]) -> dict[str, str]:
+    """Variables that a rank gets unless they are set on its node."""
+    found = {
+        "OMP_NUM_THREADS": str(max(1, place["cores"] // place["processes"])),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "GLOO_SOCKET_IFNAME": place["interface"],
+        "NCCL_SOCKET_IFNAME": ""
+        if place["interface"] == "lo"
+        else place["interface"],  # NCCL finds its way inside a node
+    }
+    return {name: value for name, value in found.items() if value}

@@ -1,4 +1,4 @@
-"""The program on a node, between launcher and job: it carries out requests, and ends the job with the connection.
+"""The program on a node, between launcher and ranks: it starts and signals them, and ends them with the connection.
 
 The launcher sends this file to the node (see :mod:`ddp_callbacks.launcher.remote`), whose interpreter may lack this
 package, so it imports only the standard library. Linux.
@@ -9,45 +9,41 @@ as many bytes, and a newline, without which srun would hold them back.
 
 =====  ==============================================================================================
 ``r``  the answer to a message, JSON; ``{"problem": TEXT}`` if it could not be done
-``o``  standard output of a rank; rank -1 is the agent
+``o``  standard output of a rank
 ``e``  the same for standard error
-``m``  a report of the agent, JSON
+``m``  a report, JSON: ``started``, ``ended``, ``halted``, ``asked`` (a signal came here), ``problem``
 ``b``  an answer to ``beat``, empty
-``x``  the job has ended, and all that it started: ``{"code": N}``, as in a shell (128 + signal)
+``x``  everything here has ended, empty
 =====  ==============================================================================================
 
 Standard input is also the lifeline. If it ends for any reason (the launcher has ended or was killed, the connection
 broke), or is silent for too long, every process of the job gets SIGTERM and a little later SIGKILL.
 
-A job that is asked to stop is another matter: only the ranks, the children of the agent, get the signal, and everything
-gets SIGKILL once their time is over.
+A job that is asked to stop is another matter: only the ranks get the signal, and everything gets SIGKILL once their
+time is over.
 
 [Note: every process]
-A process group is not enough: torchrun puts each worker into a separate session, and a worker's children may do the
-same. This process is a subreaper (prctl(2)), so everything that the job starts stays its descendant, however often it
-forks.
+A process group is not enough: a rank's children may start sessions of their own. This process is a subreaper
+(prctl(2)), so everything that the ranks start stays its descendant, however often it forks. The ranks are killed if
+this process dies.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import ipaddress
 import json
 import os
-import secrets
 import select
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -55,25 +51,23 @@ GREETING = b"\0ddprun\0\n"  # a login shell may print something before it
 HEADER = struct.Struct("!ciI")
 GRACE = 2.5  # seconds between SIGTERM and SIGKILL, unless the job says otherwise
 GRACE_UNHEARD = 1.0  # the same after a silence, which has already taken time
-_PR_SET_CHILD_SUBREAPER = 36
-_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENOUGH = 1 << 20  # bytes waiting for the launcher; beyond that, the job's writes wait
+_MOST = 1 << 16  # bytes of a pipe, as many as it holds
 _TICK = 0.02  # seconds between two checks for running processes while the job ends
 _LOOK = 0.1  # seconds between two checks whether a rank handles the signal that it is to get
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # which ask the job to stop if a scheduler sends them here
 
 
 def main() -> int:
-    """Serve the launcher until the job or the launcher has ended; return the job's exit code."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Serve the launcher until it has ended the job, or has gone itself."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGHUP, *_REQUESTS):
         # Their sender ends the lifeline, or the launcher decides. Unlike SIG_IGN, the job does not inherit a handler.
         signal.signal(number, lambda *_: None)
-    node = Node(_descriptor_of_signals())
-    try:
-        return node.serve()
-    finally:
-        node.close()
+    Node(_descriptor_of_signals()).serve()
+    return 0
 
 
 def _descriptor_of_signals() -> int:
@@ -91,64 +85,67 @@ class Refusal(Exception):
     """This node cannot do what the launcher asked for."""
 
 
+@dataclass
+class Rank:
+    """A rank that runs here: its number, its process, and the pipe for the record of its failure (both ends)."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    record: tuple[int, int]
+
+
 class Node:
     def __init__(self, signals: int) -> None:
         self._signals = signals  # a descriptor, see above
         self._inbox = b""
         self._outbox = bytearray(GREETING)
         self._streams: dict[int, tuple[bytes, int]] = {}  # descriptor: kind of frame, rank
-        self._control: socket.socket | None = None  # to the agent
         self._listener: socket.socket | None = None
-        self._folder: str | None = None
-        self._agent: int | None = None  # its process id
-        self._process: subprocess.Popen[bytes] | None = None
-        self._agent_end_told = False
-        self._codes: dict[int, int] = {}
+        self._address = ""
+        self._ranks: dict[int, Rank] = {}  # by process id
+        self._store: subprocess.Popen[bytes] | None = None
         self._foreign: set[int] = set()  # processes that the job runs as another user (sudo): we cannot end them
         self._connected = True
         self._heard = time.monotonic()
         self._silence: float | None = None  # seconds
-        self._kill_at: float | None = None  # set once the job must end
-        self._terminated = False  # whether all processes have got SIGTERM
         self._grace: float | None = None  # seconds from a request to stop to SIGKILL; None: as for any other end
+        self._kill_at: float | None = None  # set once the ranks must end
+        self._terminated = False  # whether all processes have got SIGTERM
+        self._leaves = False  # whether this program ends with them
+        self._next_port: int | None = None  # where to listen for the ranks that are started next
         self._request = signal.SIGTERM  # what the ranks get that are asked to stop
         self._is_patient = False  # whether to wait until a rank handles it
         self._to_ask: set[int] = set()  # process ids of ranks
         self._asked: set[int] = set()
 
-    def serve(self) -> int:
+    def serve(self) -> None:
         for descriptor in (0, 1):
             os.set_blocking(descriptor, False)
         self._hear()  # data that was read ahead with this program
-        while not self._is_over():
+        while not (self._leaves and self._is_quiet()):
             self._wait()
             self._watch_job()
+        self._end_store()
         for descriptor in list(self._streams):
             while self._pass_on(descriptor):
                 pass
-        code = self._codes.get(self._agent or 0, 0)
-        code = code if code >= 0 else 128 - code
-        self._send(b"x", {"code": code})
+        self._put(b"x", -1, b"")
         while self._connected and self._outbox:
             self._wait()
-        return code
-
-    def close(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- requests of the launcher -------------------------------------------------------------------------------------
 
-    def do_hello(self, silence: float) -> dict[str, Any]:
+    def do_hello(self, silence: float, grace: float | None) -> dict[str, Any]:
         """Describe this node; ``address`` is the one that ssh reached. From now on, ``silence`` seconds end the job."""
-        self._silence = silence
+        self._silence, self._grace = silence, grace
         connection = os.environ.get("SSH_CONNECTION", "").split()
         with open("/proc/sys/kernel/random/boot_id") as file:
             machine = [file.read().strip(), socket.gethostname(), os.readlink("/proc/self/ns/pid")]
         return {"machine": machine, "address": connection[2] if len(connection) == 4 else None}
 
-    def do_enter(self, cwd: str) -> dict[str, Any]:
-        """Change to the working directory."""
+    def do_enter(self, cwd: str, environ: dict[str, str]) -> dict[str, Any]:
+        """Change to the working directory, and set variables for all that is started here."""
+        os.environb.update({bytes.fromhex(name): bytes.fromhex(value) for name, value in environ.items()})
         folder = os.fsdecode(bytes.fromhex(cwd))
         try:
             os.chdir(folder)
@@ -169,33 +166,16 @@ class Node:
             probe.connect((address, 1))  # sends nothing
             return {"address": probe.getsockname()[0]}
 
-    def do_addresses(self) -> dict[str, Any]:
-        """Addresses at which others may reach this node: its name's, the default route's, and all others."""
-        found: list[str] = []
-        with suppress(OSError):
-            found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            with suppress(OSError):
-                probe.connect(("192.0.2.1", 1))  # sends nothing
-                found.append(probe.getsockname()[0])
-            for _, name in socket.if_nameindex():
-                with suppress(OSError):  # an interface without an address
-                    reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                    found.append(socket.inet_ntoa(reply[20:24]))
-        known = [(text, ipaddress.ip_address(text.partition("%")[0])) for text in dict.fromkeys(found)]
-        usable = [text for text, address in known if not (address.is_loopback or address.is_link_local)]
-        return {"addresses": usable or ["127.0.0.1"]}
-
     def do_listen(self, address: str, port: int) -> dict[str, Any]:
-        """Hold a port for the rendezvous store; 0 finds a free one."""
+        """Hold a port for the store; 0 finds a free one."""
         family, kind, proto, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.socket(family, kind, proto)
+        self._address, self._listener = address, socket.socket(family, kind, proto)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._listener.bind(where)
         except OSError as error:
             raise Refusal(f"cannot listen on {address} port {port}: {error.strerror}") from None
-        self._listener.listen(128)
+        self._listener.listen(4096)
         return {"port": self._listener.getsockname()[1]}
 
     def do_reach(self, addresses: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
@@ -216,73 +196,130 @@ class Node:
             raise Refusal(f"{os.fsdecode(words[0])} took longer than {seconds:g} s") from None
         return {"code": done.returncode, "out": done.stdout.decode(), "err": done.stderr.decode(errors="replace")}
 
-    def do_run(
-        self, argv: list[str], environ: dict[str, str], job: dict[str, Any], listens: bool = True
-    ) -> dict[str, Any]:
-        """Start the agent; its standard input holds the job as JSON, with the descriptors that it inherits."""
-        if not listens:
-            self._listener = None
-        self._grace = job.get("grace")
-        # Made by the agent, and removed by both, as either may be killed.
-        self._folder = os.path.join(tempfile.gettempdir(), f"ddprun-{secrets.token_hex(8)}")
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        inherited = [theirs] if self._listener is None else [theirs, self._listener]
-        job |= {
-            "folder": self._folder,
-            "control": theirs.fileno(),
-            "listener": None if self._listener is None else self._listener.fileno(),
-        }
-        with os.fdopen(os.memfd_create("job"), "w+b") as stdin:
-            stdin.write(json.dumps(job).encode())
-            stdin.seek(0)
-            words = [bytes.fromhex(word) for word in argv]
-            # A scheduler may send these before the agent handles them.
-            handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _REQUESTS[1:]}
-            try:
-                agent = subprocess.Popen(
-                    words,
-                    env={**os.environb, **{bytes.fromhex(k): bytes.fromhex(v) for k, v in environ.items()}},
-                    stdin=stdin,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    pass_fds=[end.fileno() for end in inherited],
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise Refusal(f"cannot start {os.fsdecode(words[0])}: {error.strerror}") from None
-            finally:
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
-        for end in inherited:
-            end.close()
-        self._process, self._agent = agent, agent.pid
-        for stream, kind in ((agent.stdout, b"o"), (agent.stderr, b"e")):
-            assert stream is not None
-            self._streams[os.dup(stream.fileno())] = (kind, -1)
-            stream.close()
-        return {}
+    def do_start(
+        self, argv: list[str], ranks: list[int], environ: dict[str, str], defaults: dict[str, str], store: list[str]
+    ) -> None:
+        """Start these ranks, and on the first node the program that hosts their store on the port that is held.
 
-    def do_round(self, number: int, members: list[int]) -> None:
-        """Restart the workers; the agent checks for this each time it polls them."""
-        if self._control is not None:
-            with suppress(OSError):  # it has ended
-                self._control.send(json.dumps([number, members]).encode(), socket.MSG_DONTWAIT)
+        ``defaults`` are variables that are set only where this node has not set them; of PYTHONPATH the value is put in
+        front of this node's.
+        """
+        found = {**defaults, **os.environ, **environ}
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, (environ["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
+        try:
+            self._start_store([bytes.fromhex(word) for word in store])
+            for local_rank, rank in enumerate(ranks):
+                of_rank = {"RANK": rank, "LOCAL_RANK": local_rank, "ROLE_RANK": rank}
+                own = found | {name: str(value) for name, value in of_rank.items()}
+                self._start_rank(rank, [bytes.fromhex(word) for word in argv], own)
+        except OSError as error:
+            self._report(problem=f"cannot start {os.fsdecode(bytes.fromhex(argv[0]))}: {error.strerror}")
+            return
+        threads, interface = found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")
+        self._report(started={"ranks": ranks, "threads": threads, "interface": interface})
+
+    def do_halt(self, port: int, seconds: float) -> None:
+        """End the ranks, report it, and wait for others to be started; the first node listens anew, on ``port``."""
+        self._next_port = port
+        self._end(seconds)
 
     def do_beat(self) -> None:
         """Answer a heartbeat."""
         self._put(b"b", -1, b"")
 
     def do_ask(self, number: int) -> None:
-        """Ask the ranks to stop, those that handle the signal; the agent may start them again."""
+        """Ask the ranks to stop, those that handle the signal; the launcher may start them again."""
         self._ask(signal.Signals(number), patient=True)
 
     def do_stop(self, number: int) -> None:
         """Ask the ranks to stop, and end everything when their time is over."""
         self._stop(signal.Signals(number))
 
-    def do_end(self, at_once: bool) -> None:
-        """End the job."""
-        self._end(0 if at_once else GRACE)
+    def do_end(self, seconds: float) -> None:
+        """End the job: SIGTERM, and SIGKILL after ``seconds``."""
+        self._leaves = True
+        self._end(seconds)
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def _start_store(self, words: list[bytes]) -> None:
+        if not words or self._listener is None:
+            return
+        port, descriptor = str(self._listener.getsockname()[1]), self._listener.fileno()
+        self._store = subprocess.Popen(
+            [*words, self._address.encode(), port.encode(), str(descriptor).encode()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[descriptor],
+            start_new_session=True,
+            preexec_fn=partial(_die_with, os.getpid(), _REQUESTS),
+        )
+
+    def _start_rank(self, rank: int, words: list[bytes], environ: dict[str, str]) -> None:
+        record = os.pipe()
+        environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{os.getpid()}/fd/{record[1]}"
+        process = subprocess.Popen(
+            words,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=partial(_die_with, os.getpid()),
+        )
+        self._ranks[process.pid] = Rank(rank, process, record)
+        for stream, kind in ((process.stdout, b"o"), (process.stderr, b"e")):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+            self._streams[os.dup(stream.fileno())] = (kind, rank)
+            stream.close()
+
+    def _reap(self) -> None:
+        """Collect ended children, including orphans of the job; report ranks after what they have written."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            if pid in self._ranks:
+                self._report_end(self._ranks.pop(pid), os.waitstatus_to_exitcode(status))
+            elif self._store is not None and pid == self._store.pid:
+                self._report_end_of_store(os.waitstatus_to_exitcode(status))
+
+    def _report_end(self, rank: Rank, code: int) -> None:
+        for descriptor in [each for each, (_, number) in self._streams.items() if number == rank.number]:
+            self._pass_on(descriptor)  # as much as a pipe holds; its orphans may still write
+        os.set_blocking(rank.record[0], False)
+        record = b""
+        with suppress(BlockingIOError):
+            record = os.read(rank.record[0], _MOST)
+        for descriptor in rank.record:
+            os.close(descriptor)
+        name = signal.Signals(-code).name if code < 0 else None
+        text = record.decode(errors="replace")
+        self._report(
+            ended={"rank": rank.number, "code": code if code >= 0 else 128 - code, "signal": name, "record": text},
+            now=time.monotonic(),
+        )
+
+    def _report_end_of_store(self, code: int) -> None:
+        assert self._store is not None and self._store.stderr is not None
+        said = self._store.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
+        self._store = None
+        if self._kill_at is None and self._ranks:
+            self._report(problem=f"the process that hosts the ranks' store ended with exit code {code}: {said}")
+
+    def _end_store(self) -> None:
+        if self._store is not None:
+            self._store.kill()
+            self._store.wait()
+            self._store = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     # --- the event loop -----------------------------------------------------------------------------------------------
 
@@ -307,29 +344,26 @@ class Node:
                 ready[1] = self._speak
         if len(self._outbox) < _ENOUGH:
             ready |= {descriptor: partial(self._pass_on, descriptor) for descriptor in self._streams}
-        if self._control is not None:
-            ready[self._control.fileno()] = partial(self._listen_to_agent, self._control)
         ready[self._signals] = self._hear_signals
         return ready
 
     def _patience(self) -> float:
         if self._kill_at is not None:
-            ends = self._agent is None or self._agent in self._codes
-            return _TICK if ends else max(_TICK, min(_LOOK, self._kill_at - time.monotonic()))
+            return max(_TICK, min(_LOOK, self._kill_at - time.monotonic())) if self._ranks else _TICK
         if self._to_ask:
             return _LOOK
         return 0.25 if self._silence is not None else 60
 
     def _hear_signals(self) -> None:
         """Tell the launcher of requests to stop; the children are checked in any case."""
-        came = os.read(self._signals, 1 << 16)
-        for number in _REQUESTS if self._agent is not None else ():
+        came = os.read(self._signals, _MOST)
+        for number in _REQUESTS:
             if number in came:
-                self._send(b"m", {"asked": number.name})
+                self._report(asked=number.name)
 
     def _hear(self) -> None:
         # None if there is no data. Not os.read: some may have been read ahead with this program.
-        data: bytes | None = sys.stdin.buffer.read(1 << 16)
+        data: bytes | None = sys.stdin.buffer.read(_MOST)
         if data == b"":
             self._lose_launcher(GRACE)
         if not data:
@@ -349,17 +383,18 @@ class Node:
         except (Refusal, OSError) as error:
             answer = {"problem": str(error)}
         if answer is not None:
-            self._send(b"r", answer)
+            self._put(b"r", -1, json.dumps(answer).encode())
 
-    def _send(self, kind: bytes, message: dict[str, Any]) -> None:
-        self._put(kind, -1, json.dumps(message).encode())
+    def _report(self, **values: Any) -> None:
+        self._put(b"m", -1, json.dumps(values).encode())
 
     def _put(self, kind: bytes, rank: int, data: bytes) -> None:
-        self._outbox += HEADER.pack(kind, rank, len(data)) + data + b"\n"
+        if self._connected:
+            self._outbox += HEADER.pack(kind, rank, len(data)) + data + b"\n"
 
     def _speak(self) -> None:
         try:
-            del self._outbox[: os.write(1, self._outbox[: 1 << 16])]
+            del self._outbox[: os.write(1, self._outbox[:_MOST])]
         except BlockingIOError:
             pass
         except OSError:
@@ -368,9 +403,8 @@ class Node:
     def _pass_on(self, descriptor: int) -> bool:
         """Pass on available output; return whether there was any."""
         kind, rank = self._streams[descriptor]
-        os.set_blocking(descriptor, False)
         try:
-            data = os.read(descriptor, 1 << 16)
+            data = os.read(descriptor, _MOST)
         except BlockingIOError:
             return False
         if data:
@@ -380,30 +414,14 @@ class Node:
             del self._streams[descriptor]
         return bool(data)
 
-    def _listen_to_agent(self, control: socket.socket) -> None:
-        data, descriptors, _, _ = socket.recv_fds(control, 1 << 18, 2)
-        if not data:
-            self._control = None
-            return
-        message = json.loads(data)
-        for descriptor, kind in zip(descriptors, (b"o", b"e"), strict=False):
-            self._streams[descriptor] = (kind, message["rank"])
-        if not descriptors:
-            self._send(b"m", message)
-
     # --- the end ------------------------------------------------------------------------------------------------------
-
-    def _is_over(self) -> bool:
-        if self._agent is None:
-            return not self._connected or self._kill_at is not None
-        return self._agent in self._codes and not set(_descendants()) - self._foreign
 
     def _watch_launcher(self) -> None:
         if self._connected and self._silence is not None and time.monotonic() - self._heard > self._silence:
             self._lose_launcher(GRACE_UNHEARD)
 
     def _lose_launcher(self, grace: float) -> None:
-        self._connected = False
+        self._connected, self._leaves = False, True
         self._outbox.clear()
         if self._grace is None:
             self._end(grace)
@@ -412,7 +430,7 @@ class Node:
 
     def _ask(self, number: signal.Signals, patient: bool) -> None:
         self._request, self._is_patient = number, patient
-        self._to_ask |= set(_children().get(self._agent or 0, [])) - self._asked
+        self._to_ask |= self._ranks.keys() - self._asked
         self._ask_ranks()
 
     def _ask_ranks(self) -> None:
@@ -428,36 +446,49 @@ class Node:
                 os.kill(pid, found[0] if found else signal.SIGTERM)
 
     def _stop(self, number: signal.Signals) -> None:
-        """Ask the ranks to stop. The agent gets SIGTERM: it waits for them, and starts no others."""
+        """Ask the ranks to stop, and kill them when their time is over."""
         self._ask(number, patient=self._grace is not None)
-        if self._agent is not None and self._agent not in self._codes:
-            os.kill(self._agent, signal.SIGTERM)
-        end = time.monotonic() + (GRACE if self._grace is None else self._grace)
-        self._kill_at = end if self._kill_at is None else min(self._kill_at, end)
+        self._kill_within(GRACE if self._grace is None else self._grace)
 
-    def _end(self, grace: float) -> None:
-        """Send SIGTERM to every process of the job, and ``grace`` seconds later SIGKILL."""
-        now = time.monotonic()
-        if not self._terminated and grace:
+    def _end(self, seconds: float) -> None:
+        """Send SIGTERM to every process of the job, and ``seconds`` later SIGKILL."""
+        if not self._terminated and seconds:
             self._terminated = True
             self._signal(signal.SIGTERM)
-        self._kill_at = now + grace if self._kill_at is None else min(self._kill_at, now + grace)
+        self._kill_within(seconds)
+
+    def _kill_within(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        self._kill_at = end if self._kill_at is None else min(self._kill_at, end)
 
     def _watch_job(self) -> None:
-        if not self._connected:
-            self._outbox.clear()
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self._signal(signal.SIGKILL)
         if self._to_ask:
             self._ask_ranks()
         self._reap()
-        if self._agent in self._codes and not self._agent_end_told:
-            self._agent_end_told = True
-            self._send(b"m", {"agent_ended": self._codes[self._agent]})
-            self._end(GRACE)  # processes that the job left behind
+        if self._next_port is not None and not self._leaves and self._is_quiet():
+            self._get_ready(self._next_port)
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing of the job runs here, but for the store."""
+        return not (self._ranks.keys() | self._descendants()) - self._foreign
+
+    def _get_ready(self, port: int) -> None:
+        """Forget the ranks that have ended, and report that others can be started."""
+        is_first = self._listener is not None
+        self._end_store()
+        self._next_port = self._kill_at = None
+        self._terminated = False
+        self._to_ask.clear()
+        self._asked.clear()
+        try:
+            self._report(halted=self.do_listen(self._address, port)["port"] if is_first else 0)
+        except Refusal as refusal:
+            self._report(problem=str(refusal))
 
     def _signal(self, number: int) -> None:
-        for pid in _descendants():
+        for pid in self._descendants():
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
@@ -465,16 +496,22 @@ class Node:
             except PermissionError:
                 self._foreign.add(pid)
 
-    def _reap(self) -> None:
-        """Collect the exit codes of ended children, including orphans of the job."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if not pid:
-                return
-            self._codes[pid] = os.waitstatus_to_exitcode(status)
+    def _descendants(self) -> set[int]:
+        """The process ids of all running descendants but the store."""
+        children = _children()
+        found = list(children.get(os.getpid(), []))
+        for pid in found:
+            found += children.get(pid, [])
+        return set(found) - ({self._store.pid} if self._store is not None else set())
+
+
+def _die_with(parent: int, ignored: tuple[int, ...] = ()) -> None:
+    """In a new process, before its program: it is killed if the parent dies, and ignores these signals."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _cannot_reach(address: str, port: int, seconds: float) -> str | None:
@@ -483,15 +520,6 @@ def _cannot_reach(address: str, port: int, seconds: float) -> str | None:
     except OSError as error:
         return f"cannot connect to {address} port {port}: {error.strerror or error}"
     return None
-
-
-def _descendants() -> list[int]:
-    """The process ids of all running descendants, parents first."""
-    children = _children()
-    found = list(children.get(os.getpid(), []))
-    for pid in found:
-        found += children.get(pid, [])
-    return found
 
 
 def _children() -> dict[int, list[int]]:

@@ -1,4 +1,4 @@
-"""The command line of ``ddprun``: flags for the hosts, and every flag of torchrun."""
+"""The command line of ``ddprun``: flags for the nodes, and those that it shares with torchrun."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import os
 import re
 import shlex
 import shutil
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ActionsContainer
+from argparse import REMAINDER, SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, _ActionsContainer
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
+from ddp_callbacks.launcher.flags import add_flags_of_torchrun
 from ddp_callbacks.launcher.hosts import Host, parse_hosts, read_hostfile
 from ddp_callbacks.launcher.node import GRACE
-from ddp_callbacks.launcher.torchrun_flags import FLAGS, TORCH, torchrun_parser
+from ddp_callbacks.launcher.plan import Here, Job, NodePlan, plan_nodes
 from ddp_callbacks.schedulers import hosts_of_job
 from ddp_callbacks.versions import __version__
 
@@ -24,7 +25,7 @@ PATIENCE = 30.0
 """Seconds without a heartbeat until a connection counts as lost. TCP retries after 6 and 13 seconds of silence."""
 
 _ABOUT = """\
-Start a script on every process of every node. ddprun reaches the nodes over ssh and runs one torchrun agent on each.
+Start a script on every process of every node. ddprun reaches the nodes over ssh and sets the variables of torchrun.
 
   ddprun train.py --lr 0.1                        on this machine
   ddprun -H node1:4,node2:4 train.py --lr 0.1     four processes on each of two nodes
@@ -38,70 +39,19 @@ FORWARDED = (
     *("CUDA_", "CUBLAS_", "DDP_CALLBACKS_", "GLOO_", "GOMP_", "HF_", "HIP_", "HSA_", "KMP_", "LD_LIBRARY_PATH"),
     *("LIGHTNING_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PL_", "PYTHON", "PYTORCH_", "ROCR_", "TOKENIZERS_"),
     *("TORCH_", "TORCHINDUCTOR_", "UCX_"),
-    "PET_",  # torchrun also reads each of its flags from a variable
 )
 _WITHOUT_PIPE = ("pbs_tmrsh", "pbsdsh")  # for --rsh
 _NO_SCRIPT = "name a script to run: ddprun train.py. See ddprun --help."
-_USAGE = "ddprun [flags] [torchrun's flags] SCRIPT [the script's arguments]"
-
-
-@dataclass(frozen=True)
-class NodeOptions:
-    """Which nodes to use, and where things are on them.
-
-    Attributes:
-        hosts: The nodes, the first one first; ``None`` for this machine only.
-        python: The interpreter on the nodes; ``None`` for the current one.
-        chdir: The working directory on the nodes; ``None`` for the current one.
-        rsh: The words of the command that reaches a node, with ``{host}`` for its name; ``None`` for ssh.
-    """
-
-    hosts: list[Host] | None
-    python: str | None
-    chdir: str | None
-    rsh: tuple[str, ...] | None = None
+_USAGE = "ddprun [flags] SCRIPT [the script's arguments]"
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
     """The options of ``ddprun doctor``."""
 
-    nodes: NodeOptions
+    nodes: tuple[NodePlan, ...]
     json: bool
     script: str | None
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of ``ddprun``.
-
-    Attributes:
-        nodes: Which nodes.
-        environ: Variables that the user has named for the nodes.
-        forwarded: Variables that all nodes get in any case.
-        shown: The ranks whose output goes to the terminal; ``None`` for all.
-        prefix: Whether lines begin with ``[node:rank]``.
-        heartbeat_timeout: Seconds without a heartbeat after which a connection counts as lost.
-        dry_run: Print what would run, and start nothing.
-        grace: Seconds from a request to stop to force; ``None`` for the default.
-        time_limit: Seconds from now to the job's end; ``None`` if there is no limit.
-        requeue: Whether the job is to be started again after a preemption.
-        torchrun: torchrun's arguments, by name, without the script; ``nproc_per_node`` is empty if not given.
-        command: The script and its arguments.
-    """
-
-    nodes: NodeOptions
-    environ: dict[str, str]
-    forwarded: dict[str, str]
-    shown: frozenset[int] | None
-    prefix: bool
-    heartbeat_timeout: float
-    dry_run: bool
-    grace: float | None
-    time_limit: float | None
-    requeue: bool
-    torchrun: dict[str, Any]
-    command: tuple[str, ...]
 
 
 class _OneLineParser(ArgumentParser):
@@ -124,11 +74,8 @@ class _RunParser(_OneLineParser):
         return found if len(found) == 1 else []
 
     def format_help(self) -> str:
-        """Print the flags for the hosts first, then torchrun's."""
-        theirs = _without_usage(torchrun_parser({}))
-        ours = ArgumentParser(prog=self.prog, usage=_USAGE)
-        _add_flags(ours)
-        return f"{ours.format_usage()}\n{_ABOUT}\n{_without_usage(ours)}\n{theirs}"
+        usage, _, flags = super().format_help().partition("\n\n")
+        return f"{usage}\n\n{_ABOUT}\n{flags}"
 
     def refuse_unknown(self, flags: Sequence[str]) -> NoReturn:
         """Report an unknown flag, with similar known ones."""
@@ -137,12 +84,8 @@ class _RunParser(_OneLineParser):
         close = get_close_matches(flag, known, 1, 0.8)
         hint = f"Did you mean {close[0]}?" if close else "If it belongs to your script, put it after the script."
         raise ConfigurationError(
-            f"unknown flag {flag}: neither ddprun nor torchrun (torch {TORCH}) has it. {hint} See {self.prog} --help."
+            f"unknown flag {flag}: neither ddprun nor torchrun has it. {hint} See {self.prog} --help."
         )
-
-
-def _without_usage(parser: ArgumentParser) -> str:
-    return parser.format_help().partition("\n\n")[2]
 
 
 def _add_flags(parser: ArgumentParser) -> None:
@@ -164,6 +107,7 @@ def _add_flags(parser: ArgumentParser) -> None:
     output.add_argument(
         "--show-ranks",
         default="0",
+        type=_ranks,
         metavar="RANKS",
         help="ranks whose output is shown: 0,3 or all (default: 0). The output of every rank is also saved on this "
         "machine, in --log-dir (default: ddprun-logs)",
@@ -229,7 +173,7 @@ def _add_host_flags(parser: ArgumentParser) -> None:
     hosts.add_argument("--chdir", metavar="DIR", help="working directory on the nodes (default: the current one)")
 
 
-def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
+def parse_options(argv: Sequence[str], environ: Mapping[str, str], here: Here) -> Job:
     """Parse the command line, without the program's name.
 
     Raises:
@@ -237,37 +181,64 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     """
     if not argv:
         raise ConfigurationError(_NO_SCRIPT)
-    torchrun = torchrun_parser(environ)
-    if "PET_NPROC_PER_NODE" not in environ:
-        torchrun.set_defaults(nproc_per_node="")
-    parser = _RunParser(prog="ddprun", parents=[torchrun], usage=_USAGE)
+    parser = _RunParser(prog="ddprun", usage=_USAGE)
     _add_flags(parser)
+    add_flags_of_torchrun(parser, environ)
+    parser.add_argument("training_script", help=SUPPRESS)
+    parser.add_argument("training_script_args", nargs=REMAINDER, help=SUPPRESS)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.refuse_unknown(unknown)
-    values = {flag.name: getattr(args, flag.name) for flag in FLAGS}
-    _check_torchrun(values)
+    _refuse_contradictions(args)
+    nodes = _nodes(args, environ, here, args.nproc_per_node)
+    command = (args.training_script, *args.training_script_args)
+    return Job(
+        nodes=nodes,
+        min_nodes=_min_nodes(args, nodes),
+        max_restarts=args.max_restarts,
+        address=args.master_addr,
+        port=args.master_port,
+        script=None if args.module or args.no_python else args.training_script,
+        has_python=not args.no_python,
+        command=("-m", *command) if args.module else command,
+        role=args.role,
+        run_id=args.rdzv_id,
+        environ=_variables(args.variables, environ),
+        forwarded=_forwarded(environ),
+        shown=args.show_ranks if args.tee == "0" else None,
+        prefix=not args.no_prefix,
+        log_dir=args.log_dir,
+        heartbeat_timeout=args.heartbeat_timeout,
+        kill_after=GRACE if args.shutdown_timeout is None else args.shutdown_timeout,
+        grace=args.grace,
+        time_limit=args.time_limit,
+        requeue=args.requeue,
+        dry_run=args.dry_run,
+    )
+
+
+def _refuse_contradictions(args: Namespace) -> None:
     if args.time_limit is not None and args.time_limit <= (args.grace or GRACE):
         raise ConfigurationError(
             f"--time-limit must be longer than --grace ({args.grace or GRACE:g} s), got {args.time_limit:g}."
         )
-    return Options(
-        nodes=_nodes(args, environ),
-        environ=_variables(args.variables, environ),
-        forwarded=_forwarded(args, environ),
-        shown=_ranks(args.show_ranks),
-        prefix=not args.no_prefix,
-        heartbeat_timeout=args.heartbeat_timeout,
-        dry_run=args.dry_run,
-        grace=args.grace,
-        time_limit=args.time_limit,
-        requeue=args.requeue,
-        torchrun=values,
-        command=(args.training_script, *args.training_script_args),
-    )
+    if args.module and args.no_python:
+        raise ConfigurationError("--module and --no-python cannot be combined.")
 
 
-def parse_doctor_options(argv: Sequence[str], environ: Mapping[str, str]) -> DoctorOptions:
+def _min_nodes(args: Namespace, nodes: Sequence[NodePlan]) -> int:
+    low, _, high = args.nnodes.partition(":")
+    if not low:
+        return len(nodes)
+    if not int(low) <= len(nodes) <= int(high or low):
+        raise ConfigurationError(
+            f"--nnodes {args.nnodes} does not match the number of nodes, {len(nodes)}. Name the nodes with -H or "
+            "--hostfile, and leave --nnodes out or give a range that contains their number."
+        )
+    return int(low)
+
+
+def parse_doctor_options(argv: Sequence[str], environ: Mapping[str, str], here: Here) -> DoctorOptions:
     """Parse the command line after ``ddprun doctor``; errors as in :func:`parse_options`."""
     parser = _OneLineParser(
         prog="ddprun doctor", description="Check that a run on these nodes would work, and say what to fix."
@@ -276,11 +247,12 @@ def parse_doctor_options(argv: Sequence[str], environ: Mapping[str, str]) -> Doc
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("script", nargs="?", help="a script that every node must have")
     args = parser.parse_args(argv)
-    return DoctorOptions(_nodes(args, environ), args.json, args.script)
+    return DoctorOptions(_nodes(args, environ, here, ""), args.json, args.script)
 
 
-def _nodes(args: Namespace, environ: Mapping[str, str]) -> NodeOptions:
-    return NodeOptions(_hosts(args, environ), args.python, args.chdir, _rsh(args.rsh))
+def _nodes(args: Namespace, environ: Mapping[str, str], here: Here, processes: str) -> tuple[NodePlan, ...]:
+    hosts = _hosts(args, environ) or [Host("localhost")]
+    return plan_nodes(hosts, processes, args.python or here.python, args.chdir or here.cwd, _rsh(args.rsh), here)
 
 
 def _rsh(text: str | None) -> tuple[str, ...] | None:
@@ -302,52 +274,23 @@ def _rsh(text: str | None) -> tuple[str, ...] | None:
     return tuple(words) if "{host}" in text else (*words, "{host}")
 
 
-def _hosts(args: Namespace, environ: Mapping[str, str]) -> list[Host] | None:
-    """Hosts from ``-H``, a host file, or the current job; ``None`` if there are none."""
+def _hosts(args: Namespace, environ: Mapping[str, str]) -> list[Host]:
+    """Hosts from ``-H``, a host file, or the current job; none if it is to run here."""
     if args.hosts is not None and args.hostfile is not None:
         raise ConfigurationError("-H and --hostfile both name the nodes. Use one of them.")
     if args.hosts is not None:
         return parse_hosts(args.hosts)
     if args.hostfile is not None:
         return read_hostfile(args.hostfile)
-    return [Host(name, slots) for name, slots in hosts_of_job(environ)] or None
+    return [Host(name, slots) for name, slots in hosts_of_job(environ)]
 
 
-def _check_torchrun(values: dict[str, Any]) -> None:
-    _check_processes(values["nproc_per_node"])
-    if not re.fullmatch(r"([^,=]+=[^,]*(,|$))*", values["rdzv_conf"]):
-        raise ConfigurationError(f"--rdzv-conf takes KEY=VALUE,..., got {values['rdzv_conf']!r}.")
-    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", values["nnodes"]):
-        raise ConfigurationError(f"--nnodes must be a number of at least 1, or MIN:MAX, got {values['nnodes']!r}.")
-    if values["max_restarts"] < 0:
-        raise ConfigurationError(f"--max-restarts must not be negative, got {values['max_restarts']}.")
-    if values["module"] and values["no_python"]:
-        raise ConfigurationError("--module and --no-python cannot be combined.")
+def _forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """The current settings of the libraries, so that all nodes have the same.
 
-
-def _check_processes(text: str) -> None:
-    if re.fullmatch(r"[+-]?\d+", text):
-        if int(text) < 1:
-            raise ConfigurationError(f"--nproc-per-node must be at least 1, got {text}.")
-    elif text not in ("", "auto", "cpu", "gpu", "xpu") and not _is_accelerator(text):
-        raise ConfigurationError(f"--nproc-per-node takes a number, auto, cpu, gpu or xpu, got {text!r}.")
-
-
-def _is_accelerator(name: str) -> bool:
-    """Whether torch was built for such a device; without torch here, the nodes find out."""
-    try:
-        from ddp_callbacks._torch import name_of_own_accelerator
-    except ImportError:
-        return name.isidentifier()
-    return name == name_of_own_accelerator()
-
-
-def _forwarded(args: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
-    """The current settings of the libraries, so that all nodes have the same."""
+    But which GPUs are visible is a matter of each node: their names and numbers differ.
+    """
     found = {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
-    if args.rsh is None:
-        return found
-    # A scheduler or a container decides which devices are visible.
     return {name: value for name, value in found.items() if not name.endswith("_VISIBLE_DEVICES")}
 
 
@@ -367,7 +310,7 @@ def _ranks(text: str) -> frozenset[int] | None:
     if text == "all":
         return None
     if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise ConfigurationError(f"--show-ranks takes rank numbers separated by commas, or all, got {text!r}.")
+        raise ArgumentTypeError(f"takes rank numbers separated by commas, or all, got {text!r}")
     return frozenset(int(rank) for rank in text.split(","))
 
 
@@ -382,13 +325,9 @@ def _positive(text: str) -> float:
 
 
 def _patience(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 2 <= value < math.inf:
+    if not text.replace(".", "", 1).isdigit() or float(text) < 2:
         raise ArgumentTypeError(f"takes seconds, at least 2, got {text!r}")
-    return value
+    return float(text)
 
 
 def working_directory(environ: Mapping[str, str]) -> str:

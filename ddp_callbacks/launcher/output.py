@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -12,7 +13,6 @@ from typing import BinaryIO
 
 _PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _LOOK = 0.25  # seconds between two checks whether to give up
-AGENT = -1  # stands for the agent instead of a rank
 _LONGEST = 1 << 16  # bytes of an unfinished line to hold back
 TAIL = 1 << 14  # bytes of a rank's standard error to keep, to explain its failure
 
@@ -34,7 +34,12 @@ class Terminal:
         descriptor = self._descriptors[stream]
         while data:
             if select.select([], [descriptor], [], _LOOK)[1]:
-                data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]  # this much never blocks
+                try:
+                    data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]  # this much never blocks
+                except OSError as error:
+                    if error.errno != errno.EIO:
+                        raise
+                    return  # the terminal was closed: SIGHUP ends the job, and its files are to be complete
             elif self._give_up():
                 return
 
@@ -53,7 +58,7 @@ class Output:
     """
 
     def __init__(self, folder: Path, shown: frozenset[int] | None, prefix: bool, terminal: Terminal) -> None:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, mode=0o700)  # nobody else is to read what the ranks print
         self._folder = folder
         self._shown = shown
         self._prefix = prefix
@@ -77,21 +82,13 @@ class Output:
         if self.shows(rank):
             self._show(f"[{node}:{rank}] ", (node, rank, stream), data)
 
-    def write_agent(self, node: str, stream: str, data: bytes, show: bool) -> None:
-        """Take output of torchrun's agent on a node."""
-        self._keep(self.path_of_agent(node), data)
-        if stream == "e":
-            self._remember((node, AGENT), data)
-        if show:
-            self._show(f"[{node}] ", (node, AGENT, stream), data)
-
     def note(self, text: str) -> None:
         """Print a line from the launcher."""
         self._print((b"\n" if self._unfinished else b"") + f"ddprun: {text}\n".encode(errors="replace"), "e")
 
     def quote(self, node: str, rank: int, lines: list[str]) -> None:
-        """Print lines of a rank, or of an agent, that is not shown otherwise."""
-        prefix = "" if not self._prefix else f"[{node}] " if rank == AGENT else f"[{node}:{rank}] "
+        """Print lines of a rank that is not shown otherwise."""
+        prefix = f"[{node}:{rank}] " if self._prefix else ""
         text = "".join(f"{prefix}{line}\n" for line in lines)
         self._print((b"\n" if self._unfinished else b"") + text.encode(errors="surrogateescape"), "e")
 
@@ -101,11 +98,8 @@ class Output:
     def path_of(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}.log"
 
-    def path_of_agent(self, node: str) -> Path:
-        return self._folder / f"agent-{node}.log"
-
     def last_errors(self, node: str, rank: int) -> list[str]:
-        """The last lines that a rank, or an agent, wrote to its standard error, oldest first."""
+        """The last lines that a rank wrote to its standard error, oldest first."""
         tail = b"".join(self._tails.get((node, rank), ()))
         return tail.decode(errors="surrogateescape").replace("\r", "\n").splitlines()
 

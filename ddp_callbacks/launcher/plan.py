@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.hosts import Host
-from ddp_callbacks.launcher.options import NodeOptions, Options
 from ddp_callbacks.network import is_loopback
 
 _LOOKUP = 5.0  # seconds for resolving the names of all nodes
-_FOR_ONE_NODE = ("node_rank", "local_addr", "standalone")  # flags that torchrun's user sets on each node
 
 
 @dataclass(frozen=True)
@@ -50,32 +48,56 @@ class NodePlan:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The whole job.
+class Job:
+    """All that a command line says of a job.
 
     Attributes:
         nodes: In rank order.
-        min_nodes: Minimum number of nodes.
-        rendezvous: ``"fixed"``: these nodes in this order; ``"elastic"``: at least ``min_nodes``, in any order;
-            ``None``: as in torchrun's flags.
+        command: The script, or ``-m`` and the module, and its arguments.
+        min_nodes: How many of them are enough; the job is elastic if that is less than all.
+        max_restarts: How often the job may start again after a failure.
         address, port: Where the first node listens; ``None`` and 0 if still to be found.
         script: The file that must exist on each node; ``None`` if there is none to check.
-        torchrun: torchrun's arguments, without those in :class:`NodePlan`.
-        command: The script and its arguments.
+        has_python: Whether the nodes' interpreter runs the command.
+        role, run_id: For the processes' variables.
         environ: Variables that the user has named for the nodes.
         forwarded: Variables that each node gets in any case.
+        shown: The ranks whose output goes to the terminal; ``None`` for all.
+        prefix: Whether lines begin with ``[node:rank]``.
+        log_dir: The folder for the output.
+        heartbeat_timeout: Seconds of silence after which a node, or the launcher, counts as lost.
+        kill_after: Seconds from SIGTERM to SIGKILL when the processes are ended.
+        grace: Seconds from a request to stop to force; ``None`` for the default.
+        time_limit: Seconds from now to the job's end; ``None`` if there is no limit.
+        requeue: Whether the job is to be started again after a preemption.
+        dry_run: Print what would run, and start nothing.
     """
 
     nodes: tuple[NodePlan, ...]
-    min_nodes: int
-    rendezvous: str | None
-    address: str | None
-    port: int
-    script: str | None
-    torchrun: dict[str, Any]
     command: tuple[str, ...]
-    environ: dict[str, str]
-    forwarded: dict[str, str]
+    min_nodes: int = 1
+    max_restarts: int = 0
+    address: str | None = None
+    port: int = 0
+    script: str | None = None
+    has_python: bool = True
+    role: str = "default"
+    run_id: str = "none"
+    environ: dict[str, str] = field(default_factory=dict)
+    forwarded: dict[str, str] = field(default_factory=dict)
+    shown: frozenset[int] | None = None
+    prefix: bool = True
+    log_dir: str = "ddprun-logs"
+    heartbeat_timeout: float = 30.0
+    kill_after: float = 2.5
+    grace: float | None = None
+    time_limit: float | None = None
+    requeue: bool = False
+    dry_run: bool = False
+
+    def words(self, node: NodePlan) -> list[str]:
+        """The command of a rank on a node."""
+        return [node.python, "-u", *self.command] if self.has_python else list(self.command)
 
 
 @dataclass(frozen=True)
@@ -87,9 +109,10 @@ class Here:
     is_here: Callable[[str], bool]
 
 
-def plan_nodes(options: NodeOptions, processes: str, here: Here) -> tuple[NodePlan, ...]:
+def plan_nodes(
+    hosts: Sequence[Host], processes: str, python: str, cwd: str, rsh: tuple[str, ...] | None, here: Here
+) -> tuple[NodePlan, ...]:
     """The nodes in rank order, with ``processes`` each (``--nproc-per-node``), or else with their slots."""
-    hosts = options.hosts or [Host("localhost")]
     local = _local([host.name for host in hosts], here.is_here)
     return tuple(
         NodePlan(
@@ -97,9 +120,9 @@ def plan_nodes(options: NodeOptions, processes: str, here: Here) -> tuple[NodePl
             host=None if host.name in local else host.name,
             rank=rank,
             processes=processes or ("" if host.slots is None else str(host.slots)),
-            python=host.python or options.python or here.python,
-            cwd=host.chdir or options.chdir or here.cwd,
-            rsh=None if options.rsh is None else tuple(word.replace("{host}", host.name) for word in options.rsh),
+            python=host.python or python,
+            cwd=host.chdir or cwd,
+            rsh=None if rsh is None else tuple(word.replace("{host}", host.name) for word in rsh),
         )
         for rank, host in enumerate(hosts)
     )
@@ -120,70 +143,6 @@ def _local(names: Sequence[str], is_here: Callable[[str], bool]) -> set[str]:
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     return set(found)
-
-
-def make_plan(options: Options, here: Here) -> Plan:
-    """Decide what runs where.
-
-    Raises:
-        ConfigurationError: The flags contradict each other.
-    """
-    torchrun = dict(options.torchrun)
-    low, _, high = torchrun["nnodes"].partition(":")
-    nodes = plan_nodes(options.nodes, torchrun["nproc_per_node"], here)
-    count = len(nodes)
-    by_hand = options.nodes.hosts is None and int(high or low) > 1
-    if count > 1:
-        _refuse_flags_of_one_node(torchrun)
-    min_nodes = count if by_hand or torchrun["nnodes"] == "1:1" else _min_nodes(int(low), int(high or low), count)
-    if not by_hand:
-        torchrun["nnodes"] = f"{min_nodes}:{count}"
-    elastic = min_nodes < count or (count > 1 and torchrun["max_restarts"] > 0)
-    address, port = _address(torchrun)
-    own = by_hand or (torchrun["rdzv_backend"] != "static" and bool(torchrun["rdzv_endpoint"]))
-    if torchrun["rdzv_backend"] not in ("static", "c10d") and not own:
-        raise ConfigurationError(f"--rdzv-backend {torchrun['rdzv_backend']} needs --rdzv-endpoint.")
-    return Plan(
-        nodes=nodes,
-        min_nodes=min_nodes,
-        rendezvous=None if own else "elastic" if elastic else "fixed",
-        address=address,
-        port=port,
-        script=None if torchrun["module"] or torchrun["no_python"] else options.command[0],
-        torchrun=torchrun,
-        command=options.command,
-        environ=options.environ,
-        forwarded=options.forwarded,
-    )
-
-
-def _refuse_flags_of_one_node(torchrun: dict[str, Any]) -> None:
-    for name in _FOR_ONE_NODE:
-        if torchrun[name]:
-            raise ConfigurationError(
-                f"--{name.replace('_', '-')} describes a single node; with several, ddprun finds it out for each. "
-                "Leave it out."
-            )
-
-
-def _address(torchrun: dict[str, Any]) -> tuple[str | None, int]:
-    """The user's address for the first node; torchrun's static endpoint means the same as its two other flags."""
-    if torchrun["rdzv_backend"] == "static" and torchrun["rdzv_endpoint"]:
-        host, _, port = torchrun["rdzv_endpoint"].rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigurationError(f"--rdzv-endpoint takes HOST:PORT, got {torchrun['rdzv_endpoint']!r}.")
-        return host.removeprefix("[").removesuffix("]"), int(port)
-    given = torchrun["master_addr"] != "127.0.0.1"  # torchrun's default
-    return torchrun["master_addr"] if given else None, torchrun["master_port"] or 0
-
-
-def _min_nodes(low: int, high: int, count: int) -> int:
-    if not low <= count <= high:
-        raise ConfigurationError(
-            f"--nnodes {low}{'' if low == high else f':{high}'} does not match the number of nodes, {count}. Leave "
-            f"it out, or give a range that contains {count}."
-        )
-    return low
 
 
 def is_this_machine(name: str) -> bool:
@@ -209,48 +168,37 @@ def _is_own(family: int, address: Any) -> bool:
         return bool(probe.getsockname()[0] == address[0])
 
 
-def describe(plan: Plan, command_to: Callable[[NodePlan], list[str]]) -> str:
-    """The plan as text; ``command_to`` returns the command line that reaches a node."""
-    return "\n".join(_describe_node(plan, node, command_to) for node in plan.nodes)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 
 
-def _describe_node(plan: Plan, node: NodePlan, command_to: Callable[[NodePlan], list[str]]) -> str:
-    per_process = f"cores // {node.processes}" if node.processes.isdigit() else "cores // processes"
+def describe(job: Job, command_to: Callable[[NodePlan], list[str]]) -> str:
+    """The job as text; ``command_to`` returns the command line that reaches a node."""
+    return "\n".join(_describe_node(job, node, command_to) for node in job.nodes)
+
+
+def _describe_node(job: Job, node: NodePlan, command_to: Callable[[NodePlan], list[str]]) -> str:
     lines = {
         "reached by": "a local process" if node.host is None else shlex.join(command_to(node)),
         "directory": node.cwd,
         "processes": node.processes or "one per GPU, or one per CPU socket if there is no GPU",
-        "command": _command(plan, node),
-        "variables": " ".join(
-            [
-                *(f"{shlex.quote(f'{name}={value}')}" for name, value in plan.environ.items()),
-                *(
-                    []
-                    if "OMP_NUM_THREADS" in {*plan.environ, *plan.forwarded}
-                    else [f"OMP_NUM_THREADS={per_process} (if not set there)"]
-                ),
-            ]
-        ),
-        "forwarded": " ".join(sorted(plan.forwarded.keys() - plan.environ.keys())),
-        "rendezvous": _rendezvous(plan),
+        "command": shlex.join(job.words(node)),
+        "variables": " ".join(_variables(job, node)),
+        "forwarded": " ".join(sorted(job.forwarded.keys() - job.environ.keys())),
+        "rendezvous": _where_they_meet(job),
     }
     text = "".join(f"  {name:<11} {value}\n" for name, value in lines.items() if value)
     return f"node {node.rank}: {node.name}\n{text}"
 
 
-def _command(plan: Plan, node: NodePlan) -> str:
-    if plan.torchrun["no_python"]:
-        return shlex.join(plan.command)
-    module = ["-m"] if plan.torchrun["module"] else []
-    return shlex.join([node.python, "-u", *module, *plan.command])
+def _variables(job: Job, node: NodePlan) -> Iterator[str]:
+    for name, value in job.environ.items():
+        yield shlex.quote(f"{name}={'...' if _SECRET.search(name) else value}")
+    if "OMP_NUM_THREADS" not in {*job.environ, *job.forwarded}:
+        processes = node.processes if node.processes.isdigit() else "processes"
+        yield f"OMP_NUM_THREADS=cores // {processes} (if not set there)"
 
 
-def _rendezvous(plan: Plan) -> str:
-    if plan.rendezvous is None:
-        return (
-            f"--rdzv-backend {plan.torchrun['rdzv_backend']} --rdzv-endpoint {plan.torchrun['rdzv_endpoint']}".strip()
-        )
-    first = plan.nodes[0].name
-    port = str(plan.port) if plan.port else "a free port"
-    where = f"{plan.address or ('127.0.0.1' if len(plan.nodes) == 1 else f'the address of {first}')}, {port}"
-    return where if plan.rendezvous == "fixed" else f"{where}, elastic: {plan.torchrun['nnodes']} nodes"
+def _where_they_meet(job: Job) -> str:
+    usual = "127.0.0.1" if len(job.nodes) == 1 else f"the address of {job.nodes[0].name}"
+    where = f"{job.address or usual}, {job.port or 'a free port'}"
+    return where if job.min_nodes == len(job.nodes) else f"{where}, elastic: {job.min_nodes}:{len(job.nodes)} nodes"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-from ddp_callbacks.launcher.meeting import choose_interface, open_store
 
 _TIMEOUT = timedelta(seconds=8)
 _BYTES = 4 << 20
@@ -19,11 +16,8 @@ _TIME = 1.0  # seconds for each measurement
 
 
 def main() -> None:
-    job = json.load(sys.stdin.buffer)
-    choose_interface(job["address"])
-    store = open_store(job["address"], job["port"], job["listener"], _TIMEOUT)
-    rank, world_size = job["node_rank"], job["nodes"]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     latency, large = _median_time(1), _median_time(_BYTES // 4)
     if rank == 0:
         on_the_wire = 2 * (world_size - 1) / world_size * _BYTES  # bytes that each node sends in a ring

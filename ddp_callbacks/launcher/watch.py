@@ -1,4 +1,4 @@
-"""Watch a started job until it ends: pass on its output, end all nodes when one fails, and report why."""
+"""Watch a started job until it ends: pass on its output, restart or end it when a rank fails, and report why."""
 
 from __future__ import annotations
 
@@ -6,51 +6,46 @@ import json
 import math
 import signal
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection, Event
-from ddp_callbacks.launcher.failures import Cause, End, first_cause
-from ddp_callbacks.launcher.launch import SAME, Launch
-from ddp_callbacks.launcher.output import AGENT, Output
-from ddp_callbacks.launcher.plan import Plan
-from ddp_callbacks.launcher.tracebacks import Reader, printed_in
+from ddp_callbacks.launcher.failures import End, first_cause
+from ddp_callbacks.launcher.launch import Launch
+from ddp_callbacks.launcher.output import Output
+from ddp_callbacks.launcher.record import Record, read_record
 
 _QUOTED = 20  # lines of the failed rank to show
 
 
 @dataclass
 class _Rank:
-    """What we know about the workers with one rank."""
+    """What we know about a rank."""
 
     node: str
-    read: Reader = field(default_factory=Reader)
-    report: dict[str, Any] | None = None  # about its end
+    code: int | None = None  # None while it runs
+    ended_by: str | None = None  # the name of the signal
     came: float = math.inf
+    record: Record | None = None
     is_ours: bool = False  # see :class:`End`
-
-    @property
-    def is_preempted(self) -> bool:
-        return self.report is not None and self.report["code"] == EXIT_PREEMPTED
 
 
 class Watch:
     """Watches a started job until it ends."""
 
-    def __init__(self, plan: Plan, launch: Launch, output: Output) -> None:
-        self._plan = plan
+    def __init__(self, launch: Launch, output: Output) -> None:
+        self._job = launch.job
         self._launch = launch
         self._output = output
         self._running = launch.nodes
-        self._lost: list[End] = []  # nodes
         self._ranks: dict[int, _Rank] = {}
-        self._agents: dict[str, dict[str, Any]] = {}
-        self._again: int | None = None  # the round after which the workers start again, once all have written
-        self._again_at = math.inf
+        self._lost: list[End] = []  # nodes
+        self._failures = 0  # after which all ranks were started again
+        self._begin_at: float | None = None  # when the ranks that were asked to stop are started again, at the latest
+        self._awaited: list[Connection] | None = None  # nodes whose ranks are to end before all start again
+        self._port = 0  # on which the first node listens for them
         self._has_told_of_stop = False
-        self._passed_on = -math.inf  # when a signal of a node was passed on
-        self._redirected = plan.torchrun["redirects"] != "0" or plan.torchrun["tee"] != "0"
 
     def run(self) -> int:
         """Pass on the ranks' output until all nodes have ended; return the exit code of the job."""
@@ -58,100 +53,134 @@ class Watch:
             event = self._launch.next_event()
             if event is not None:
                 self._take(event)
-            self._start_again_when_ready()
+            self._restart_when_written()
             self._tell_of_stop()
         return self._conclude()
 
     def _take(self, event: Event) -> None:
         name = event.node.plan.name
         if event.kind in "oe":
-            self._take_output(name, event)
+            self._output.write(name, event.rank, event.kind, event.data)
         elif event.kind == "m":
             self._take_report(event.node, json.loads(event.data))
-        elif event.kind == "x":
-            self._take_end(event.node, json.loads(event.data)["code"])
-        elif event.node in self._running:  # closed without an earlier end
+        elif event.node in self._running:
             self._running.remove(event.node)
-            self._lose(event.node, event.node.explain_end())
-
-    def _take_output(self, name: str, event: Event) -> None:
-        if event.rank == AGENT:
-            self._output.write_agent(name, event.kind, event.data, show=self._redirected)
-            return
-        rank = self._ranks.get(event.rank)
-        if event.kind == "e" and rank is not None and rank.node == name:
-            rank.read.feed(event.data, time.monotonic())
-        self._output.write(name, event.rank, event.kind, event.data)
+            if event.kind == "closed":
+                self._lose(event.node, event.node.explain_end())
 
     def _take_report(self, node: Connection, report: dict[str, Any]) -> None:
         name = node.plan.name
-        if "agent" in report:
-            self._agents[name] = report["agent"]
-        elif "workers" in report:
-            self._forget(name)
-            self._launch.has_begun = True
-            self._ranks |= {rank: _Rank(name) for rank in report["workers"]["ranks"]}
-            self._say_what_runs(name, **report["workers"])
-        elif "noticed" in report:  # before torchrun has ended the others; it may restart the workers
-            self._note_end(report["noticed"])
-            self._pass_on_preemption(report["noticed"]["rank"])
-        elif "failed" in report:
-            self._note_end(report["failed"], is_ours=True)
-            self._end_with(report["failed"]["code"])
-        elif "again" in report:
-            self._plan_to_start_again(report["again"])
+        if "started" in report:
+            self._note_start(name, **report["started"])
+        elif "ended" in report:
+            self._note_end(report["ended"], report["now"] - time.monotonic())
+        elif "halted" in report:
+            self._port = report["halted"] or self._port
+            self._stop_waiting_for(node)
         elif "asked" in report:
-            self._pass_on(name, report["asked"])
-        elif "ending" in report:
-            self._launch.stop(signal.Signals[report["ending"]])
-        elif "error" in report:
-            self._fail(name, 1, report["error"])
+            self._launch.stop(signal.Signals[report["asked"]], f"{report['asked']} on {name}")
+        else:
+            self._fail(name, report["problem"])
             self._launch.end()
-        elif report["agent_ended"] != 0:
-            self._take_end_of_agent(node, report["agent_ended"])
 
-    def _note_end(self, report: dict[str, Any], is_ours: bool = False) -> None:
-        """Note the end of a rank; the first report counts. If we had ended the job, that may be the reason."""
-        rank = self._ranks[report["rank"]]
-        if rank.report is None:
-            ordered = self._launch.is_ending and report["signal"] in (None, "SIGTERM")
-            rank.report, rank.came, rank.is_ours = report, time.monotonic(), is_ours or ordered
+    # --- ranks --------------------------------------------------------------------------------------------------------
 
-    # --- requests to stop ---------------------------------------------------------------------------------------------
+    def _note_start(self, name: str, ranks: list[int], threads: str, interface: str) -> None:
+        self._launch.has_begun = True
+        self._forget(name)
+        self._ranks |= {rank: _Rank(name) for rank in ranks}
+        each = f"{threads} thread{'' if threads == '1' else 's'} each"
+        where = f", interface {interface}" if interface else ""
+        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+        self._output.note(f"{name}: {which}, {each}{where}{self._which_start()}")
 
-    def _pass_on(self, name: str, number: str) -> None:
-        """Handle a signal that a scheduler has sent to a node: all ranks get it, and may be started again."""
-        if not self._launch.is_ending and time.monotonic() >= self._passed_on + SAME:
-            self._passed_on = time.monotonic()
-            self._output.note(f"{name} got {number}: asking all processes to stop")
-            self._launch.ask(signal.Signals[number])
+    def _which_start(self) -> str:
+        if not self._launch.restarts:
+            return ""
+        # Those after a lost node are not counted.
+        counted = f" of {self._job.max_restarts}" if self._failures == self._launch.restarts else ""
+        return f", restart {self._launch.restarts}{counted}"
 
-    def _pass_on_preemption(self, number: int) -> None:
-        """Handle the end of a rank; the first one that was preempted takes the others along."""
-        preempted = [rank for rank in self._ranks.values() if rank.is_preempted]
-        if self._ranks[number] in preempted and len(preempted) == 1 and not self._launch.is_ending:
+    def _note_end(self, report: dict[str, Any], ahead: float) -> None:
+        """Note the end of a rank; ``ahead`` is how much the clock of its host is ahead of this machine's."""
+        rank = self._ranks.get(report["rank"])
+        if rank is None or self._awaited is not None:
+            return  # its node was lost, or it was ended to be started again
+        rank.code, rank.ended_by, rank.came = report["code"], report["signal"], time.monotonic()
+        rank.record = read_record(report["record"], ahead)
+        # If we had ended the job, that may be the reason.
+        rank.is_ours = self._launch.is_ending and rank.ended_by in (None, "SIGTERM", "SIGKILL")
+        if all(other.code is not None for other in self._ranks.values()) and not self._can_restart():
+            self._launch.end()
+        elif rank.code and not self._launch.is_ending:
+            self._take_failure(rank)
+
+    def _take_failure(self, rank: _Rank) -> None:
+        """Handle the first ranks that fail, or that were preempted, before anything has ended the job."""
+        if rank.code != EXIT_PREEMPTED and self._begin_at is None:
+            if self._can_restart():
+                self._restart()
+            else:
+                self._launch.end()
+        elif not self._can_restart():
+            self._launch.stop(signal.SIGTERM)
+        elif self._begin_at is None:  # the others may write, too
+            self._begin_at = time.monotonic() + self._launch.limits.force
             self._launch.ask(signal.SIGTERM)
 
-    def _end_with(self, code: int) -> None:
-        """End the other nodes: at once after a failure; after a preemption they may still write."""
-        if code == EXIT_PREEMPTED:
-            self._launch.stop(signal.SIGTERM)
-        else:
+    def _forget(self, name: str) -> None:
+        """Forget the ranks of a node: new ones start there, or the job continues without it."""
+        self._output.forget_errors(name)
+        self._ranks = {number: rank for number, rank in self._ranks.items() if rank.node != name}
+
+    # --- starting again -----------------------------------------------------------------------------------------------
+
+    def _can_restart(self) -> bool:
+        """Whether what has failed, or was preempted, is to be started again."""
+        has_failed = any(rank.code for rank in self._ranks.values())
+        return has_failed and self._failures < self._job.max_restarts and not self._launch.is_ending
+
+    def _restart_when_written(self) -> None:
+        """Start again once all ranks have written, if one was preempted."""
+        if self._begin_at is None or self._launch.is_ending:
+            return
+        has_ended = all(rank.code is not None for rank in self._ranks.values())
+        if has_ended or time.monotonic() >= self._begin_at:
+            self._begin_at = None
+            self._restart()
+
+    def _restart(self, counts: bool = True) -> None:
+        """End the ranks of all nodes, which then start again."""
+        self._failures += counts
+        self._awaited = list(self._running)
+        self._launch.halt(self._running)
+
+    def _stop_waiting_for(self, node: Connection) -> None:
+        """A node is ready to start again, or lost; once all are, they start."""
+        if self._awaited is None:
+            return
+        self._awaited = [other for other in self._awaited if other is not node]
+        if not self._awaited and not self._launch.is_ending:
+            self._awaited = None
+            self._launch.start_again(self._running, self._port)
+
+    # --- nodes --------------------------------------------------------------------------------------------------------
+
+    def _lose(self, node: Connection, reason: str) -> None:
+        """Handle a lost connection: an elastic job continues without the node."""
+        name = node.plan.name
+        is_needed = node is self._launch.nodes[0] or len(self._running) < self._job.min_nodes
+        if is_needed or self._launch.is_ending or self._job.min_nodes == len(self._job.nodes):
+            if not any(rank.node == name and rank.code for rank in self._ranks.values()):
+                self._fail(name, reason)
             self._launch.end()
-
-    def _plan_to_start_again(self, after: int) -> None:
-        """Restart the workers of all nodes, as a node asks; after a preemption once all others have written, too."""
-        if any(rank.is_preempted for rank in self._ranks.values()):
-            self._again, self._again_at = after, time.monotonic() + self._launch.limits.force
+            return
+        self._forget(name)
+        self._output.note(f"{name}: {reason}; continuing without it")
+        if self._awaited is None:
+            self._restart(counts=False)
         else:
-            self._launch.start_again(after, self._running)
-
-    def _start_again_when_ready(self) -> None:
-        has_ended = all(rank.report is not None for rank in self._ranks.values())
-        if self._again is not None and (has_ended or time.monotonic() >= self._again_at):
-            after, self._again = self._again, None
-            if not self._launch.is_ending:
-                self._launch.start_again(after, self._running)
+            self._stop_waiting_for(node)
 
     def _tell_of_stop(self) -> None:
         grace = self._launch.limits.grace
@@ -161,81 +190,16 @@ class Watch:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def _take_end_of_agent(self, node: Connection, code: int) -> None:
-        """Handle the end of an agent; processes that it left behind may still run."""
-        if not self._can_do_without(node):
-            code = code if code >= 0 else 128 - code
-            self._fail_at_once(node.plan.name, code, f"torchrun's agent ended with exit code {code}")
-
-    def _has_said_more(self, name: str) -> bool:
-        """Whether a rank of the node is known to have failed."""
-        failed = [rank for rank in self._ranks.values() if rank.report is not None and rank.report["code"]]
-        return name in {rank.node for rank in failed} | {end.node for end in self._lost}
-
-    def _forget(self, name: str) -> None:
-        """Forget the workers of a node: new ones start there, or the job continues without it."""
-        self._output.forget_errors(name)
-        self._ranks = {number: rank for number, rank in self._ranks.items() if rank.node != name}
-
-    def _say_what_runs(self, name: str, ranks: list[int], attempt: int) -> None:
-        agent = self._agents[name]
-        threads = f"{agent['threads']} thread{'' if agent['threads'] == '1' else 's'} each"
-        where = f", interface {agent['interface']}" if agent["interface"] else ""
-        allowed = self._plan.torchrun["max_restarts"]  # restarts after a lost node do not count
-        again = f", restart {attempt}{f' of {allowed}' if attempt <= allowed else ''}" if attempt else ""
-        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
-        self._output.note(f"{name}: {which}, {threads}{where}{again}")
-
-    def _take_end(self, node: Connection, code: int) -> None:
-        self._running.remove(node)
-        if code == 0:
-            return
-        reason = f"torchrun's agent ended with exit code {code}"
-        if self._can_do_without(node):
-            self._go_on_without(node, reason)
-        else:
-            self._fail_at_once(node.plan.name, code, reason)
-
-    def _lose(self, node: Connection, reason: str) -> None:
-        """Handle a lost connection without an earlier report."""
-        if self._can_do_without(node):
-            self._go_on_without(node, reason)
-            return
-        if not self._has_said_more(node.plan.name):
-            self._fail(node.plan.name, 1, reason)
-        self._launch.end()
-
-    def _go_on_without(self, node: Connection, reason: str) -> None:
-        self._forget(node.plan.name)
-        self._output.note(f"{node.plan.name}: {reason}; continuing without it")
-        self._launch.start_again(None, self._running)
-
-    def _fail_at_once(self, name: str, code: int, reason: str) -> None:
-        """Handle the end of an agent; it is no cause if we have already ended the job."""
-        if not self._launch.is_ending and not self._has_said_more(name):
-            self._fail(name, code, reason)
-        self._launch.end()
-
-    def _can_do_without(self, node: Connection) -> bool:
-        """Whether an elastic job continues without this node: enough are left, and it is not the first (its store)."""
-        others = [other for other in self._running if other is not node]
-        elastic = self._plan.rendezvous == "elastic" and node.plan.rank != 0
-        return elastic and not self._launch.is_ending and len(others) >= self._plan.min_nodes
-
-    def _fail(self, name: str, code: int, reason: str) -> None:
-        self._lost.append(End(name, None, time.monotonic(), code, reason, is_ours=self._launch.is_ending))
+    def _fail(self, name: str, reason: str) -> None:
+        self._lost.append(End(name, None, time.monotonic(), 1, reason, is_ours=self._launch.is_ending))
 
     def _end_of(self, number: int, rank: _Rank) -> End:
-        """Describe the end of a rank; called at the end, when all its output is here."""
-        rank.read.feed(b"\n", time.monotonic())
-        if rank.report is None:
-            return End(rank.node, number, rank.came, printed=rank.read.last)
-        ended_by, message = rank.report["signal"], rank.report["message"]
-        printed = rank.read.last or (printed_in(message) if message else None)
-        reason = None if ended_by is None or rank.is_ours else f"killed by {ended_by}"
-        if ended_by == "SIGABRT" and printed is not None:
-            reason = None  # C++ aborts after an exception that Python has already printed
-        return End(rank.node, number, rank.came, rank.report["code"], reason, printed, rank.is_ours)
+        reason = None if rank.ended_by is None or rank.is_ours else f"killed by {rank.ended_by}"
+        if rank.ended_by == "SIGABRT" and rank.record is not None:
+            reason = None  # C++ aborts after an exception that ends the interpreter
+        said = [] if rank.record else self._output.last_errors(rank.node, number)
+        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        return End(rank.node, number, rank.came, rank.code, reason, rank.record, rank.is_ours, last)
 
     def _conclude(self) -> int:
         """Report how the job ended."""
@@ -249,23 +213,25 @@ class Watch:
 
     def _is_preempted(self) -> bool:
         """Whether each rank has ended as preempted, or well."""
-        codes = {None if rank.report is None else rank.report["code"] for rank in self._ranks.values()}
+        codes = {rank.code for rank in self._ranks.values()}
         return not self._lost and EXIT_PREEMPTED in codes and codes <= {0, EXIT_PREEMPTED}
 
     def _has_failed(self) -> bool:
         """Whether a rank that was asked to stop has failed, or a node was lost while others were preempted."""
-        codes = {rank.report["code"] for rank in self._ranks.values() if rank.report is not None}
+        codes = {rank.code for rank in self._ranks.values() if rank.code is not None}
         if EXIT_PREEMPTED in codes and self._lost:
             return True
         may_write = EXIT_PREEMPTED in codes or self._launch.limits.grace is not None
         return may_write and any(0 < code < 128 for code in codes - {EXIT_PREEMPTED})
 
     def _conclude_stop(self) -> int:
-        if self._ranks and all(rank.report is not None and not rank.report["code"] for rank in self._ranks.values()):
+        if self._ranks and all(rank.code == 0 for rank in self._ranks.values()):
             self._output.note(f"stopped by {self._launch.stopped_by}, but all processes exited with code 0: done")
             return 0
         self._output.note(f"stopped by {self._launch.stopped_by}")
-        late = [f"{number} on {rank.node}" for number, rank in sorted(self._ranks.items()) if rank.report is None]
+        late = [
+            f"{number} on {rank.node}" for number, rank in sorted(self._ranks.items()) if rank.ended_by == "SIGKILL"
+        ]
         if self._launch.limits.grace is not None and late and not self._lost:
             which, were = ("rank", "was") if len(late) == 1 else ("ranks", "were")
             when = "at the second signal" if self._launch.is_forced else f"after --grace {self._launch.limits.grace:g}"
@@ -276,28 +242,35 @@ class Watch:
         late = [End(node.plan.name, None, math.inf, 1, "did not end in time") for node in self._running]
         ends = [self._end_of(number, rank) for number, rank in self._ranks.items()]
         ranks = [replace(end, code=0) if end.code == EXIT_PREEMPTED else end for end in ends]  # these are no cause
-        cause = first_cause([*self._lost, *ranks]) or first_cause(late) or first_cause(self._unwritten(ranks))
+        cause = first_cause([*self._lost, *self._unwritten(ranks)]) or first_cause(late)
         if cause is None:
-            return 0
-        rank = AGENT if cause.rank is None else cause.rank
-        if not (self._redirected if rank == AGENT else self._output.shows(rank)):
-            self._output.quote(cause.node, rank, self._output.last_errors(cause.node, rank)[-_QUOTED:])
+            return self._conclude_well()
+        if cause.rank is not None and not self._output.shows(cause.rank):
+            self._output.quote(cause.node, cause.rank, self._output.last_errors(cause.node, cause.rank)[-_QUOTED:])
         self._output.note(str(cause))
-        self._output.note(self._where_it_is(cause))
+        if cause.rank is not None:
+            self._output.note(self._where_it_is(cause.rank))
         return cause.code
 
-    def _unwritten(self, ends: list[End]) -> list[End]:
-        """The ranks that did not follow one that was preempted, and were ended by force."""
-        reason = f"did not end within {self._launch.limits.force:g} s after another rank was preempted"
-        missing = [end for end in ends if end.code is None]
-        is_preempted = any(rank.is_preempted for rank in self._ranks.values())
-        return [replace(end, code=128 + signal.SIGKILL, reason=reason) for end in missing] if is_preempted else []
+    def _conclude_well(self) -> int:
+        if self._ranks and all(rank.code in (0, EXIT_PREEMPTED) for rank in self._ranks.values()):
+            return 0
+        self._output.note("the job ended before its processes did")
+        return 1
 
-    def _where_it_is(self, cause: Cause) -> str:
-        """Where to find the full output of the failed rank or node."""
-        if self._redirected:
-            return f"its output is on {cause.node}, in the folder of --log-dir"
-        path = self._output.path_of_agent(cause.node) if cause.rank is None else self._output.path_of(cause.rank)
+    def _unwritten(self, ends: list[End]) -> list[End]:
+        """The ends of ranks; those that did not follow one that was preempted, and were killed, say so."""
+        if not any(rank.code == EXIT_PREEMPTED for rank in self._ranks.values()):
+            return ends
+        reason = f"did not end within {self._launch.limits.force:g} s after another rank was preempted"
+        return [
+            replace(end, reason=reason, is_ours=False) if end.is_ours and end.code == 128 + signal.SIGKILL else end
+            for end in ends
+        ]
+
+    def _where_it_is(self, rank: int) -> str:
+        """Where to find the full output of the failed rank."""
+        path = self._output.path_of(rank)
         return (
             f"its full output is in {path}" if path.exists() else f"it printed nothing; all output is in {path.parent}"
         )

@@ -28,7 +28,7 @@ def ssh_command(host: str, patience: float = PATIENCE) -> list[str]:
         "RemoteCommand": "none",
     }
     flags = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    return ["ssh", "-T", "-x", *flags, "--", host, BOOTSTRAP]
+    return ["ssh", "-T", "-x", "-a", *flags, "--", host, BOOTSTRAP]
 
 
 def command_to(node: NodePlan, patience: float = PATIENCE) -> list[str]:

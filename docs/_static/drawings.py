@@ -96,12 +96,13 @@ def two_nodes() -> str:
     for node, left in enumerate((16, 452)):
         centre = left + 146
         drawing.frame(left, 112, 292, 378, f"node{node + 1}")
-        drawing.box(centre - 90, 144, 180, 46, GREY, "node program\nends with its connection")
-        drawing.arrow(f"M{centre} 191 V223", ends="both")
-        drawing.box(centre - 90, 225, 180, 46, DARK, f"torchrun agent\n{('holds the store', 'starts the ranks')[node]}")
+        drawing.box(centre - 90, 144, 180, 46, GREY, "node program\nstarts and ends the ranks")
+        if node == 0:
+            drawing.arrow(f"M{centre} 191 V223")
+            drawing.box(centre - 60, 225, 120, 46, DARK, "store\nthe ranks meet there")
         for local in range(2):
             rank, x = 2 * node + local, left + 18 + 146 * local
-            drawing.arrow(f"M{centre + (-45, 45)[local]} 272 L{x + 55} 314")
+            drawing.arrow(f"M{centre + (-70, 70)[local]} 191 L{x + 55} 314")
             drawing.box(x, 316, 110, 46, RANKS[rank], f"rank {rank}\ntrain.py")
             drawing.arrow(f"M{x + 55} 364 V425", TEAL, "both")
         drawing.box(left + 18, 427, 256, 46, TEAL, "shared memory\nsums inside the node")
@@ -111,10 +112,8 @@ def two_nodes() -> str:
         drawing.middle(x, 86, "ssh", 12, FAINT)
     drawing.middle(380, 82, "commands out,", 12, FAINT)
     drawing.middle(380, 98, "output and failures back", 12, FAINT)
-    drawing.arrow("M507 248 H254", more="stroke-dasharray='4 3'")
-    drawing.middle(380, 240, "TCP", 12, FAINT)
-    drawing.middle(380, 268, "the agents and all", 12, FAINT)
-    drawing.middle(380, 284, "ranks meet there", 12, FAINT)
+    drawing.arrow("M507 325 C460 270 420 248 224 248", more="stroke-dasharray='4 3'")
+    drawing.middle(380, 240, "TCP, from all ranks", 12, FAINT)
     for one, other in ((144, 470), (290, 616)):  # equal local ranks
         drawing.arrow(f"M{one} 352 C{one + 70} 408 {other - 70} 408 {other} 352", ORANGE, "both")
     for row, text in enumerate(("gradients", "between nodes", "by gloo")):

@@ -254,6 +254,9 @@ class Fresh:
         os.environ.clear()
         os.environ.update(environ)
         sys.path[:] = [*path, *self._path]
+        if any(os.path.isfile(os.path.join(entry, "sitecustomize.py")) for entry in _search_path(environ)):
+            sys.modules.pop("sitecustomize", None)
+            importlib.import_module("sitecustomize")
         sys.executable = str(self._folder / "python")
         sys.dont_write_bytecode = no_bytecode or bool(environ.get("PYTHONDONTWRITEBYTECODE"))
         importlib.invalidate_caches()
@@ -352,7 +355,8 @@ def _run(program: Program, is_whole: bool) -> None:
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.last_value = error.with_traceback(trace)
+        sys.excepthook(type(error), error, trace)
         code = error if isinstance(error, KeyboardInterrupt) else 1
     if is_whole or "PMI_FD" in os.environ:  # MPICH takes its leave of mpiexec in an exit handler of C
         sys.exit(code)

@@ -16,14 +16,11 @@ from typing import Any
 import pytest
 from kit import hosts
 from kit.hosts import Host
-from kit.paths import KIT
 
 LIMIT = 600.0  # seconds until a test gives up; less than pytest's own limit
 # Where the tests run in the background of a shell, or under nohup, these two are ignored.
 PYTHON = ["env", "--default-signal=INT,HUP", sys.executable]
 DDPRUN = [*PYTHON, "-m", "ddp_callbacks.launcher"]
-# Without torchrun: for what does not depend on it.
-PLAIN = [*PYTHON, "-P", str(KIT / "ddprun_with_plain_agent.py")]
 REASON = hosts.missing()  # why there can be no hosts here
 # Words of any bytes, as arguments and values may be.
 DRAWN = random.Random(7)
@@ -132,7 +129,7 @@ class Run:
         folder: Path,
         *argv: str,
         host: Host | None = None,
-        command: list[str] = PLAIN,
+        command: list[str] = DDPRUN,
         pipe: bool = False,
         **variables: str,
     ) -> None:
@@ -189,10 +186,9 @@ class Run:
         """Of ``ddprun`` itself: the oldest, as what it is about to start as another program has its name, too."""
         if self.host is None:
             return self.process.pid
-        names = (" -m ddp_callbacks.launcher ", " " + PLAIN[-1])
         found: list[int] = []
         while not found and self.process.poll() is None:  # what leads into the host comes first
-            found = [pid for pid, line in self.processes().items() if any(name in line for name in names)]
+            found = [pid for pid, line in self.processes().items() if " -m ddp_callbacks.launcher " in line]
         return min(found)
 
     def signal(self, number: int) -> None:

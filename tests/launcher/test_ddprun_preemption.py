@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from jobs import DDPRUN, LIMIT, PLAIN, Run, ddprun, processes_in, program, wait_until, write
+from jobs import LIMIT, Run, ddprun, processes_in, program, wait_until, write
 from kit.machine import Slowness
 
 from ddp_callbacks.errors import EXIT_PREEMPTED
@@ -60,9 +60,9 @@ PATIENT = ("--grace", str(LIMIT))
 
 
 @contextmanager
-def start(folder: Path, *words: str, flags: tuple[str, ...] = PATIENT, command: list[str] = PLAIN) -> Iterator[Run]:
+def start(folder: Path, *words: str, flags: tuple[str, ...] = PATIENT) -> Iterator[Run]:
     """Two processes on this machine, which are up."""
-    with Run(folder, "-H", "localhost:2", *flags, write(folder, STOPS), *words, command=command) as run:
+    with Run(folder, "-H", "localhost:2", *flags, write(folder, STOPS), *words) as run:
         run.await_files(*UP)
         yield run
 
@@ -101,26 +101,18 @@ REQUESTS: dict[str, tuple[Callable[[Run], list[int]], signal.Signals, str, str]]
     "SIGINT": (lambda run: [run.process.pid], signal.SIGINT, "SIGTERM", f"stopped by SIGINT: {WROTE}"),
     "several": (several, signal.SIGTERM, "SIGTERM", f"stopped by SIGTERM: {WROTE}"),
     "no grace": (lambda run: [run.process.pid], signal.SIGTERM, "SIGTERM", f"stopped by SIGTERM: {WROTE}"),
-    # As Slurm and PBS do: the node's program and torchrun's agent, too, which must not end the ranks.
+    # As Slurm and PBS do: the node's program and the ranks' store, too, which must not end the ranks.
     "each": (lambda run: [*of_ddprun(run, ""), *ranks_of(run)], signal.SIGTERM, "SIGTERM", WROTE),
     "rank": (lambda run: ranks_of(run)[:1], signal.SIGTERM, "SIGTERM", WROTE),
     "program": (lambda run: of_ddprun(run, "stdin.buffer"), signal.SIGTERM, "SIGTERM", WROTE),
-    "agent": (lambda run: of_ddprun(run, "launcher.agent"), signal.SIGUSR1, "SIGUSR1", WROTE),
 }
-OF_TORCHRUN = ("SIGUSR1", "each", "rank", "agent")
 
 
-@pytest.mark.parametrize(
-    ("whom", "command"),
-    [
-        *(pytest.param(whom, PLAIN, id=whom) for whom in REQUESTS if whom != "agent"),
-        *(pytest.param(whom, DDPRUN, id=f"{whom} torchrun", marks=pytest.mark.cold) for whom in OF_TORCHRUN),
-    ],
-)
-def test_a_request_to_any_process_reaches_each_rank_once(tmp_path: Path, whom: str, command: list[str]) -> None:
+@pytest.mark.parametrize("whom", REQUESTS)
+def test_a_request_to_any_process_reaches_each_rank_once(tmp_path: Path, whom: str) -> None:
     """A request to stop, to whichever process, reaches every rank once."""
     asked, number, each, says = REQUESTS[whom]
-    with start(tmp_path, flags=() if whom == "no grace" else PATIENT, command=command) as run:
+    with start(tmp_path, flags=() if whom == "no grace" else PATIENT) as run:
         for pid in asked(run):
             os.kill(pid, number)
         code = run.end()
@@ -184,10 +176,9 @@ def test_a_rank_that_still_starts_gets_the_signal_when_it_can_take_it(tmp_path: 
     assert run.lines[-1] == f"ddprun: stopped by SIGUSR1{f': {WROTE}' if grace else ''}"
 
 
-@pytest.mark.cold
 def test_the_ranks_start_again_if_only_one_of_them_was_signalled(tmp_path: Path) -> None:
     """Preempted ranks restart after all have written."""
-    with start(tmp_path, flags=(*PATIENT, "--max-restarts", "1"), command=DDPRUN) as run:
+    with start(tmp_path, flags=(*PATIENT, "--max-restarts", "1")) as run:
         os.kill(int((tmp_path / "up-1-0").read_text()), signal.SIGTERM)
         run.await_files("up-0-1", "up-1-1")
         assert written(tmp_path) == {"0-0", "1-0"}

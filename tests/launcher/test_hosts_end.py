@@ -13,21 +13,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from jobs import DDPRUN, IMPATIENT, LIMIT, PLAIN, STAY, Run, of_job, on_hosts, processes_in, wait_until, write
+from jobs import IMPATIENT, LIMIT, STAY, Run, of_job, on_hosts, processes_in, wait_until, write
 from kit.hosts import Host, HostBed
 from kit.machine import Slowness
 
 pytestmark = on_hosts("ends")
 
 
-def start(
-    stack: ExitStack, folder: Path, host: Host | None, *argv: str, script: str = STAY, command: list[str] = PLAIN
-) -> Run:
+def start(stack: ExitStack, folder: Path, host: Host | None, *argv: str, script: str = STAY) -> Run:
     """Three ranks in a folder of their own, which stay; the words behind "--" are theirs."""
     folder.mkdir(exist_ok=True)
     flags, _, words = " ".join(argv).partition(" -- ")
     argv = ("--show-ranks", "all", *flags.split(), write(folder, script), *words.split())
-    return stack.enter_context(Run(folder, *argv, host=host, command=command))
+    return stack.enter_context(Run(folder, *argv, host=host))
 
 
 def kill_in(folder: Path, host: Host, words: str) -> None:
@@ -68,28 +66,30 @@ ENDS: dict[str, tuple[Callable[[Run, Host, Host], None], int, str]] = {
     "ssh": (lambda run, h1, _: kill_in(run.folder, h1, "ssh -T"), 1, LOST),
     "sshd": (lambda run, _, h2: kill_login(run.folder, h2), 1, LOST),
     "rank": (lambda run, _, h2: kill_in(run.folder, h2, "script.py"), 137, r"rank [12] on h2 .* killed by SIGKILL"),
-    "agent": (lambda run, _, h2: kill_in(run.folder, h2, "launcher.agent"), 137, "h2: torchrun's agent ended with"),
+    "store": (
+        lambda run, h1, _: kill_in(run.folder, h1, "launcher.store"),
+        1,
+        "h1: the process that hosts the ranks' store",
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("command", "names"),
+    "names",
     [
-        pytest.param(PLAIN, ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"], id="signals"),
-        pytest.param(PLAIN, ["SIGINT twice", "ssh", "sshd", "SIGTERM by enter", "SIGKILL by enter"], id="others"),
-        pytest.param(DDPRUN, ["SIGINT", "SIGKILL", "rank", "agent"], id="torchrun", marks=pytest.mark.cold),
+        pytest.param(["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"], id="signals"),
+        pytest.param(["SIGINT twice", "ssh", "sshd", "SIGTERM by enter", "SIGKILL by enter"], id="others"),
+        pytest.param(["rank", "store"], id="processes"),
     ],
 )
-def test_all_is_gone_soon_on_all_hosts(
-    bed: HostBed, tmp_path: Path, enter: str, command: list[str], names: list[str]
-) -> None:
+def test_all_is_gone_soon_on_all_hosts(bed: HostBed, tmp_path: Path, enter: str, names: list[str]) -> None:
     """Signals, even SIGKILL, and a killed rank, ssh or sshd end all nodes."""
     with ExitStack() as stack:
         runs = {}
         for name in names:
             flags = ["--grace", str(LIMIT)] if "twice" in name else []  # for which the second signal does not wait
             host, flags = (None, ["--rsh", enter]) if "by enter" in name else (bed.hosts[0], flags)
-            runs[name] = start(stack, tmp_path / name, host, *flags, *DEAF, command=command)
+            runs[name] = start(stack, tmp_path / name, host, *flags, *DEAF)
         for run in runs.values():
             run.await_text("up ", 3)
         with Slowness() as slowness:
@@ -104,12 +104,10 @@ def test_all_is_gone_soon_on_all_hosts(
             assert not says or any(re.match(f"ddprun: {says}", line) for line in run.lines), run.text
 
 
-# One rank fails, and its node's other one takes its time to end. What starts again has fewer nodes, and ends.
+# One rank fails, and its node's other one takes its time to end.
 FAIL_BEFORE_THE_NODE = """
 import os, signal, sys, time
-rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-if world_size == "1":
-    sys.exit()
+rank = os.environ["RANK"]
 if rank == "2":
     signal.signal(signal.SIGTERM, lambda *_: open("asked-2", "w").close())
 open(f"up-{rank}", "w").close()
@@ -119,25 +117,16 @@ sys.exit(3)
 """
 
 
-@pytest.mark.cold
-def test_a_job_whose_node_is_lost_after_one_of_its_ranks_failed_ends_unless_elastic(
-    bed: HostBed, tmp_path: Path
-) -> None:
-    elastic = ["--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=1"]
+def test_a_job_whose_node_is_lost_after_one_of_its_ranks_failed_names_the_rank(bed: HostBed, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        runs = {}
-        for name, flags in {"fixed": [], "elastic": elastic}.items():
-            argv = ["-H", "h1:1,h2:2", *flags, "--shutdown-timeout", "60"]
-            script = FAIL_BEFORE_THE_NODE
-            runs[name] = start(stack, tmp_path / name, bed.hosts[0], *argv, script=script, command=DDPRUN)
-        for run in runs.values():
-            run.await_files("up-0", "up-1", "up-2")
-            (run.folder / "now").touch()
-            run.await_files("asked-2")  # by torchrun, which has noticed the end of rank 1, and waits for rank 2
-            kill_in(run.folder, bed.hosts[0], "ssh -T")
-        assert {name: run.end() for name, run in runs.items()} == {"fixed": 3, "elastic": 0}
-    assert "ddprun: rank 1 on h2 failed with exit code 3: no exception was printed" in runs["fixed"].lines
-    assert re.search("^ddprun: h2: the connection was lost.*; continuing without it$", runs["elastic"].text, re.M)
+        argv = ["-H", "h1:1,h2:2", "--shutdown-timeout", "60"]
+        run = start(stack, tmp_path, bed.hosts[0], *argv, script=FAIL_BEFORE_THE_NODE)
+        run.await_files("up-0", "up-1", "up-2")
+        (run.folder / "now").touch()
+        run.await_files("asked-2")
+        kill_in(run.folder, bed.hosts[0], "ssh -T")
+        assert run.end() == 3
+    assert "ddprun: rank 1 on h2 failed with exit code 3: no exception was printed" in run.lines
 
 
 @pytest.mark.waits(4)
@@ -184,7 +173,6 @@ print("longest", longest, flush=True)
 """
 
 
-@pytest.mark.cold
 @pytest.mark.waits(12)
 def test_what_is_away_for_less_than_the_silence_that_is_borne_ends_nothing(tmp_path: Path) -> None:
     """A shorter outage or pause ends nothing."""
@@ -193,7 +181,7 @@ def test_what_is_away_for_less_than_the_silence_that_is_borne_ends_nothing(tmp_p
         runs = []
         for first, second in (bed.hosts[:2], bed.hosts[2:]):
             argv = ["-H", f"{first.name}:1,{second.name}:1", "--heartbeat-timeout", str(silence)]
-            runs.append(start(stack, tmp_path / first.name, first, *argv, script=EXCHANGE, command=DDPRUN))
+            runs.append(start(stack, tmp_path / first.name, first, *argv, script=EXCHANGE))
         for run in runs:
             run.await_text("up", 2)
         paused = [*bed.hosts[3].processes(), *bed.hosts[3].processes(of_sshd=True)]
@@ -228,10 +216,9 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.cold
 def test_the_last_lines_name_node_rank_exception_and_log(bed: HostBed, tmp_path: Path) -> None:
     """The last lines name node, rank, exception and log."""
-    with Run(tmp_path, "-H", "h1:1,h2:2", write(tmp_path, FAIL), host=bed.hosts[0], command=DDPRUN) as run:
+    with Run(tmp_path, "-H", "h1:1,h2:2", write(tmp_path, FAIL), host=bed.hosts[0]) as run:
         run.await_files("up-0", "up-1", "up-2")
         with Slowness() as slowness:
             assert run.end() == 1
@@ -247,24 +234,15 @@ def test_the_last_lines_name_node_rank_exception_and_log(bed: HostBed, tmp_path:
 # --- at any moment ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("command", "count"),
-    [
-        pytest.param(PLAIN, 6, id="few"),
-        pytest.param(PLAIN, 30, id="many", marks=pytest.mark.night),
-        pytest.param(DDPRUN, 3, id="torchrun", marks=[pytest.mark.cold, pytest.mark.night]),
-    ],
-)
-def test_starts_that_are_ended_at_any_moment_leave_nothing(
-    bed: HostBed, tmp_path: Path, command: list[str], count: int
-) -> None:
+@pytest.mark.parametrize("count", [pytest.param(6, id="few"), pytest.param(30, id="many", marks=pytest.mark.night)])
+def test_starts_that_are_ended_at_any_moment_leave_nothing(bed: HostBed, tmp_path: Path, count: int) -> None:
     """A start that you interrupt leaves nothing."""
     # Spread over a whole start and a little more. DDPRUN_STARTS says how many; many need --timeout=0.
     count = int(os.environ.get("DDPRUN_STARTS", count))
     h1, moments = bed.hosts[0], random.Random(7)
     begin = time.monotonic()
     with ExitStack() as stack:
-        run = start(stack, tmp_path, h1, "-H", "h1:1,h2:1", command=command)
+        run = start(stack, tmp_path, h1, "-H", "h1:1,h2:1")
         run.await_text("up ", 2)
         whole = 1.2 * (time.monotonic() - begin)
         run.signal(signal.SIGTERM)
@@ -272,7 +250,7 @@ def test_starts_that_are_ended_at_any_moment_leave_nothing(
     numbers = [signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]
     for i in range(count):
         with ExitStack() as stack:
-            run = start(stack, tmp_path, h1, "-H", "h1:1,h2:1", command=command)
+            run = start(stack, tmp_path, h1, "-H", "h1:1,h2:1")
             run.pid()
             time.sleep(whole * moments.uniform(i, i + 1) / count)
             with Slowness() as slowness:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import PLAIN, ddprun, of_job, on_hosts, write
+from jobs import ddprun, of_job, on_hosts, write
 from kit.hosts import Host, HostBed
 from kit.machine import Slowness
 
@@ -91,7 +91,7 @@ def write_hosts(folder: Path, *others: str) -> list[str]:
 def test_each_node_that_cannot_do_its_part_is_named_once_and_no_good_one(faulty: HostBed, tmp_path: Path) -> None:
     """`ddprun` names unfit nodes before anything starts."""
     argv = write_hosts(tmp_path, "nowhere", "10.83.0.99")
-    done = ddprun(*argv, cwd=tmp_path, host=faulty.hosts[0], command=PLAIN)
+    done = ddprun(*argv, cwd=tmp_path, host=faulty.hosts[0])
     assert (done.returncode, done.stdout) == (2, "")
     assert not (tmp_path / "ddprun-logs").exists()
     for line, (node, (says, *_)) in zip(done.stderr.splitlines(), FAULTS.items(), strict=True):
@@ -122,7 +122,7 @@ def test_nodes_that_cannot_meet_are_named_before_anything_starts(
     faulty: HostBed, tmp_path: Path, flags: list[str], says: str
 ) -> None:
     """It names nodes that cannot meet, too."""
-    done = ddprun(*flags, write(tmp_path, ANYTHING), cwd=tmp_path, host=faulty.hosts[0], command=PLAIN)
+    done = ddprun(*flags, write(tmp_path, ANYTHING), cwd=tmp_path, host=faulty.hosts[0])
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(f"ddprun: {says}\n", done.stderr), done.stderr
     assert not (tmp_path / "ddprun-logs").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import DDPRUN, PLAIN, ddprun, wait_until, write
+from jobs import wait_until, write
 from kit import warm
 from kit.commands import environment, run, start
 from kit.leftovers import Machine
@@ -110,19 +109,6 @@ time.sleep(300)
             process.send_signal(number)
             assert process.wait(LIMIT) == -number
             wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())  # type: ignore[misc]
-
-
-@pytest.mark.cold
-@pytest.mark.parametrize(("script", "code"), [("print('done')", 0), ("import os; 1 / int(os.environ['RANK'])", 1)])
-def test_ddprun_with_the_plain_agent_is_like_ddprun(tmp_path: Path, script: str, code: int) -> None:
-    """The tests' agent prints and ends like torchrun's."""
-    found = []
-    for command in (PLAIN, DDPRUN):
-        words = ["--nproc-per-node", "2", "--show-ranks", "all", write(tmp_path, script)]
-        done = ddprun(*words, cwd=tmp_path, command=command)
-        lines = sorted(done.stdout.splitlines()), re.sub(r"\d{8}\S*", "...", done.stderr)
-        found.append((done.returncode, *lines))
-    assert found[0] == found[1] and found[0][0] == code
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from jobs import DDPRUN, IMPATIENT, LIMIT, PLAIN, Run, of_job, on_hosts, program, wait_until, write
+from jobs import DDPRUN, IMPATIENT, LIMIT, Run, of_job, on_hosts, program, wait_until, write
 from kit.hosts import Host, HostBed
 from kit.paths import ROOT
 from test_ddprun_preemption import PATIENT, STOPS, WROTE, got, written
@@ -26,12 +26,10 @@ JOBS = ROOT / "examples" / "jobs"
 
 
 @contextmanager
-def start(
-    bed: HostBed, folder: Path, *words: str, flags: tuple[str, ...] = (), command: list[str] = PLAIN
-) -> Iterator[Run]:
+def start(bed: HostBed, folder: Path, *words: str, flags: tuple[str, ...] = ()) -> Iterator[Run]:
     """A run of three ranks that are up."""
     argv = ["-H", "h1:1,h2:2", *PATIENT, *flags, write(folder, STOPS), *words]
-    with Run(folder, *argv, host=bed.hosts[0], command=command) as run:
+    with Run(folder, *argv, host=bed.hosts[0]) as run:
         run.await_files(*UP)
         yield run
 
@@ -56,10 +54,9 @@ def test_a_request_reaches_each_rank_of_each_host_once(bed: HostBed, tmp_path: P
     assert written(tmp_path) == ALL
 
 
-@pytest.mark.cold
 def test_no_host_starts_again_before_all_have_written(bed: HostBed, tmp_path: Path) -> None:
-    # The agent of h2 has lost all its ranks while the one of h1 still writes.
-    with start(bed, tmp_path, "slow", flags=("--max-restarts", "1"), command=DDPRUN) as run:
+    # h2 has lost all its ranks while that of h1 still writes.
+    with start(bed, tmp_path, "slow", flags=("--max-restarts", "1")) as run:
         signal_rank(bed, tmp_path, 2, signal.SIGTERM)
         run.await_files("checkpoint-1-0", "checkpoint-2-0")
         assert written(tmp_path) == {"1-0", "2-0"}
@@ -80,10 +77,9 @@ def test_a_rank_that_fails_on_another_host_is_the_cause(bed: HostBed, tmp_path: 
     assert run.lines[-2] == "ddprun: rank 1 on h2 failed with exit code 3: no exception was printed"
 
 
-@pytest.mark.cold
 @pytest.mark.waits(3)
 def test_a_rank_that_does_not_follow_a_preempted_one_is_named(bed: HostBed, tmp_path: Path) -> None:
-    with start(bed, tmp_path, "deaf", flags=("--grace", "3"), command=DDPRUN) as run:
+    with start(bed, tmp_path, "deaf", flags=("--grace", "3")) as run:
         signal_rank(bed, tmp_path, 0, signal.SIGTERM)
         assert run.end() == 137
     reason = "did not end within 3 s after another rank was preempted"
@@ -108,7 +104,7 @@ def pbs(host: Host, folder: Path, qstat: str = "exit 1", script: str = STOPS) ->
     """
     program(folder / "bin" / "qstat", qstat)
     program(folder / "bin" / "qsub", f'echo "$*" >>{folder}/submitted')
-    program(folder / "bin" / "ddprun", f'exec {shlex.join(PLAIN)} "$@"')
+    program(folder / "bin" / "ddprun", f'exec {shlex.join(DDPRUN)} "$@"')
     (folder / "nodes").write_text("h1\nh2\nh2\n")
     write(folder, script)
     return host.environ(

@@ -235,7 +235,7 @@ exec ddprun --grace 90 --requeue --rsh 'srun --overlap -N1 -n1 -w {host}' "$@"
 # would stop by itself after one and a half minutes.
 WHOM = {
     "batch": ("B:USR1@125", "ddprun: SIGUSR1: asking all processes to stop within 90 s"),
-    "steps": ("USR1@125", "ddprun: h2 got SIGUSR1: asking all processes to stop"),
+    "steps": ("USR1@125", "ddprun: SIGUSR1 on h2: asking all processes to stop within 90 s"),
 }
 
 
@@ -287,7 +287,7 @@ def test_a_job_that_slurm_signals_before_its_end_is_requeued_and_goes_on(slurm: 
 @pytest.mark.cold
 def test_a_job_that_is_cancelled_writes_its_checkpoint_and_is_not_requeued(slurm: Slurm, tmp_path: Path) -> None:
     """After `scancel` or `qdel` they write, and end."""
-    # Slurm sends SIGTERM to each process of the batch step: ddprun, its ssh or srun, the agent and the ranks.
+    # Slurm sends SIGTERM to each process of the batch step: ddprun, its ssh or srun, the nodes' programs and the ranks.
     jobs = {what: submit(slurm, tmp_path / what) for what in WHOM}
     for what, job in jobs.items():
         await_ranks(tmp_path / what)

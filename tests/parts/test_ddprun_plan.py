@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -14,17 +13,19 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher import cli
-from ddp_callbacks.launcher.meeting import choose_interface
+from ddp_callbacks.launcher.flags import REFUSED
 from ddp_callbacks.launcher.options import parse_options, working_directory
-from ddp_callbacks.launcher.plan import Here, Plan, describe, is_this_machine, make_plan
+from ddp_callbacks.launcher.plan import Here, Job, describe, is_this_machine
 from ddp_callbacks.launcher.remote import BOOTSTRAP
 from ddp_callbacks.launcher.ways import command_to, ssh_command
 
+HERE = Here("/opt/python", "/work", lambda name: name in ("localhost", "here"))
 
-def plan(*argv: str, environ: dict[str, str] | None = None) -> Plan:
-    options = parse_options(argv, environ or {})
-    return make_plan(options, Here("/opt/python", "/work", lambda name: name in ("localhost", "here")))
+
+def plan(*argv: str, environ: dict[str, str] | None = None) -> Job:
+    return parse_options(argv, environ or {}, HERE)
 
 
 def test_without_hosts_it_is_this_machine() -> None:
@@ -32,7 +33,7 @@ def test_without_hosts_it_is_this_machine() -> None:
     made = plan("train.py", "--lr", "0.1", "-H", "theirs")
     (node,) = made.nodes
     assert (node.host, node.processes, node.python, node.cwd) == (None, "", "/opt/python", "/work")
-    assert (made.rendezvous, made.min_nodes, made.script) == ("fixed", 1, "train.py")
+    assert (made.min_nodes, made.script) == (1, "train.py")
     assert made.command == ("train.py", "--lr", "0.1", "-H", "theirs")
 
 
@@ -63,70 +64,63 @@ def test_the_hosts_of_a_job_are_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "rendezvous", "nnodes", "min_nodes"),
-    [
-        (["-H", "a,b"], "fixed", "2:2", 2),
-        (["-H", "a,b", "--nnodes", "2"], "fixed", "2:2", 2),
-        (["-H", "a,b", "--max-restarts", "3"], "elastic", "2:2", 2),
-        (["-H", "a", "--max-restarts", "3"], "fixed", "1:1", 1),
-        (["-H", "a,b,c", "--nnodes", "1:4"], "elastic", "1:3", 1),
-        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "a"], None, "2", 1),
-        (["-H", "a,b", "--rdzv-backend", "etcd", "--rdzv-endpoint", "e:1"], None, "2:2", 2),
-    ],
+    ("flags", "least"), [([], 2), (["--nnodes", "2"], 2), (["--max-restarts", "3"], 2), (["--nnodes", "1:4"], 1)]
 )
-def test_how_the_nodes_meet(flags: list[str], rendezvous: str | None, nnodes: str, min_nodes: int) -> None:
-    """Nodes meet at the first one, or at `--rdzv-endpoint`."""
-    made = plan(*flags, "train.py")
-    assert (made.rendezvous, made.torchrun["nnodes"], made.min_nodes) == (rendezvous, nnodes, min_nodes)
+def test_an_elastic_job_can_do_with_fewer_nodes(flags: list[str], least: int) -> None:
+    assert plan("-H", "a,b", *flags, "train.py").min_nodes == least
 
 
-def test_a_static_endpoint_is_where_the_first_node_listens() -> None:
+def test_the_first_node_listens_where_the_user_says() -> None:
     """The first node listens at the port that is given."""
-    for flags, address in (("--rdzv-endpoint [f::1]:4000", "f::1"), ("--master-addr n --master-port 4000", "n")):
-        made = plan("-H", "a,b", *flags.split(), "train.py")
-        assert (made.rendezvous, made.address, made.port) == ("fixed", address, 4000)
+    made = plan("-H", "a,b", "--master-addr", "f::1", "--master-port", "4000", "train.py")
+    assert (made.address, made.port) == ("f::1", 4000)
 
 
-def values_of(action: argparse.Action) -> list[str]:
-    """What to write behind a flag to try it."""
-    if action.nargs == 0:
-        return []
-    of_their_own = {"nnodes": "1:2", "nproc_per_node": "3", "rdzv_conf": "key=value"}
-    some = of_their_own.get(action.dest) or {int: "1", float: "0.5"}.get(action.type, "a,b,,c")  # type: ignore[call-overload]
-    return [action.choices[0] if action.choices else some]  # type: ignore[index]
+TAKEN: dict[str, tuple[str, str, object]] = {
+    "nnodes": ("1:1", "min_nodes", 1),
+    "nproc_per_node": ("3", "", None),
+    "max_restarts": ("2", "max_restarts", 2),
+    "monitor_interval": ("0.5", "", None),
+    "shutdown_timeout": ("7", "kill_after", 7),
+    "standalone": ("", "", None),
+    "module": ("", "command", ("-m", "train.py")),
+    "no_python": ("", "has_python", False),
+    "log_dir": ("there", "log_dir", "there"),
+    "tee": ("3", "shown", None),
+    "role": ("trainer", "role", "trainer"),
+    "rdzv_id": ("7", "run_id", "7"),
+    "master_addr": ("a", "address", "a"),
+    "master_port": ("4000", "port", 4000),
+}
 
 
-def test_every_flag_of_torchrun_is_taken_with_its_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ddprun` takes every flag of torchrun."""
+def test_every_flag_of_torchrun_has_its_meaning_or_is_refused_by_name() -> None:
+    """`ddprun` takes torchrun's flags, or says what to do instead."""
     # Each with each of its spellings and from its variable, as torchrun's own parser reads them.
     for action in (action for action in get_args_parser()._actions if action.option_strings and action.dest != "help"):
         for spelling in action.option_strings:
-            argv = [spelling, *values_of(action), "train.py"]
-            ours = parse_options(argv, {})
-            assert ours.torchrun[action.dest] == getattr(get_args_parser().parse_args(argv), action.dest), spelling
-            assert ours.command == ("train.py",)
-        (value,) = values_of(action) or ["1"]
-        variable = f"PET_{action.dest.upper()}"
-        with monkeypatch.context() as patch:
-            patch.setenv(variable, value)
-            theirs = get_args_parser().parse_args(["train.py"])
-        ours = parse_options(["train.py"], {variable: value})
-        assert ours.torchrun[action.dest] == getattr(theirs, action.dest), variable
-    defaults, ours = vars(get_args_parser().parse_args(["train.py"])), parse_options(["train.py"], {})
-    differing = {name for name, value in ours.torchrun.items() if value != defaults.get(name, value)}
-    assert differing <= {"master_port", "nproc_per_node"}
+            if action.dest not in TAKEN:
+                with pytest.raises(ConfigurationError, match=rf"^ddprun has no {spelling}: \w"):
+                    plan(spelling, "x", "train.py")
+                continue
+            value, name, expected = TAKEN[action.dest]
+            made = plan(spelling, *([value] if value else []), "train.py")
+            by_variable = plan("train.py", environ={f"PET_{action.dest.upper()}": value or "1"})
+            for job in (made, by_variable):
+                assert not name or getattr(job, name) == expected, spelling
+    assert {"-n", "-np"} < REFUSED.keys()
 
 
 def test_variables_are_given_by_name_or_value_and_torchruns_own_always() -> None:
     environ = {"TOKEN": "a=b c", "PET_MAX_RESTARTS": "2", "OTHER": "x"}
     made = plan("-x", "TOKEN", "-x", "LR=0.1=", "-x", "E=", "t.py", environ=environ)
-    assert made.torchrun["max_restarts"] == 2
+    assert made.max_restarts == 2
     assert made.environ == {"TOKEN": "a=b c", "LR": "0.1=", "E": ""}
-    assert made.forwarded == {"PET_MAX_RESTARTS": "2"}
+    assert made.forwarded == {}
 
 
 def test_what_sets_up_the_libraries_here_is_given_to_all_nodes() -> None:
-    # But which devices there are is for a command in ssh's place to say: srun, say.
+    # But which GPUs a program sees is a matter of each node.
     settings = {
         "GLOO_SOCKET_IFNAME": "eth1",
         "OMP_NUM_THREADS": "4",
@@ -136,19 +130,16 @@ def test_what_sets_up_the_libraries_here_is_given_to_all_nodes() -> None:
     devices = {"CUDA_VISIBLE_DEVICES": "0,1"}
     environ = {**settings, **devices, "HOME": "/root", "PATH": "/bin", "TORCHELASTIC_RUN_ID": "7", "AWS_SECRET": "s"}
     made = plan("-H", "a,b", "t.py", environ=environ)
-    assert (made.environ, made.forwarded) == ({}, {**settings, **devices})
-    assert plan("-H", "a,b", "--rsh", "cat", "t.py", environ=environ).forwarded == settings
-    names = "CUDA_VISIBLE_DEVICES DDP_CALLBACKS_SHARED_MEMORY GLOO_SOCKET_IFNAME OMP_NUM_THREADS PYTHONPATH"
+    assert (made.environ, made.forwarded) == ({}, settings)
+    assert plan("-x", "CUDA_VISIBLE_DEVICES", "t.py", environ=environ).environ == devices
+    names = "DDP_CALLBACKS_SHARED_MEMORY GLOO_SOCKET_IFNAME OMP_NUM_THREADS PYTHONPATH"
     assert describe(made, command_to).count(f"  forwarded   {names}\n") == 2
 
 
-def test_the_interface_that_is_told_is_the_one_that_gloo_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo takes the interface to the first node."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    assert choose_interface("127.0.0.1") == "eth7"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    assert choose_interface("127.0.0.1") == "lo"
+def test_a_secret_is_not_shown() -> None:
+    """`--dry-run` hides the values of secrets."""
+    text = describe(plan("-x", "WANDB_API_KEY=abc", "-x", "LR=1", "t.py"), command_to)
+    assert "WANDB_API_KEY=... LR=1 " in text and "abc" not in text
 
 
 def test_the_description_says_what_would_run_where() -> None:
@@ -199,9 +190,8 @@ def test_slow_look_ups_of_names_go_on_beside_each_other_and_not_for_ever(monkeyp
             never.wait()
         return name == "n3"
 
-    options = parse_options(["-H", ",".join(names), "t.py"], {})
     begin = time.monotonic()
-    made = make_plan(options, Here("python", "/work", is_here))
+    made = parse_options(["-H", ",".join(names), "t.py"], {}, Here("python", "/work", is_here))
     assert 1.0 <= time.monotonic() - begin < 60
     never.set()
     assert [node.name for node in made.nodes if node.host is None] == ["n3"]

@@ -1,0 +1,1 @@
+"""The folder that comes first in the PYTHONPATH of each rank."""

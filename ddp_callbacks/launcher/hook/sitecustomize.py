@@ -1,0 +1,93 @@
+"""Runs when the interpreter of a rank starts: an exception that ends the rank is written down for the launcher.
+
+It goes to the file that TORCHELASTIC_ERROR_FILE names, in the format of torch's ``@record``, with more in it. The
+folder of this file comes first in PYTHONPATH; it is taken out at once, and the user's own ``sitecustomize`` follows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from importlib import import_module
+from types import TracebackType
+
+_FOLDER = os.path.dirname(__file__)
+_LONGEST, _STACK = 2000, 6000  # characters of a message and of the traceback; a pipe holds 64 KiB
+
+
+def _leave_no_trace() -> None:
+    """For the program and what it starts, this folder is not there."""
+    sys.path[:] = [entry for entry in sys.path if entry != _FOLDER]
+    rest = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry != _FOLDER]
+    os.environ["PYTHONPATH"] = os.pathsep.join(rest)
+    if not rest:
+        del os.environ["PYTHONPATH"]
+    own = sys.modules.pop("sitecustomize")
+    try:
+        import_module("sitecustomize")
+    except ImportError as error:
+        sys.modules["sitecustomize"] = own
+        if error.name != "sitecustomize":
+            raise
+
+
+def _write_failures(path: str) -> None:
+    rank = os.getpid()  # a child that was forked is another process
+    written: list[BaseException] = []
+
+    def write(exception: BaseException | None) -> None:
+        if exception is None or written or os.getpid() != rank or isinstance(exception, SystemExit):
+            return
+        written.append(exception)
+        try:
+            with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", errors="replace") as file:
+                file.write(_record(exception))
+        except OSError:
+            pass  # the node's program is gone
+
+    def report(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
+        write(exception)
+        previous(kind, exception, trace)
+
+    previous, sys.excepthook = sys.excepthook, report
+    atexit.register(lambda: write(getattr(sys, "last_value", None)))  # where a program has put its own hook in place
+
+
+def _record(exception: BaseException) -> str:
+    import json
+    import time
+    import traceback
+
+    chain = [exception]
+    while (before := _before(chain[0])) is not None and before not in chain:
+        chain.insert(0, before)
+    lines = [_describe(each) for each in [*chain[:-1][:1], *chain[-1:]]]
+    stack = "".join(traceback.format_exception(exception))[-_STACK:]
+    extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
+    message = {"message": lines[-1], "extraInfo": extra}
+    return json.dumps({"message": message, "exceptions": lines, "time": time.monotonic()}, ensure_ascii=False)
+
+
+def _before(exception: BaseException) -> BaseException | None:
+    if exception.__cause__ is not None or exception.__suppress_context__:
+        return exception.__cause__
+    return exception.__context__
+
+
+def _describe(exception: BaseException) -> str:
+    """As the last line of a traceback."""
+    kind = type(exception)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    try:
+        text = str(exception)
+    except Exception:
+        text = ""
+    return f"{name}: {text}"[:_LONGEST] if text else name
+
+
+if "TORCHELASTIC_ERROR_FILE" in os.environ:
+    _write_failures(os.environ["TORCHELASTIC_ERROR_FILE"])
+_leave_no_trace()

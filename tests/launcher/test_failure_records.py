@@ -1,0 +1,105 @@
+"""What a rank writes down of the exception that ends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kit.commands import DEADLINE, environment, finish, start
+from kit.paths import ROOT
+
+from ddp_callbacks.launcher.record import read_record
+
+HOOK = ROOT / "ddp_callbacks" / "launcher" / "hook"
+DISAGREE = """\
+the ranks disagree about the Trial:
+  lr: 0.1 on rank 0; 0.2 on rank 1
+Give each the same.
+Ranks: rank 0 (host a, pid 1), rank 1 (host b, pid 2)."""
+QUOTED = "rank 1 (host b, pid 2) failed with ValueError: x"
+
+
+def record_of(folder: Path, program: str) -> str:
+    """What a rank leaves that runs ``program``."""
+    path = folder / "record.json"
+    path.touch()
+    environ = environment() | {"TORCHELASTIC_ERROR_FILE": str(path), "PYTHONPATH": str(HOOK)}
+    with start(["python", "-c", program], folder, env=environ) as process:
+        process.communicate(timeout=DEADLINE)
+    return path.read_text()
+
+
+CHAIN = """
+class OutOfMemoryError(RuntimeError): __module__ = "torch.cuda"
+try: {}["x"]
+except KeyError: raise OutOfMemoryError("out of memory. Tried\\nto allocate much")
+"""
+LOADER = """
+class KeyErrorMessage(KeyError):
+    __str__ = lambda self: self.args[0]
+KeyErrorMessage.__qualname__ = "KeyError"
+raise KeyErrorMessage('''Caught KeyError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "x", line 1
+KeyError: 'missing'
+''')
+"""
+DISK = """
+try: raise RuntimeError("basic_ios::clear: iostream error")
+except RuntimeError: raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
+"""
+MISMATCH = f"class MismatchError(Exception): __module__ = 'ddp_callbacks.errors'\nraise MismatchError({DISAGREE!r})"
+PEER = f"""
+class PeerError(Exception): __module__ = 'ddp_callbacks.errors'
+try: raise RuntimeError("Connection closed by peer")
+except RuntimeError as error: raise PeerError('''{QUOTED}
+This is rank 0 (host a, pid 1), which stops because the run cannot continue without it. The other rank's traceback:
+Traceback (most recent call last):
+  File "train.py", line 7, in <module>
+ValueError: x
+''') from error
+"""
+OWN_HOOK = "import sys; sys.excepthook = lambda *_: None; raise ValueError('x')"
+CAUGHT = "import traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()\nraise SystemExit(3)"
+FORKED = "import os\nif not os.fork(): raise ValueError('of a child')\nos.wait()"
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        pytest.param(CHAIN, "torch.cuda.OutOfMemoryError: out of memory. Tried (after KeyError: 'x')", id="chain"),
+        pytest.param("raise KeyboardInterrupt", "KeyboardInterrupt", id="-"),
+        pytest.param(LOADER, "KeyError: 'missing', in DataLoader worker process 0", id="loader"),
+        pytest.param(
+            DISK,
+            "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534 (after RuntimeError: "
+            "basic_ios::clear: iostream error). torch could not write a file: is its disk full?",
+            id="disk",
+        ),
+        pytest.param(MISMATCH, f"ddp_callbacks.errors.MismatchError: {DISAGREE}", id="mismatch"),
+        pytest.param(PEER, f"ddp_callbacks.errors.PeerError: {QUOTED}", id="peer"),
+        pytest.param(OWN_HOOK, "ValueError: x", id="a hook of the program's own"),
+        pytest.param("raise ValueError('x' * 30_000_000)", f"ValueError: {'x' * 1988}", id="30 megabytes"),
+        pytest.param(CAUGHT, None, id="caught and printed"),
+        pytest.param(FORKED, None, id="of a forked child"),
+    ],
+)
+def test_an_exception_that_ends_a_rank_is_told_in_few_words_and_one_of_ours_whole(
+    tmp_path: Path, program: str, reason: str | None
+) -> None:
+    """The last lines tell an exception briefly."""
+    record = read_record(record_of(tmp_path, program), 0.0)
+    assert (record and record.reason) == reason
+
+
+@pytest.mark.cold
+def test_the_user_s_own_sitecustomize_runs_and_no_trace_is_left(tmp_path: Path) -> None:
+    """Your own `sitecustomize` runs under `ddprun`."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("print('mine')")
+    program = "import os, sys; print(os.environ.get('PYTHONPATH'), [p for p in sys.path if 'hook' in p])"
+    for theirs in ("", f"{tmp_path}/site"):
+        path = f"{HOOK}:{theirs}" if theirs else str(HOOK)
+        environ = environment(cold=True) | {"PYTHONPATH": path}
+        said = finish(start(["python", "-c", program], tmp_path, cold=True, env=environ))
+        assert said == (f"mine\n{theirs} []\n" if theirs else "None []\n")
