@@ -12,6 +12,7 @@
         launch       reaches all nodes, numbers the ranks, starts them on all, ends them on all
         batch_job    the Slurm or PBS job around it: when it ends, and how it starts again
         watch        passes on the job's output, restarts or ends it when something fails, and reports why
+        stdin        passes standard input on to rank 0
         output       files and the terminal, line by line
         failures     which of several failures came first; record: the exception that has ended a rank
         doctor       checks the nodes; diagnosis: what the findings mean

@@ -19,6 +19,7 @@ from ddp_callbacks.launcher.options import parse_doctor_options, parse_options, 
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.plan import Here, Job, describe, is_this_machine
 from ddp_callbacks.launcher.screen import Screen
+from ddp_callbacks.launcher.stdin import StandardInput
 from ddp_callbacks.launcher.watch import Watch
 from ddp_callbacks.launcher.ways import command_to
 from ddp_callbacks.schedulers import unknown_launcher
@@ -140,8 +141,8 @@ def _limits(job: Job) -> Limits:
 
 def _watch(launch: Launch, output: Output) -> int:
     try:
-        with output:
-            return Watch(launch, output).run()
+        with output, StandardInput(launch.feed) as standard_input:
+            return Watch(launch, output, standard_input.note_taken).run()
     except BrokenPipeError:
         # The reader is gone, as in ddprun ... | head. Discard what Python would still write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,38 +6,38 @@ printed, in a fraction of a second.
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import ipaddress
 import json
 import os
 import platform
 import socket
-import struct
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
-from importlib import metadata, util
+from importlib import metadata
 from typing import Any
 
-_SIOCGIFCONF, _IFREQ = 0x8912, 40  # Linux: the IPv4 addresses of all interfaces, and the bytes that each takes
+try:
+    import ddp_callbacks
+    from ddp_callbacks.network import own_addresses
+except ImportError:  # it is not installed there, or this is an older Python
+    ddp_callbacks = None  # type: ignore[assignment]
+
 PACKAGES = ("torch", "ddp_callbacks", "torchbearer", "lightning", "pytorch-lightning", "numpy")
-
-
 _COUNT = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
 _DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg", "/dev/accel")  # of accelerators
 
 
 def place(processes: str) -> dict[str, Any]:
     """What a start needs: the package's folder, ``None`` if it is missing, and how many processes run here."""
-    package = util.find_spec("ddp_callbacks")
-    locations = package.submodule_search_locations if package else None
+    addresses = own_addresses() if ddp_callbacks else {}
     return {
-        "package": next(iter(locations), None) if locations else None,
+        "package": os.path.dirname(ddp_callbacks.__file__) if ddp_callbacks else None,
         "processes": int(processes) if processes.isdigit() else _processes(processes),
         "cores": usable_cores(),
-        "interfaces": _interfaces(),
-        "addresses": _addresses(),
+        "interfaces": addresses,
+        "addresses": _for_others(addresses),
     }
 
 
@@ -63,15 +63,15 @@ def _sockets() -> int:
     return max(1, len(packages))
 
 
-def _addresses() -> list[str]:
-    """Addresses at which others may reach this node: its name's, the default route's, and all others."""
+def _for_others(own: Iterable[str]) -> list[str]:
+    """Addresses at which others may reach this node: its name's, the default route's, and all others of IPv4."""
     found: list[str] = []
     with suppress(OSError):
         found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 1))  # sends nothing
         found.append(probe.getsockname()[0])
-    found += _of_ipv4()
+    found += [address for address in own if ":" not in address]
     known = [(text, ipaddress.ip_address(text.partition("%")[0])) for text in dict.fromkeys(found)]
     usable = [text for text, address in known if not (address.is_loopback or address.is_link_local)]
     return usable or ["127.0.0.1"]
@@ -158,29 +158,6 @@ def _gpus() -> list[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
-
-
-def _interfaces() -> dict[str, str]:
-    """The interfaces' names, by address."""
-    return {**_of_ipv4(), **_of_ipv6()}
-
-
-def _of_ipv4() -> dict[str, str]:
-    room = ctypes.create_string_buffer(_IFREQ * 1024)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        reply = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", len(room), ctypes.addressof(room)))
-    used, _ = struct.unpack("iP", reply)
-    rows = [room.raw[at : at + _IFREQ] for at in range(0, used, _IFREQ)]
-    return {socket.inet_ntoa(row[20:24]): row[:16].partition(b"\0")[0].decode() for row in rows}
-
-
-def _of_ipv6() -> dict[str, str]:
-    try:
-        with open("/proc/net/if_inet6") as file:
-            rows = [line.split() for line in file]
-    except OSError:
-        return {}  # no IPv6
-    return {socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])): row[5] for row in rows}
 
 
 if __name__ == "__main__":

@@ -164,6 +164,10 @@ class Launch:
             raise Interrupted(signal.SIGTERM, self.stopped_by)
         start_ranks(self.job, self._nodes, self._where, self.restarts)
 
+    def feed(self, data: bytes) -> None:
+        """Send data to rank 0's standard input; none at its end."""
+        self._nodes[0].tell("input", data=data.hex())
+
     def halt(self, nodes: list[Connection]) -> None:
         """End the ranks of these nodes, so that others can be started. Each node reports when it is ready."""
         for node in nodes:

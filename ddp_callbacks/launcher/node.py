@@ -13,6 +13,7 @@ as many bytes, and a newline, without which srun would hold them back.
 ``e``  the same for standard error
 ``m``  a report, JSON: ``started``, ``ended``, ``halted``, ``asked`` (a signal came here), ``problem``
 ``b``  an answer to ``beat``, empty
+``i``  rank 0 has taken its standard input so far, empty
 ``x``  everything here has ended, empty
 =====  ==============================================================================================
 
@@ -104,6 +105,8 @@ class Node:
         self._address = ""
         self._ranks: dict[int, Rank] = {}  # by process id
         self._store: subprocess.Popen[bytes] | None = None
+        self._input: int | None = None  # rank 0's standard input
+        self._unread = b""  # what is to go there
         self._foreign: set[int] = set()  # processes that the job runs as another user (sudo): we cannot end them
         self._connected = True
         self._heard = time.monotonic()
@@ -218,6 +221,14 @@ class Node:
         threads, interface = found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")
         self._report(started={"ranks": ranks, "threads": threads, "interface": interface})
 
+    def do_input(self, data: str) -> None:
+        """Pass on what goes to rank 0's standard input; nothing at its end. It is taken when the rank has room."""
+        self._unread = bytes.fromhex(data)
+        if self._unread or self._input is None:
+            return
+        os.close(self._input)
+        self._input = None
+
     def do_halt(self, port: int, seconds: float) -> None:
         """End the ranks, report it, and wait for others to be started; the first node listens anew, on ``port``."""
         self._next_port = port
@@ -262,12 +273,16 @@ class Node:
         process = subprocess.Popen(
             words,
             env=environ,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if rank else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
             preexec_fn=partial(_die_with, os.getpid()),
         )
+        if process.stdin is not None:
+            os.set_blocking(process.stdin.fileno(), False)
+            self._input = os.dup(process.stdin.fileno())
+            process.stdin.close()
         self._ranks[process.pid] = Rank(rank, process, record)
         for stream, kind in ((process.stdout, b"o"), (process.stderr, b"e")):
             assert stream is not None
@@ -328,7 +343,7 @@ class Node:
         poll = select.poll()
         ready = self._what_may_come()
         for descriptor in ready:
-            poll.register(descriptor, select.POLLOUT if descriptor == 1 else select.POLLIN)
+            poll.register(descriptor, select.POLLOUT if descriptor in (1, self._input) else select.POLLIN)
         came = [descriptor for descriptor, _ in poll.poll(self._patience() * 1000)]
         if 0 not in came:
             self._watch_launcher()
@@ -342,6 +357,8 @@ class Node:
             ready[0] = self._hear
             if self._outbox:
                 ready[1] = self._speak
+        if self._input is not None and self._unread:
+            ready[self._input] = self._feed
         if len(self._outbox) < _ENOUGH:
             ready |= {descriptor: partial(self._pass_on, descriptor) for descriptor in self._streams}
         ready[self._signals] = self._hear_signals
@@ -399,6 +416,18 @@ class Node:
             pass
         except OSError:
             self._lose_launcher(GRACE)
+
+    def _feed(self) -> None:
+        """Write to rank 0's standard input."""
+        assert self._input is not None
+        try:
+            self._unread = self._unread[os.write(self._input, self._unread) :]
+        except OSError:  # it has closed it
+            os.close(self._input)
+            self._input = None
+            return
+        if not self._unread:
+            self._put(b"i", -1, b"")
 
     def _pass_on(self, descriptor: int) -> bool:
         """Pass on available output; return whether there was any."""
@@ -482,6 +511,9 @@ class Node:
         self._terminated = False
         self._to_ask.clear()
         self._asked.clear()
+        if self._input is not None:
+            os.close(self._input)
+            self._input = None
         try:
             self._report(halted=self.do_listen(self._address, port)["port"] if is_first else 0)
         except Refusal as refusal:

@@ -11,7 +11,7 @@ from argparse import REMAINDER, SUPPRESS, ArgumentParser, ArgumentTypeError, Nam
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
 from ddp_callbacks.launcher.flags import add_flags_of_torchrun
@@ -64,14 +64,6 @@ class _RunParser(_OneLineParser):
         if message.startswith("the following arguments are required"):
             raise ConfigurationError(_NO_SCRIPT)
         super().error(message)
-
-    def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """The flags that an abbreviation can stand for; none if it is ambiguous.
-
-        argparse refuses an ambiguous one anywhere, even after the script, where it belongs to the script.
-        """
-        found: list[Any] = super()._get_option_tuples(option_string)
-        return found if len(found) == 1 else []
 
     def format_help(self) -> str:
         usage, _, flags = super().format_help().partition("\n\n")
@@ -181,7 +173,7 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str], here: Here) -
     """
     if not argv:
         raise ConfigurationError(_NO_SCRIPT)
-    parser = _RunParser(prog="ddprun", usage=_USAGE)
+    parser = _RunParser(prog="ddprun", usage=_USAGE, allow_abbrev=False)
     _add_flags(parser)
     add_flags_of_torchrun(parser, environ)
     parser.add_argument("training_script", help=SUPPRESS)

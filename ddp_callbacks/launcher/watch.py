@@ -6,6 +6,7 @@ import json
 import math
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,10 +35,11 @@ class _Rank:
 class Watch:
     """Watches a started job until it ends."""
 
-    def __init__(self, launch: Launch, output: Output) -> None:
+    def __init__(self, launch: Launch, output: Output, take_input: Callable[[], None]) -> None:
         self._job = launch.job
         self._launch = launch
         self._output = output
+        self._take_input = take_input  # called when rank 0 has taken what was sent to it
         self._running = launch.nodes
         self._ranks: dict[int, _Rank] = {}
         self._lost: list[End] = []  # nodes
@@ -63,6 +65,8 @@ class Watch:
             self._output.write(name, event.rank, event.kind, event.data)
         elif event.kind == "m":
             self._take_report(event.node, json.loads(event.data))
+        elif event.kind == "i":
+            self._take_input()
         elif event.node in self._running:
             self._running.remove(event.node)
             if event.kind == "closed":

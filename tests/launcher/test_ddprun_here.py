@@ -44,17 +44,25 @@ ALIAS = [*PYTHON, "-m", "ddp_callbacks"]
 @pytest.mark.cold
 @pytest.mark.smoke
 def test_two_ranks_start_with_their_output_apart(tmp_path: Path) -> None:
-    """`ddprun` starts N processes and keeps each one's output."""
+    """`ddprun` starts N processes and keeps each one's output; rank 0 has its input."""
     variables = "os.environ['OMP_NUM_THREADS'], os.environ['MASTER_ADDR']"
     script = write(tmp_path, f"import os, sys; print('rank', os.environ['RANK'], repr(sys.stdin.read()), {variables})")
     login = {"SSH_CONNECTION": "198.51.100.7 50000 203.0.113.9 22"}  # says nothing of this machine
-    done = ddprun("--nproc-per-node", "2", script, cwd=tmp_path, stdin="not for the ranks", **login)
+    done = ddprun("--nproc-per-node", "2", script, cwd=tmp_path, stdin="for rank 0", **login)
     threads = max(1, usable_cores() // 2)
     each = f"{threads} thread{'' if threads == 1 else 's'} each"
     assert (done.returncode, done.stderr) == (0, f"ddprun: localhost: ranks 0-1, {each}, interface lo\n")
-    assert done.stdout == f"[localhost:0] rank 0 '' {threads} 127.0.0.1\n"
+    assert done.stdout == f"[localhost:0] rank 0 'for rank 0' {threads} 127.0.0.1\n"
     (folder,) = (tmp_path / "ddprun-logs").iterdir()
     assert (folder / "rank-1.log").read_text() == f"rank 1 '' {threads} 127.0.0.1\n"
+
+
+def test_rank_0_gets_much_input_as_fast_as_it_reads_and_the_end_of_it(tmp_path: Path) -> None:
+    """Rank 0 reads what you type."""
+    script = "import os, sys\nif os.environ['RANK'] == '0': print(sum(map(int, sys.stdin)), flush=True)"
+    numbers = "\n".join(map(str, range(200_000)))
+    done = ddprun("-H", "localhost:2", "--no-prefix", write(tmp_path, script), cwd=tmp_path, stdin=numbers)
+    assert (done.returncode, done.stdout) == (0, f"{sum(range(200_000))}\n"), done.stderr
 
 
 CAUGHT = "try: open('/no')\n    except OSError: traceback.print_exc()\n    os.kill(os.getpid(), signal.SIGSEGV)"

@@ -40,7 +40,7 @@ def test_without_hosts_it_is_this_machine() -> None:
 def test_a_flag_of_the_script_may_look_like_the_beginning_of_ours() -> None:
     # torchrun refuses it: --logs could be --logs-specs or --logs_specs.
     command = ("train.py", "--logs", "a", "--node", "b")
-    assert plan("--dry", *command).command == command
+    assert plan("--dry-run", *command).command == command
 
 
 def test_hosts_come_in_their_order_with_their_processes(tmp_path: Path) -> None:
