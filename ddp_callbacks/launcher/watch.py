@@ -18,6 +18,7 @@ from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.launcher.record import Record, read_record
 
 _QUOTED = 20  # lines of the failed rank to show
+_PAUSE = 0.25  # seconds from the first failure to the end of the others: one may be writing down an earlier one
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Watch:
         self._ranks: dict[int, _Rank] = {}
         self._lost: list[End] = []  # nodes
         self._failures = 0  # after which all ranks were started again
+        self._end_at: float | None = None  # when the job ends after a failure
         self._begin_at: float | None = None  # when the ranks that were asked to stop are started again, at the latest
         self._awaited: list[Connection] | None = None  # nodes whose ranks are to end before all start again
         self._port = 0  # on which the first node listens for them
@@ -57,6 +59,8 @@ class Watch:
                 self._take(event)
             self._restart_when_written()
             self._tell_of_stop()
+            if self._end_at is not None and time.monotonic() >= self._end_at and not self._launch.is_ending:
+                self._launch.end()
         return self._conclude()
 
     def _take(self, event: Event) -> None:
@@ -124,8 +128,8 @@ class Watch:
         if rank.code != EXIT_PREEMPTED and self._begin_at is None:
             if self._can_restart():
                 self._restart()
-            else:
-                self._launch.end()
+            elif self._end_at is None:
+                self._end_at = time.monotonic() + _PAUSE
         elif not self._can_restart():
             self._launch.stop(signal.SIGTERM)
         elif self._begin_at is None:  # the others may write, too
@@ -211,7 +215,7 @@ class Watch:
             by = self._launch.stopped_by
             self._output.note(f"{f'stopped by {by}: ' if by else ''}preempted, checkpoint written")
             return EXIT_PREEMPTED
-        if self._launch.stopped_by and not self._has_failed():
+        if self._launch.stopped_by and self._end_at is None and not self._has_failed():
             return self._conclude_stop()
         return self._conclude_failure()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from importlib import import_module
 from types import TracebackType
 
@@ -40,9 +41,10 @@ def _write_failures(path: str) -> None:
         if exception is None or written or os.getpid() != rank or isinstance(exception, SystemExit):
             return
         written.append(exception)
+        began = time.monotonic()  # before anything is imported: the rank that came first is the cause
         try:
             with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", errors="replace") as file:
-                file.write(_record(exception))
+                file.write(_record(exception, began))
         except OSError:
             pass  # the node's program is gone
 
@@ -54,9 +56,8 @@ def _write_failures(path: str) -> None:
     atexit.register(lambda: write(getattr(sys, "last_value", None)))  # where a program has put its own hook in place
 
 
-def _record(exception: BaseException) -> str:
+def _record(exception: BaseException, began: float) -> str:
     import json
-    import time
     import traceback
 
     chain = [exception]
@@ -66,7 +67,7 @@ def _record(exception: BaseException) -> str:
     stack = "".join(traceback.format_exception(exception))[-_STACK:]
     extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
     message = {"message": lines[-1], "extraInfo": extra}
-    return json.dumps({"message": message, "exceptions": lines, "time": time.monotonic()}, ensure_ascii=False)
+    return json.dumps({"message": message, "exceptions": lines, "time": began}, ensure_ascii=False)
 
 
 def _before(exception: BaseException) -> BaseException | None:
