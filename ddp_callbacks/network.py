@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import ipaddress
 import logging
-import os
 import socket
+import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ddp_callbacks.errors import say
@@ -17,6 +19,7 @@ _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved (RFC 5737, RFC 3849), so p
 _NOT_YET = (socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_NODATA)
 _PATIENCE = 3.0  # seconds of looking up a name before we print a message
 _PAUSE = 0.5  # seconds between two attempts
+_SIOCGIFCONF, _IFREQ = 0x8912, 40  # Linux: the IPv4 addresses of all interfaces, and the bytes that each takes
 
 
 @dataclass(frozen=True)
@@ -100,51 +103,15 @@ def _is_for_others(address: str) -> bool:
     return not known.is_loopback and not known.is_link_local
 
 
-# --- this host's addresses --------------------------------------------------------------------------------------------
-
-
-class _SocketAddress(ctypes.Structure):
-    """The part of ``sockaddr_in`` and ``sockaddr_in6`` that we need."""
-
-    _fields_ = (
-        ("family", ctypes.c_ushort),
-        ("port", ctypes.c_ushort),
-        ("ipv4", ctypes.c_ubyte * 4),  # the flow label in IPv6
-        ("ipv6", ctypes.c_ubyte * 16),
-    )
-
-
-class _InterfaceAddress(ctypes.Structure):
-    """The beginning of ``ifaddrs``."""
-
-
-_InterfaceAddress._fields_ = (
-    ("next", ctypes.POINTER(_InterfaceAddress)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.POINTER(_SocketAddress)),
-)
-
-
 def own_addresses() -> dict[str, str]:
-    """Map all IPv4 and IPv6 addresses of this host to their interfaces. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_InterfaceAddress)()
-    if libc.getifaddrs(ctypes.byref(first)):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    try:
-        return dict(_walk(first))
-    finally:
-        libc.freeifaddrs(first)
-
-
-def _walk(entry: ctypes._Pointer[_InterfaceAddress]) -> Iterator[tuple[str, str]]:
-    while entry:
-        found = entry.contents
-        if found.address:
-            address = found.address.contents
-            if address.family == socket.AF_INET:
-                yield socket.inet_ntop(socket.AF_INET, bytes(address.ipv4)), found.name.decode()
-            elif address.family == socket.AF_INET6:
-                yield socket.inet_ntop(socket.AF_INET6, bytes(address.ipv6)), found.name.decode()
-        entry = found.next
+    """Map all IPv4 and IPv6 addresses of this host to their interfaces. Linux."""
+    room = ctypes.create_string_buffer(_IFREQ * 1024)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        reply = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", len(room), ctypes.addressof(room)))
+    used, _ = struct.unpack("iP", reply)
+    rows = [room.raw[at : at + _IFREQ] for at in range(0, used, _IFREQ)]
+    found = {socket.inet_ntoa(row[20:24]): row[:16].partition(b"\0")[0].decode() for row in rows}
+    with suppress(OSError), open("/proc/net/if_inet6") as file:  # missing without IPv6
+        for address, *_, interface in map(str.split, file):
+            found[socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))] = interface
+    return found

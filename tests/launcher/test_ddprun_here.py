@@ -478,3 +478,112 @@ sys.meta_path.insert(0, Finder())
     write(tmp_path, interrupts, "sitecustomize.py")
     done = ddprun(write(tmp_path, "print('started')"), cwd=tmp_path, command=command, PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+# --- faults of former times -------------------------------------------------------------------------------------------
+
+ABORTS_TOO = """
+import os, time, traceback
+try:
+    open("/no")
+except OSError:
+    traceback.print_exc()
+if os.environ["RANK"] == "0":
+    open("gone", "w").close()
+    raise ValueError("the cause")
+while not os.path.exists("gone"):
+    time.sleep(0.001)
+time.sleep(0.02)
+os.abort()
+"""
+
+
+def test_a_rank_that_aborts_because_another_is_gone_is_not_named_for_an_exception_that_it_caught(
+    tmp_path: Path,
+) -> None:
+    done = ddprun("-H", "localhost:2", write(tmp_path, ABORTS_TOO), cwd=tmp_path)
+    cause = "ddprun: rank 0 on localhost failed with exit code 1: ValueError: the cause"
+    assert done.stderr.splitlines()[-2] == cause, done.stderr
+
+
+FAILS_BESIDE_A_DEAF_ONE = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: open("asked", "w").close())
+open(f"up-{os.environ['RANK']}", "w").close()
+while not os.path.exists("up-0"):
+    time.sleep(0.01)
+if os.environ["RANK"] == "1":
+    raise ValueError("the cause")
+while True:
+    time.sleep(1000)
+"""
+
+
+def test_a_ctrl_c_after_a_failure_does_not_hide_it(tmp_path: Path) -> None:
+    flags = ["-H", "localhost:2", "--shutdown-timeout", str(LIMIT)]
+    with Run(tmp_path, *flags, write(tmp_path, FAILS_BESIDE_A_DEAF_ONE)) as run:
+        run.await_files("asked")
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == 1
+    assert run.lines[-2] == "ddprun: rank 1 on localhost failed with exit code 1: ValueError: the cause"
+
+
+def test_restarts_are_counted_by_the_job_and_the_last_failure_is_told(tmp_path: Path) -> None:
+    script = write(tmp_path, "import os, sys; print('start', flush=True); sys.exit(int(os.environ['RANK']))")
+    done = ddprun("-H", "localhost:2", "--max-restarts", "2", script, cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("start")) == (1, 3), done.stderr
+    assert re.findall("restart .*", done.stderr) == ["restart 1 of 2", "restart 2 of 2"]
+
+
+def test_a_command_that_outlives_what_it_has_started_does_not_keep_the_report_back(tmp_path: Path) -> None:
+    runs = f'shift\n"$@"\nexec >&- 2>&-\nexec sleep {LIMIT:g}'
+    enter, script = program(tmp_path / "enter", runs), write(tmp_path, "raise ValueError('x')")
+    with Slowness() as slowness:
+        done = ddprun("-H", "pod-7:1", "--rsh", enter, script, cwd=tmp_path)
+    assert done.stderr.splitlines()[-2] == "ddprun: rank 0 on pod-7 failed with exit code 1: ValueError: x"
+    assert slowness.took < 20 * slowness.factor
+
+
+def test_without_an_ssh_client_it_says_so(tmp_path: Path) -> None:
+    done = ddprun(
+        "-H", "far", write(tmp_path, ""), cwd=tmp_path, PATH=str(tmp_path), command=[sys.executable, *DDPRUN[3:]]
+    )
+    says = "ddprun: far: there is no ssh on this machine to reach it by. Install it, or name another: --rsh.\n"
+    assert (done.returncode, done.stderr) == (2, says)
+
+
+def test_a_job_that_ends_with_75_at_once_is_not_started_again_for_ever(tmp_path: Path) -> None:
+    done = ddprun("-H", "localhost:1", "--requeue", write(tmp_path, "raise SystemExit(75)"), cwd=tmp_path)
+    assert done.returncode == 75
+    assert re.search(
+        r"^ddprun: not started again: .* exited with 75 after [\d.]+ s, and nobody asked$", done.stderr, re.M
+    )
+
+
+def test_a_closed_terminal_ends_the_job_with_its_logs_whole(tmp_path: Path) -> None:
+    """A closed terminal ends the job; its logs are whole."""
+    talks = """
+import os, signal, sys, time
+def leave(*_):
+    print("last words", flush=True)
+    sys.exit(1)
+signal.signal(signal.SIGTERM, leave)
+open("up", "w").close()
+while True:
+    print("line", flush=True)
+    time.sleep(0.01)
+"""
+    outside, inside = os.openpty()
+    words = [sys.executable, *DDPRUN[3:], write(tmp_path, talks)]
+    become = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), inside)
+    with subprocess.Popen(
+        [sys.executable, "-c", become, *words], cwd=tmp_path, env=environment(tmp_path), **streams
+    ) as process:
+        os.close(inside)
+        wait_until((tmp_path / "up").exists)
+        os.close(outside)
+        assert process.wait(LIMIT) == 128 + signal.SIGHUP
+    (log,) = tmp_path.glob("ddprun-logs/*/rank-0.log")
+    assert log.read_text().endswith("last words\n")
+    assert (log.parent.stat().st_mode & 0o777) == 0o700

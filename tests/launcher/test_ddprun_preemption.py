@@ -142,6 +142,32 @@ def test_after_the_grace_all_are_ended_by_force(tmp_path: Path) -> None:
     assert not processes_in(tmp_path)
 
 
+STAYS = """
+import signal, sys, time
+if "slow" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: time.sleep(1000))
+open("up", "w").close()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.waits(3)
+@pytest.mark.parametrize(
+    ("how", "flags"), [("slow", ["--grace", "1"]), ("slow", []), ("", [])], ids=["grace", "slow", "no handler"]
+)
+def test_a_signal_to_the_program_of_a_node_never_ends_the_job_well_nor_is_forgotten(
+    tmp_path: Path, how: str, flags: list[str]
+) -> None:
+    """A job that a signal to a node has ended does not exit with 0."""
+    with Run(tmp_path, *flags, write(tmp_path, STAYS), *how.split()) as run:
+        run.await_files("up")
+        for pid in of_ddprun(run, "stdin.buffer"):
+            os.kill(pid, signal.SIGTERM)
+        assert run.end() == 128 + signal.SIGTERM
+    assert "ddprun: stopped by SIGTERM on localhost" in run.lines
+
+
 # How the ranks end, the exit code, and what is told.
 HOW = {
     "fails": (3, "rank 1 on localhost failed with exit code 3: no exception was printed"),

@@ -136,6 +136,18 @@ def test_what_sets_up_the_libraries_here_is_given_to_all_nodes() -> None:
     assert describe(made, command_to).count(f"  forwarded   {names}\n") == 2
 
 
+@pytest.mark.parametrize(("threads", "left"), [("4", None), ("2", "2")])
+def test_the_threads_that_pbs_sets_are_no_choice_of_the_user(
+    threads: str, left: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"PBS_JOBID": "7", "NCPUS": "4", "OMP_NUM_THREADS": threads}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["ddprun", "--dry-run", "t.py"])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    assert os.environ.get("OMP_NUM_THREADS") == left
+
+
 def test_a_secret_is_not_shown() -> None:
     """`--dry-run` hides the values of secrets."""
     text = describe(plan("-x", "WANDB_API_KEY=abc", "-x", "LR=1", "t.py"), command_to)
@@ -165,6 +177,7 @@ def test_ssh_is_given_the_host_and_the_bootstrap_alone_and_checks_host_keys() ->
     *flags, dashes, host, command = ssh_command("me@b")
     assert (flags[0], dashes, host, command) == ("ssh", "--", "me@b", BOOTSTRAP)
     assert not any("HostKey" in flag or "KnownHosts" in flag for flag in flags)
+    assert "-a" in flags  # the user's ssh agent stays here
 
 
 def test_this_machine_is_known_by_its_names_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
