@@ -575,11 +575,10 @@ while True:
 """
     outside, inside = os.openpty()
     words = [sys.executable, *DDPRUN[3:], write(tmp_path, talks)]
-    become = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), inside)
-    with subprocess.Popen(
-        [sys.executable, "-c", become, *words], cwd=tmp_path, env=environment(tmp_path), **streams
-    ) as process:
+    owns_it = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv"
+    command = [sys.executable, "-c", f"{owns_it}(sys.argv[1], sys.argv[1:])", *words]
+    environ = environment(tmp_path)
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdin=inside, stdout=inside, stderr=inside) as process:
         os.close(inside)
         wait_until((tmp_path / "up").exists)
         os.close(outside)
