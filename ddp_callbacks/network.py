@@ -94,11 +94,12 @@ def address_for_others(others: Iterable[str]) -> str | None:
             continue
         if not is_loopback(address):
             return address
-    found = [address for address in own_addresses() if _is_for_others(address)]
+    found = [address for address in own_addresses() if is_for_others(address)]
     return found[0] if len(found) == 1 else None
 
 
-def _is_for_others(address: str) -> bool:
+def is_for_others(address: str) -> bool:
+    """Whether other hosts may reach this one at its own ``address``: it is neither loopback nor link-local."""
     known = ipaddress.ip_address(address)
     return not known.is_loopback and not known.is_link_local
 

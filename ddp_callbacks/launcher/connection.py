@@ -330,7 +330,7 @@ def addresses_of(node: Connection, others: Sequence[Connection]) -> list[str]:
         return [str(node.ask("route", address=elsewhere)["address"])]
     if all(each.plan.host is None for each in (node, *others)):
         return ["127.0.0.1"]  # all of them are this machine
-    return [str(address) for address in node.place["addresses"]]
+    return list(node.place["addresses"]) or ["127.0.0.1"]
 
 
 def _address_reached(node: Connection) -> str | None:

@@ -93,12 +93,15 @@ class Doctor:
             self._fail(node, "folder", f"{problem}. {_copy(plan)}", "missing")
         else:
             self._look_for_script(node)
-        self._compare_clocks(node)
         try:
+            before = time.time()
             node.place = ask_for_facts(node, "all", _FACTS_TIMEOUT)
+            after = time.time()
         except NodeProblem as problem:
             self._fail(node, "python", f"{plan.python} does not work: {problem}. Choose another with --python")
             return
+        ahead = node.place["time"] - (before + after) / 2
+        self._findings.append(judge_clock(plan.name, ahead, (after - before) / 2))
         self._facts[plan.name] = Facts(plan.shell, plan.python, node.place)
 
     def _look_for_script(self, node: Connection) -> None:
@@ -110,16 +113,6 @@ class Doctor:
         except NodeProblem as problem:
             remedy = "Check its name" if node.plan.host is None else _copy(node.plan)
             self._fail(node, "script", f"{problem}. {remedy}", "missing")
-
-    def _compare_clocks(self, node: Connection) -> None:
-        try:
-            before = time.time()
-            there = node.ask("clock")["time"]
-            after = time.time()
-        except NodeProblem as problem:
-            self._fail(node, "clock", str(problem))
-        else:
-            self._findings.append(judge_clock(node.plan.name, there - (before + after) / 2, (after - before) / 2))
 
     def _listen(self, node: Connection, there: list[Connection]) -> None:
         try:

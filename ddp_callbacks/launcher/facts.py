@@ -6,21 +6,19 @@ printed, in a fraction of a second.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+import time
 from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
 try:
     import ddp_callbacks
-    from ddp_callbacks.network import own_addresses
+    from ddp_callbacks.network import address_for_others, is_for_others, own_addresses
 except ImportError:  # it is not installed there, or this is an older Python
     ddp_callbacks = None  # type: ignore[assignment]
 
@@ -32,12 +30,14 @@ _DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg"
 def place(processes: str) -> dict[str, Any]:
     """What a start needs: the package's folder, ``None`` if it is missing, and how many processes run here."""
     addresses = own_addresses() if ddp_callbacks else {}
+    likely = address_for_others([]) if ddp_callbacks else None  # first, the one on the route to the outside
     return {
         "package": os.path.dirname(ddp_callbacks.__file__) if ddp_callbacks else None,
+        "time": time.time(),
         "processes": int(processes) if processes.isdigit() else _processes(processes),
         "cores": usable_cores(),
         "interfaces": addresses,
-        "addresses": _for_others(addresses),
+        "addresses": [*filter(None, [likely]), *(each for each in addresses if each != likely and is_for_others(each))],
     }
 
 
@@ -61,20 +61,6 @@ def _sockets() -> int:
         with suppress(OSError), open(f"/sys/devices/system/cpu/cpu{core}/topology/physical_package_id") as file:
             packages.add(file.read().strip())
     return max(1, len(packages))
-
-
-def _for_others(own: Iterable[str]) -> list[str]:
-    """Addresses at which others may reach this node: its name's, the default route's, and all others of IPv4."""
-    found: list[str] = []
-    with suppress(OSError):
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 1))  # sends nothing
-        found.append(probe.getsockname()[0])
-    found += [address for address in own if ":" not in address]
-    known = [(text, ipaddress.ip_address(text.partition("%")[0])) for text in dict.fromkeys(found)]
-    usable = [text for text, address in known if not (address.is_loopback or address.is_link_local)]
-    return usable or ["127.0.0.1"]
 
 
 def facts() -> dict[str, Any]:

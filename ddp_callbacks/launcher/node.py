@@ -186,10 +186,6 @@ class Node:
         with ThreadPoolExecutor(max(1, len(addresses))) as pool:
             return {"problems": list(pool.map(lambda at: _cannot_reach(at[0], at[1], seconds), addresses))}
 
-    def do_clock(self) -> dict[str, Any]:
-        """The time here, in seconds since the epoch."""
-        return {"time": time.time()}
-
     def do_output(self, argv: list[str], seconds: float) -> dict[str, Any]:
         """The output of a short command."""
         words = [bytes.fromhex(word) for word in argv]

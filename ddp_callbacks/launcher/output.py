@@ -76,7 +76,7 @@ class Output:
 
     def write(self, node: str, rank: int, stream: str, data: bytes) -> None:
         """Take output of a rank's stream ``o`` (standard output) or ``e`` (standard error)."""
-        self._keep(self.path_of(rank), data)
+        self._keep(self._path_of(rank), data)
         if stream == "e":
             self._remember((node, rank), data)
         if self.shows(rank):
@@ -95,7 +95,16 @@ class Output:
     def shows(self, rank: int) -> bool:
         return self._shown is None or rank in self._shown
 
-    def path_of(self, rank: int) -> Path:
+    def describe_place(self, rank: int | None) -> str:
+        """Where to find the full output of a rank; ``None`` for all ranks."""
+        if rank is None:
+            return f"all output is in {self._folder}"
+        path = self._path_of(rank)
+        return (
+            f"its full output is in {path}" if path.exists() else f"it printed nothing; all output is in {self._folder}"
+        )
+
+    def _path_of(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}.log"
 
     def last_errors(self, node: str, rank: int) -> list[str]:

@@ -9,10 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ddp_callbacks.launcher.hosts import Host
-from ddp_callbacks.network import is_loopback
+from ddp_callbacks.network import is_loopback, own_addresses
 
 _LOOKUP = 5.0  # seconds for resolving the names of all nodes
 
@@ -150,22 +149,11 @@ def is_this_machine(name: str) -> bool:
     if name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
         return True
     try:
-        addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)}
     except OSError:
         return False  # an alias of the ssh configuration, or user@host
-    return any(_is_own(family, address) for family, *_, address in addresses)
-
-
-def _is_own(family: int, address: Any) -> bool:
-    """Whether an address is this machine's: it is a loopback address, or packets to it come from it."""
-    if is_loopback(address[0]):
-        return True
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address[0], 1, *address[2:]))  # sends nothing
-        except OSError:
-            return False
-        return bool(probe.getsockname()[0] == address[0])
+    own = own_addresses()
+    return any(is_loopback(address) or address in own for address in addresses)
 
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)

@@ -256,8 +256,7 @@ class Watch:
         if cause.rank is not None and not self._output.shows(cause.rank):
             self._output.quote(cause.node, cause.rank, self._output.last_errors(cause.node, cause.rank)[-_QUOTED:])
         self._output.note(str(cause))
-        if cause.rank is not None:
-            self._output.note(self._where_it_is(cause.rank))
+        self._output.note(self._output.describe_place(cause.rank))
         return cause.code
 
     def _conclude_well(self) -> int:
@@ -275,10 +274,3 @@ class Watch:
             replace(end, reason=reason, is_ours=False) if end.is_ours and end.code == 128 + signal.SIGKILL else end
             for end in ends
         ]
-
-    def _where_it_is(self, rank: int) -> str:
-        """Where to find the full output of the failed rank."""
-        path = self._output.path_of(rank)
-        return (
-            f"its full output is in {path}" if path.exists() else f"it printed nothing; all output is in {path.parent}"
-        )

@@ -433,7 +433,8 @@ def test_a_job_ends_whole_with_ddprun_or_by_itself(tmp_path: Path) -> None:
 
         def all_are_gone() -> bool:
             for how in runs.keys() - took:
-                if not set(processes_in(tmp_path / how)) - {runs[how].process.pid}:
+                stopped = {runs[how].process.pid} if signal.SIGSTOP in ENDS[how][0] else set()
+                if not set(processes_in(tmp_path / how)) - stopped:
                     took[how] = time.monotonic() - begin
             return len(took) == len(runs)
 
@@ -544,6 +545,7 @@ def test_a_command_that_outlives_what_it_has_started_does_not_keep_the_report_ba
     assert slowness.took < 20 * slowness.factor
 
 
+@pytest.mark.cold
 def test_without_an_ssh_client_it_says_so(tmp_path: Path) -> None:
     done = ddprun(
         "-H", "far", write(tmp_path, ""), cwd=tmp_path, PATH=str(tmp_path), command=[sys.executable, *DDPRUN[3:]]
@@ -560,6 +562,7 @@ def test_a_job_that_ends_with_75_at_once_is_not_started_again_for_ever(tmp_path:
     )
 
 
+@pytest.mark.cold
 def test_a_closed_terminal_ends_the_job_with_its_logs_whole(tmp_path: Path) -> None:
     """A closed terminal ends the job; its logs are whole."""
     talks = """
