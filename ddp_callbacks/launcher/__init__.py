@@ -9,7 +9,7 @@
     on this machine, while the job runs
         cli          the console script
         connection   one node: messages and answers; ways: the command that reaches it, and why that failed
-        launch       reaches all nodes, numbers the ranks, starts them on all, ends them on all
+        launch       reaches all nodes, starts the job on all, ends it on all; ranks: their numbers and variables
         batch_job    the Slurm or PBS job around it: when it ends, and how it starts again
         watch        passes on the job's output, restarts or ends it when something fails, and reports why
         stdin        passes standard input on to rank 0

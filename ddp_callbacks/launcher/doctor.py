@@ -15,8 +15,8 @@ from typing import Any
 
 from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
 from ddp_callbacks.launcher.diagnosis import Facts, Finding, judge, judge_clock
-from ddp_callbacks.launcher.launch import ask_for_facts, find_interface, start_ranks
 from ddp_callbacks.launcher.plan import Job, NodePlan
+from ddp_callbacks.launcher.ranks import ask_for_facts, find_interface, start_ranks
 from ddp_callbacks.launcher.remote import as_hex
 from ddp_callbacks.launcher.screen import Cell, Color, Screen, Table
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ddp_callbacks.launcher import facts
 from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
 from ddp_callbacks.launcher.node import GRACE
 from ddp_callbacks.launcher.plan import Job
+from ddp_callbacks.launcher.ranks import ask_for_facts, find_interface, start_ranks
 from ddp_callbacks.launcher.remote import as_hex
 from ddp_callbacks.versions import how_to_install_this
 
-STORE = ("-P", "-m", "ddp_callbacks.launcher.store")  # the command for the first node's interpreter
 _PLACE_TIMEOUT = 25.0  # seconds for a node's facts, on a slow disk
 _REACH_TIMEOUT = 5.0  # seconds for a node to connect to the first one
 _LOOK = 0.25  # seconds between two checks of the time while nothing comes
@@ -157,11 +154,13 @@ class Launch:
         """Start the ranks on the nodes that are left. Returns at once; the nodes report it.
 
         Raises:
-            Interrupted: The time of the job is over.
+            Interrupted: A signal came, or the time of the job is over.
         """
         if time.monotonic() >= self._stop_at:
             self.stopped_by = self.limits.reason
             raise Interrupted(signal.SIGTERM, self.stopped_by)
+        if self.signal is not None:
+            raise Interrupted(self.signal, self.stopped_by)
         start_ranks(self.job, self._nodes, self._where, self.restarts)
 
     def feed(self, data: bytes) -> None:
@@ -303,69 +302,3 @@ class Launch:
             raise NodeProblem(f"ddp_callbacks is not installed there for Python 3.11 or newer. Run: {command}")
         if not node.place["processes"]:
             raise NodeProblem(f"torch finds no device for --nproc-per-node {node.plan.processes} there")
-
-
-def ask_for_facts(node: Connection, which: str, seconds: float) -> dict[str, Any]:
-    """What :mod:`ddp_callbacks.launcher.facts` prints there; ``which`` is its argument.
-
-    Raises:
-        NodeProblem: The interpreter there cannot run it.
-    """
-    words = (node.plan.python, "-P", "-c", Path(facts.__file__).read_text(), which)
-    said = node.ask("output", argv=[as_hex(word) for word in words], seconds=seconds)
-    if said["code"]:
-        raise NodeProblem(f"needs Python 3.11 or newer: {said['err'].strip().rpartition(chr(10))[2]}")
-    return dict(json.loads(said["out"]))
-
-
-def find_interface(node: Connection, address: str) -> None:
-    """Find the interface of a node on the route to ``address``; gloo and NCCL use it, unless the user chose another.
-
-    Raises:
-        NodeProblem: There is no route.
-    """
-    own = node.ask("route", address=address)["address"]
-    node.place["interface"] = node.place["interfaces"].get(own, "")
-
-
-def start_ranks(job: Job, nodes: Sequence[Connection], where: tuple[str, int], restarts: int = 0) -> None:
-    """Start the ranks on nodes of which all is known; the first one hosts their store at ``where``."""
-    counts = [int(node.place["processes"]) for node in nodes]
-    address, port = where
-    for number, node in enumerate(nodes):
-        variables = {
-            "MASTER_ADDR": address,
-            "MASTER_PORT": port,
-            "WORLD_SIZE": sum(counts),
-            "LOCAL_WORLD_SIZE": counts[number],
-            "GROUP_RANK": number,
-            "GROUP_WORLD_SIZE": len(counts),
-            "ROLE_NAME": job.role,
-            "ROLE_WORLD_SIZE": sum(counts),
-            "TORCHELASTIC_RESTART_COUNT": restarts,
-            "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
-            "TORCHELASTIC_RUN_ID": job.run_id,
-            "TORCHELASTIC_USE_AGENT_STORE": True,
-            "PYTHONPATH": f"{node.place['package']}/launcher/hook",
-        }
-        node.tell(
-            "start",
-            argv=[as_hex(word) for word in job.words(node.plan)],
-            ranks=list(range(sum(counts[:number]), sum(counts[: number + 1]))),
-            environ={name: str(value) for name, value in variables.items()},
-            defaults=_defaults(node.place),
-            store=[as_hex(word) for word in (node.plan.python, *STORE)] if number == 0 else [],
-        )
-
-
-def _defaults(place: dict[str, Any]) -> dict[str, str]:
-    """Variables that a rank gets unless they are set on its node."""
-    found = {
-        "OMP_NUM_THREADS": str(max(1, place["cores"] // place["processes"])),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "GLOO_SOCKET_IFNAME": place["interface"],
-        "NCCL_SOCKET_IFNAME": ""
-        if place["interface"] == "lo"
-        else place["interface"],  # NCCL finds its way inside a node
-    }
-    return {name: value for name, value in found.items() if value}

@@ -216,6 +216,8 @@ class Node:
             return
         threads, interface = found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")
         self._report(started={"ranks": ranks, "threads": threads, "interface": interface})
+        if self._kill_at is not None:  # they were asked to stop before they were there
+            self._stop(self._request)
 
     def do_input(self, data: str) -> None:
         """Pass on what goes to rank 0's standard input; nothing at its end. It is taken when the rank has room."""

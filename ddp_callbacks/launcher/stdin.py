@@ -25,7 +25,9 @@ class StandardInput:
         self._taken.set()
 
     def __enter__(self) -> StandardInput:
-        if sys.stdin is not None:  # else number 0 may be something else's
+        if sys.stdin is None:  # number 0 may be something else's
+            self._send(b"")
+        else:
             threading.Thread(target=self._read, daemon=True).start()
         return self
 

@@ -18,6 +18,7 @@ from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.launcher.record import Record, read_record
 
 _QUOTED = 20  # lines of the failed rank to show
+_READY = 30.0  # seconds for killed processes to end
 _PAUSE = 0.25  # seconds from the first failure to the end of the others: one may be writing down an earlier one
 
 
@@ -48,6 +49,7 @@ class Watch:
         self._end_at: float | None = None  # when the job ends after a failure
         self._begin_at: float | None = None  # when the ranks that were asked to stop are started again, at the latest
         self._awaited: list[Connection] | None = None  # nodes whose ranks are to end before all start again
+        self._ready_by = math.inf  # when they must have ended
         self._port = 0  # on which the first node listens for them
         self._has_told_of_stop = False
 
@@ -58,6 +60,7 @@ class Watch:
             if event is not None:
                 self._take(event)
             self._restart_when_written()
+            self._end_if_not_ready()
             self._tell_of_stop()
             if self._end_at is not None and time.monotonic() >= self._end_at and not self._launch.is_ending:
                 self._launch.end()
@@ -161,7 +164,15 @@ class Watch:
         """End the ranks of all nodes, which then start again."""
         self._failures += counts
         self._awaited = list(self._running)
+        self._ready_by = time.monotonic() + self._job.kill_after + _READY
         self._launch.halt(self._running)
+
+    def _end_if_not_ready(self) -> None:
+        """End the job if ranks cannot be ended even by force."""
+        if self._awaited and time.monotonic() >= self._ready_by and not self._launch.is_ending:
+            for node in self._awaited:
+                self._fail(node.plan.name, f"its processes did not end within {_READY:g} s after SIGKILL")
+            self._launch.end()
 
     def _stop_waiting_for(self, node: Connection) -> None:
         """A node is ready to start again, or lost; once all are, they start."""
