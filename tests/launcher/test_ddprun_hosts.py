@@ -62,6 +62,12 @@ def test_ranks_follow_the_order_of_the_hosts_also_after_a_restart(bed: HostBed, 
         }
 
 
+def test_restarts_are_those_of_the_job_not_of_each_host(bed: HostBed, tmp_path: Path) -> None:
+    flags = ["-H", "h1:1,h2:1", "--max-restarts", "1"]
+    done = ddprun(*flags, write(tmp_path, "raise SystemExit(3)"), cwd=tmp_path, host=bed.hosts[0])
+    assert (done.returncode, re.findall("restart .*", done.stderr)) == (3, ["restart 1 of 1"] * 2), done.stderr
+
+
 # --- with fewer hosts -------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
@@ -9,8 +10,11 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.run import get_args_parser
 
 from ddp_callbacks.errors import ConfigurationError
@@ -18,6 +22,7 @@ from ddp_callbacks.launcher import cli
 from ddp_callbacks.launcher.flags import REFUSED
 from ddp_callbacks.launcher.options import parse_options, working_directory
 from ddp_callbacks.launcher.plan import Here, Job, describe, is_this_machine
+from ddp_callbacks.launcher.ranks import start_ranks
 from ddp_callbacks.launcher.remote import BOOTSTRAP
 from ddp_callbacks.launcher.ways import command_to, ssh_command
 
@@ -109,6 +114,18 @@ def test_every_flag_of_torchrun_has_its_meaning_or_is_refused_by_name() -> None:
             for job in (made, by_variable):
                 assert not name or getattr(job, name) == expected, spelling
     assert {"-n", "-np"} < REFUSED.keys()
+
+
+def test_ranks_get_every_variable_that_torchrun_sets() -> None:
+    """Ranks get every variable that torchrun sets."""
+    told: dict[str, Any] = {}
+    place = {"processes": 2, "cores": 4, "interface": "eth0", "package": "/p"}
+    node: Any = SimpleNamespace(plan=plan("t.py").nodes[0], place=place, tell=lambda _, **message: told.update(message))
+    start_ranks(plan("t.py"), [node], ("127.0.0.1", 29500))
+    theirs = set(re.findall(r'"([A-Z]\w+)":', inspect.getsource(LocalElasticAgent._start_workers)))
+    of_one_rank = {"RANK", "LOCAL_RANK", "ROLE_RANK"}  # which the node's program adds
+    assert {"WORLD_SIZE", "TORCHELASTIC_RUN_ID"} < theirs <= {*told["environ"], *told["defaults"], *of_one_rank}
+    assert told["ranks"] == [0, 1]
 
 
 def test_variables_are_given_by_name_or_value_and_torchruns_own_always() -> None:
