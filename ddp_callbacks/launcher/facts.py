@@ -1,4 +1,4 @@
-"""Print facts about a node, as JSON. The job's interpreter runs this text there: import only the standard library.
+"""Print facts about a node, as JSON. The job's interpreter runs this text there, with or without this package.
 
 Its first argument is ``all``, or the number of processes as in ``--nproc-per-node``: then only what a start needs is
 printed, in a fraction of a second.

@@ -6,7 +6,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +43,8 @@ class Watch:
         self._output = output
         self._take_input = take_input  # called when rank 0 has taken what was sent to it
         self._running = launch.nodes
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _Rank] = {}  # those that have started
+        self._world_size = _number_of_ranks(self._running)
         self._lost: list[End] = []  # nodes
         self._failures = 0  # after which all ranks were started again
         self._end_at: float | None = None  # when the job ends after a failure
@@ -121,10 +122,14 @@ class Watch:
         rank.record = read_record(report["record"], ahead)
         # If we had ended the job, that may be the reason.
         rank.is_ours = self._launch.is_ending and rank.ended_by in (None, "SIGTERM", "SIGKILL")
-        if all(other.code is not None for other in self._ranks.values()) and not self._can_restart():
+        if self._have_all_ended() and not self._can_restart():
             self._launch.end()
         elif rank.code and not self._launch.is_ending:
             self._take_failure(rank)
+
+    def _have_all_ended(self) -> bool:
+        """Whether all ranks have ended; another node's may not even have started when the first ones end."""
+        return len(self._ranks) == self._world_size and all(rank.code is not None for rank in self._ranks.values())
 
     def _take_failure(self, rank: _Rank) -> None:
         """Handle the first ranks that fail, or that were preempted, before anything has ended the job."""
@@ -155,8 +160,7 @@ class Watch:
         """Start again once all ranks have written, if one was preempted."""
         if self._begin_at is None or self._launch.is_ending:
             return
-        has_ended = all(rank.code is not None for rank in self._ranks.values())
-        if has_ended or time.monotonic() >= self._begin_at:
+        if self._have_all_ended() or time.monotonic() >= self._begin_at:
             self._begin_at = None
             self._restart()
 
@@ -181,6 +185,8 @@ class Watch:
         self._awaited = [other for other in self._awaited if other is not node]
         if not self._awaited and not self._launch.is_ending:
             self._awaited = None
+            self._ranks.clear()
+            self._world_size = _number_of_ranks(self._running)
             self._launch.start_again(self._running, self._port)
 
     # --- nodes --------------------------------------------------------------------------------------------------------
@@ -271,7 +277,7 @@ class Watch:
         return cause.code
 
     def _conclude_well(self) -> int:
-        if self._ranks and all(rank.code in (0, EXIT_PREEMPTED) for rank in self._ranks.values()):
+        if self._have_all_ended():
             return 0
         self._output.note("the job ended before its processes did")
         return 1
@@ -285,3 +291,7 @@ class Watch:
             replace(end, reason=reason, is_ours=False) if end.is_ours and end.code == 128 + signal.SIGKILL else end
             for end in ends
         ]
+
+
+def _number_of_ranks(nodes: Sequence[Connection]) -> int:
+    return sum(int(node.place["processes"]) for node in nodes)
