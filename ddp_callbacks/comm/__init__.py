@@ -3,8 +3,7 @@
 - :mod:`.messages`: the all-gather of bytes that carries everything small, through the memory of a host
   (:mod:`.host_slots`) and between hosts; :mod:`.cpu_group`: the process group that it uses
 - :mod:`.collectives`: JSON, tensors and decisions to and from all ranks, in the format of :mod:`.codec`;
-  :mod:`.agreement`: consistency checks; :mod:`.scalars`: a few numbers per step; :mod:`.device_scalars`: numbers on
-  GPUs, between these
+  :mod:`.agreement`: consistency checks; :mod:`.scalars`: a few numbers per step
 - :mod:`.protocol`: the interface of every all-reduce, ``AllReduce.launch() -> Work``
 - its implementations: :mod:`.process_group` (gloo, NCCL), :mod:`.shared_memory`, :mod:`.hierarchical`
 - :mod:`.topology`: which ranks share a node, and which all-reduce to use

@@ -8,16 +8,16 @@ both have in common. Of a Trainer, what happens in a training step, in Lightning
     setup                                processes compared, parameters broadcast: strategy; a run begins: run
       batch_to_device                    what this rank has of the batch: batches
       training_step                      self.log records: logs; torchmetrics: metrics
-        its end                          the step's logged values are sent
+        its end                          what this rank has decided is sent
       backward                           gradients are synchronized, hidden in it; the loss is weighed before
       on_after_backward                  the gradients are those of the whole batch: clip here
-      on_train_batch_end                 the logged values are those of the whole batch
+      on_train_batch_end                 then a logger may write: what was logged is joined before
     end of an epoch or an evaluation     epoch values and running statistics are merged, before any hook reads them
 
 With ``sync=LocalSGD(...)`` or ``DiLoCo(...)`` the gradients stay the rank's own, the parameters are averaged every so
 many steps and at the moments in ``local_steps``, and the ranks meet in those steps only.
 
-What is logged travels as ``rows`` say, and ``combine`` and ``history`` are the arithmetic of a step and of an epoch.
+What is logged waits as ``rows`` until the ranks join it; ``logs`` says when.
 
 With the callback ``Resume`` a fit can stop at the ``moments`` and go on there: ``resume`` reads and writes the file;
 ``own_state`` is what the ranks have beside Lightning's checkpoint: ``saved_logs``, ``saved_metrics``, ``saved_module``,

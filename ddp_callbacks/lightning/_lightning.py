@@ -31,6 +31,7 @@ BATCH_INDICES = "_get_batch_indices"  # likewise
 
 RESUME_START = "resume_start"  # of the checkpoint connector
 REGISTER_SIGNALS = "register_signal_handlers"  # of the signal connector
+MONITORED = ("_monitor_candidates", "_run_early_stopping_check")  # in which ModelCheckpoint and EarlyStopping read
 EVALUATION_STEP = "_evaluation_step"  # of an evaluation loop
 SHOULD_VALIDATE = "_should_check_val_fx"  # of the training epoch loop
 STORE_OUTPUTS = "_store_dataloader_outputs"  # of an evaluation loop
@@ -70,6 +71,8 @@ PRIVATE = (
     "trainer.call:_call_lightning_module_hook(trainer, hook_name)",
     "trainer.setup:_init_debugging_flags uses _val_check_time_interval",
     f"tuner.tuning:{CHECK_SEARCH}(trainer)",
+    f"callbacks:ModelCheckpoint.{MONITORED[0]}(self, trainer)",
+    f"callbacks:EarlyStopping.{MONITORED[1]}(self, trainer)",
     "tuner.lr_finder:_LRCallback.on_train_batch_end(self, trainer, pl_module, outputs)",
     # its loops
     "loops.fit_loop:_FitLoop.__init__ uses _combined_loader",
@@ -131,7 +134,7 @@ PRIVATE = (
     f"{_RESULT}:_ResultCollection.metrics uses _get_cache",
     f"{_RESULT}:_ResultCollection.reset(self, metrics, fx)",
     f"{_RESULT}:_ResultCollection.update_metrics(self, key, value, batch_size)",
-    f"{_RESULT}:_ResultMetric.__init__ uses _forward_cache, has_reset, is_tensor, meta",
+    f"{_RESULT}:_ResultMetric.__init__ uses _forward_cache, has_reset, is_tensor, meta, cumulated_batch_size",
     f"{_RESULT}:_ResultMetric.__init__(self, metadata, is_tensor)",
     f"{_RESULT}:_Sync.__init__(fn, _should, rank_zero_only)",
     f"{_RESULT}:_Sync.rank_zero_only",
@@ -314,8 +317,30 @@ def refresh_metrics(trainer: Any, results: Any) -> None:
 
 
 def logs_step(trainer: Any) -> bool:
-    """Whether the loggers write the values of the batch that has ended; in evaluations they do after each."""
-    return bool(not trainer.training or trainer.fast_dev_run or trainer._logger_connector.should_update_logs)
+    """Whether the loggers write the values of the training batch that has ended."""
+    if not trainer.loggers or (trainer.lightning_module.automatic_optimization and is_accumulating(trainer)):
+        return False
+    return bool(trainer.fast_dev_run or trainer._logger_connector.should_update_logs)
+
+
+def follows_step(trainer: Any) -> bool:
+    """Whether a scheduler follows a logged value from step to step."""
+    return any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs)
+
+
+def operation_of(metric: Any) -> str:
+    """How parts of what is logged under a key become one: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``."""
+    return "mean" if metric.meta.is_mean_reduction else str(metric.meta.reduce_fx.__name__)
+
+
+def accumulator(metric: Any) -> tuple[Any, Any]:
+    """Of the mean of an epoch: the sum of the values, weighted by sizes, and that of the sizes."""
+    return metric.value, metric.cumulated_batch_size
+
+
+def set_accumulator(metric: Any, accumulated: tuple[Any, Any]) -> None:
+    """Replace what :func:`accumulator` returns."""
+    metric.value, metric.cumulated_batch_size = accumulated
 
 
 def replace_results(loop: Any, make: Callable[[bool], Any]) -> None:
@@ -679,18 +704,23 @@ def is_next_of(loop: Any, position: dict[str, Any]) -> bool:
     return bool(getattr(loop._combined_loader._iterator, "_iterator_idx", 0) == position["loader"])
 
 
-def result_states(results: Any) -> dict[str, Any]:
-    """What Lightning has recorded and accumulated under each key, between two batches. For a file."""
-    metrics = {key: _result_state(metric) for key, metric in results.items()}
+def result_states(results: Any, synced: set[str]) -> dict[str, Any]:
+    """What Lightning has recorded and accumulated under each key, between two batches. For a file.
+
+    Args:
+        synced: Keys that were logged with ``sync_dist=True``, although Lightning was not told so.
+    """
+    metrics = {key: _result_state(metric, key in synced) for key, metric in results.items()}
     return {"metrics": metrics, "dataloader_idx": results.dataloader_idx}
 
 
-def load_results(results: Any, state: dict[str, Any], module: Any, reduce: Any) -> None:
-    """Inverse of :func:`result_states`.
+def load_results(results: Any, state: dict[str, Any], module: Any, reduce: Any, joint: bool) -> set[str]:
+    """Inverse of :func:`result_states`, and what this takes.
 
     Args:
         module: The LightningModule, which has the torchmetrics that were logged.
         reduce: Of the strategy.
+        joint: Whether Lightning is not to be told of ``sync_dist=True``.
     """
     home = importlib.import_module(
         next(kind for kind in type(results).__mro__ if kind.__name__ == _COLLECTION).__module__
@@ -698,7 +728,7 @@ def load_results(results: Any, state: dict[str, Any], module: Any, reduce: Any) 
     results.clear()
     for key, saved in state["metrics"].items():
         meta = home._Metadata(**saved["meta"])
-        meta.sync = home._Sync(fn=reduce, _should=saved["syncs"], rank_zero_only=saved["rank_zero_only"])
+        meta.sync = home._Sync(fn=reduce, _should=saved["syncs"] and not joint, rank_zero_only=saved["rank_zero_only"])
         results[key] = metric = home._ResultMetric(meta, saved["is_tensor"])
         for name, value in saved["values"].items():
             setattr(metric, name, value)
@@ -706,6 +736,7 @@ def load_results(results: Any, state: dict[str, Any], module: Any, reduce: Any) 
             metric.value = module.get_submodule(meta.metric_attribute)
     results.to(module.device)
     results.batch, results.batch_size, results.dataloader_idx = None, None, state["dataloader_idx"]
+    return {key for key, saved in state["metrics"].items() if saved["syncs"]} if joint else set()
 
 
 _COLLECTION = "_ResultCollection"
@@ -714,14 +745,14 @@ _OF_RESULT = ("has_reset", "_forward_cache", "_update_count")
 _OF_NUMBER = ("value", "cumulated_batch_size", "_computed")
 
 
-def _result_state(metric: Any) -> dict[str, Any]:
+def _result_state(metric: Any, is_synced: bool) -> dict[str, Any]:
     meta = metric.meta
     names = (*_OF_NUMBER, *_OF_RESULT) if metric.is_tensor else _OF_RESULT
     own = [name for name in names if name in vars(metric)]
     return {
         "meta": {name: getattr(meta, name) for name in (*_OF_META, "dataloader_idx", "metric_attribute")}
         | {"reduce_fx": meta.reduce_fx.__name__},
-        "syncs": meta.sync.should,
+        "syncs": meta.sync.should or is_synced,
         "rank_zero_only": meta.sync.rank_zero_only,
         "is_tensor": metric.is_tensor,
         "values": {name: getattr(metric, name) for name in own},

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ddp_callbacks.comm.scalars import Carrier, ScalarExchange, ScalarWork
 from ddp_callbacks.lightning._lightning import (
     BROADCAST_SIGTERM,
     HANDLE_REQUEUE,
@@ -25,9 +26,14 @@ from ddp_callbacks.process_group.votes import abstain, is_unanimous
 NONE = (False,) * 4
 """No flag is raised."""
 
+ROOM = 8  # numbers of a rank that travel with the gradients: whether its step is skipped, its flags, and a header
+_OF_STEP = "the decisions of a step"
+
 
 class Decisions:
     """The decisions of one run of a Trainer; the ranks exchange them in each batch, as flags.
+
+    In a training step they travel with the gradients, where a backward comes next.
 
     What hooks decide behind the step comes too late for that. To stop at once, as one process does, all ranks must have
     decided it; what some have decided is exchanged in the next batch.
@@ -36,8 +42,11 @@ class Decisions:
     whether to validate (``val_check_interval={"minutes": 5}``). Here a rank only notes such a thing.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, exchange: ScalarExchange) -> None:
         self._trainer = trainer
+        self._exchange = exchange
+        self._carried: ScalarWork | None = None  # on its way
+        self._rows: list[list[float]] = []  # that came in this step
         self._sigterm = False
         self._requeue: int | None = None  # the signal that has asked for it
         self._validated = math.inf  # when, by this rank's clock
@@ -62,14 +71,51 @@ class Decisions:
         own = [self._trainer.should_stop, self._sigterm, self._requeue is not None, self._is_time_to_validate()]
         return [flag or held for flag, held in itertools.zip_longest(own, self.held, fillvalue=False)]
 
-    def end_batch(self, flags: Sequence[bool]) -> None:
-        """Act at the end of a training batch, in which the ranks have exchanged ``flags``. All ranks must call it."""
-        stop, *others = flags or NONE
+    def send(self, is_skipped: bool, carrier: Carrier | None) -> None:
+        """Tell the others of this step. A collective if there is no carrier.
+
+        Args:
+            is_skipped: Whether ``training_step`` has returned nothing.
+            carrier: Of the backward that comes next on every rank.
+        """
+        self.take()
+        row = [*map(float, (is_skipped, *self.flags()))]
+        if carrier is None:
+            self._rows = self._exchange.exchange(row, _OF_STEP)
+        else:
+            self._carried = self._exchange.send_with(carrier, row, _OF_STEP)
+
+    def take(self) -> None:
+        """Take what has come with the gradients. Local."""
+        if self._carried is not None:
+            carried, self._carried = self._carried, None
+            self._rows, _ = carried.arrive()
+
+    def skipped_by(self) -> list[bool]:
+        """For each rank, whether its ``training_step`` has returned nothing."""
+        self.take()
+        return [bool(row[0]) for row in self._rows]
+
+    def end_training_batch(self) -> None:
+        """Act on what the ranks have told each other in this batch. All ranks must call it."""
+        self.take()
+        stop, *others = _raised(self._rows)[1:] or NONE
+        self._rows = []
         if stop or not self._trainer.should_stop:
             abstain()
         else:
             stop = is_unanimous("the decision to stop")
         self.act([stop, *others])
+
+    def end_evaluation_batch(self, flag: bool) -> bool:
+        """The same behind a batch of an evaluation; whether any rank has raised another flag. A collective."""
+        found, *flags = _raised(self._exchange.exchange([*map(float, (flag, *self.flags()))], _OF_STEP))
+        self.act(flags)
+        return found
+
+    def agree(self) -> None:
+        """All ranks act on what any of them has decided beside a batch. A collective."""
+        self.act(_raised(self._exchange.exchange([*map(float, self.flags())], "the decision to stop")))
 
     def act(self, flags: Sequence[bool]) -> None:
         """Act on what the ranks have agreed upon. Every rank calls it with the same; a collective.
@@ -114,3 +160,8 @@ class Decisions:
     def _note_requeue(self, number: int, *_: Any) -> None:
         """The handler of Slurm's warning: Lightning saves a checkpoint and requeues, which takes all ranks."""
         self._requeue = number
+
+
+def _raised(rows: Sequence[Sequence[float]]) -> list[bool]:
+    """The flags that any rank has raised."""
+    return [any(column) for column in zip(*rows, strict=True)]

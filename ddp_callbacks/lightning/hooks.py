@@ -1,4 +1,4 @@
-"""Whose hooks a Trainer calls: in which of them all ranks draw the same random numbers, and which come behind a step.
+"""Whose hooks a Trainer calls: in which of them all ranks draw the same random numbers.
 
 ==========================================================  ==========================================================
 ``*_step``, ``forward``, transfers of a batch                each rank its own: they handle its part of the batch
@@ -14,10 +14,9 @@ are together again at the end of the training data and of the epoch.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.lightning._lightning import logger_connector
@@ -47,80 +46,19 @@ _OF_TRAINING_BATCH = {
     "lr_scheduler_step",
 }
 
-_BEFORE_GRADIENTS = {"on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward"}
-_BEHIND_GRADIENTS = {
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "optimizer_step",
-    "lr_scheduler_step",
-} | {f"on_{stage}_batch_end" for stage in ("train", "validation", "test")}
-_AT_EPOCH_END = tuple(f"on_{stage}_epoch_end" for stage in ("train", "validation", "test"))
-
-
-class Readers(NamedTuple):
-    """Who may read or log what belongs to a step, on this rank or on any.
-
-    Attributes:
-        before_gradients: Hooks between the step and the end of its backward.
-        behind_step: Hooks behind the step at all, which may log; Lightning's own callbacks don't.
-        schedulers: They follow a logged value from step to step.
-        loggers: They write at their interval.
-    """
-
-    before_gradients: bool
-    behind_step: bool
-    schedulers: bool
-    loggers: bool
-
-
-def readers_of(trainer: Any) -> Readers:
-    """Those of this rank."""
-    silent = f"{_package_of(trainer)}.core.", f"{_package_of(trainer)}.callbacks."
-    hooked = [trainer.lightning_module, trainer.datamodule, *trainer.callbacks]
-
-    def any_of(hooks: set[str]) -> bool:
-        homes = (_home(one, hook) for one in hooked for hook in hooks)
-        return any(home and not home.startswith(silent) for home in homes)
-
-    configs = trainer.lr_scheduler_configs
-    made = [*trainer.optimizers, *(config.scheduler for config in configs)]
-    own = not all(type(one).__module__.startswith("torch.") for one in made)
-    monitors = any(config.reduce_on_plateau and config.interval == "step" for config in configs)
-    before = any_of(_BEFORE_GRADIENTS)
-    behind = before or own or any_of(_BEHIND_GRADIENTS)
-    return Readers(before, behind, monitors, bool(trainer.loggers))
-
-
-def hooks_at_epoch_end(trainer: Any) -> list[str]:
-    """The hooks that somebody has defined, on this rank, as the profiler names them, in the order of their calls."""
-    package, module = _package_of(trainer), trainer.lightning_module
-    found = []
-    for hook in _AT_EPOCH_END:
-        owners = [(callback, f"[Callback]{callback.state_key}") for callback in trainer.callbacks]
-        for owner, name in [*owners, (module, f"[LightningModule]{type(module).__name__}")]:
-            home = _home(owner, hook)
-            if home is not None and not home.startswith((f"{package}.core.", _base(package))):
-                found.append(f"{name}.{hook}")
-    return found
-
 
 class HookDrawing:
     """Lets the hooks of a Trainer draw as the module says, from construction to :meth:`close`.
 
     Every call of a hook is an action of the Trainer's profiler.
 
-    Args:
-        before: Called before each action, with its name.
-
     Attributes:
         random_state: Of the run.
     """
 
-    def __init__(self, trainer: Any, before: Callable[[str], None]) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.random_state = RunRandomState()
         self._trainer = trainer
-        self._before = before
         self._package = _package_of(trainer)
         self._contexts: dict[str, Callable[[], AbstractContextManager[None]] | None] = {}
         self._replaced = Replaced(trainer.profiler, "profile", self._profile)
@@ -132,7 +70,6 @@ class HookDrawing:
 
     def _profile(self, profile: Callable[[str], Any], action_name: str) -> AbstractContextManager[Any]:
         """The profiler's, and around a hook the random state that it draws from."""
-        self._before(action_name)
         if action_name not in self._contexts:
             self._contexts[action_name] = self._context(action_name)
         context = self._contexts[action_name]
@@ -177,15 +114,6 @@ def _home(owner: Any, hook: str) -> str | None:
     if hook in getattr(owner, "__dict__", {}):
         return "an attribute of the object"
     return next((kind.__module__ for kind in type(owner).__mro__ if hook in vars(kind)), None)
-
-
-def is_read_by_user(trainer: Any) -> bool:
-    """Whether what asks the Trainer for logged values at the moment is not Lightning's own code."""
-    package, frame = _package_of(trainer), sys._getframe(1)
-    inside = __package__, f"{package}.trainer."
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(inside):
-        frame = frame.f_back
-    return not str(frame.f_globals.get("__name__")).startswith(f"{package}.")
 
 
 def _package_of(trainer: Any) -> str:

@@ -1,8 +1,8 @@
 """torchmetrics: their own merging over the ranks, fed by this package's messages, and blind to padding batches.
 
-A metric that is logged in each step has to be that of the whole batch. Its ``forward`` communicates nothing: a module
-may call it on some ranks only. What it has computed the value of the batch from is kept, and merged when the logged
-values of the step are exchanged.
+A metric whose value of a step is read has to be that of the whole batch. Its ``forward`` communicates nothing: a module
+may call it on some ranks only. What it has computed the value of the batch from is kept, and merged when the ranks
+join what they have logged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torchmetrics import Metric
 
 from ddp_callbacks.comm.collectives import all_gather_tensors
-from ddp_callbacks.comm.device_scalars import to_device
 from ddp_callbacks.lightning._torchmetrics import (
     compute_alone,
     copy_all,
@@ -60,7 +59,7 @@ class SyncedMetrics:
     def value_of(self, metric: Metric, states: list[list[torch.Tensor]]) -> torch.Tensor:
         """The value of a batch from the states of all ranks that count, as :meth:`batch_states` gives them."""
         restore = copy_states(metric)
-        merged = iter([[to_device(part, metric.device) for part in parts] for parts in zip(*states, strict=True)])
+        merged = iter([[part.to(metric.device) for part in parts] for parts in zip(*states, strict=True)])
         try:
             merge_states(metric, lambda *_, **__: next(merged))
             with torch.no_grad():

@@ -1,153 +1,128 @@
-"""What a rank sends of a step: a row of numbers between the CPUs, and beside it the values that are on its GPU.
-
-The row has, in this order: a checksum of the keys of the logged numbers, how many these are, whether the step is
-skipped, how many flags follow, how many of the numbers are on the GPU; the flags; weight, size and value of each
-number; for each torchmetric a checksum of its key and its states. The numbers that are on the GPU are the last. Their
-values are not in the row but in a vector, and the values of states on the GPU behind them.
-"""
+"""What ``self.log`` has recorded since the ranks joined it last, and how the rows of all ranks become values."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from ddp_callbacks.lightning.history import Record, stack
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_DTYPES = (*_FLOATS, torch.bool, torch.uint8, torch.int32, torch.int64)
-_HEAD = 5
-SKIPPED = 2  # the place of this flag in a row
-
-Part = tuple[float, float, float]  # weight, size (0: a padding batch's) and value of what one rank has logged
-IsOnDevice = Callable[[torch.Tensor], bool]
+_NUMBERS = 7  # of a row, before its value
 
 
-@dataclass
-class State:
-    """A state of a torchmetric that a rank has sent.
+class Row(NamedTuple):
+    """One call of ``self.log`` with a number.
 
     Attributes:
-        values: As float64; ``None`` if they are in the rank's vector.
-        begin: Where they begin there, if so.
+        key: Lightning's.
+        position: Of the batch in its pass; -1 outside of a batch.
+        weight: What the value is the mean over; 0 if it is that of a padding batch, or a mean over nothing.
+        size: Lightning's batch size: what the value counts among batches.
+        is_given: Whether the user has passed that size.
+        is_share: Whether it is this rank's number of samples.
+        is_padding: Whether this rank has no sample of the batch.
+        value: A scalar, on any device.
     """
 
-    dtype: torch.dtype
-    shape: torch.Size
-    values: list[float] | None
-    begin: int
-
-    def tensor(self, rank: int, vectors: Callable[[torch.dtype], torch.Tensor]) -> torch.Tensor:
-        """The state, on the device of the vectors if it is in one.
-
-        Args:
-            rank: Whose it is.
-            vectors: Those of all ranks in a dtype, shape ``[ranks, length]``.
-        """
-        if self.values is not None:
-            return torch.tensor(self.values, dtype=torch.float64).to(self.dtype).reshape(self.shape)
-        return vectors(self.dtype)[rank, self.begin : self.begin + self.shape.numel()].view(self.shape)
+    key: str
+    position: int
+    weight: float
+    size: float
+    is_given: bool
+    is_share: bool
+    is_padding: bool
+    value: torch.Tensor | float
 
 
-class Row:
-    """What a rank has sent of a step.
+class Joined(NamedTuple):
+    """The value of a whole batch, or of a hook outside of batches.
 
     Attributes:
-        length: In numbers.
-        content: A checksum of the keys of its numbers, and how many of these, the last, are on its GPU.
-        flags: That it has raised.
-        parts: Of its numbers. The values of those on its GPU are not in the row.
-        states: Of its torchmetrics, by a checksum of the key.
-        on_device: The length of its vector.
+        key: Lightning's.
+        value: Of all ranks.
+        size: What it counts among batches.
+        common: The batch size that the user has passed, if it is the same on all ranks; otherwise ``None``.
+        is_share: Whether the size of each rank is its number of samples.
+        ends: The lowest and the highest value of the ranks, if they were logged outside of batches.
     """
 
-    def __init__(self, row: list[float]) -> None:
-        self.length = len(row)
-        checksum, count, _, flags, on_device = row[:_HEAD]
-        self.content = checksum, int(on_device)
-        begin = _HEAD + int(flags)
-        end = begin + 3 * int(count)
-        self.flags = row[_HEAD:begin]
-        self.parts: list[Part] = [(row[index], row[index + 1], row[index + 2]) for index in range(begin, end, 3)]
-        self.on_device = int(on_device)
-        self.states: dict[float, list[State]] = {}
-        numbers = iter(row[end:])
-        for code in numbers:
-            self.states[code] = states = _decode_states(numbers, self.on_device)
-            self.on_device += sum(state.shape.numel() for state in states if state.values is None)
-
-    def all_parts(self, vector: list[float]) -> list[Part]:
-        """Of its numbers, with the values of those on its GPU, too."""
-        here = len(self.parts) - self.content[1]
-        on_device = zip(self.parts[here:], vector, strict=False)
-        return self.parts[:here] + [(weight, size, value) for (weight, size, _), value in on_device]
+    key: str
+    value: float
+    size: float
+    common: float | None
+    is_share: bool
+    ends: tuple[float, float] | None
 
 
-def checksum_of(key: str) -> float:
-    """The number that stands for a key in a row."""
-    return float(zlib.crc32(key.encode()))
+def encode(rows: Sequence[Row]) -> tuple[list[str], torch.Tensor]:
+    """Their keys, and a float64 tensor of shape ``[rows, 8]`` on the CPU. Waits for the devices of the values."""
+    keys = list(dict.fromkeys(row.key for row in rows))
+    index = {key: number for number, key in enumerate(keys)}
+    numbers = [[float(index[row.key]), *map(float, row[1:_NUMBERS])] for row in rows]
+    head = torch.tensor(numbers, dtype=torch.float64).view(-1, _NUMBERS)
+    return keys, torch.cat([head, _stack([row.value for row in rows])[:, None]], dim=1)
 
 
-def encode_row(
-    numbers: Sequence[tuple[str, Record]],
-    states: Sequence[tuple[str, list[torch.Tensor]]],
-    flags: Sequence[bool],
-    skipped: bool,
-    is_on_device: IsOnDevice,
-) -> tuple[list[float], list[torch.Tensor]]:
-    """This rank's row, and what its vector consists of.
+def decode(keys: Sequence[str], encoded: torch.Tensor) -> list[Row]:
+    """Inverse of :func:`encode`."""
+    return [
+        Row(keys[int(key)], int(position), weight, size, bool(is_given), bool(is_share), bool(is_padding), value)
+        for key, position, weight, size, is_given, is_share, is_padding, value in encoded.tolist()
+    ]
 
-    Waits for a device that ``is_on_device`` does not know, once, however many numbers there are on it.
+
+def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str]) -> list[Joined]:
+    """The values of whole batches, in the order of the batches, from the rows of each rank.
 
     Args:
-        numbers: Those on the device are the last.
-        states: Of torchmetrics. Those of a metric with a state that a row cannot hold are left out.
+        operation_of: How parts of a key become one: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``.
     """
-    on_device = [record.value for _, record in numbers if is_on_device(record.value)]
-    here = [record.value for _, record in numbers[: len(numbers) - len(on_device)]]
-    values = (stack(here).tolist() if here else []) + [0.0] * len(on_device)
-    keys = "\n".join(key for key, _ in numbers)
-    row: list[float] = [checksum_of(keys), len(numbers), skipped, len(flags), len(on_device), *flags]
-    for (_, record), value in zip(numbers, values, strict=True):
-        row += [record.weight, 0.0 if record.is_padding else record.size, value]
-    for key, own in states:
-        sent = own if all(state.dtype in _DTYPES for state in own) else []
-        row += [checksum_of(key), *_encode_states(sent, is_on_device)]
-        on_device += filter(is_on_device, sent)
-    return [*map(float, row)], on_device
+    groups: dict[tuple[int, int, str], list[Row]] = {}
+    for rows in ranks:
+        counts = Counter[tuple[int, str]]()  # a key may be logged several times in a batch
+        for row in rows:
+            at = row.position, row.key
+            groups.setdefault((row.position, counts[at], row.key), []).append(row)
+            counts[at] += 1
+    ordered = sorted(groups.items(), key=lambda group: group[0][:2])
+    return [_join(key, parts, operation_of(key)) for (_, _, key), parts in ordered]
 
 
-def are_alike(rows: Sequence[Row]) -> bool:
-    """Whether all ranks have logged the same numbers, and have the same of them on their GPUs."""
-    return len({row.content for row in rows}) == 1
+def _join(key: str, rows: list[Row], operation: str) -> Joined:
+    """The parts of one batch. In a mean a rank with weight 0 counts nowhere, unless no rank has a weight."""
+    own = [row for row in rows if not row.is_padding] or rows
+    counted = [row for row in rows if row.weight and operation == "mean"] or own
+    sizes = [row.size for row in own]
+    # A size that the user has passed, and that differs between the ranks, is what their values are means over.
+    by_size = own[0].is_given and len(set(sizes)) > 1
+    weights = [row.size if by_size else row.weight for row in counted]
+    values = [float(row.value) for row in counted]
+    is_outside = rows[0].position < 0
+    common = rows[0].size if rows[0].is_given and len({row.size for row in rows}) == 1 else None
+    return Joined(
+        key,
+        _combine(values, weights, operation),
+        sum(sizes) / (len(sizes) if is_outside else 1),
+        common,
+        all(row.is_share for row in own),
+        (min(values), max(values)) if is_outside and operation == "mean" else None,
+    )
 
 
-def lengths(rows: Sequence[Row]) -> list[int]:
-    """The lengths of the ranks' vectors."""
-    return [row.on_device for row in rows]
+def _combine(values: list[float], weights: list[float], operation: str) -> float:
+    if operation != "mean":
+        return float(getattr(torch.tensor(values, dtype=torch.float64), operation)())
+    total = sum(weights)
+    factors = [weight / total for weight in weights] if total else [1 / len(values)] * len(values)
+    return sum(value * factor for value, factor in zip(values, factors, strict=True))
 
 
-def _encode_states(states: list[torch.Tensor], is_on_device: IsOnDevice) -> list[float]:
-    """Their count, and dtype, shape and values of each. The dtype is negative where the values are in the vector."""
-    numbers: list[float] = [len(states)]
-    for state in states:
-        dtype, shape = 1 + _DTYPES.index(state.dtype), [state.dim(), *state.shape]
-        if is_on_device(state):
-            numbers += [-dtype, *shape]
-        else:
-            numbers += [dtype, *shape, *state.detach().reshape(-1).double().tolist()]
-    return numbers
-
-
-def _decode_states(numbers: Iterator[float], begin: int) -> list[State]:
-    """The inverse; takes what it needs. ``begin`` is where the first ones begin in the vector."""
-    states = []
-    for _ in range(int(next(numbers))):
-        dtype, dims = int(next(numbers)), int(next(numbers))
-        shape = torch.Size(int(next(numbers)) for _ in range(dims))
-        values = [next(numbers) for _ in range(shape.numel())] if dtype > 0 else None
-        states.append(State(_DTYPES[abs(dtype) - 1], shape, values, begin))
-        begin += 0 if values is not None else shape.numel()
-    return states
+def _stack(values: Sequence[torch.Tensor | float]) -> torch.Tensor:
+    """As float64 on the CPU; what is on one device is copied in one operation."""
+    if not values:
+        return torch.zeros(0, dtype=torch.float64)
+    tensors = [torch.as_tensor(value) for value in values]
+    if len({tensor.device for tensor in tensors}) > 1:
+        tensors = [tensor.cpu() for tensor in tensors]
+    return torch.stack([tensor.to(torch.float64) for tensor in tensors]).cpu()

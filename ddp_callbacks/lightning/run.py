@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +16,10 @@ from ddp_callbacks.data.skipping import SkipBatch
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning._lightning import (
+    MONITORED,
     active_loader,
     compares_losses,
+    follows_step,
     loader_of,
     loaders_of_batch,
     logger_connector,
@@ -31,8 +32,7 @@ from ddp_callbacks.lightning._lightning import (
 )
 from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, joint_loss
 from ddp_callbacks.lightning.decisions import NONE, Decisions
-from ddp_callbacks.lightning.epoch_end import EpochEndHooks
-from ddp_callbacks.lightning.hooks import HookDrawing, is_read_by_user, readers_of
+from ddp_callbacks.lightning.hooks import HookDrawing
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import SyncedMetrics
@@ -68,24 +68,25 @@ class Run:
         self.batches = Batches(weight, self._exchange, local is None, reduction)
         self._metrics = SyncedMetrics([model, *trainer.callbacks], self._is_padding)
         self._collections = Collections(model)
-        self._epoch_end = EpochEndHooks(trainer, lambda: results_of(trainer).join_epoch())
-        self.drawing = HookDrawing(trainer, self._epoch_end.before)
+        self.drawing = HookDrawing(trainer)
         self.drawing.random_state.synchronize()
         self._undo: Callable[[], None] | None = None  # what a padding batch has left behind
-        self._decisions = Decisions(trainer)
+        self._decisions = Decisions(trainer, self._exchange)
         self._trained = 0  # samples of this rank since the buffers were merged
         self._batch_norm: BatchNormSynchronizer | None = None
         epoch_loop, connector = trainer.fit_loop.epoch_loop, logger_connector(trainer)
         evaluations = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
         self._loops = (trainer.fit_loop, *evaluations, trainer.predict_loop)
-        readers = functools.partial(readers_of, trainer), functools.partial(is_read_by_user, trainer)
-        shared = (self.batches, self._metrics, self._exchange, *readers)
         for loop in (epoch_loop, *evaluations):
-            replace_results(loop, lambda training: results_class(training, *shared))
+            replace_results(loop, lambda training: results_class(training, self.batches, self._metrics))
         self._replaced: list[Replaced] = []
         self._before(connector, "on_batch_end", self._before_batch_end)
         self._before(connector, "epoch_end_reached", self._at_end_of_data)
         self._before(connector, "on_epoch_end", self._before_epoch_end)
+        for callback in trainer.callbacks:
+            for name in MONITORED:
+                if hasattr(callback, name):
+                    self._before(callback, name, self._before_monitor)
         for loop in (trainer.fit_loop, epoch_loop):  # a hook before the first batch may have decided to stop
             self._before(loop, "run", self.decide)
         self._automatic = epoch_loop.automatic_optimization
@@ -160,47 +161,28 @@ class Run:
             if output is None and self._is_automatic:
                 raise SkippedBatchError(without_loss(self._trainer, None))
             return output
-        goes_backward = self._goes_backward()
-        synchronizer = self._synchronizer
-        carries = goes_backward and synchronizer is not None and synchronizer.is_enabled
-        are_carried = results.send_step(self._decisions.flags(), output is None, synchronizer if carries else None)
-        if output is None and self._is_automatic:
-            return self._skip(are_carried)
-        if not are_carried and not (goes_backward and self._exchange.unattended):
-            results.take_step()
-        return output
+        carrier = self._carrier()
+        self._decisions.send(output is None, carrier)
+        return self._skip(carrier is not None) if output is None and self._is_automatic else output
 
     def _skip(self, are_carried: bool) -> Any:
         """What tells Lightning that all ranks skip the step. A collective."""
-        results = results_of(self._trainer)
         if are_carried:
             self._synchronize()  # as the others do in their backward, if they skip nothing
-        skipped_by = results.skipped_by()
+        skipped_by = self._decisions.skipped_by()
         if not all(skipped_by):
             raise SkippedBatchError(without_loss(self._trainer, skipped_by))
         if not are_carried:
             self._synchronize()  # gradients that were accumulated before
-        results.take_step()
         return SKIPPED
 
     def _synchronize(self) -> None:
         if self._synchronizer is not None:
             self._synchronizer.synchronize()
 
-    def evaluation_step(self, step: Callable[[], Any]) -> Any:
-        """What ``validation_step`` or ``test_step`` returns."""
-        output = step()
-        results = results_of(self._trainer)
-        if results.joins_steps:
-            results.send_step(self._decisions.flags())
-            if not self._exchange.unattended or results.is_first_batch:
-                results.take_step()
-        return output
-
     def after_backward(self) -> None:
-        """The gradients are there, and with them what was sent before."""
-        if self._trainer.training and results_of(self._trainer).joins_steps:
-            results_of(self._trainer).take_step()
+        """The gradients are there, and with them the decisions."""
+        self._decisions.take()
 
     def verified(self, step: Callable[[], Any], arguments: Sequence[Any]) -> Any:
         """What ``step`` returns, when the gradient of this batch is that of one process. A collective.
@@ -263,13 +245,23 @@ class Run:
 
     def _before_batch_end(self) -> None:
         results = results_of(self._trainer)
-        flags = results.end_batch()
+        results.end_batch()
         self.end_batch()
         if self._trainer.training:
-            self._decisions.end_batch(flags)
+            self._decisions.end_training_batch()
+            reads = logs_step(self._trainer) or follows_step(self._trainer)
+        elif results.joins_steps:
+            reads = self._decisions.end_evaluation_batch(results.logs_step and bool(self._trainer.loggers))
         else:
-            self._decisions.act(flags or NONE)
-        results.join_late(logs_step(self._trainer))
+            self._decisions.act(NONE)
+        if results.joins_steps and (reads or results.is_full):
+            results.join()
+
+    def _before_monitor(self) -> None:
+        """ModelCheckpoint or EarlyStopping looks at what was logged. A collective."""
+        results, trainer = results_of(self._trainer), self._trainer
+        if trainer.training and trainer.state.status != "interrupted" and results.joins_steps:
+            results.join()
 
     def _meets(self) -> bool:
         """Whether the ranks join what they log in this training batch; with local steps only where a window closes."""
@@ -279,29 +271,29 @@ class Run:
     def _is_automatic(self) -> bool:
         return bool(self._trainer.lightning_module.automatic_optimization)
 
-    def _goes_backward(self) -> bool:
-        """Whether a backward comes next unless all ranks skip the step, and what was sent may arrive with it."""
-        # In the first batch a row may be too long: only all ranks together can send it again.
-        is_first = results_of(self._trainer).is_first_batch
-        return self._is_automatic and not skips_backward(self._trainer) and not is_first
+    def _carrier(self) -> GradientSynchronizer | None:
+        """The engine, if a backward comes next on every rank that has a loss."""
+        synchronizer = self._synchronizer
+        if synchronizer is None or not synchronizer.is_enabled:
+            return None
+        return synchronizer if self._is_automatic and not skips_backward(self._trainer) else None
 
     def decide(self) -> None:
         """All ranks act on what any of them has decided: hooks that run beside no batch may have. A collective."""
-        rows = self._exchange.exchange([*map(float, self._decisions.flags())], "the decision to stop")
-        self._decisions.act([any(flags) for flags in zip(*rows, strict=True)])
+        self._decisions.agree()
 
     def before_validation(self) -> None:
         """What hooks have logged behind the last step of the training is there for those that decide. A collective."""
         if self._trainer.state.fn == "fit" and not self._trainer.sanity_checking:
             results = results_of_training(self._trainer)
-            results.join_rest()
+            results.join()
             refresh_metrics(self._trainer, results)
 
     def _at_end_of_data(self) -> None:
-        results_of(self._trainer).join_rest()
-        results_of(self._trainer).join_epoch()
-        self._epoch_end.begin()
+        results = results_of(self._trainer)
+        results.join(ends=True)
         if self._trainer.training:
+            refresh_metrics(self._trainer, results)
             self.merge_buffers()
             for loader in self._loaders():
                 if isinstance(loader, ShardedLoader) and isinstance(loader.iterator, ShardedIterator):
@@ -309,7 +301,7 @@ class Run:
             self.drawing.random_state.synchronize()
 
     def _before_epoch_end(self) -> None:
-        flags = results_of(self._trainer).join_epoch(self._decisions.flags())
+        flags = results_of(self._trainer).join(self._decisions.flags(), ends=True)
         results_of(self._trainer).end_pass()
         if self._trainer.training:
             self._decisions.act(flags)

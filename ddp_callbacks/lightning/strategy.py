@@ -37,6 +37,7 @@ from ddp_callbacks.lightning.batches import (
     weight_function,
 )
 from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
+from ddp_callbacks.lightning.decisions import ROOM
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.processes import (
@@ -66,7 +67,6 @@ from ddp_callbacks.replicas import (
 from ddp_callbacks.verification import LossWatch, Verify, check_verify
 from ddp_callbacks.versions import __version__
 
-_ROOM = 32  # numbers of each process that travel with the gradients: of about seven logged values
 _RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # of a checkpoint
 
 
@@ -198,7 +198,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
             _require_same_run(self._trainer, model, settings)
         if self._trainer.state.fn == "fit":
             if self._sync == "every_step":
-                self._synchronizer = GradientSynchronizer(model, room=_ROOM, **self._synchronizer_options)
+                self._synchronizer = GradientSynchronizer(model, room=ROOM, **self._synchronizer_options)
             else:
                 options = {name: self._synchronizer_options[name] for name in ("bucket_cap_mb", "compress")}
                 make = functools.partial(ParameterAverager, sync=self._sync, **options)
@@ -292,7 +292,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; then the logged values are joined. A collective."""
+        """As Lightning's; then the ranks tell each other what they have decided. A collective."""
         step = functools.partial(super().training_step, *args, **kwargs)
         if self._skipping is not None:
             step = functools.partial(self._skipping.training_step, step)
@@ -303,16 +303,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         if self._local is not None:
             self._local.end_training_step(None if self._run is None else self._run.batches)
         return output
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; then the logged values are joined. A collective."""
-        step = functools.partial(super().validation_step, *args, **kwargs)
-        return step() if self._run is None else self._run.evaluation_step(step)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; then the logged values are joined. A collective."""
-        step = functools.partial(super().test_step, *args, **kwargs)
-        return step() if self._run is None else self._run.evaluation_step(step)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's, of this rank's part of the batch. A collective in the first batch of a run."""

@@ -22,7 +22,7 @@ class History(pl.Callback):
     def __init__(self):
         self.values = []
 
-    def on_train_batch_end(self, trainer, *_):
+    def on_train_epoch_end(self, trainer, *_):
         self.values.append(float(trainer.callback_metrics["train_loss_step"]))
 
     def on_validation_end(self, trainer, *_):

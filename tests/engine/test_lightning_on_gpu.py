@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainers import Net, data, quiet, trainer
 
-from ddp_callbacks.lightning.history import History, Record
-
 pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_results(), pytest.mark.wide]
 WORLD = World(__name__, quiet)
 
@@ -138,7 +136,7 @@ class LogsNaN(LogsAll):
 
 
 class LogsElse(LogsAll):
-    """Rank 1 logs one value more, between the others: in these steps the ranks read what they have logged."""
+    """Rank 1 logs one value more, between the others."""
 
     def log_all(self, batch: Any, batch_idx: int) -> Tensor:
         if self.trainer.global_rank == 1 and batch_idx % 2:
@@ -147,7 +145,7 @@ class LogsElse(LogsAll):
 
 
 class Reads(pl.Callback):
-    """Keeps what is logged, without waiting for it; between the warm batches and the last one, nothing may wait.
+    """Keeps what epochs have logged; between the warm batches and the last one, nothing may wait.
 
     On rank 0 it looks more often, as a progress bar does.
     """
@@ -157,7 +155,9 @@ class Reads(pl.Callback):
         self.values: list[dict[str, Tensor]] = []
 
     def look(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        self.values.append(dict(trainer.callback_metrics))
+        found = dict(trainer.callback_metrics)
+        if batch_idx == 0:
+            self.values.append(found)
         if batch_idx == len(SIZES) - 1:
             self.open.close()
         elif batch_idx == WARM and self.without_waiting is not None:
@@ -169,11 +169,11 @@ class Reads(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         self.look(trainer, batch_idx)
         if trainer.current_epoch == 0 and batch_idx == WARM + 2:
-            self.devices = {name: value.device for name, value in self.values[-1].items()}
+            self.devices = {name: value.device for name, value in trainer.callback_metrics.items()}
 
     def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.is_global_zero:
-            self.values.append(dict(trainer.callback_metrics))
+            assert trainer.callback_metrics
 
     on_before_optimizer_step = on_before_backward
 
@@ -265,25 +265,3 @@ def test_lightning_s_own_log_copies_a_python_number_to_the_gpu_and_waits(monkeyp
     monkeypatch.setitem(CASES, "numbers", (LogsNumbers, True, {}))
     with quiet(), pytest.raises(HostWaits, match="tensor"):
         train("made-up", "auto", "numbers")
-
-
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("operation", ["mean", "sum", "max", "min"])
-def test_an_epoch_of_many_batches_on_a_gpu_is_summed_up_without_a_wait(operation: str, given: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(600, generator=generator, dtype=torch.float64)
-    values[7] = torch.nan  # of a padding batch
-    sizes = torch.randint(1, 4, (600,), generator=generator).tolist()
-    found = []
-    for device in (torch.device("cpu"), CUDA):
-        history = History(operation)
-        with MadeUpGpu() as gpu:
-            logged = values.to(device)
-            with gpu.forbid_waiting():
-                for batch, size in enumerate(sizes):
-                    weight = 0.0 if batch == 7 else float(size)
-                    record = Record(batch, weight, 9.0, 3.0, weight, given, not weight, logged[batch])
-                    history.add(record)
-            found.append(history.parts()[0])
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-    assert bool(found[0].isfinite().all())

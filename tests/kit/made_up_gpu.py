@@ -17,7 +17,6 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
-from ddp_callbacks.comm import device_scalars
 from ddp_callbacks.process_group import failures
 
 CUDA = torch.device("cuda", 0)
@@ -56,7 +55,6 @@ class MadeUpGpu(TorchFunctionMode):
         is_by_stream = lambda group, device: device.type == "cuda"  # noqa: E731
         self._patches = [
             mock.patch.object(failures, "is_ordered_by_stream", is_by_stream),
-            mock.patch.object(device_scalars, "is_ordered_by_stream", is_by_stream),
             mock.patch("torch.cuda.is_current_stream_capturing", lambda: False),
             mock.patch("torch.cuda.get_device_name", lambda _: "made up"),
         ]

@@ -114,6 +114,7 @@ def tqdm_progress_bar(strategy: Any) -> Any:
 
         def get_metrics(self, made: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
             metrics = super().get_metrics(made, module)
+            metrics.pop("loss_step", None)  # of the process's own part, where no logger has written the step
             self.shown.append(floats(metrics))
             return metrics
 

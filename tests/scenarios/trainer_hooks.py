@@ -56,6 +56,13 @@ HOOKS = {
 }
 
 
+IN_A_STEP = {
+    *("backward", "configure_gradient_clipping", "lr_scheduler_step", "on_after_backward", "on_before_backward"),
+    *("on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end", "optimizer_zero_grad"),
+}
+"""Called between ``training_step`` and the end of its batch, where what it has logged is the process's own value."""
+
+
 class Raised(Exception):
     """By a user's hook."""
 
@@ -307,6 +314,8 @@ def run_cell(cell: Cell, strategy: Any, folder: Path) -> dict[str, Any]:
                 script.run("fit" if again and function == "failing fit" else function)
         except Exception as error:
             errors.append(name_of(error))
+    if hook in IN_A_STEP:
+        seen = [[*each] if isinstance(each, dict) else each for each in seen]
     return {"errors": errors, "seen": seen, **outcome(script.made, script.module)}
 
 

@@ -14,7 +14,6 @@ import logging
 import pickle
 import random
 import tempfile
-import unittest.mock
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 from ways import Way
 
-from ddp_callbacks import CrossEntropyWeight, get_world_size
+from ddp_callbacks import CrossEntropyWeight
 from ddp_callbacks.errors import PeerError, Preempted
 from ddp_callbacks.lightning import CallbackStrategy, Resume
 
@@ -294,23 +293,8 @@ def folder(strategy: Any) -> Iterator[str]:
 def run_script(script: Scenario, way: Way | None, folder: str, cut: int | None, has_resume: bool) -> tuple[Any, int]:
     """Its result, and the number of its moments."""
     within = Within(way, folder, cut, has_resume)
-    with quiet(), without_sync_dist() if has_resume and get_world_size() == 1 else contextlib.nullcontext():
+    with quiet():
         return script(within), within.counts["moments"]
-
-
-@contextlib.contextmanager
-def without_sync_dist() -> Iterator[None]:
-    """It has no effect on one process, but several do not go on from there, nor one from several.
-
-    test_resume_lightning.py shows it, by a test that is expected to fail.
-    """
-    log = pl.LightningModule.log
-
-    def log_locally(self: Any, *args: Any, **options: Any) -> None:
-        log(self, *args, **(options | {"sync_dist": False}))
-
-    with unittest.mock.patch.object(pl.LightningModule, "log", log_locally):
-        yield
 
 
 def run(name: str, way: Way | None, folder: str = "", cut: int | None = None) -> tuple[Any, int]:
@@ -656,9 +640,20 @@ def logs_behind_the_step(strategy: Any) -> Any:
     return run("step", 5), run("epoch", 1)
 
 
+class LogsLengths(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch[1]))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), batch_size=len(batch[1]))
+
+
 @scenario
 def logs_of_small_batches(strategy: Any) -> Any:
-    return fit(strategy, LogsAll(), loader(11, 3, shuffle=True), loader(10, 3, 9))
+    parts_of_one = fit(strategy, LogsLengths(), loader(5, 2), loader(3, 2, 9))
+    return fit(strategy, LogsAll(), loader(11, 3, shuffle=True), loader(10, 3, 9)), parts_of_one
 
 
 class LogsStepsOfEvaluations(LogsAll):

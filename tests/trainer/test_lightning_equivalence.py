@@ -31,17 +31,9 @@ APART = {
 }
 
 
-WRONG_MEANS = {"logs_of_steps_of_evaluations"}
-"""Cut in an epoch, and resumed on another number of ranks: its mean of what is logged with ``batch_size=``."""
-
-
 @in_each(TABLE, WAYS)
-def test_a_trainer_in_any_way_has_the_numbers_of_one_process(
-    way: Way, name: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_trainer_in_any_way_has_the_numbers_of_one_process(way: Way, name: str) -> None:
     """A Trainer gives one process's numbers, cut or not."""
-    if way.resumed_on and name in WRONG_MEANS:
-        request.applymarker(pytest.mark.xfail(reason="the mean of an epoch, if batch_size is given", strict=True))
     prove(TABLE, way, name)
 
 

@@ -1,4 +1,4 @@
-"""Logged values are complete on every rank before anything reads them, and a read communicates nothing."""
+"""Logged values are complete on every rank at moments that all ranks know, and a read communicates nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kit.compare import assert_equal
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
 from trainer_cases import GLOO, OURS, RELATIVE, TWO, Bodies, on_one, quiet
-from trainer_hooks import HOOKS
+from trainer_hooks import HOOKS, IN_A_STEP
 from trainers import CLASSES, LogsAll, Net, fit, folder, loader, trainer
 from trainers import Record as Lines
 
@@ -41,7 +41,7 @@ def warned(run: Callable[[], Any], words: str) -> list[str]:
 
 
 class Reads(pl.Callback):
-    """A progress bar, say: rank 0 alone reads everything in every hook."""
+    """A progress bar, say: rank 0 alone reads everything, in every hook that is not inside of a step."""
 
     def __init__(self) -> None:
         self.read: list[tuple[str, dict[str, float]]] = []
@@ -57,7 +57,7 @@ def _reading(hook: str) -> Callable[..., None]:
 
 
 for _hook in HOOKS["callback"]:
-    if _hook.startswith(("on_train_", "on_validation_", "on_before_", "on_after_")):
+    if _hook.startswith(("on_train_", "on_validation_")) and _hook not in {*IN_A_STEP, "on_validation_batch_end"}:
         setattr(Reads, _hook, _reading(_hook))
 
 
@@ -70,8 +70,8 @@ class LogsMetrics(LogsAll):
 
 
 @WORLD.as_on_one(TWO, GLOO)
-def test_a_bar_on_rank_zero_alone_reads_in_every_hook_what_it_reads_on_one_process(strategy: str) -> Any:
-    """Hooks and bars read complete logged values."""
+def test_a_bar_on_rank_zero_alone_reads_between_steps_what_it_reads_on_one_process(strategy: str) -> Any:
+    """Hooks and bars read complete values of epochs, and of steps that a logger writes."""
     reads = Reads()
     made = trainer(strategy, callbacks=[reads], max_epochs=3)
     made.fit(LogsMetrics(), loader(29, 8), loader(13, 5, 9))
@@ -158,31 +158,10 @@ class LogsItsMean(pl.Callback):
         module.log("mean", torch.stack(self.losses).mean())
 
 
-class FollowsItsMean(Net):
-    """Its own hook comes after the callback's, reads what that has logged, and logs on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def on_train_epoch_end(self) -> None:
-        mean = self.trainer.callback_metrics["mean"]
-        self.seen.append(float(mean))
-        self.log("follows", 2 * mean**2)
-
-
 @WORLD
-def following_its_mean(strategy: str = OURS) -> Any:
-    module, results = FollowsItsMean(), []
+def logging_its_mean() -> Any:
     rows = loader(48, 8, shuffle=True), loader(13, 5, 9)
-    said = warned(lambda: results.append(fit(strategy, module, *rows, callbacks=[LogsItsMean()])), "end of an epoch")
-    return results, module.seen, said
-
-
-def test_a_hook_at_the_end_of_an_epoch_reads_the_whole_value_of_what_the_hook_before_has_logged() -> None:
-    *expected, _ = on_one(following_its_mean)
-    for *found, _ in WORLD.returned(following_its_mean):
-        assert_equal(found, expected, RELATIVE)
+    return warned(lambda: fit(OURS, Net(), *rows, callbacks=[LogsItsMean()]), "end of an epoch")
 
 
 class Collects(Net):
@@ -201,32 +180,13 @@ def collecting() -> Any:
     return warned(lambda: fit(OURS, Collects(), loader(16, 8), loader(9, 4, 9)), "has grown")
 
 
-class ReadsLate(Net):
-    """Only now and then, between two steps, what a hook behind the step before has logged."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if batch_idx >= 3:
-            self.trainer.callback_metrics["behind"]
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.log("behind", outputs["loss"])
-
-
-@WORLD
-def reading_late() -> Any:
-    return warned(lambda: fit(OURS, ReadsLate(), loader(48, 8), loader(13, 5, 9), logger=False), "was logged by a hook")
-
-
 def test_values_and_lists_that_may_not_be_those_of_one_process_are_named_once() -> None:
     """A warning names values that may differ."""
-    (*_, (differing,)), (*_, nothing) = WORLD.returned(following_its_mean)
+    (differing,), nothing = WORLD.returned(logging_its_mean)
     silent, (grown,) = WORLD.returned(collecting)
     assert (nothing, silent) == ([], [])
     assert differing.startswith("'mean' is logged at the end of an epoch, with another value on each process (from ")
     assert grown.startswith("Collects.outputs has grown in a batch of which rank 1 has no sample")
-    for (late,) in WORLD.returned(reading_late):
-        assert late.startswith("'behind' was logged by a hook behind the step before, and is read")
 
 
 # --- before the strategy is set up ------------------------------------------------------------------------------------
@@ -321,27 +281,6 @@ class LogsMuch(Net):
         return loss
 
 
-class HooksBehind(Net):
-    def on_train_batch_end(self, *_: Any) -> None:
-        pass
-
-
-class HooksBefore(HooksBehind):
-    def on_before_backward(self, loss: torch.Tensor) -> None:
-        pass
-
-
-class ReadsBetween(Net):
-    """What it has logged in the step before; it needs it at once."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx:
-            self.log("before", self.trainer.callback_metrics["behind"] ** 2, on_step=True)
-
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.log("behind", outputs["loss"])
-
-
 class LogsNorms(Net):
     """The norm of the gradients, as many people do; in another step than the first nobody foresees it."""
 
@@ -356,15 +295,12 @@ class HooksOfOne(pl.Callback):
 
 
 MESSAGES: dict[str, tuple[type[Net], dict[str, Any], list[int]]] = {
-    "nothing behind the step": (Net, {}, [1, 1, 1, 1]),  # the gradients
-    "hooks behind the step": (HooksBehind, {}, [1, 1, 1, 1]),
+    "values of the step": (Net, {}, [1, 1, 1, 1]),  # the gradients
+    "many values": (LogsMuch, {}, [1, 1, 1, 1]),
     "values of hooks behind the step": (LogsNorms, {}, [1, 1, 1, 1]),
-    "and a logger": (LogsNorms, {"log_every_n_steps": 3}, [1, 2, 1, 1]),
+    "and a logger": (LogsNorms, {"log_every_n_steps": 3}, [1, 3, 1, 1]),  # in the third step, with lengths
     "hooks of one rank": (Net, {}, [1, 1, 1, 1]),
     "a vote on bad batches": (Net, {}, [2, 2, 2, 2]),
-    "hooks before the gradients": (HooksBefore, {}, [2, 2, 2, 2]),  # and the values
-    "what reads those between the steps": (ReadsBetween, {}, [2, 2, 2, 2]),
-    "many values": (LogsMuch, {}, [3, 2, 2, 2]),  # in the first such step they are sent again
 }
 
 
@@ -395,7 +331,7 @@ def test_over_a_network_a_step_starts_no_message_that_is_not_needed(name: str) -
     for found in WORLD.returned(messages, GLOO):
         counts, results = found[name]
         wanted = MESSAGES[name][2]
-        assert counts[1 : 1 + len(wanted)] == wanted  # in the first step the ranks find out
+        assert counts[1 : 1 + len(wanted)] == wanted
         assert_equal(results, expected, RELATIVE)
 
 

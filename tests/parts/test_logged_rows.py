@@ -1,0 +1,48 @@
+"""What the ranks have logged becomes the value of the whole batch, and what it counts: a calculation by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_callbacks.lightning.rows import Row, decode, encode, join
+
+
+def row(value: float, weight: float, size: float, given: bool = False, padding: bool = False) -> Row:
+    return Row("loss", 0, weight, size, given, size == weight, padding, torch.tensor(value))
+
+
+NAN = float("nan")
+CASES: dict[str, tuple[str, list[list[Row]], tuple[float, float]]] = {
+    "by samples": ("mean", [[row(1.0, 3, 3)], [row(5.0, 1, 1)]], (2.0, 4)),
+    "a padding batch": ("mean", [[row(1.0, 3, 3)], [row(9.0, 0, 3, padding=True)]], (1.0, 3)),
+    "a mean over nothing": ("mean", [[row(1.0, 3, 4)], [row(NAN, 0, 4)]], (1.0, 8)),
+    "no rank counts": ("mean", [[row(1.0, 0, 4)], [row(3.0, 0, 4)]], (2.0, 8)),
+    "len of the part": ("mean", [[row(1.0, 3, 3, True)], [row(5.0, 1, 1, True)]], (2.0, 4)),
+    "tokens of the part": ("mean", [[row(1.0, 2, 30, True)], [row(5.0, 2, 10, True)]], (2.0, 40)),
+    "one constant": ("mean", [[row(1.0, 3, 7, True)], [row(5.0, 1, 7, True)]], (2.0, 14)),
+    "on one rank": ("mean", [[], [row(5.0, 1, 1)]], (5.0, 1)),
+    "sum": ("sum", [[row(1.0, 3, 3)], [row(5.0, 1, 1)]], (6.0, 4)),
+    "max": ("max", [[row(1.0, 3, 3)], [row(9.0, 0, 3, padding=True)]], (1.0, 3)),
+    "min": ("min", [[row(1.0, 3, 3)], [row(5.0, 1, 1)]], (1.0, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rows_of_all_ranks_become_the_value_of_the_whole_batch(name: str) -> None:
+    """Logged values are joined as a calculation by hand says."""
+    operation, ranks, expected = CASES[name]
+    encoded = [encode(rows) for rows in ranks]
+    assert [tensor.shape for _, tensor in encoded] == [(len(rows), 8) for rows in ranks]
+    (found,) = join([decode(*each) for each in encoded], lambda _: operation)
+    assert (found.value, found.size) == pytest.approx(expected)
+
+
+def test_batches_come_in_order_and_calls_in_one_batch_apart() -> None:
+    def rows(*positions: int) -> list[Row]:
+        return [Row("loss", at, 1.0, 1.0, False, True, False, float(at + 10 * n)) for n, at in enumerate(positions)]
+
+    found: list[Any] = join([rows(0, 1, 1), rows(0, 1, 1, 2)], lambda _: "sum")
+    assert [joined.value for joined in found] == [0.0, 22.0, 42.0, 32.0]
