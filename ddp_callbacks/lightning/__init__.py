@@ -1,8 +1,8 @@
 """Train a Lightning ``Trainer``, or a loop of Lightning Fabric, on many processes by a strategy's name.
 
-Importing this registers the strategy ``"ddp_callbacks"`` in ``lightning`` and in ``pytorch_lightning`` and
-``lightning_fabric``, whichever the program imports, before or after. Fabric's is in ``fabric``; ``processes`` is what
-both have in common. Of a Trainer, what happens in a training step, in Lightning's order::
+Importing this registers the strategy ``"ddp_callbacks"`` in ``lightning``; ``ddp_callbacks.pytorch_lightning`` does so in
+``pytorch_lightning``, by the modules here. Fabric's is in ``fabric``; ``processes`` is what both have in common. Of a
+Trainer, what happens in a training step, in Lightning's order::
 
     Trainer(strategy="ddp_callbacks")    the strategy finds its rank: world
     setup                                processes compared, parameters broadcast: strategy; a run begins: run
@@ -23,53 +23,30 @@ With the callback ``Resume`` a fit can stop at the ``moments`` and go on there: 
 ``own_state`` is what the ranks have beside Lightning's checkpoint: ``saved_logs``, ``saved_metrics``, ``saved_module``,
 ``saved_attributes``. ``resumable`` is the strategy's part.
 
-``package`` makes ``classes`` for both packages, and ``which_package`` says which the program uses; ``callback`` is for
-a Trainer whose strategy is another; ``reductions`` are what users ask the strategies for.
+``package`` makes ``classes`` for one of the ``packages``; ``callback`` is for a Trainer whose strategy is another;
+``reductions`` are what users ask the strategies for.
 """
 
-import functools
-import importlib
 import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
-from ddp_callbacks.lightning import which_package as _which_package
-
 if TYPE_CHECKING:
-    from ddp_callbacks.lightning.classes import CallbackStrategy, DDPCallback, Resume
-    from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin as CallbackFabricStrategy
+    from ddp_callbacks.lightning.classes import CallbackFabricStrategy, CallbackStrategy, DDPCallback, Resume
+elif "ddp_callbacks.pytorch_lightning" not in sys.modules:
+    from ddp_callbacks.lightning.package import make
 
+    CallbackStrategy, DDPCallback, Resume, CallbackFabricStrategy = make("lightning", __name__)
+else:  # which imports the modules of this package, and not for lightning
 
-def _home(home: str) -> Any:
-    return importlib.import_module(f"{__name__}.{home}")
+    def __getattr__(name: str) -> Any:
+        """The classes, for a program that uses both packages."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from ddp_callbacks.lightning.package import make
 
+        order = ("CallbackStrategy", "DDPCallback", "Resume", "CallbackFabricStrategy")
+        globals().update(zip(order, make("lightning", __name__), strict=True))
+        return globals()[name]
 
-def _home_of_other(package: str, home: str) -> None:
-    try:
-        _home(home)
-    except Exception as error:
-        warnings.warn(f'{package} has no strategy "ddp_callbacks": {error}', stacklevel=2)
-
-
-_first, *_others = _which_package.installed()
-
-if not TYPE_CHECKING:
-    #: Makes a strategy for the package that the caller uses, where both are in use.
-    CallbackStrategy = _home(_which_package.HOMES[_first]).CallbackStrategy
-    DDPCallback = _home(_which_package.HOMES[_first]).DDPCallback
-    #: Likewise.
-    Resume = _home(_which_package.HOMES[_first]).Resume
-    #: Likewise.
-    CallbackFabricStrategy = _home(_which_package.HOMES_OF_FABRIC[_first]).CallbackFabricStrategy
-
-for _name in _others:
-    for _roots, _homes in (
-        (_which_package.ROOTS, _which_package.HOMES),
-        (_which_package.FABRIC, _which_package.HOMES_OF_FABRIC),
-    ):
-        if _roots[_name] in sys.modules:
-            _home_of_other(_roots[_name], _homes[_name])
-        else:
-            _which_package.AtImport(_roots[_name], functools.partial(_home_of_other, _roots[_name], _homes[_name]))
 
 __all__ = ["CallbackFabricStrategy", "CallbackStrategy", "DDPCallback", "Resume"]

@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Any
 
 from ddp_callbacks._torch import TreeSpec, leaf_spec
+from ddp_callbacks.lightning.packages import FABRIC, ROOTS
 from ddp_callbacks.lightning.replacement import Replaced
-from ddp_callbacks.lightning.which_package import FABRIC, ROOTS
 from ddp_callbacks.versions import require_names
 
 _RESULT = "trainer.connectors.logger_connector.result"
@@ -38,9 +38,6 @@ STORE_OUTPUTS = "_store_dataloader_outputs"  # of an evaluation loop
 
 _MAX_SIZE = "_MaxSize"  # an iterator over several loaders
 
-# A function that is replaced as long as the program runs: the Tuner asks it before the strategy hears of anything.
-CHECK_SEARCH = "_check_scale_batch_size_configuration"  # of the module of the Tuner
-
 PRIVATE = (
     "core.module:LightningModule.__init__ uses _trainer",
     "core.module:LightningModule._on_before_batch_transfer(self, batch)",
@@ -55,7 +52,6 @@ PRIVATE = (
     "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy uses _layer_sync",
     "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy uses _configure_launcher",
     f"trainer.connectors.data_connector:_DataConnector.{PREPARE_DATA}(self)",
-    "trainer.connectors.accelerator_connector:_AcceleratorConnector.is_distributed",
     "trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start(self, checkpoint_path, weights_only)",
     "trainer.connectors.signal_connector:_SignalConnector.__init__ uses received_sigterm",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_SIGTERM}(self, signum)",
@@ -70,7 +66,6 @@ PRIVATE = (
     "trainer.call:_call_callback_hooks(trainer, hook_name)",
     "trainer.call:_call_lightning_module_hook(trainer, hook_name)",
     "trainer.setup:_init_debugging_flags uses _val_check_time_interval",
-    f"tuner.tuning:{CHECK_SEARCH}(trainer)",
     f"callbacks:ModelCheckpoint.{MONITORED[0]}(self, trainer)",
     f"callbacks:EarlyStopping.{MONITORED[1]}(self, trainer)",
     "tuner.lr_finder:_LRCallback.on_train_batch_end(self, trainer, pl_module, outputs)",
@@ -238,23 +233,6 @@ def accelerator_connector(trainer: Any) -> Any:
     return trainer._accelerator_connector
 
 
-@contextmanager
-def undivided(trainer: Any) -> Iterator[None]:
-    """Inside, the Trainer says that it is not distributed, for which the search for a batch size asks."""
-    connector = accelerator_connector(trainer)
-    kind = type(connector)
-    connector.__class__ = type(kind.__name__, (kind,), {"is_distributed": False})
-    try:
-        yield
-    finally:
-        connector.__class__ = kind
-
-
-def tuner_module(package: str) -> Any:
-    """The module of the Tuner."""
-    return importlib.import_module(f"{ROOTS[package]}.tuner.tuning")
-
-
 def trainer_of(module: Any) -> Any:
     """The Trainer that runs a module, or has run it last; ``None`` if none has."""
     return vars(module).get("_trainer")
@@ -351,11 +329,6 @@ def replace_results(loop: Any, make: Callable[[bool], Any]) -> None:
 def loader_of(loop: Any) -> Any:
     """The ``CombinedLoader`` of a loop; ``None`` before it has set up its data."""
     return loop._combined_loader
-
-
-def active_loop(trainer: Any) -> Any:
-    """The loop that runs."""
-    return trainer._active_loop
 
 
 def active_loader(trainer: Any) -> Any:

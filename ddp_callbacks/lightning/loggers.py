@@ -32,7 +32,8 @@ def go_on(loggers: Sequence[Any], places: Sequence[Place]) -> None:
     for logger, place in zip(loggers, places, strict=False):
         if place["version"] is not None and version_of(logger) is None:
             set_version_of(logger, place["version"])
-        if place["lines"] is not None and get_rank() == 0 and version_of(logger) == place["version"]:
+        is_same = _is_csv(logger) and version_of(logger) == place["version"]
+        if place["lines"] is not None and get_rank() == 0 and is_same:
             _continue(logger, place["lines"])
 
 
@@ -44,9 +45,13 @@ def _count_lines(logger: Any) -> int | None:
     return len(_lines(path))
 
 
+def _is_csv(logger: Any) -> bool:
+    return any(kind.__name__ == "CSVLogger" for kind in type(logger).__mro__)
+
+
 def _path(logger: Any) -> str | None:
     """Of the file of a CSVLogger on a local disk."""
-    writer = logger.experiment if any(kind.__name__ == "CSVLogger" for kind in type(logger).__mro__) else None
+    writer = logger.experiment if _is_csv(logger) else None
     path = getattr(writer, "metrics_file_path", None)
     return None if path is None or "://" in path else str(path)
 
@@ -64,6 +69,9 @@ def _continue(logger: Any, count: int) -> None:
         path = _path(logger)
     lines = _lines(path) if path is not None else []
     if path is None or not lines:
+        return
+    if not count:
+        os.remove(path)  # the logger begins it anew, with a header
         return
     write_atomically(path, lambda temporary: Path(temporary).write_text("".join(lines[:count]), newline=""))
     logger.experiment.metrics_keys = next(csv.reader(lines))

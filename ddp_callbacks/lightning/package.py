@@ -1,32 +1,25 @@
-"""Lightning comes as two packages, ``lightning`` and ``pytorch_lightning``, whose classes know nothing of each other.
-
-The classes here are made once for each that is installed, from the same mixins.
-"""
+"""Makes the public classes for one of Lightning's two packages, and registers the strategies there."""
 
 from __future__ import annotations
 
 import importlib
 import typing
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import FunctionType
 from typing import Any, Literal
 
 from ddp_callbacks.lightning._lightning import (
-    CHECK_SEARCH,
     add_worker_init_fn,
     is_interactive,
+    require_fabric,
     require_lightning,
     results_class,
-    tuner_module,
-    undivided,
 )
 from ddp_callbacks.lightning._torchmetrics import require_torchmetrics
-from ddp_callbacks.lightning.classes import CallbackStrategy, DDPCallback, Resume
+from ddp_callbacks.lightning.classes import CallbackFabricStrategy, CallbackStrategy, DDPCallback, Resume
 from ddp_callbacks.lightning.logs import JointResults
+from ddp_callbacks.lightning.packages import FABRIC, ROOTS, require_package
 from ddp_callbacks.lightning.processes import NAMES
-from ddp_callbacks.lightning.replacement import Replaced
-from ddp_callbacks.lightning.which_package import HOMES, ROOTS, ByCaller
 
 # What a hook returns is left out: jsonargparse takes a function that returns a class for one that makes such objects.
 _FUNCTIONS: dict[str, Any] = {
@@ -35,45 +28,44 @@ _FUNCTIONS: dict[str, Any] = {
 }
 
 
-def make(name: str, home: str) -> tuple[type, type, type]:
-    """Make the strategy and the callbacks for a package, and register the strategy there.
+def make(name: str, home: str) -> tuple[type, type, type, type]:
+    """Make ``CallbackStrategy``, ``DDPCallback``, ``Resume`` and ``CallbackFabricStrategy`` for a package.
 
     Args:
         home: The module that has them.
+
+    Raises:
+        ImportError: The program uses the other package, or the installed version lacks something.
     """
-    root = ROOTS[name]
+    require_package(name)
     require_lightning(name)
+    require_fabric(name)
     require_torchmetrics()
-    strategies = importlib.import_module(f"{root}.strategies")
-    callbacks = importlib.import_module(f"{root}.callbacks")
-    members: dict[str, Any] = {
-        "__module__": home,
-        "__doc__": CallbackStrategy.__doc__,
+    strategies = importlib.import_module(f"{ROOTS[name]}.strategies")
+    base = importlib.import_module(f"{ROOTS[name]}.callbacks").Callback
+    of_fabric = importlib.import_module(f"{FABRIC[name]}.strategies")
+    shared: dict[str, Any] = {
+        "add_worker_init_fn": staticmethod(add_worker_init_fn(name)),
+        "interactive": is_interactive(name),
+    }
+    own = {
         "__init__": _for_configs(CallbackStrategy.__init__, strategies.DDPStrategy.__init__),
-        "homes": HOMES,
         "strategy_name": NAMES[0],
         "ddp_strategy": strategies.DDPStrategy,
         "results_class": type("JointResults", (JointResults, results_class(name)), {"__module__": home}),
-        "add_worker_init_fn": staticmethod(add_worker_init_fn(name)),
-        "interactive": is_interactive(name),
-        "is_oom_error": staticmethod(importlib.import_module(f"{root}.utilities.memory").is_oom_error),
     }
-    strategy = ByCaller("CallbackStrategy", (CallbackStrategy, strategies.DDPStrategy), members)
-    described = {"__module__": home, "__doc__": DDPCallback.__doc__}
-    callback = type("DDPCallback", (DDPCallback, callbacks.Callback), described)
-    members = {"__module__": home, "__doc__": Resume.__doc__, "homes": HOMES}
-    resume = ByCaller("Resume", (Resume, callbacks.Callback), members)
+    strategy = _make(home, CallbackStrategy, strategies.DDPStrategy, shared | own)
+    fabric = _make(home, CallbackFabricStrategy, of_fabric.DDPStrategy, shared)
     what = "gradients synchronized by callbacks, the module is not wrapped"
     for each in NAMES:
-        strategies.StrategyRegistry.register(each, strategy.exactly, description=what, override=True)
-    Replaced(tuner_module(name), CHECK_SEARCH, _check_search)
-    return strategy, callback, resume
+        strategies.StrategyRegistry.register(each, strategy, description=what, override=True)
+        of_fabric.STRATEGY_REGISTRY.register(each, fabric, description=what, override=True)
+    return strategy, _make(home, DDPCallback, base, {}), _make(home, Resume, base, {}), fabric
 
 
-def _check_search(check: Callable[[Any], None], trainer: Any) -> None:
-    """What the Tuner asks before it searches for a batch size; for other strategies the answer is Lightning's."""
-    with undivided(trainer) if isinstance(trainer.strategy, CallbackStrategy) else nullcontext():
-        check(trainer)
+def _make(home: str, described: type, base: type, members: dict[str, Any]) -> type:
+    """A class of the package, with the name and the docstring of ``described``."""
+    return type(described.__name__, (described, base), {"__module__": home, "__doc__": described.__doc__, **members})
 
 
 def _for_configs(init: Any, of_ddp: Any) -> FunctionType:

@@ -53,10 +53,6 @@ class Predictions:
         for replaced in self._replaced:
             replaced.undo()
 
-    def follow(self, other: Predictions) -> None:
-        """What ``other`` notes of the batches is what joins the predictions of this one."""
-        self.sizes, self.examples = other.sizes, other.examples
-
     def end_step(self, output: Any) -> None:
         """``predict_step`` has returned. A collective in the first batch of a loader, whose output shows what joins."""
         self._batches.settle()

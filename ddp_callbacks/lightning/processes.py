@@ -44,6 +44,15 @@ _OF_DDP = {
     "ddp_comm_state": "it is called comm_state here",
 }
 
+
+class _SignatureOfInit:
+    """The signature of a class, which configurations read, although ``__new__`` takes anything."""
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
 _Lightnings: Any = object  # of either package: the class comes after this one
 
 
@@ -55,6 +64,7 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
     """
 
     user: str
+    __signature__ = _SignatureOfInit()
     _batch_size: BatchSize
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -65,6 +75,10 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
                 why = f": {_OF_DDP[name]}" if name in _OF_DDP else ""
                 raise ConfigurationError(f"{cls.__name__} has no {name}{why}.")
         return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        """For the error of a Trainer of the other package, to which it is no strategy."""
+        return f"<{type(self).__name__} of {type(self).__module__}>"
 
     @property
     def cluster_environment(self) -> Any:

@@ -126,10 +126,6 @@ class Run:
         """What lets all ranks skip a batch that is bad on one."""
         return SkippingOnAll(self._trainer, skip_batch, self._exchange, self.batches, self._metrics)
 
-    def continue_for(self, before: Run) -> None:
-        """A run that has failed goes on as this one: a prediction that has begun in it ends with what comes now."""
-        before.predictions.follow(self.predictions)
-
     def synchronize_batch_norm(self) -> None:
         """The module's BatchNorm layers normalize by the whole batch from now on. A collective."""
         self._batch_norm = BatchNormSynchronizer(self._model, counts=lambda: self.batches.has_samples)

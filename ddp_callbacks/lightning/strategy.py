@@ -52,14 +52,11 @@ from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.lightning.resumable import ResumableMixin
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
-from ddp_callbacks.lightning.tuning import BatchSizeSearch
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.presence import alone_in
-from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas import (
-    broadcast_optimizer_state,
     broadcast_parameters,
     describe_checkpoint,
     require_same_checkpoint,
@@ -79,7 +76,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
     results_class: Callable[..., JointResults]
     add_worker_init_fn: Callable[[object, int], None]
     interactive: bool
-    is_oom_error: Callable[[BaseException], bool]
 
     def __init__(
         self,
@@ -137,7 +133,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         self._synchronizer: GradientSynchronizer | None = None
         self._local: LocalSteps | None = None  # in its place, if the gradients are not synchronized
         self._met: list[Replaced] = []  # methods that are ours since the processes have met
-        self._search: BatchSizeSearch | None = None
         self._run: Run | None = None
         self._skipping: Skipping | None = None
         self._is_to_verify = False  # the next batch
@@ -173,7 +168,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         self._meet()
         self._let_prepare_data_alone()
         self._end_meeting()
-        self._search = BatchSizeSearch(self._trainer, self)
         if self.world_size > 1:
             self._met = [follow_rank_zero(self._trainer)]
         self.begin_resuming(self._trainer)
@@ -217,22 +211,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
                 Skipping(self._trainer, self._skip_batch) if self._run is None else self._run.skipping(self._skip_batch)
             )
         return model
-
-    def start_anew(self) -> None:
-        """Go on after a failure that every rank has caught, with the state of rank 0. A collective.
-
-        The loaders are the user's own, and must be processed again.
-        """
-        begin_run()
-        before = self._run
-        self._setup_model(self.model)
-        if before is not None and self._run is not None:
-            self._run.continue_for(before)
-        for optimizer in self.optimizers:
-            broadcast_optimizer_state(torch_optimizer(optimizer))
-        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        for scheduler, state in zip(schedulers, self.broadcast([one.state_dict() for one in schedulers]), strict=True):
-            scheduler.load_state_dict(state)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the module's optimizers, and compare those of the processes. A collective."""
@@ -401,7 +379,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
             "_run": None,
             "_skipping": None,
             "_met": [],
-            "_search": None,
             "resume": None,
         }
         return state | ended
@@ -483,9 +460,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         for replaced in self._met:
             replaced.undo()
         self._met = []
-        if self._search is not None:
-            self._search.close()
-            self._search = None
 
     def _close(self) -> None:
         if self._synchronizer is not None:

@@ -13,7 +13,7 @@ from neuralforecast.models import NHITS
 kind, results = sys.argv[1:]
 strategy = "auto"
 if kind != "alone":
-    import ddp_callbacks.lightning  # noqa: F401
+    import ddp_callbacks.pytorch_lightning  # noqa: F401
 
     strategy = "ddp_callbacks"
 

@@ -195,14 +195,19 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize(("version", "cut", "error"), [(None, 3, None), (7, 8, ZeroDivisionError())])
-def test_a_csv_file_goes_on_where_it_was_cut(tmp_path: Path, version: Any, cut: int, error: Any) -> None:
+@pytest.mark.parametrize(
+    ("version", "cut", "error", "steps"),
+    [(None, 3, None, 1), (7, 8, ZeroDivisionError(), 1), (None, 5, ZeroDivisionError(), 4)],
+    ids=["at a file", "behind a file", "behind a file without rows"],
+)
+def test_a_csv_file_goes_on_where_it_was_cut(tmp_path: Path, version: Any, cut: int, error: Any, steps: int) -> None:
     """CSV files, TensorBoard's folders and `ModelCheckpoint`'s files go on."""
 
     def fit_with(name: str, version: Any, stop: int | None = None) -> ModelCheckpoint:
         saving = ModelCheckpoint(monitor="val_loss", save_top_k=2)
         logger = CSVLogger(tmp_path / name, version=version, flush_logs_every_n_steps=2)
         options = {"callbacks": [saving], "enable_checkpointing": True, "logger": logger, "every": 3}
+        options["log_every_n_steps"] = steps
         fit(tmp_path / f"{name}.ckpt", stop, error, module=Late(), max_epochs=3, **options)
         return saving
 
@@ -217,9 +222,10 @@ def test_a_csv_file_goes_on_where_it_was_cut(tmp_path: Path, version: Any, cut: 
     assert {Path(path).name for path in saving.best_k_models} == {Path(path).name for path in whole.best_k_models}
 
 
-def test_tensorboard_goes_on_in_the_same_version(tmp_path: Path) -> None:
-    for stop in (3, None):
-        fit(tmp_path / "run.ckpt", stop, logger=TensorBoardLogger(tmp_path))
+@pytest.mark.parametrize("first", [TensorBoardLogger, CSVLogger])
+def test_tensorboard_goes_on_in_the_same_version(tmp_path: Path, first: Any) -> None:
+    for stop, logger in ((3, first), (None, TensorBoardLogger)):
+        fit(tmp_path / "run.ckpt", stop, logger=logger(tmp_path))
     assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
 
 
@@ -274,8 +280,7 @@ def test_either_package_goes_on_from_the_file_of_the_other(tmp_path: Path) -> No
 def fit_by(package: str, path: Path, stop: int | None) -> dict[str, torch.Tensor]:
     """The parameters that a package has trained."""
     lightning = importlib.import_module(package)
-    home = "for_lightning" if package.startswith("lightning") else "for_pytorch_lightning"
-    resume = importlib.import_module(f"ddp_callbacks.lightning.{home}").Resume.exactly(path)
+    resume = importlib.import_module(f"ddp_callbacks.{package.partition('.')[0]}").Resume(path)
 
     class Stops(lightning.Callback):  # type: ignore[misc, name-defined]
         on_train_batch_end = Asks.on_train_batch_end

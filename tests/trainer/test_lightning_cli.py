@@ -237,7 +237,7 @@ from datetime import timedelta
 import {package} as pl
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from ddp_callbacks import LocalSGD, PowerSGD
-from ddp_callbacks.lightning import CallbackStrategy, DDPCallback
+from ddp_callbacks.{ours} import CallbackStrategy, DDPCallback
 
 def weigh(batch: dict[str, int]) -> float:
     return 1.0
@@ -258,7 +258,7 @@ CallbackStrategy(weight="tokens")  # refused
 def test_mypy_sees_the_options_and_refuses_wrong_ones(tmp_path: Path) -> None:
     """Editors and mypy see the strategy's options."""
     for name, package in (("one", "lightning.pytorch"), ("other", "pytorch_lightning")):
-        (tmp_path / f"{name}.py").write_text(TYPED.format(package=package))
+        (tmp_path / f"{name}.py").write_text(TYPED.format(package=package, ours=package.partition(".")[0]))
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--cache-dir", str(tmp_path / "c")]
     environ = {**os.environ, "MYPYPATH": str(ROOT)}
     done = subprocess.run(

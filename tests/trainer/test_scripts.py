@@ -132,7 +132,7 @@ def test_a_failure_in_a_process_that_fabric_has_started_ends_all(call: str, tmp_
 OTHER_PACKAGE = """
 import sys
 import pytorch_lightning
-import ddp_callbacks.lightning as ours
+import ddp_callbacks.pytorch_lightning as ours
 assert "lightning.pytorch" not in sys.modules
 from pytorch_lightning.demos.boring_classes import BoringModel
 trainer = pytorch_lightning.Trainer(strategy="ddp_callbacks", accelerator="cpu", fast_dev_run=True, logger=False)
@@ -143,20 +143,28 @@ trainer.fit(module)
 sys.stdout.write(f"trained on {trainer.world_size} {trainer.model is module}\\n")  # at once: two processes write
 """
 BOTH = """
-from ddp_callbacks.lightning import CallbackStrategy
-import pytorch_lightning as pl
+import lightning.pytorch
+import pytorch_lightning
 import pickle
+from ddp_callbacks import pytorch_lightning as second
+from ddp_callbacks import lightning as first
 options = {"accelerator": "cpu", "logger": False}
-trainers = [pl.Trainer(strategy=CallbackStrategy(compress="bf16"), **options)]
-trainers.append(pl.Trainer(strategy="ddp_callbacks", **options))
-other = {"options": options, "CallbackStrategy": CallbackStrategy}
-exec("import lightning.pytorch as pl; made = pl.Trainer(strategy=CallbackStrategy(), **options)", other)
-trainers.append(other["made"])
-for package in (pl, other["pl"]):
-    made = package.Trainer(strategy="ddp_callbacks", **options)
-    assert isinstance(made.strategy, package.strategies.DDPStrategy), package
-assert all(type(pickle.loads(pickle.dumps(made.strategy))) is type(made.strategy) for made in trainers)
-print([type(made.strategy).__module__.rpartition(".")[2] for made in trainers])
+for package, ours, others in ((lightning.pytorch, first, second), (pytorch_lightning, second, first)):
+    for strategy in ("ddp_callbacks", ours.CallbackStrategy(compress="bf16")):
+        made = package.Trainer(strategy=strategy, **options).strategy
+        assert type(made) is type(pickle.loads(pickle.dumps(made))) is ours.CallbackStrategy
+        assert isinstance(made, package.strategies.DDPStrategy), package
+    try:
+        package.Trainer(strategy=others.CallbackStrategy(), **options)
+    except ValueError as error:
+        print(error)
+"""
+THE_WRONG_ONE = """
+import pytorch_lightning
+try:
+    import ddp_callbacks.lightning
+except ImportError as error:
+    print(error)
 """
 NEITHER = """
 import importlib.util
@@ -174,13 +182,14 @@ except ImportError as error:
     ("script", "command", "says"),
     [
         (OTHER_PACKAGE, TWO_PROCESSES, "trained on 2 True"),
-        (BOTH, PYTHON, "['for_pytorch_lightning', 'for_pytorch_lightning', 'for_lightning']"),
+        (BOTH, PYTHON, "strategy=<CallbackStrategy of ddp_callbacks.pytorch_lightning>"),
+        (THE_WRONG_ONE, PYTHON, "imported pytorch_lightning: import ddp_callbacks.pytorch_lightning instead of ddp_"),
         (NEITHER, PYTHON, 'Lightning is not installed: pip install "lightning'),
     ],
-    ids=["the other", "both", "neither"],
+    ids=["the other", "both", "the wrong one", "neither"],
 )
 def test_either_package_will_do(script: str, command: list[Any], says: str, tmp_path: Path) -> None:
-    """The strategy works with `lightning`, `pytorch_lightning` and both."""
+    """Each package of Lightning has its own import; the wrong one is an error that names it."""
     (tmp_path / "script.py").write_text(script)
     output = run([*command, "script.py"], tmp_path, cold=True)
     assert output.count(says) == (2 if command is TWO_PROCESSES else 1), output

@@ -1,0 +1,29 @@
+"""Lightning comes as two packages, whose classes know nothing of each other: which of them a program uses."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+from ddp_callbacks.versions import how_to_install
+
+ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+FABRIC = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+def require_package(name: str) -> None:
+    """Raise :class:`ImportError`, with what to import instead, if the program uses another package than this one."""
+    other = next(each for each in ROOTS if each != name)
+    instead = f"import ddp_callbacks.{other} instead of ddp_callbacks.{name}"
+    if importlib.util.find_spec(name) is None:
+        if importlib.util.find_spec(other) is not None:
+            raise ImportError(f"{name} is not installed, but {other} is: {instead}.")
+        raise ImportError(
+            f"Lightning is not installed: {how_to_install('lightning')} (or pytorch-lightning, which works as well)"
+        )
+    if _is_imported(other) and not _is_imported(name):
+        raise ImportError(f"this program has imported {other}: {instead}. If it uses both, import {name} before.")
+
+
+def _is_imported(name: str) -> bool:
+    return ROOTS[name] in sys.modules or FABRIC[name] in sys.modules
