@@ -1,6 +1,6 @@
 """Train a Lightning ``Trainer``, or a loop of Lightning Fabric, on many processes by a strategy's name.
 
-Importing this registers the strategy ``"ddp_callbacks"`` in ``lightning``; ``ddp_callbacks.pytorch_lightning`` does so in
+Importing this registers the strategy ``"ddp_callbacks"`` in ``lightning``, and ``ddp_callbacks.pytorch_lightning`` in
 ``pytorch_lightning``, by the modules here. Fabric's is in ``fabric``; ``processes`` is what both have in common. Of a
 Trainer, what happens in a training step, in Lightning's order::
 

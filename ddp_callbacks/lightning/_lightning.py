@@ -56,15 +56,6 @@ PRIVATE = (
     "trainer.connectors.signal_connector:_SignalConnector.__init__ uses received_sigterm",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_SIGTERM}(self, signum)",
     f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_REQUEUE}(self, signum)",
-    f"trainer.connectors.signal_connector:_SignalConnector.{REGISTER_SIGNALS}(self)",
-    "trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint(self, weights_only)",
-    "trainer.connectors.checkpoint_connector:_CheckpointConnector.__init__ uses _ckpt_path, _loaded_checkpoint",
-    "trainer.connectors.checkpoint_connector:_CheckpointConnector.restore_optimizers_and_schedulers(self)",
-    "trainer.connectors.checkpoint_connector:_CheckpointConnector.restore_precision_plugin_state(self)",
-    "trainer.call:_call_callbacks_load_state_dict(trainer, checkpoint)",
-    "trainer.call:_call_callbacks_on_load_checkpoint(trainer, checkpoint)",
-    "trainer.call:_call_callback_hooks(trainer, hook_name)",
-    "trainer.call:_call_lightning_module_hook(trainer, hook_name)",
     "trainer.setup:_init_debugging_flags uses _val_check_time_interval",
     f"callbacks:ModelCheckpoint.{MONITORED[0]}(self, trainer)",
     f"callbacks:EarlyStopping.{MONITORED[1]}(self, trainer)",
@@ -75,6 +66,51 @@ PRIVATE = (
     "loops.fit_loop:_FitLoop.setup_data uses _last_val_time",
     "loops.training_epoch_loop:_TrainingEpochLoop.__init__ uses _results, automatic_optimization, val_loop",
     f"loops.training_epoch_loop:_TrainingEpochLoop.{BROADCAST_SIGTERM}(self)",
+    "loops.fit_loop:_FitLoop._should_accumulate(self)",
+    "loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx uses _last_val_time, _val_check_time_interval",
+    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _combined_loader, _results",
+    "loops.prediction_loop:_PredictionLoop.__init__ uses _combined_loader, _data_fetcher, _predictions, _results",
+    "loops.prediction_loop:_PredictionLoop.__init__ uses batch_progress, epoch_batch_indices",
+    f"loops.prediction_loop:_PredictionLoop.{PREDICT_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
+    f"loops.prediction_loop:_PredictionLoop.{BATCH_INDICES}(self, dataloader)",
+    "loops.fetchers:_DataLoaderIterDataFetcher.__init__ uses _dataloader_idx",
+    "loops.optimization.automatic:_AutomaticOptimization.output_result_cls.from_training_step_output",
+    "utilities.combined_loader:CombinedLoader.__init__ uses _mode, _spec",
+    # what self.log records
+    f"{_LOGGER}:_LoggerConnector.epoch_end_reached(self)",
+    f"{_LOGGER}:_LoggerConnector.on_batch_end(self)",
+    f"{_LOGGER}:_LoggerConnector.on_epoch_end(self)",
+    f"{_LOGGER}:_LoggerConnector.reset_metrics uses _progress_bar_metrics, _callback_metrics, _logged_metrics",
+    f"{_LOGGER}:_LoggerConnector.should_update_logs",
+    f"{_RESULT}:_Metadata.is_mean_reduction",
+    f"{_RESULT}:_Metadata.sync",
+    f"{_RESULT}:_ResultCollection.__init__(self, training)",
+    f"{_RESULT}:_ResultCollection._get_cache(result_metric, on_step)",
+    f"{_RESULT}:_ResultCollection.log(self, fx, name, value, sync_dist, sync_dist_group, batch_size)",
+    f"{_RESULT}:_ResultCollection.metrics uses _get_cache",
+    f"{_RESULT}:_ResultCollection.reset(self, metrics, fx)",
+    f"{_RESULT}:_ResultCollection.update_metrics(self, key, value, batch_size)",
+    f"{_RESULT}:_ResultMetric.__init__ uses _forward_cache, has_reset, is_tensor, meta, cumulated_batch_size",
+    f"{_RESULT}:_Sync.rank_zero_only",
+    f"{_RESULT}:_Sync.should",
+    # the strategy
+    "strategies:DDPStrategy.__init__ uses _process_group_backend, _timeout",
+    "strategies:DDPStrategy._configure_launcher(self)",
+    "strategies:DDPStrategy._setup_model(self, model)",
+    "strategies:ParallelStrategy.__init__ uses _layer_sync",
+)
+"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it, below ``lightning.pytorch``."""
+
+PRIVATE_OF_RESUME = (
+    f"trainer.connectors.signal_connector:_SignalConnector.{REGISTER_SIGNALS}(self)",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint(self, weights_only)",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.__init__ uses _ckpt_path, _loaded_checkpoint",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.restore_optimizers_and_schedulers(self)",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.restore_precision_plugin_state(self)",
+    "trainer.call:_call_callbacks_load_state_dict(trainer, checkpoint)",
+    "trainer.call:_call_callbacks_on_load_checkpoint(trainer, checkpoint)",
+    "trainer.call:_call_callback_hooks(trainer, hook_name)",
+    "trainer.call:_call_lightning_module_hook(trainer, hook_name)",
     f"loops.training_epoch_loop:_TrainingEpochLoop.{SHOULD_VALIDATE}(self, data_fetcher)",
     "loops.training_epoch_loop:_TrainingEpochLoop.__init__ uses _batches_that_stepped, batch_progress",
     "loops.training_epoch_loop:_TrainingEpochLoop.on_advance_end(self, data_fetcher)",
@@ -85,7 +121,6 @@ PRIVATE = (
     "loops.fit_loop:_FitLoop.run uses on_advance_end, on_iteration_done, on_run_end, _restarting",
     "loops.fit_loop:_FitLoop.__init__ uses _combined_loader_states_to_load, _data_fetcher, epoch_progress",
     "loops.fit_loop:_FitLoop.__init__ uses _last_train_dl_reload_epoch",
-    "loops.fit_loop:_FitLoop._should_accumulate(self)",
     f"loops.evaluation_loop:_EvaluationLoop.{EVALUATION_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
     f"loops.evaluation_loop:_EvaluationLoop.{STORE_OUTPUTS}(self)",
     "loops.evaluation_loop:_EvaluationLoop.__init__ uses _data_fetcher, _has_run, _last_val_dl_reload_epoch",
@@ -102,79 +137,52 @@ PRIVATE = (
     "loops.fetchers:_DataLoaderIterDataFetcher.__init__ uses _batch_idx",
     "utilities.combined_loader:_Sequential.__init__ uses _iterator_idx",
     "utilities.combined_loader:_Sequential._load_current_iterator(self)",
-    "loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx uses _last_val_time, _val_check_time_interval",
-    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _combined_loader, _results",
-    "loops.prediction_loop:_PredictionLoop.__init__ uses _combined_loader, _data_fetcher, _predictions, _results",
-    "loops.prediction_loop:_PredictionLoop.__init__ uses batch_progress, epoch_batch_indices",
-    f"loops.prediction_loop:_PredictionLoop.{PREDICT_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
-    f"loops.prediction_loop:_PredictionLoop.{BATCH_INDICES}(self, dataloader)",
-    "loops.fetchers:_DataLoaderIterDataFetcher.__init__ uses _dataloader_idx",
-    "loops.optimization.automatic:_AutomaticOptimization.output_result_cls.from_training_step_output",
-    "utilities.combined_loader:CombinedLoader.__init__ uses _mode, _spec",
-    # what self.log records
-    f"{_LOGGER}:_LoggerConnector.epoch_end_reached(self)",
-    f"{_LOGGER}:_LoggerConnector.on_batch_end(self)",
-    f"{_LOGGER}:_LoggerConnector.on_epoch_end(self)",
-    f"{_LOGGER}:_LoggerConnector.reset_metrics uses _progress_bar_metrics, _callback_metrics, _logged_metrics",
-    f"{_LOGGER}:_LoggerConnector.should_update_logs",
     f"{_LOGGER}:_LoggerConnector.__init__ uses _current_fx, _first_loop_iter",
     f"{_RESULT}:_Metadata.__init__(on_step, on_epoch, reduce_fx, metric_attribute)",
     f"{_RESULT}:_Metadata.__init__(self, fx, name, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph)",
     f"{_RESULT}:_Metadata.__init__(self, add_dataloader_idx, dataloader_idx, metric_attribute)",
-    f"{_RESULT}:_Metadata.is_mean_reduction",
-    f"{_RESULT}:_Metadata.sync",
-    f"{_RESULT}:_ResultCollection.__init__(self, training)",
-    f"{_RESULT}:_ResultCollection._get_cache(result_metric, on_step)",
-    f"{_RESULT}:_ResultCollection.log(self, fx, name, value, sync_dist, sync_dist_group, batch_size)",
-    f"{_RESULT}:_ResultCollection.metrics uses _get_cache",
-    f"{_RESULT}:_ResultCollection.reset(self, metrics, fx)",
-    f"{_RESULT}:_ResultCollection.update_metrics(self, key, value, batch_size)",
-    f"{_RESULT}:_ResultMetric.__init__ uses _forward_cache, has_reset, is_tensor, meta, cumulated_batch_size",
     f"{_RESULT}:_ResultMetric.__init__(self, metadata, is_tensor)",
     f"{_RESULT}:_Sync.__init__(fn, _should, rank_zero_only)",
-    f"{_RESULT}:_Sync.rank_zero_only",
-    f"{_RESULT}:_Sync.should",
-    # the strategy
-    "strategies:DDPStrategy.__init__ uses _process_group_backend, _timeout",
-    "strategies:DDPStrategy._configure_launcher(self)",
-    "strategies:DDPStrategy._setup_model(self, model)",
-    "strategies:ParallelStrategy.__init__ uses _layer_sync",
 )
-"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it, below ``lightning.pytorch``."""
+"""The same, of what only the callback ``Resume`` uses."""
 
-PRIVATE_OF_FABRIC = (
+PRIVATE_OF_BOTH = (
     "utilities.data:_auto_add_worker_init_fn(dataloader, rank)",
     "utilities.imports:_IS_INTERACTIVE",
     "loggers.csv_logs:CSVLogger.__init__ uses _version",
     "loggers.csv_logs:_ExperimentWriter._check_log_dir_exists(self)",
     "loggers.tensorboard:TensorBoardLogger.__init__ uses _version",
+)
+"""The same below ``lightning.fabric``, of what Trainers and Fabric use."""
+
+PRIVATE_OF_FABRIC = (
     "fabric:Fabric._setup_dataloader(self, dataloader, use_distributed_sampler)",
     "strategies:DDPStrategy.__init__ uses _backward_sync_control, _process_group_backend, _timeout",
     "strategies:DDPStrategy._configure_launcher(self)",
     "strategies:DDPStrategy._set_world_ranks(self)",
     "strategies:DDPStrategy._setup_distributed(self)",
 )
-"""The same below ``lightning.fabric``."""
+"""The same, of what only Fabric's strategy uses."""
 
 
 def require_lightning(package: str) -> None:
     """Raise :class:`ImportError` if the installed package lacks a private name, naming the versions that have it."""
-    require_names(package.replace("_", "-"), names_in(package))
+    _require(package, ROOTS, PRIVATE)
+    _require(package, FABRIC, PRIVATE_OF_BOTH)
+
+
+def require_resume(package: str) -> None:
+    """As :func:`require_lightning`, for what only ``Resume`` uses."""
+    _require(package, ROOTS, PRIVATE_OF_RESUME)
 
 
 def require_fabric(package: str) -> None:
-    """As :func:`require_lightning`, for what is used of Fabric."""
-    require_names(package.replace("_", "-"), names_in_fabric(package))
+    """As :func:`require_lightning`, for what only Fabric's strategy uses."""
+    _require(package, FABRIC, PRIVATE_OF_FABRIC)
 
 
-def names_in(package: str) -> list[str]:
-    """The contract for ``"lightning"`` or ``"pytorch_lightning"``."""
-    return [f"{ROOTS[package]}.{name}" for name in PRIVATE] + names_in_fabric(package)
-
-
-def names_in_fabric(package: str) -> list[str]:
-    """The part of the contract that is Fabric's."""
-    return [f"{FABRIC[package]}.{name}" for name in PRIVATE_OF_FABRIC]
+def _require(package: str, roots: dict[str, str], names: Sequence[str]) -> None:
+    require_names(package.replace("_", "-"), [f"{roots[package]}.{name}" for name in names])
 
 
 # --- the package ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from ddp_callbacks.lightning._lightning import (
     add_worker_init_fn,
     is_interactive,
-    require_fabric,
     require_lightning,
     results_class,
 )
@@ -39,12 +38,12 @@ def make(name: str, home: str) -> tuple[type, type, type, type]:
     """
     require_package(name)
     require_lightning(name)
-    require_fabric(name)
     require_torchmetrics()
     strategies = importlib.import_module(f"{ROOTS[name]}.strategies")
     base = importlib.import_module(f"{ROOTS[name]}.callbacks").Callback
     of_fabric = importlib.import_module(f"{FABRIC[name]}.strategies")
     shared: dict[str, Any] = {
+        "package": name,
         "add_worker_init_fn": staticmethod(add_worker_init_fn(name)),
         "interactive": is_interactive(name),
     }
@@ -60,7 +59,7 @@ def make(name: str, home: str) -> tuple[type, type, type, type]:
     for each in NAMES:
         strategies.StrategyRegistry.register(each, strategy, description=what, override=True)
         of_fabric.STRATEGY_REGISTRY.register(each, fabric, description=what, override=True)
-    return strategy, _make(home, DDPCallback, base, {}), _make(home, Resume, base, {}), fabric
+    return strategy, _make(home, DDPCallback, base, {}), _make(home, Resume, base, {"package": name}), fabric
 
 
 def _make(home: str, described: type, base: type, members: dict[str, Any]) -> type:

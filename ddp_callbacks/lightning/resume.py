@@ -25,6 +25,7 @@ from ddp_callbacks.lightning._lightning import (
     loader_of,
     position_in_evaluation,
     position_in_training,
+    require_resume,
     set_checkpoint,
     signal_connector,
 )
@@ -40,6 +41,8 @@ _Callbacks: Any = object  # of either package: the class comes after this one
 class ResumeMixin(_Callbacks):  # type: ignore[misc]
     """Mixed into a ``Callback`` of either package; see ``Resume``."""
 
+    package: str
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -49,6 +52,7 @@ class ResumeMixin(_Callbacks):  # type: ignore[misc]
         async_save: bool = False,
         weights_only: bool = True,
     ) -> None:
+        require_resume(self.package)
         make_interval(every, None)  # raises if it is invalid
         self.path = os.path.abspath(path)
         self._every = every

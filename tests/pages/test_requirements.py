@@ -26,9 +26,10 @@ from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
 from ddp_callbacks.torchbearer import _torchbearer
 from ddp_callbacks.versions import how_to_install, how_to_install_this, require_names
 
+OF_TRAINER = _lightning.PRIVATE + _lightning.PRIVATE_OF_RESUME
 CONTRACTS = {
     _torch: _torch.PRIVATE,
-    _lightning: _lightning.PRIVATE + _lightning.PRIVATE_OF_FABRIC,
+    _lightning: OF_TRAINER + _lightning.PRIVATE_OF_BOTH + _lightning.PRIVATE_OF_FABRIC,
     _torchmetrics: _torchmetrics.PRIVATE,
     _torchbearer: _torchbearer.PRIVATE,
 }
@@ -40,8 +41,10 @@ def test_the_private_names_of_torch_and_lightning_are_there() -> None:
     require_names("torch", _torch.PRIVATE)
     require_names("torchmetrics", _torchmetrics.PRIVATE)
     require_names("torchbearer", _torchbearer.PRIVATE)
-    require_names("lightning", _lightning.names_in("lightning"))
-    require_names("pytorch-lightning", _lightning.names_in("pytorch_lightning"))
+    for name in ("lightning", "pytorch_lightning"):
+        _lightning.require_lightning(name)
+        _lightning.require_resume(name)
+        _lightning.require_fabric(name)
 
 
 @pytest.mark.parametrize("home", CONTRACTS, ids=lambda home: str(home.__name__.rpartition(".")[2]))
@@ -52,7 +55,7 @@ def test_a_contract_names_each_private_name_that_its_file_uses(home: ModuleType)
 
 
 def test_a_contract_names_what_is_overridden_in_classes_of_lightning() -> None:
-    of_trainer, of_fabric = _lightning.PRIVATE, _lightning.PRIVATE_OF_FABRIC
+    of_trainer, of_fabric = OF_TRAINER, _lightning.PRIVATE_OF_FABRIC
     for ours, base, contract in (
         (CallbackStrategyMixin, lightning.pytorch.strategies.DDPStrategy, of_trainer),
         (ProcessesMixin, lightning.pytorch.strategies.DDPStrategy, of_trainer),

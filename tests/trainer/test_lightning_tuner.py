@@ -9,13 +9,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
-from kit.compare import assert_equal
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
-from torch.utils.data import DataLoader
-from trainer_cases import OURS, Bodies, message_of, on_one, quiet
-from trainers import Net, data, fit, loader, outcome, trainer
+from trainer_cases import Bodies, quiet
+from trainers import Net, fit, loader, outcome, trainer
 
 from ddp_callbacks.lightning import CallbackStrategy
 

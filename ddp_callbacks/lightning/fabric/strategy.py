@@ -20,7 +20,7 @@ from ddp_callbacks.data.nested import name_of
 from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
 from ddp_callbacks.data.shares import BatchSize, Share
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning._lightning import is_to_divide
+from ddp_callbacks.lightning._lightning import is_to_divide, require_fabric
 from ddp_callbacks.lightning.batches import (
     Reduction,
     Weight,
@@ -46,6 +46,7 @@ from ddp_callbacks.verification import LossWatch
 class CallbackFabricMixin(ProcessesMixin):
     """What makes Fabric's ``DDPStrategy`` synchronize by callbacks; see ``CallbackFabricStrategy``."""
 
+    package: str
     user = "Fabric"
     distributed_sampler_kwargs = None  # Fabric puts no DistributedSampler into loaders; they are divided here
     add_worker_init_fn: Callable[[object, int], None]
@@ -70,6 +71,7 @@ class CallbackFabricMixin(ProcessesMixin):
         checkpoint_io: Any = None,
         precision: Any = None,
     ) -> None:
+        require_fabric(self.package)
         check_settings(batch_size, weight, reduction, bucket_cap_mb, comm_hook)
         check_compress(compress, comm_hook)
         super().__init__(
