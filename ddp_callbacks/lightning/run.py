@@ -256,7 +256,8 @@ class Run:
     def _before_monitor(self) -> None:
         """ModelCheckpoint or EarlyStopping looks at what was logged. A collective."""
         results, trainer = results_of(self._trainer), self._trainer
-        if trainer.training and trainer.state.status != "interrupted" and results.joins_steps:
+        meets = results.joins_steps or not results.is_in_batch
+        if trainer.training and trainer.state.status != "interrupted" and meets:
             results.join()
 
     def _meets(self) -> bool:
