@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_callbacks.comm.scalars import Carrier, ScalarExchange, ScalarWork
+from ddp_callbacks.comm.scalars import HEADER, Carrier, PiggybackedScalars, ScalarExchange
 from ddp_callbacks.lightning._lightning import (
     BROADCAST_SIGTERM,
     HANDLE_REQUEUE,
@@ -26,7 +26,9 @@ from ddp_callbacks.process_group.votes import abstain, is_unanimous
 NONE = (False,) * 4
 """No flag is raised."""
 
-ROOM = 8  # numbers of a rank that travel with the gradients: whether its step is skipped, its flags, and a header
+ROOM = (
+    HEADER + 1 + len(NONE)
+)  # numbers of a rank that travel with the gradients: whether its step is skipped, and flags
 _OF_STEP = "the decisions of a step"
 
 
@@ -45,7 +47,7 @@ class Decisions:
     def __init__(self, trainer: Any, exchange: ScalarExchange) -> None:
         self._trainer = trainer
         self._exchange = exchange
-        self._carried: ScalarWork | None = None  # on its way
+        self._carried: PiggybackedScalars | None = None  # on its way
         self._rows: list[list[float]] = []  # that came in this step
         self._sigterm = False
         self._requeue: int | None = None  # the signal that has asked for it
@@ -89,7 +91,7 @@ class Decisions:
         """Take what has come with the gradients. Local."""
         if self._carried is not None:
             carried, self._carried = self._carried, None
-            self._rows, _ = carried.arrive()
+            self._rows = carried.arrive()
 
     def skipped_by(self) -> list[bool]:
         """For each rank, whether its ``training_step`` has returned nothing."""

@@ -219,7 +219,8 @@ def test_a_csv_file_goes_on_where_it_was_cut(tmp_path: Path, version: Any, cut: 
     expected = rows(tmp_path / "whole/lightning_logs/version_0")
     assert any("late" in row for row in expected)
     assert rows(folder / f"version_{version or 0}") == expected
-    assert {Path(path).name for path in saving.best_k_models} == {Path(path).name for path in whole.best_k_models}
+    found = {Path(path).name.replace("-v1", "") for path in saving.best_k_models}  # beside one of the run that failed
+    assert found == {Path(path).name for path in whole.best_k_models}
 
 
 @pytest.mark.parametrize("first", [TensorBoardLogger, CSVLogger])

@@ -298,7 +298,7 @@ MESSAGES: dict[str, tuple[type[Net], dict[str, Any], list[int]]] = {
     "values of the step": (Net, {}, [1, 1, 1, 1]),  # the gradients
     "many values": (LogsMuch, {}, [1, 1, 1, 1]),
     "values of hooks behind the step": (LogsNorms, {}, [1, 1, 1, 1]),
-    "and a logger": (LogsNorms, {"log_every_n_steps": 3}, [1, 3, 1, 1]),  # in the third step, with lengths
+    "and a logger": (LogsNorms, {"log_every_n_steps": 3}, [1, 2, 1, 1]),
     "hooks of one rank": (Net, {}, [1, 1, 1, 1]),
     "a vote on bad batches": (Net, {}, [2, 2, 2, 2]),
 }

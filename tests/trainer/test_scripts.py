@@ -58,11 +58,10 @@ import ddp_callbacks.lightning
 from ddp_callbacks.lightning import CallbackFabricStrategy
 from lightning.fabric import Fabric
 """
-FABRIC_AND_THE_OTHER_LATER = "import ddp_callbacks.lightning, lightning_fabric\nfrom lightning_fabric import Fabric"
+FABRIC_OF_THE_OTHER = "import ddp_callbacks.pytorch_lightning\nfrom lightning_fabric import Fabric"
 FABRIC_OF_THE_OTHER_ALONE = """
 import lightning_fabric
-import ddp_callbacks.lightning
-from ddp_callbacks.lightning import CallbackFabricStrategy
+from ddp_callbacks.pytorch_lightning import CallbackFabricStrategy
 from lightning_fabric import Fabric
 assert "lightning.fabric" not in sys.modules
 assert issubclass(CallbackFabricStrategy, lightning_fabric.strategies.DDPStrategy)
@@ -92,7 +91,7 @@ def write(folder: Path, before: str, call: str, fails: bool = False) -> Path:
     [
         pytest.param(PYTHON, FABRIC, STARTS, id="Fabric"),
         pytest.param(PYTHON, FABRIC, FORKS, id="Fabric, forked"),
-        pytest.param(TWO_PROCESSES, FABRIC_AND_THE_OTHER_LATER, LAUNCHED, id="Fabric by torchrun, imported later"),
+        pytest.param(TWO_PROCESSES, FABRIC_OF_THE_OTHER, LAUNCHED, id="Fabric by torchrun, of the other package"),
         pytest.param(FABRIC_RUN, FABRIC, LAUNCHED_BEFORE, id="fabric run", marks=COLD),
         pytest.param(
             ["ddprun", "--nproc-per-node", 2], FABRIC_OF_THE_OTHER_ALONE, LAUNCHED, id="Fabric by ddprun", marks=NIGHT
