@@ -277,9 +277,10 @@ def test_a_world_of_one_skips_what_it_would_skip_by_returning_none(name: str) ->
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 def test_each_skipped_batch_is_reported_once_with_rank_host_and_batch() -> None:
     """A message names each skipped batch, rank and host."""
-    (_, told), (_, of_one) = WORLD.returned(all_scenarios)
+    (_, told), (_, of_one) = WORLD.returned(all_scenarios, BY_SHARED_MEMORY)
     assert told["many batches"][-1].startswith("16 batches were skipped in this run, because of rank 0 for ")
     of_zero = told | {"many batches": told["many batches"][:-1]}
     assert not any(of_one.values())
