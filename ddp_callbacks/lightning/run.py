@@ -11,7 +11,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.comm.scalars import ScalarExchange
-from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.skipping import SkipBatch
 from ddp_callbacks.errors import SkippedBatchError
@@ -303,9 +302,6 @@ class Run:
         self._epoch_end.begin()
         if self._trainer.training:
             self.merge_buffers()
-            for loader in self._loaders():
-                if isinstance(loader, ShardedLoader) and isinstance(loader.iterator, ShardedIterator):
-                    loader.iterator.check_agreement()
             self.drawing.random_state.synchronize()
 
     def _before_epoch_end(self) -> None:
