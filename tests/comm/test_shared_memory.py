@@ -202,7 +202,7 @@ def mapped() -> int:
 
 @WORLD
 def test_every_step_sums_in_the_same_memory() -> None:
-    """Gradients stay in the same memory."""
+    """Gradients, kept for a step or not, stay in the same memory."""
     for set_to_none in (True, False):
         assert len(set(places_of_steps(set_to_none)[1:])) == 1
 
@@ -225,7 +225,6 @@ def places_of_steps(set_to_none: bool, keepers: tuple[int, ...] = ()) -> list[tu
 
 @WORLD
 def test_gradients_that_are_kept_for_one_step_take_no_new_memory_in_each() -> None:
-    """Gradients that you keep for one step take turns in the same memory."""
     for keepers in ((0, 1), (1,)):
         seen = places_of_steps(True, keepers)
         assert seen[2:4] == seen[4:], "each step maps memory"

@@ -527,7 +527,6 @@ def test_samples_without_a_target_get_the_gradient_of_the_others_losses(device: 
 
 @WORLD
 def test_ranks_at_different_layers_are_told() -> None:
-    """Ranks at different layers are told, also on two hosts."""
     tell_ranks_at_different_layers(dist.new_group())
 
 
