@@ -2,12 +2,12 @@
 
 - :mod:`.sharding`: ``shard_loader``, the entry point. :mod:`.before_loading` and :mod:`.after_loading` are the two ways
   to divide a loader; :mod:`.iterator` is their common interface
-- :mod:`.resuming`: ``resumable_loader``. :mod:`.passes` records what a pass depends on, :mod:`.drawing` and
-  :mod:`.samplers` draw it again, :mod:`.whole` and :mod:`.own_part` do so for loaders that are not divided before
-  loading, :mod:`.workers` keeps workers alive
+- :mod:`.order`: the indices of a pass, which rank 0 draws and sends; :mod:`.samplers` begins at any batch.
+  :mod:`.whole`: loaders whose batches every rank produces
+- :mod:`.resuming`: ``resumable_loader``; :mod:`.workers` keeps workers alive
 - :mod:`.shares`: which samples of a batch a rank gets
-- :mod:`.random_state`: all ranks draw the same batches; each draws different dropout and augmentation.
-  :mod:`.global_state` reads and sets the states
+- :mod:`.random_state`: all ranks draw alike; each draws different dropout and augmentation. :mod:`.global_state` reads
+  and sets the states
 - :mod:`.outputs`, :mod:`.batch_logs`: join predictions and logged values
 - :mod:`.skipping`: all ranks skip a batch that is bad on one
 - :mod:`.nested`: walk nested lists, tuples and mappings

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import warnings
-import zlib
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from ddp_callbacks.comm.agreement import require_agreement
+from ddp_callbacks.data.before_loading import warn_of_turns
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.nested import arrays_in, name_of
-from ddp_callbacks.data.passes import BatchEnd
-from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.data.shares import Share, WholeBatch, common_size, slice_batch, slice_samples, uneven_bounds
-from ddp_callbacks.data.whole import Whole
+from ddp_callbacks.data.whole import Whole, checksum_of_content
 from ddp_callbacks.data.workers import StartingWorkers
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -34,35 +23,24 @@ from ddp_callbacks.process_group import get_rank, get_world_size
 class _WholeIterator(ShardedIterator):
     """Produces the batches of a loader that can't be divided before loading, the same ones on every rank."""
 
-    def __init__(
-        self, loader: Iterable[Any], group: dist.ProcessGroup | None, shares: deque[Share], whole: Whole | None = None
-    ) -> None:
+    def __init__(self, whole: Whole, group: dist.ProcessGroup | None, shares: deque[Share]) -> None:
         self._group, self._rank, self._world_size = group, get_rank(group), get_world_size(group)
-        self._name = name_of(loader)
-        self._loads = isinstance(loader, DataLoader)
-        self._items_are_samples = _yields_samples(loader)
-        self._loader = loader
-        self._whole = whole
+        self._whole, self._name = whole, name_of(whole.loader)
+        self._items_are_samples = _yields_samples(whole.loader)
         self._first: WholeBatch | None = None
-        dataset = getattr(loader, "dataset", None)
-        self._shared = whole.begin() if whole else SharedRandomState([loader, dataset], group=group)
-        with self._shared.drawing(), StartingWorkers(whole and whole.loader):
-            super().__init__(iter(whole.loader if whole else loader), shares)
-        if whole:
-            whole.skip(self.batches, self._shared)
-        self._start = whole.record.done.drawn if whole and whole.record else 0
-        self._position = self._start - 1
-        self._end = BatchEnd(self._start, 0)
+        self._shared = whole.begin()
+        with self._shared.drawing(), StartingWorkers(whole.loader):
+            super().__init__(iter(whole.loader), shares)
+        whole.skip(self.batches)
+        self._start = whole.drawn
 
     def __next__(self) -> Any:
         try:
             part, share = self._take()
         except StopIteration:
-            if self._whole and self._whole.record:
-                self._whole.record.is_over = True
+            self._whole.is_over = True
             raise
-        if self._whole:
-            self._whole.hand_out(self._end, self._shared)
+        self._whole.hand_out()
         self._shares.append(share)
         return part
 
@@ -71,17 +49,18 @@ class _WholeIterator(ShardedIterator):
         raise NotImplementedError
 
     def _next_whole(self) -> Any:
-        if self._whole:
-            self._whole.will_produce()
         with self._shared.drawing():
             batch = next(self.batches)
-        self._position += 1
-        if self._whole:
-            self._end = self._whole.end_of(batch, self._position + 1)
+        self._whole.has_produced(batch)
         if self._position == self._start and self._world_size > 1:
             self._require_equal(batch)
-            _require_samples_first(self._loader, batch)
+            _require_samples_first(self._whole.loader, batch)
         return batch
+
+    @property
+    def _position(self) -> int:
+        """The number of the last batch."""
+        return self._whole.drawn - 1
 
     def first_batch(self) -> WholeBatch:
         if self._first is None:
@@ -105,13 +84,8 @@ class _WholeIterator(ShardedIterator):
 
     def _require_equal(self, batch: Any) -> None:
         """Raise unless the first batch is equal on all ranks."""
-        checksum = 0
-        for tensor in arrays_in(batch):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_sparse and tensor.numel():
-                raw = tensor.detach().cpu().contiguous().view(-1)
-                checksum = zlib.crc32(repr((tensor.shape, raw[:64].tolist())).encode(), checksum)
         require_agreement(
-            {f"{self._name}: checksum of the first batch": checksum},
+            {f"{self._name}: checksum of the first batch": checksum_of_content(batch)},
             f"the batches that {self._name} yields",
             f"Every process yields the batches of {self._name} under rank 0's random state (torch's, Python's and "
             "NumPy's global ones), and takes its part of each. Yield the same on every process. (In Lightning, "
@@ -146,17 +120,11 @@ class SlicingIterator(_WholeIterator):
 
     def _warn(self, batch: Any) -> None:
         shapes = ", ".join(str(list(array.shape)) for array in itertools.islice(arrays_in(batch), 4))
-        remedy = "Yield tensors that all have the samples in front" if self._loads else "Give a DataLoader"
-        why = "has no common first dimension to divide"
-        if self._items_are_samples and self._loads:
-            why = "is taken for one sample (batch_size=None)"
-        warnings.warn(
-            f"A batch of {self._name} ({type(batch).__name__}: {shapes or 'no tensors'}) {why}, so each "
-            "is computed by one process in turn: correct, but no faster than one process. "
-            f"{remedy}; or a data set with samples by index, of which each process loads its own; or "
-            'batch_size="per_process".',
-            stacklevel=3,
-        )
+        why = f"({type(batch).__name__}: {shapes or 'no tensors'}) has no common first dimension to divide"
+        if isinstance(self._whole.loader, DataLoader):
+            warn_of_turns(self._name, why)
+        else:
+            warn_of_turns(self._name, why, "Give a DataLoader")
 
 
 class TakingIterator(_WholeIterator):
@@ -176,8 +144,8 @@ class TakingIterator(_WholeIterator):
 
 def _yields_samples(loader: Any) -> bool:
     """Whether its items are those of a map-style data set under one index, whose first dimension can be anything."""
-    if isinstance(loader, DataLoader) and loader.batch_sampler is None:
-        return _is_map_style(loader.dataset) and not isinstance(loader.sampler, BatchSampler)
+    if isinstance(loader, DataLoader):
+        return loader.batch_sampler is None and _is_map_style(loader.dataset)
     return _is_map_style(loader)
 
 

@@ -1,18 +1,28 @@
-"""Division before loading: a map-style ``DataLoader`` loads only this rank's samples."""
+"""Division before loading: a map-style ``DataLoader`` loads only this rank's samples.
+
+============  =====================================================================================================
+division      what a rank gets of the order
+============  =====================================================================================================
+global        its slice of each batch; of a loader with ``batch_size=None``, of each list of indices, while single
+              indices are taken in turn
+per_process   whole batches in turn
+own           the batches that its own sampler draws, a ``DistributedSampler``
+============  =====================================================================================================
+"""
 
 from __future__ import annotations
 
-import copy
-import functools
 import itertools
+import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import (
+    BatchSampler,
     ConcatDataset,
     DataLoader,
     IterableDataset,
@@ -20,130 +30,219 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from ddp_callbacks._torch import keeps_iterator, replace_batch_sampler
+from ddp_callbacks._torch import copied_loader, keeps_iterator, replace_batch_sampler, replace_sampler
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
-from ddp_callbacks.data.drawing import Draw, Indices, name_of_sampler
+from ddp_callbacks.data.global_state import digest_of
 from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.passes import Pass
+from ddp_callbacks.data.nested import name_of
+from ddp_callbacks.data.order import Order, Start
 from ddp_callbacks.data.random_state import SharedRandomState
-from ddp_callbacks.data.samplers import is_torchs
-from ddp_callbacks.data.shares import BatchSize, Share, WholeBatch, slice_bounds, uneven_bounds
-from ddp_callbacks.data.workers import StartingWorkers
+from ddp_callbacks.data.shares import Share, WholeBatch, common_size, slice_bounds, slice_samples, uneven_bounds
+from ddp_callbacks.data.workers import SeededIndices, StartingWorkers
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
+Division = Literal["global", "per_process", "own"]
+
 _COMPARED_ROWS = 1 << 16
+_KEPT = 16  # of the last steps handed out; a host may have drawn this many that it has not used
 
 
 @dataclass(frozen=True)
-class _Division:
+class _Step:
     """The indices of one step, divided among the ranks.
 
     Attributes:
-        whole: The indices of all ranks.
+        whole: The indices of all ranks; ``None``: unknown here.
         part: This rank's indices.
         start: The position of ``part`` in ``whole``.
     """
 
-    whole: Sequence[Any]
-    part: Sequence[Any]
+    whole: Any
+    part: Any
     start: int
     share: Share
 
 
-class _Draw(Draw):
-    """One pass over a batch sampler.
+class _Pass(Iterator[Any]):
+    """What stands for the sampler of one pass: yields this rank's indices of each step.
 
     Attributes:
-        shares: Of the batches that have been drawn and not handed out.
+        order: Of all ranks.
+        shares: Of the steps that have been drawn and not handed out.
         indices: Of this rank's parts, if requested.
-        first: The first batch.
+        first: The first step.
+        used: The number of steps handed out, with those of an earlier run.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, part: Part, order: Order, start: Start | None) -> None:
+        self._part, self._start = part, start
+        self.order = order
         self.shares: deque[Share] = deque()
         self.indices: list[list[Any]] = []
-        self.first: _Division | None = None
+        self.first: _Step | None = None
+        self.used = self._drawn = start.position["batches"] if start and start.position else 0
+        self.is_over = False
+        self._steps = part.divide(order)
+
+    def __next__(self) -> Any:
+        self._part.starting.end()
+        step = next(self._steps)
+        if self.first is None:
+            self.first = step
+            self._part.check_data()
+        self.shares.append(step.share)
+        if self._part.keeps_indices:
+            self.indices.append(list(step.part) if step.share.local else [])
+        self._drawn += 1
+        if self._start is None or not self._part.loader.num_workers:
+            return step.part
+        return SeededIndices(step.part, digest_of(self.order.seed, self._part.rank, self._drawn))
 
 
-class _SlicedBatchSampler:
-    """Yields this rank's indices of each batch that ``batch_sampler`` yields, under rank 0's random state."""
+class _Sampler:
+    """Stands for the sampler, or batch sampler, of a copy of the user's loader."""
 
-    def __init__(
-        self, loader: DataLoader[Any], batch_size: BatchSize, group: dist.ProcessGroup | None, at_least: int
-    ) -> None:
-        self._loader = loader
-        self.batch_sampler: Any = loader.batch_sampler
-        self.sampler = getattr(self.batch_sampler, "sampler", None)
-        self._divide = functools.partial(_slices, at_least=at_least) if batch_size == "global" else _turns
-        self.group = group
-        self.keeps_indices = False
-        self.draw = _Draw()
-        self.record: Pass | None = None  # of a resumable loader
-        self.sources = (loader, self.batch_sampler, self.sampler)
-        self.drawing = Indices(lambda: iter(()))
-        self.starting = StartingWorkers(None)
-        self._compared = type(loader.dataset).__module__ != "torch.utils.data.dataset"
+    def __init__(self, part: Part) -> None:
+        self._part = part
 
     def __len__(self) -> int:
-        return len(self.batch_sampler)
+        return len(self._part.sources[1])
 
     def __iter__(self) -> Iterator[Any]:
-        self.draw = draw = _Draw()
-        self.drawing = Indices(lambda: self._begin(draw, self.record))
-        return self.drawing
+        return self._part.begin_pass()
 
-    def _begin(self, draw: _Draw, record: Pass | None) -> Iterator[Any]:
-        # Runs at the first next(): rank 0's DataLoader has drawn its workers' seed by then, as without this library.
-        torch_only = is_torchs(self.batch_sampler) and is_torchs(self.sampler)
-        self.starting.end()
-        if record is not None:
-            record.before_drawing()
-        shared = SharedRandomState(self.sources, torch_only=torch_only, group=self.group, always=record is not None)
-        if record is not None:
-            record.draws_from(shared)
-        batches = draw.batches(self.batch_sampler, shared, record)
-        divided = self._divide(batches, get_rank(self.group), get_world_size(self.group))
-        return self._parts(divided, draw, record)
 
-    def _parts(self, divided: Iterator[_Division], draw: _Draw, record: Pass | None) -> Iterator[Any]:
-        for number, division in enumerate(divided, record.skipped if record else 0):
-            if draw.first is None:
-                draw.first = division
-                self._require_same_data()
-                self.check_agreement(draw)
-            draw.shares.append(division.share)
-            draw.ends.append(draw.end)
-            if self.keeps_indices:
-                draw.indices.append(list(division.part) if division.share.local else [])
-            yield record.for_worker(division.part, number) if record and self._loader.num_workers else division.part
+class Part:
+    """A copy of the user's ``DataLoader`` that loads only this rank's samples.
 
-    def _require_same_data(self) -> None:
-        """Raise unless the cheap-to-compare properties of the data set are equal on all ranks. Once per loader."""
-        if self._compared:
+    Attributes:
+        loader: The copy.
+        sources: What may have random generators: the user's loader, its sampler or batch sampler, and that one's.
+        has_batches: Its sampler yields the indices of batches. Otherwise each index is that of a sample of any shape.
+        current: The pass under way.
+        start: Of the next pass, if the loader is resumable.
+        starting: Its workers start.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], division: Division, group: dist.ProcessGroup | None, at_least: int
+    ) -> None:
+        self.group, self.rank, self._world_size = group, get_rank(group), get_world_size(group)
+        self._division, self._at_least = division, at_least
+        sampler: Any = loader.batch_sampler or loader.sampler
+        self.sources = (loader, sampler, getattr(sampler, "sampler", None))
+        self.has_batches = loader.batch_sampler is not None or isinstance(sampler, BatchSampler)
+        self.loader = copied_loader(loader)
+        replace = replace_sampler if loader.batch_sampler is None else replace_batch_sampler
+        replace(self.loader, _Sampler(self))
+        if self.rank and division != "own":
+            self.loader.generator = None  # the workers' seeds come from this rank's random state
+        self.keeps_indices = False
+        self.current: _Pass | None = None
+        self.start: Start | None = None
+        self.starting = StartingWorkers(None)
+        self._is_checked = division == "own" or self._world_size == 1
+
+    def begin_pass(self) -> _Pass:
+        """The pass that begins. Local: its first ``next`` is a collective."""
+        ahead = self.loader.num_workers * (self.loader.prefetch_factor or 0)
+        order = Order(
+            self.sources[1],
+            self.sources,
+            self.group,
+            is_shared=self._division != "own",
+            kept=(_KEPT + ahead) * self._batches_per_step,
+            start=self.start,
+        )
+        self.current = _Pass(self, order, self.start)
+        return self.current
+
+    def divide(self, order: Order) -> Iterator[_Step]:
+        """The steps of this rank."""
+        if self._division == "own":
+            return (_Step(None, batch, 0, Share(self.count(batch), None)) for batch in order)
+        if self._division == "per_process":
+            return self._turns(order)
+        return (self._slice(batch, order.drawn - 1) for batch in order)
+
+    def _slice(self, batch: Any, number: int) -> _Step:
+        if not self.has_batches:
+            is_mine = number % self._world_size == self.rank
+            return _Step(batch, batch, 0, Share(int(is_mine), 1))
+        start, end = slice_bounds(len(batch), self.rank, self._world_size, self._at_least)
+        # The padding batch is the whole batch. It has too few samples for all ranks, but as many as a single process
+        # sees.
+        part = batch[start:end] if end > start else batch
+        return _Step(batch, part, start if end > start else 0, Share(end - start, len(batch)))
+
+    def _turns(self, order: Iterator[Any]) -> Iterator[_Step]:
+        rank = self.rank
+        while turn := list(itertools.islice(order, self._world_size)):
+            sizes, is_mine = list(map(self.count, turn)), rank < len(turn)
+            whole = list(itertools.chain(*turn)) if self.has_batches else None
+            share = Share(sizes[rank] if is_mine else 0, sum(sizes))
+            yield _Step(whole, turn[rank if is_mine else 0], sum(sizes[:rank]) if is_mine else 0, share)
+
+    def count(self, batch: Any) -> int:
+        """The number of samples that a batch of the sampler stands for."""
+        return len(batch) if self.has_batches else 1
+
+    @property
+    def _batches_per_step(self) -> int:
+        return self._world_size if self._division == "per_process" else 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the pass has no batch left."""
+        return self.current is not None and self.current.is_over
+
+    def position(self, batches: int | None) -> dict[str, Any]:
+        """The state of the pass under way."""
+        assert self.current is not None
+        steps, order = self.current.used, self.current.order
+        used, of_step = steps if batches is None else batches, self._batches_per_step
+        require_kept(used, -((order.kept - order.drawn) // of_step), steps)
+        return {"batches": used, **order.position(min(used * of_step, order.drawn))}
+
+    def check_data(self) -> None:
+        """Raise unless the cheap-to-compare properties of the data set are equal on all ranks. Once per loader.
+
+        Also warn if it gives sample by sample.
+        """
+        if self._is_checked:
             return
-        self._compared = True
-        name = type(self._loader.dataset).__name__
-        require_agreement(
-            {f"{name}: checksum of its indices and labels": checksum_of(_cheaply_described(self._loader.dataset))},
-            "the data",
-            "Every process takes its part of the same data: give random_split a seed, and read the same files.",
-            self.group,
+        self._is_checked = True
+        dataset, name = self.loader.dataset, name_of(self.loader)
+        if not self.has_batches and self._division == "global" and self.rank == 0:
+            warn_of_turns(name, "(one index at a time) is taken for one sample (batch_size=None)", "Give a batch_size")
+        if type(dataset).__module__ == "torch.utils.data.dataset":
+            require_agreement(
+                {f"{name}: checksum of its indices and labels": checksum_of(_cheaply_described(dataset))},
+                "the data",
+                "Every process takes its part of the same data: give random_split a seed, and read the same files.",
+                self.group,
+            )
+
+
+def require_kept(used: int, least: int, handed_out: int) -> None:
+    """Raise unless the position after ``used`` batches is known."""
+    if not least <= used <= handed_out:
+        raise ConfigurationError(
+            f"batches must be the number of batches used in this pass, at most {handed_out}, which were handed out, "
+            f"and at least {least}, got {used}."
         )
 
-    def check_agreement(self, draw: _Draw) -> None:
-        """Raise unless all ranks have drawn the same indices so far."""
-        name = name_of_sampler(self.batch_sampler)
-        require_agreement(
-            {f"{name}: checksum of the indices drawn so far": draw.checksum},
-            f"the batches that {name} draws",
-            f"Every process runs {name} under rank 0's random state (torch's, Python's and NumPy's global ones "
-            "and generators that are its attributes). Take its randomness from one of these, not from the clock, the "
-            "process id or os.urandom.",
-            self.group,
-        )
+
+def warn_of_turns(name: str, why: str, remedy: str = "Yield tensors that all have the samples in front") -> None:
+    """Each batch of a loader is computed by one process."""
+    warnings.warn(
+        f"A batch of {name} {why}, so each is computed by one process in turn: correct, but no faster than one "
+        f"process. {remedy}; or a data set with samples by index, of which each process loads its own; or "
+        'batch_size="per_process".',
+        stacklevel=4,
+    )
 
 
 def _cheaply_described(dataset: Any) -> Any:
@@ -162,93 +261,63 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor[:_COMPARED_ROWS] if is_exact and tensor.dim() == 1 else None
 
 
-class Part:
-    """A copy of the user's ``DataLoader`` that loads only this rank's samples."""
-
-    def __init__(
-        self, loader: DataLoader[Any], batch_size: BatchSize, group: dist.ProcessGroup | None, at_least: int
-    ) -> None:
-        self.sampler = _SlicedBatchSampler(loader, batch_size, group, at_least)
-        self.loader = copy.copy(loader)
-        # A shallow copy keeps the user's class and options. Shares come in the order of the sampler's batches.
-        replace_batch_sampler(self.loader, self.sampler)
-        if get_rank(group) != 0:
-            self.loader.generator = None  # the workers' seeds come from this rank's random state
-        self.sources = self.sampler.sources
-
-    @property
-    def record(self) -> Pass | None:
-        """Of the pass under way, if the loader is resumable."""
-        return self.sampler.record
-
-    @record.setter
-    def record(self, record: Pass) -> None:
-        self.sampler.record = record
-
-    def position(self, batches: int | None) -> dict[str, Any]:
-        """The state of the pass under way."""
-        assert self.record is not None
-        return self.record.position(batches)
-
-
 class PartIterator(ShardedIterator):
+    """Iterates over this rank's part of a ``DataLoader``."""
+
     def __init__(self, part: Part, shares: deque[Share]) -> None:
-        self._record = part.sampler.record
-        with StartingWorkers(part.loader if self._record else None) as part.sampler.starting:
+        with StartingWorkers(part.loader) as part.starting:
             super().__init__(iter(part.loader), shares)
-        self._loader = part.loader
-        self._sampler = part.sampler
-        self._draw = part.sampler.draw
-        if self._record is not None and self._record.can_skip:
-            part.sampler.drawing.begin()
+        assert part.current is not None
+        self._part, self._pass = part, part.current
+        if part.start is not None and part.start.position is not None and part.start.position["drawn"]:
+            self._pass.order.begin()
 
     def __next__(self) -> Any:
         try:
             batch = next(self.batches)
         except StopIteration:
-            if self._record is not None:
-                self._record.is_over = True
+            self._pass.is_over = True
             raise
-        self._shares.append(self._draw.shares.popleft())
-        end = self._draw.ends.popleft()
-        if self._record is not None:
-            self._record.hand_out(end)
+        self._shares.append(self._pass.shares.popleft())
+        self._pass.used += 1
         return batch
 
     def first_batch(self) -> WholeBatch:
-        division, group = self._draw.first, self._sampler.group
-        if division is None:
+        step, group, loader = self._pass.first, self._part.group, self._part.loader
+        if step is None or step.whole is None:
             raise ConfigurationError(
-                "the whole first batch is available only after it has been drawn; none has been drawn."
+                "the whole first batch is available only after it has been drawn, from a loader without a "
+                "DistributedSampler."
             )
         with SharedRandomState(group=group).drawing():
-            samples = _load(self._loader.dataset, division.whole)
-        collate, size = self._loader.collate_fn, len(division.whole)
-        start, end = division.start, division.start + len(division.part)
-        share = division.share
+            take = _loaded(loader, step.whole, self._part.has_batches)
+        size, start, share = self._part.count(step.whole), step.start, step.share
+        end = start + self._part.count(step.part)
         if bounds := uneven_bounds(size, get_rank(group), get_world_size(group)):
             start, end = bounds
             share = Share(end - start, size)
-        return WholeBatch(collate(samples), collate(samples[start:end]), share)
-
-    def check_agreement(self) -> None:
-        self._sampler.check_agreement(self._draw)
+        return WholeBatch(take(0, size), take(start, end), share)
 
 
-def _load(dataset: Any, indices: Sequence[Any]) -> Any:
-    """Load samples the way ``DataLoader`` does."""
-    load_many = getattr(dataset, "__getitems__", None)
-    return load_many(indices) if load_many else [dataset[index] for index in indices]
+def _loaded(loader: DataLoader[Any], indices: Any, has_batches: bool) -> Callable[[int, int], Any]:
+    """Load samples the way ``DataLoader`` does; any part of them can then be made a batch."""
+    if loader.batch_sampler is None:
+        batch = loader.collate_fn(loader.dataset[indices])
+        size = common_size(batch) if has_batches else None
+        return lambda start, end: batch if size is None else slice_samples(batch, size, slice(start, end))
+    load_many = getattr(loader.dataset, "__getitems__", None)
+    samples = load_many(indices) if load_many else [loader.dataset[index] for index in indices]
+    return lambda start, end: loader.collate_fn(samples[start:end])
 
 
 def divide_before_loading(
-    loader: Any, batch_size: BatchSize, group: dist.ProcessGroup | None, at_least: int
+    loader: Any, division: Division, group: dist.ProcessGroup | None, at_least: int
 ) -> Part | None:
+    """This rank's part of a map-style ``DataLoader``; ``None`` for other loaders."""
     if not isinstance(loader, DataLoader):
         return None
-    is_map_style = loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
-    if is_map_style and not has_state(loader) and not keeps_iterator(loader):
-        return Part(loader, batch_size, group, at_least)
+    if not isinstance(loader.dataset, IterableDataset) and not has_state(loader) and not keeps_iterator(loader):
+        return Part(loader, division, group, at_least)
     if loader.num_workers and not loader.in_order:
         raise ConfigurationError(
             "DataLoader(in_order=False) must be in_order=True here: every process loads all batches and takes its part "
@@ -260,20 +329,3 @@ def divide_before_loading(
 def has_state(loader: Any) -> bool:
     """Whether a loader's progress can be saved: a part of it would have the progress of one rank only."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
-def _slices(batches: Iterator[Sequence[Any]], rank: int, world_size: int, at_least: int) -> Iterator[_Division]:
-    for batch in batches:
-        start, end = slice_bounds(len(batch), rank, world_size, at_least)
-        # The padding batch is the whole batch. It has too few samples for all ranks, but as many as a single process
-        # sees.
-        part = batch[start:end] if end > start else batch
-        yield _Division(batch, part, start if end > start else 0, Share(end - start, len(batch)))
-
-
-def _turns(batches: Iterator[Sequence[Any]], rank: int, world_size: int) -> Iterator[_Division]:
-    while turn := list(itertools.islice(batches, world_size)):
-        mine = turn[rank] if rank < len(turn) else None
-        share = Share(len(mine or ()), sum(map(len, turn)))
-        start = sum(map(len, turn[:rank])) if mine is not None else 0
-        yield _Division(list(itertools.chain(*turn)), turn[0] if mine is None else mine, start, share)

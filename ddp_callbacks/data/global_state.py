@@ -11,7 +11,7 @@ import random
 import sys
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,7 +53,7 @@ def plain_global_state() -> list[Any]:
     return plain_state(get_global_state(False))
 
 
-def plain_state(state: State) -> list[Any]:
+def plain_state(state: Sequence[Any]) -> list[Any]:
     """A state as tensors and plain data."""
     return [plain(part) for part in state]
 
@@ -111,6 +111,54 @@ def set_state_of(generator: Any, state: Sequence[Any]) -> None:
         generator.set_state(state[1])
 
 
+def generators_of(sources: Sequence[object]) -> list[Any]:
+    """The generators that are attributes of any of ``sources``."""
+    return [generator for source in sources for generator in own_generators(source)]
+
+
+def states_of_generators(sources: Sequence[object]) -> list[State]:
+    """Their states."""
+    return [get_state_of(generator) for generator in generators_of(sources)]
+
+
+def set_generators(sources: Sequence[object], states: Sequence[Sequence[Any]]) -> None:
+    """Inverse of :func:`states_of_generators`. If the sources have another number of generators now, nothing is set."""
+    generators = generators_of(sources)
+    if len(generators) == len(states):
+        for generator, state in zip(generators, states, strict=True):
+            set_state_of(generator, state)
+
+
+class RandomStates(NamedTuple):
+    """A global random state, and those of generators that are attributes of a loader and its samplers."""
+
+    of_process: Sequence[Any]
+    of_generators: Sequence[Sequence[Any]]
+
+    @classmethod
+    def of(cls, sources: Sequence[object]) -> RandomStates:
+        """Those of this moment."""
+        return cls(get_global_state(False), states_of_generators(sources))
+
+    @classmethod
+    def from_plain(cls, states: Sequence[Any]) -> RandomStates:
+        """Inverse of :meth:`plain`."""
+        return cls(*states)
+
+    def put_back(self, sources: Sequence[object]) -> None:
+        """Set them."""
+        set_global_state(self.of_process)
+        set_generators(sources, self.of_generators)
+
+    def plain(self) -> list[Any]:
+        """As tensors and plain data."""
+        return [plain_state(self.of_process), list(map(plain_state, self.of_generators))]
+
+    def seed(self, number: int) -> int:
+        """A seed that follows from torch's state, those of the generators, and a number."""
+        return digest_of(number, self.of_process[0], *(part for state in self.of_generators for part in state))
+
+
 def same_state(one: State, other: State) -> bool:
     """Whether two states of the same generators are equal."""
     return all(map(same_part, one, other))
@@ -120,12 +168,6 @@ def same_part(one: Any, other: Any) -> bool:
     """Whether two parts of states are equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return one == other
-    if isinstance(one, dict) and isinstance(other, dict):
-        return all(same_part(value, other[key]) for key, value in one.items())
-    if type(one) is type(other) and hasattr(one, "dtype"):
-        return bool((one == other).all())
     return bool(as_tuples(plain(one)) == as_tuples(plain(other)))
 
 

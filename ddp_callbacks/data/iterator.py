@@ -58,10 +58,3 @@ class ShardedIterator(Iterator[Any]):
     def __reduce__(self) -> Any:
         """Copies and pickles drop the iterator, like a ``DataLoader``'s."""
         return type(None), ()
-
-    def check_agreement(self) -> None:
-        """Compare the batches that the ranks have drawn. A collective; call it at the end of a pass.
-
-        Raises:
-            MismatchError: The ranks have drawn different batches: for example, a sampler has a separate random state.
-        """

@@ -21,7 +21,6 @@ from ddp_callbacks.data.global_state import (
     as_tuples,
     checksum_of_state,
     get_global_state,
-    get_state_of,
     own_generators,
     plain,
     plain_global_state,
@@ -30,8 +29,9 @@ from ddp_callbacks.data.global_state import (
     same_part,
     same_state,
     seed_global,
+    set_generators,
     set_global_state,
-    set_state_of,
+    states_of_generators,
 )
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -49,43 +49,17 @@ __all__ = [
 ]
 
 
-class SharedRandomState:
-    """A snapshot of rank 0's global random state, which every rank replays.
+class OwnRandomState:
+    """A random state of its own: that of this moment, kept apart from the global one.
 
-    Inside ``with shared.drawing():`` every rank draws what a single process would have drawn from then on. Outside,
-    each rank has its separate state. Only rank 0's state, which is the shared one, advances with the replay, as long as
-    nothing else has drawn from it in between.
-
-    The constructor is a collective.
-
-    Args:
-        sources: Objects to search for generators (a sampler, a loader). All ranks permanently get rank 0's states of
-            them.
-        torch_only: Whether all drawing uses torch's generator. Python's and NumPy's states are large: switching them
-            costs half a millisecond per batch.
-        always: Keep the shared state apart with a single process, too. What is drawn then depends on the state at the
-            start alone, not on what was drawn outside in between, so it can be drawn again.
+    What is drawn inside ``with own.drawing():`` depends on it alone, not on what was drawn outside in between, so it
+    can be drawn again. As long as nothing has drawn outside, the global state advances with it on rank 0, as it would
+    without this library.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[object] = (),
-        *,
-        torch_only: bool = False,
-        group: dist.ProcessGroup | None = None,
-        always: bool = False,
-    ) -> None:
-        self._torch_only = torch_only
-        self._world_size = get_world_size(group)
-        self._rank = get_rank(group)
-        self._is_kept = always or self._world_size > 1
-        generators = [found for source in sources for found in own_generators(source)]
-        self._state = get_global_state(torch_only) if self._is_kept else ()
-        if self._world_size > 1:
-            states = [get_global_state(torch_only), *(get_state_of(generator) for generator in generators)]
-            self._state, *own = _broadcast(states, group)
-            for generator, state in zip(generators, own, strict=True):
-                set_state_of(generator, state)
+    def __init__(self) -> None:
+        self._state: State = get_global_state(False)
+        self._is_kept, self._rank = True, 0
 
     @property
     def state(self) -> State:
@@ -98,28 +72,45 @@ class SharedRandomState:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Draw from the shared state inside. Local, no communication."""
+        """Draw from this state inside. Local, no communication."""
         if not self._is_kept:
             yield
             return
-        before, shared = get_global_state(self._torch_only), self._state
-        untouched = same_state(before, shared)
+        before, own = get_global_state(False), self._state
+        untouched = same_state(before, own)
         if not untouched:
-            set_global_state(shared)
+            set_global_state(own)
         try:
             yield
         finally:
-            self._state = get_global_state(self._torch_only)
+            self._state = get_global_state(False)
             if not (self._rank == 0 and untouched):
                 set_global_state(before)
 
 
-class OwnRandomState(SharedRandomState):
-    """As :class:`SharedRandomState`, but of this rank alone. Local."""
+class SharedRandomState(OwnRandomState):
+    """A snapshot of rank 0's global random state, which every rank replays.
 
-    def __init__(self, *, torch_only: bool = False) -> None:
-        self._torch_only, self._is_kept, self._rank = torch_only, True, 0
-        self._state = get_global_state(torch_only)
+    Inside ``with shared.drawing():`` every rank draws what a single process would have drawn from then on. Outside,
+    each rank has its separate state.
+
+    The constructor is a collective.
+
+    Args:
+        sources: Objects to search for generators (a sampler, a loader). All ranks permanently get rank 0's states of
+            them.
+        always: Keep the shared state apart with a single process, too.
+    """
+
+    def __init__(
+        self, sources: Sequence[object] = (), *, group: dist.ProcessGroup | None = None, always: bool = False
+    ) -> None:
+        super().__init__()
+        world_size, self._rank = get_world_size(group), get_rank(group)
+        self._is_kept = always or world_size > 1
+        if world_size > 1:
+            self._state, *states = _broadcast([self._state, *states_of_generators(sources)], group)
+            set_generators(sources, states)
 
 
 def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:

@@ -1,11 +1,12 @@
 """Loaders that go on where an earlier run has stopped, on any number of processes.
 
-A pass is drawn again, not loaded again: the batch sampler runs under the random state from which the earlier run has
-drawn, and the batches that it has used are left out. A checksum of the last of them tells whether it is the same pass.
+A pass is drawn again, not loaded again: rank 0 runs the sampler under the random state from which the earlier run has
+drawn, and goes on behind what that has drawn.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,20 +14,20 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ddp_callbacks._torch import has_persistent_workers
-from ddp_callbacks.data.before_loading import Part
 from ddp_callbacks.data.global_state import (
-    get_global_state,
+    RandomStates,
     get_state_of,
     own_generators,
     plain_state,
+    set_generators,
     set_global_state,
     set_state_of,
+    states_of_generators,
 )
-from ddp_callbacks.data.own_part import OwnLoader, is_distributed
-from ddp_callbacks.data.passes import Pass, set_generators, states_of_generators
-from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader
-from ddp_callbacks.data.shares import BatchSize, check_batch_size
-from ddp_callbacks.data.whole import Whole, whole_of
+from ddp_callbacks.data.order import Start
+from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader, is_distributed
+from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size
+from ddp_callbacks.data.whole import ResumableWhole, resumable_whole
 from ddp_callbacks.data.workers import keep_workers
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -44,23 +45,27 @@ class Resumable:
     loader: Any
     iterator: Any
     end: Callable[[], None]
+    shares: deque[Share]
     _group: dist.ProcessGroup | None
-    _batch_size: Any
+    _division: Any
     _passes: int
-    _part: Any  # a Part, Whole or OwnPart
+    _source: Any  # a Part or a ResumableWhole
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._resumed: Mapping[str, Any] | None = None  # where the next pass begins
         self._had_workers = False
-        if isinstance(self._part.loader, DataLoader):
-            keep_workers(self._part.loader)
+        if isinstance(self._source.loader, DataLoader):
+            keep_workers(self._source.loader)
+
+    def _whole(self) -> ResumableWhole:
+        return resumable_whole(self.loader, self._group)
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
         """Where this rank is in the pass under way, and its generators' states: plain data and tensors. Local.
 
-        A pass is under way from ``iter()`` until the loader has no batch left. If none is, the next pass begins at the
-        first batch after :meth:`load_state_dict`, too.
+        A pass is under way from ``iter()`` until the loader has no batch left, or the program drops the iterator, as a
+        loop that breaks does. If none is, the next pass begins at the first batch after :meth:`load_state_dict`, too.
 
         Args:
             batches: Number of batches of this pass that have been used. ``None``: as many as were handed out. A host
@@ -69,16 +74,16 @@ class Resumable:
         Raises:
             ConfigurationError: More batches than that were handed out, or many fewer.
         """
-        record = self._part.record
-        under_way = record is not None and self.iterator is not None and not record.is_over
+        under_way = self.iterator is not None and not self._source.is_over
         position = self._resumed
         if position is None and under_way:
-            position = self._part.position(batches)
+            position = self._source.position(batches)
+        generators = [plain_state(state) for state in states_of_generators(self._source.sources)]
         return self._about() | {
             "rank": get_rank(self._group),
             "world_size": get_world_size(self._group),
             "passes": self._passes - (self._resumed is None and under_way),
-            "generators": [plain_state(state) for state in states_of_generators(self._part.sources)],
+            "generators": (position or {}).get("generators", generators),
             "has_workers": self._had_workers or self._keeps_workers(),
             "data": [plain_state(get_state_of(generator)) for generator in self._generators_of_data()],
             "pass": position,
@@ -87,8 +92,8 @@ class Resumable:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next pass begins at the batch after the last one used. Local.
 
-        Every rank gives its own state, or, if the number of ranks has changed, rank 0's. The next ``iter()`` then draws
-        again, without loading it, what was used; it leaves the global random state as it was.
+        Every rank gives its own state, or, if the number of ranks has changed, rank 0's. The next ``iter()`` then goes
+        there without loading what was used; it leaves the global random state as it was.
 
         Raises:
             ConfigurationError: In the middle of a pass: the loader has another data set, or another batch size; or
@@ -97,9 +102,10 @@ class Resumable:
         if state["pass"] is not None:
             self._require_same(state)
         self.end()
+        self.shares.clear()
         self._resumed = state["pass"]
         self._passes, self._had_workers = state["passes"], state["has_workers"]
-        set_generators(self._part.sources, state["generators"])
+        set_generators(self._source.sources, state["generators"])
         if (state["rank"], state["world_size"]) == (get_rank(self._group), get_world_size(self._group)):
             for generator, saved in zip(self._generators_of_data(), state["data"], strict=False):
                 set_state_of(generator, saved)
@@ -110,26 +116,24 @@ class Resumable:
             self._resumed, self._passes = None, self._passes + 1
 
     def __iter__(self) -> Any:
-        resumed, self._resumed = self._resumed, None
-        self._part.record = record = Pass(self._part.sources, self._passes, get_rank(self._group), resumed)
-        if self._had_workers and not self._keeps_workers():
-            record.begin_from_here()
-        self._had_workers = False
-        if resumed is None:
-            return super().__iter__()  # type: ignore[misc]
-        before = get_global_state(False)
+        before, resumed = RandomStates.of(self._source.sources), self._resumed
+        starts_workers = self._had_workers and not self._keeps_workers()
+        self._source.start = Start(self._passes, before, resumed, starts_workers)
+        self._resumed, self._had_workers = None, False
         iterator = super().__iter__()  # type: ignore[misc]
-        record.has_begun()
-        set_global_state(before)
+        if resumed is not None:
+            set_global_state(before.of_process)
+            if not resumed["drawn"]:
+                before.put_back(self._source.sources)
         return iterator
 
     def _generators_of_data(self) -> list[Any]:
         """From which this rank draws when it loads its samples. Workers have copies."""
         dataset = getattr(self.loader, "dataset", None)
-        return [] if any(source is dataset for source in self._part.sources) else own_generators(dataset)
+        return [] if any(source is dataset for source in self._source.sources) else own_generators(dataset)
 
     def _keeps_workers(self) -> bool:
-        return isinstance(self._part.loader, DataLoader) and has_persistent_workers(self._part.loader)
+        return isinstance(self._source.loader, DataLoader) and has_persistent_workers(self._source.loader)
 
     def _about(self) -> dict[str, Any]:
         try:
@@ -139,7 +143,7 @@ class Resumable:
         return {
             "samples": samples,
             "samples_per_batch": getattr(self.loader, "batch_size", None),
-            "division": self._batch_size,
+            "division": self._division,
         }
 
     def _require_same(self, state: Mapping[str, Any]) -> None:
@@ -151,7 +155,7 @@ class Resumable:
                     f"{about[key]!r}. Go on with the same loader, or start the pass afresh."
                 )
         saved, world_size = state["world_size"], get_world_size(self._group)
-        if self._batch_size != "global" and saved != world_size:
+        if self._division != "global" and saved != world_size:
             raise ConfigurationError(
                 f'with batch_size="per_process" or a DistributedSampler the number of processes must be {saved}, as in '
                 f"the run that was saved in the middle of a pass, got {world_size}: each step has other samples. Go on "
@@ -162,23 +166,9 @@ class Resumable:
 class ResumableLoader(Resumable, ShardedLoader):
     """A sharded loader with a state."""
 
-    @property
-    def _part(self) -> Part | Whole:
-        if self._sliced is None and self._whole is None:
-            self._whole = whole_of(self.loader, self._group)
-        return self._sliced or self._whole  # type: ignore[return-value]
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.shares.clear()
-
-
-class ResumableDataLoader(ResumableLoader, ShardedDataLoader):
+class ResumableDataLoader(Resumable, ShardedDataLoader):
     """A sharded ``DataLoader`` with a state."""
-
-
-class ResumableOwnLoader(Resumable, OwnLoader, DataLoader[Any]):
-    """A ``DataLoader`` with a ``DistributedSampler``, and with a state."""
 
 
 def resumable_loader(
@@ -200,7 +190,5 @@ def resumable_loader(
         return loader
     if isinstance(loader, ShardedLoader):
         loader = loader.loader
-    if is_distributed(loader):
-        return ResumableOwnLoader(loader)
     kind = ResumableDataLoader if isinstance(loader, DataLoader) else ResumableLoader
-    return kind(loader, batch_size, group, at_least)
+    return kind(loader, "own" if is_distributed(loader) else batch_size, group, at_least)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from ddp_callbacks.data.global_state import digest_of
 
@@ -16,46 +16,37 @@ _CHUNK = 4096  # indices computed at a time
 _ROUNDS = 8
 _FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64, as signed numbers
 _LARGEST = 1 << 62
+_FIXED = {type(iter([])), type(iter(())), type(iter(range(0)))}  # iterators over what is there already
 
 
-def batches_from(batch_sampler: Any, start: int) -> Iterator[Any]:
-    """The batches that ``iter(batch_sampler)`` yields from number ``start`` on.
+def begin_at(sampler: Any, start: int) -> tuple[Iterator[Any], bool]:
+    """What ``iter(sampler)`` yields from number ``start`` on, and whether that no longer depends on when it is asked.
 
     torch's own ``BatchSampler`` makes no batch that is left out: its sampler is asked for what comes after. If a
     sampler has a method ``iterate_from(start)``, it is called in place of drawing what is left out.
     """
-    if not start:
-        return iter(batch_sampler)
-    if type(batch_sampler) is not BatchSampler:
-        return indices_from(batch_sampler, start)
-    rest = copy.copy(batch_sampler)
-    rest.sampler = _Begun(indices_from(batch_sampler.sampler, start * batch_sampler.batch_size))
-    return iter(rest)
-
-
-def indices_from(sampler: Any, start: int) -> Iterator[Any]:
-    """What ``iter(sampler)`` yields from number ``start`` on."""
-    if hasattr(sampler, "iterate_from"):
-        return iter(sampler.iterate_from(start))
+    if type(sampler) is BatchSampler:
+        rest = copy.copy(sampler)
+        rest.sampler, is_fixed = begin_at(sampler.sampler, start * sampler.batch_size)
+        return iter(rest), is_fixed
+    if start and hasattr(sampler, "iterate_from"):
+        return iter(sampler.iterate_from(start)), _draws_first(sampler)
     if type(sampler) is SequentialSampler:
-        return iter(range(start, len(sampler)))
-    return itertools.islice(iter(sampler), start, None)
+        return iter(range(start, len(sampler))), True
+    found = iter(sampler)
+    return itertools.islice(found, start, None), _draws_first(sampler) or type(found) in _FIXED
 
 
-def is_torchs(sampler: object) -> bool:
-    """Whether it draws from torch's random state alone."""
-    kind = type(sampler)
-    return sampler is None or kind is LazyRandomSampler or kind.__module__.startswith("torch.utils.data")
+def name_of_sampler(sampler: Any) -> str:
+    """The class that draws: that of the batch sampler, or of the sampler in torch's own."""
+    return type(sampler.sampler if type(sampler) is BatchSampler else sampler).__name__
 
 
-class _Begun(Iterable[Any]):
-    """Stands for a sampler that has been asked for some of its indices."""
-
-    def __init__(self, indices: Iterator[Any]) -> None:
-        self._indices = indices
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._indices
+def _draws_first(sampler: Any) -> bool:
+    """Whether its order is drawn when the pass begins, or from a generator that no one else has."""
+    if type(sampler) is RandomSampler and sampler.generator is not None:
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    return type(sampler) is LazyRandomSampler or type(sampler).__module__.startswith("torch.utils.data")
 
 
 class LazyRandomSampler(Sampler[int]):

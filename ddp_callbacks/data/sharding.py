@@ -1,13 +1,14 @@
 """Shard a data loader: each rank iterates over its own part of every batch.
 
-With ``batch_size="global"`` the loader's batch is the global batch: all ranks draw the same batches, in the same order,
+With ``batch_size="global"`` the loader's batch is the global batch: all ranks have the same batches, in the same order,
 and each takes its slice. The number of steps, schedules and logging need no change. With ``"per_process"`` each rank
 takes whole batches in turn, so N ranks consume N batches per step.
 
 The kind of loader decides how a batch is divided:
 
 ==============================  =======================================================================================
-map-style ``DataLoader``        before loading: a rank loads only its samples (:mod:`.before_loading`)
+map-style ``DataLoader``        before loading: a rank loads only its samples (:mod:`.before_loading`), of an order
+                                that rank 0 draws (:mod:`.order`)
 any other iterable of batches,  after loading: every rank produces the whole batch under rank 0's random state and
 any loader with a state_dict    keeps its slice of every tensor (:mod:`.after_loading`)
 batch that can't be sliced      one rank computes it, each in turn
@@ -21,19 +22,19 @@ samples, and its result doesn't count.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_callbacks._torch import forget_workers
 from ddp_callbacks.data.after_loading import SlicingIterator, TakingIterator
-from ddp_callbacks.data.before_loading import Part, PartIterator, divide_before_loading, has_state
+from ddp_callbacks.data.before_loading import Division, Part, PartIterator, divide_before_loading, has_state
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.nested import length_of, name_of
-from ddp_callbacks.data.own_part import is_distributed
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size
 from ddp_callbacks.data.whole import Whole
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -63,50 +64,56 @@ class ShardedLoader:
 
     Args:
         loader: The user's loader; it is not changed.
-        batch_size: ``"global"`` or ``"per_process"``, see :func:`ddp_callbacks.shard_loader`.
+        division: ``"global"`` or ``"per_process"``, see :func:`ddp_callbacks.shard_loader`; or ``"own"``: its sampler
+            gives each rank its part.
         group: ``None`` is the default group.
         at_least: See :func:`ddp_callbacks.shard_loader`.
 
     Attributes:
         shares: Shares of the batches drawn so far that no caller has taken, oldest first.
-        iterator: The most recent iterator.
     """
 
-    def __init__(self, loader: Any, batch_size: BatchSize, group: dist.ProcessGroup | None, at_least: int) -> None:
+    def __init__(self, loader: Any, division: Division, group: dist.ProcessGroup | None, at_least: int) -> None:
         self.loader = loader
         self.shares: deque[Share] = deque()
-        self.iterator: ShardedIterator | None = None
-        self._batch_size = batch_size
+        self._running: weakref.ref[ShardedIterator] | None = None
+        self._division = division
         self._group = group
         self._passes = 0
         self._at_least = at_least
-        self._sliced = divide_before_loading(loader, batch_size, group, at_least)
-        self._whole: Whole | None = None  # of a resumable loader
+        self._source: Part | Whole = divide_before_loading(loader, division, group, at_least) or self._whole()
+
+    def _whole(self) -> Whole:
+        return Whole(self.loader, self._group)
 
     def __reduce__(self) -> Any:
         """A copy or pickle uses the default group and starts from the beginning."""
-        return type(self), (self.loader, self._batch_size, None, self._at_least)
+        return type(self), (self.loader, self._division, None, self._at_least)
+
+    @property
+    def iterator(self) -> ShardedIterator | None:
+        """The most recent iterator, as long as anything else refers to it: a loop that breaks leaves its pass."""
+        return None if self._running is None else self._running()
 
     def end(self) -> None:
         """End the last pass. Its workers, if any, have ended when this returns."""
-        iterator, self.iterator = self.iterator, None
-        loaders = [self.loader, *(part.loader for part in (self._sliced, self._whole) if part is not None)]
+        iterator, self._running = self.iterator, None
         if iterator is not None:
             iterator.end()
-        for loader in loaders:
+        for loader in (self.loader, self._source.loader):
             if isinstance(loader, DataLoader):
                 forget_workers(loader)
 
     def keep_indices(self) -> None:
         """Keep the indices of each batch drawn from now on, see :attr:`indices`."""
-        if isinstance(self._sliced, Part):
-            self._sliced.sampler.keeps_indices = True
+        if isinstance(self._source, Part):
+            self._source.keeps_indices = True
 
     @property
     def indices(self) -> list[list[Any]] | None:
         """This rank's indices of each batch of the last pass, if kept; an empty list for a padding batch."""
-        sampler = self._sliced.sampler if isinstance(self._sliced, Part) else None
-        return sampler.draw.indices if sampler is not None and sampler.keeps_indices else None
+        part = self._source
+        return part.current.indices if isinstance(part, Part) and part.keeps_indices and part.current else None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:
@@ -115,24 +122,21 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         length = len(self.loader)
-        return length if self._batch_size == "global" else -(-length // get_world_size(self._group))
+        return -(-length // get_world_size(self._group)) if self._division == "per_process" else length
 
     def __iter__(self) -> ShardedIterator:
-        if isinstance(self._sliced, Part):
-            self.iterator = PartIterator(self._sliced, self.shares)
-        elif self._batch_size == "global":
-            self.iterator = SlicingIterator(
-                self.loader,
-                self._group,
-                self.shares,
-                self._whole,
-                at_least=self._at_least,
-                is_first=self._passes == 0,
-            )
-        else:
-            self.iterator = TakingIterator(self.loader, self._group, self.shares, self._whole)
+        iterator = self._iterate(self._source)
+        self._running = weakref.ref(iterator)
         self._passes += 1
-        return self.iterator
+        return iterator
+
+    def _iterate(self, source: Part | Whole) -> ShardedIterator:
+        if isinstance(source, Part):
+            return PartIterator(source, self.shares)
+        if self._division == "per_process":
+            return TakingIterator(source, self._group, self.shares)
+        is_first = self._passes == 0
+        return SlicingIterator(source, self._group, self.shares, at_least=self._at_least, is_first=is_first)
 
 
 class ShardedDataLoader(ShardedLoader, DataLoader[Any]):  # type: ignore[misc]
@@ -211,6 +215,12 @@ def shard_loader(
     return kinds[has_state(loader), isinstance(loader, DataLoader)](loader, batch_size, group, at_least)
 
 
+def is_distributed(loader: Any) -> bool:
+    """Whether the loader's sampler gives each rank its part."""
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
 def with_shares(loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
     """Yield the batches of a sharded loader, each with its :class:`Share`. A collective, for a loop in plain PyTorch.
 
@@ -219,16 +229,11 @@ def with_shares(loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
 
     Args:
         loader: The result of :func:`shard_loader`; with a single process, the loader itself.
-
-    Raises:
-        MismatchError: At the first and after the last batch: the ranks' samplers have drawn different batches.
     """
     batches = iter(loader)
     for batch in batches:
         share = batches.take_share() if isinstance(batches, ShardedIterator) else None
         yield batch, share or _share_of_own(batch)
-    if isinstance(batches, ShardedIterator):
-        batches.check_agreement()
 
 
 def _share_of_own(batch: Any) -> Share:

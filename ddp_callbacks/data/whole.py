@@ -1,10 +1,8 @@
-"""Loaders that go on where an earlier run has stopped, and are not divided before loading.
+"""Loaders whose batches every rank produces, whole and alike: how they draw, and how they go on in a later run.
 
 ============================  =========================================================================================
-``DataLoader`` with           map-style: its sampler is drawn again, and nothing that was done is loaded
-``batch_size=None``
-loader with a ``state_dict``  by its own ``state_dict``
-any other iterable            produced again on every rank and dropped: this costs as much time as it took to produce
+loader with a ``state_dict``  goes on by its own ``state_dict``
+any other iterable            is produced again on every rank and dropped: this costs as much time as it took to produce
 ============================  =========================================================================================
 """
 
@@ -12,178 +10,165 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from ddp_callbacks._torch import (
-    copied_loader,
-    keeps_iterator,
-    replace_sampler,
-    start_workers_for_each_pass,
-)
-from ddp_callbacks.data.before_loading import has_state
-from ddp_callbacks.data.drawing import CountedSampler
-from ddp_callbacks.data.global_state import plain_state
+from ddp_callbacks._torch import copied_loader, keeps_iterator, start_workers_for_each_pass
+from ddp_callbacks.data.before_loading import has_state, require_kept
+from ddp_callbacks.data.global_state import RandomStates, plain_state, states_of_generators
 from ddp_callbacks.data.nested import arrays_in, length_of, name_of
-from ddp_callbacks.data.passes import BatchEnd, Pass
+from ddp_callbacks.data.order import Start
 from ddp_callbacks.data.random_state import SharedRandomState
-from ddp_callbacks.data.samplers import is_torchs
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group import get_world_size
+
+_KEPT = 16  # of the last batches handed out; a host may have drawn this many that it has not used
 
 
 class Whole:
-    """A loader that produces whole batches, and the record of the pass. This one is of any iterable.
+    """A loader that produces whole batches.
 
     Args:
         loader: The user's; it is not changed.
         group: Of the ranks, which all produce the same batches.
 
     Attributes:
-        loader: What is iterated over: a copy if it is a ``DataLoader``.
-        record: Of the pass under way.
-        sources: What may have random generators in it.
+        loader: What is iterated over.
+        sources: What may have random generators.
+        drawn: The number of batches that it has produced in this pass.
+        is_over: The pass has no batch left.
     """
 
     def __init__(self, loader: Any, group: dist.ProcessGroup | None) -> None:
-        self.loader: Any = copied_loader(loader) if isinstance(loader, DataLoader) else loader
-        self.record: Pass | None = None
+        self.loader: Any = loader
         self.sources: tuple[Any, ...] = (loader, getattr(loader, "sampler", None), getattr(loader, "dataset", None))
         self._group = group
-        self._is_kept_apart = get_world_size(group) > 1 or not _draws_first(loader)
-        if isinstance(loader, DataLoader) and type(self) is Whole:
-            start_workers_for_each_pass(self.loader)  # or what they draw would depend on earlier passes
+        self.drawn = 0
+        self.is_over = False
 
     def begin(self) -> SharedRandomState:
         """The state to draw from. A collective; call it before ``iter``."""
-        assert self.record is not None
-        self.record.before_drawing()
-        shared = SharedRandomState(self.sources, group=self._group, always=self._is_kept_apart)
-        self.record.draws_from(shared)
-        return shared
+        self.drawn, self.is_over = 0, False
+        return SharedRandomState(self.sources, group=self._group)
 
-    def skip(self, batches: Iterator[Any], shared: SharedRandomState) -> None:
+    def skip(self, batches: Iterator[Any]) -> None:
         """Leave out what an earlier run has done. Call it after ``iter``."""
-        assert self.record is not None
-        if drawn := self.record.done.drawn:
-            with shared.drawing():
-                batch = next(itertools.islice(batches, drawn - 1, None), None)
-            self.record.require_same(self.end_of(batch, drawn), name_of(self.loader))
-        self.record.has_drawn()
 
-    def will_produce(self) -> None:
-        """Call it before each batch."""
-        assert self.record is not None
-        self.record.will_draw()
+    def has_produced(self, batch: Any) -> None:
+        """Call it for each batch."""
+        self.drawn += 1
 
-    def end_of(self, batch: Any, drawn: int) -> BatchEnd:
-        """Where the loader is after a batch. Call it when the batch has been produced.
-
-        Args:
-            batch: The last one.
-            drawn: The number of batches.
-        """
-        assert self.record is not None
-        self.record.has_drawn()
-        return BatchEnd(drawn, checksum_of_content(batch))
-
-    def hand_out(self, end: BatchEnd, shared: SharedRandomState) -> None:
+    def hand_out(self) -> None:
         """A step of one or more batches has been handed out."""
-        assert self.record is not None
-        self.record.hand_out(end, self._beside(shared))
+
+
+class ResumableWhole(Whole):
+    """As :class:`Whole`, with a state. This one is of any iterable.
+
+    Attributes:
+        start: Of the next pass.
+    """
+
+    start: Start | None
+
+    def __init__(self, loader: Any, group: dist.ProcessGroup | None) -> None:
+        super().__init__(loader, group)
+        if isinstance(loader, DataLoader):
+            self.loader = copied_loader(loader)
+        self._handed_out = 0
+        self._begin: RandomStates | None = None
+        self._last = 0  # the checksum of the last batch
+        self._ends: deque[dict[str, Any]] = deque(maxlen=_KEPT)  # where the loader was after each step
+
+    def begin(self) -> SharedRandomState:
+        super().begin()
+        if position := self._resumed:
+            RandomStates.from_plain(position["begin"]).put_back(self.sources)
+        # Kept apart with a single process, too: other draws in between must not change what is produced again.
+        self._shared = SharedRandomState(self.sources, group=self._group, always=True)
+        self._begin = RandomStates(self._shared.state, states_of_generators(self.sources))
+        return self._shared
+
+    @property
+    def _resumed(self) -> Any:
+        return self.start.position if self.start else None
+
+    def skip(self, batches: Iterator[Any]) -> None:
+        position = self._resumed or {"batches": 0, "drawn": 0}
+        self._handed_out, self.drawn = position["batches"], position["drawn"]
+        self._go_to(position, batches)
+        self._ends.clear()
+        self._ends.append(self._end())
+        if self.start and self._resumed:
+            self.start.before.put_back(self.sources)
+
+    def _go_to(self, position: dict[str, Any], batches: Iterator[Any]) -> None:
+        if not self.drawn:
+            return
+        with self._shared.drawing():
+            self._last = checksum_of_content(next(itertools.islice(batches, self.drawn - 1, None), None))
+        if self._last != position["checksum"]:
+            raise ConfigurationError(
+                f"{name_of(self.loader)} does not yield the batches of the run that was saved: batch {self.drawn - 1} "
+                f"of the pass has the checksum {self._last}, and had {position['checksum']}. Go on with the data set "
+                "and the batch size of that run, and take its randomness from torch's, Python's or NumPy's global "
+                "random state, or from generators that are its attributes."
+            )
+
+    def has_produced(self, batch: Any) -> None:
+        super().has_produced(batch)
+        self._last = checksum_of_content(batch)
+
+    def hand_out(self) -> None:
+        self._handed_out += 1
+        self._ends.append(self._end())
+
+    def _end(self) -> dict[str, Any]:
+        return {"drawn": self.drawn, "checksum": self._last, "generators": states_of_generators(self.sources)}
 
     def position(self, batches: int | None) -> dict[str, Any]:
         """The state of the pass under way."""
-        assert self.record is not None
-        return self.record.position(batches)
-
-    def _beside(self, shared: SharedRandomState) -> Any:
-        """What else the state after a batch needs."""
-        return None
-
-
-class IndexedWhole(Whole):
-    """A ``DataLoader`` that loads one index of a map-style data set at a time: ``batch_size=None``."""
-
-    def __init__(self, loader: DataLoader[Any], group: dist.ProcessGroup | None) -> None:
-        super().__init__(loader, group)
-        self._is_kept_apart = get_world_size(group) > 1  # its sampler's draws are kept apart from it
-        self.sources = (loader, loader.sampler)
-        self._counted = CountedSampler(loader.sampler, is_alike=True, has_workers=loader.num_workers > 0)
-        replace_sampler(self.loader, self._counted)
-
-    def begin(self) -> SharedRandomState:
-        self._counted.record = self.record
-        return SharedRandomState([*self.sources, self.loader.dataset], group=self._group, always=self._is_kept_apart)
-
-    def skip(self, batches: Iterator[Any], shared: SharedRandomState) -> None:
-        assert self.record is not None
-        if self.record.can_skip:
-            with shared.drawing():
-                self._counted.drawing.begin()
-        if self._is_kept_apart and self.record.beside:
-            shared.state = self.record.beside
-        self.record.begin_beside(self._beside(shared))
-
-    def will_produce(self) -> None:
-        pass  # its sampler notices
-
-    def end_of(self, batch: Any, drawn: int) -> BatchEnd:
-        return self._counted.draw.ends.popleft()
-
-    def position(self, batches: int | None) -> dict[str, Any]:
-        position = super().position(batches)
-        beside = position["beside"]
-        return position | {"beside": plain_state(beside) if beside else None}
-
-    def _beside(self, shared: SharedRandomState) -> Any:
-        return shared.state if self._is_kept_apart else None
+        assert self._begin is not None
+        used = self._handed_out if batches is None else batches
+        require_kept(used, self._handed_out - len(self._ends) + 1, self._handed_out)
+        end = self._ends[used - self._handed_out - 1]
+        generators = states_of_generators(self.sources) if used == self._handed_out else end["generators"]
+        plain = [plain_state(state) for state in generators]
+        return {"batches": used, "begin": self._begin.plain(), **end, "generators": plain}
 
 
-class StatefulWhole(Whole):
+class StatefulWhole(ResumableWhole):
     """A loader with a ``state_dict`` of its own, such as torchdata's ``StatefulDataLoader``."""
 
     def begin(self) -> SharedRandomState:
-        assert self.record is not None
-        if self.record.beside:
-            self.loader.load_state_dict(self.record.beside["loader"])
+        if position := self._resumed:
+            self.loader.load_state_dict(position["loader"])
         return super().begin()
 
-    def skip(self, batches: Iterator[Any], shared: SharedRandomState) -> None:
-        assert self.record is not None
-        if self._is_kept_apart and self.record.beside and self.record.beside["drawing"]:
-            shared.state = self.record.beside["drawing"]
-        self.record.has_drawn()
-        self.record.begin_beside(self._beside(shared))
+    def _go_to(self, position: dict[str, Any], batches: Iterator[Any]) -> None:
+        if self._resumed:
+            self._shared.state = position["drawing"]
 
-    def end_of(self, batch: Any, drawn: int) -> BatchEnd:
-        assert self.record is not None
-        self.record.has_drawn()
-        return BatchEnd(drawn, 0)
-
-    def position(self, batches: int | None) -> dict[str, Any]:
-        assert self.record is not None
-        position = super().position(batches)
-        drawing, state = position["beside"]
-        if state is None and position["batches"] < self.record.handed_out:
-            raise ConfigurationError(
-                f"batches must be {self.record.handed_out}, those handed out, as a state of {name_of(self.loader)} is "
-                f"that after its last batch, got {batches}. Draw no batch ahead from a loader that knows its length."
-            )
-        loader = self.loader.state_dict() if state is None else state
-        return position | {"beside": {"drawing": drawing and plain_state(drawing), "loader": loader}}
-
-    def _beside(self, shared: SharedRandomState) -> Any:
+    def _end(self) -> dict[str, Any]:
         # Hosts draw ahead only if they do not know the number of batches.
         state = self.loader.state_dict() if length_of(self.loader) is None else None
-        return shared.state if self._is_kept_apart else None, state
+        return super()._end() | {"drawing": plain_state(self._shared.state), "loader": state}
+
+    def position(self, batches: int | None) -> dict[str, Any]:
+        position = super().position(batches)
+        if position["loader"] is None and position["batches"] < self._handed_out:
+            raise ConfigurationError(
+                f"batches must be {self._handed_out}, those handed out, as a state of {name_of(self.loader)} is "
+                f"that after its last batch, got {batches}. Draw no batch ahead from a loader that knows its length."
+            )
+        return position | {"loader": position["loader"] or self.loader.state_dict()}
 
 
-def whole_of(loader: Any, group: dist.ProcessGroup | None) -> Whole:
+def resumable_whole(loader: Any, group: dist.ProcessGroup | None) -> ResumableWhole:
     """How a loader that is not divided before loading goes on."""
     if isinstance(loader, DataLoader) and keeps_iterator(loader):
         raise ConfigurationError(
@@ -192,17 +177,10 @@ def whole_of(loader: Any, group: dist.ProcessGroup | None) -> Whole:
         )
     if has_state(loader):
         return StatefulWhole(loader, group)
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        return IndexedWhole(loader, group)
-    return Whole(loader, group)
-
-
-def _draws_first(loader: Any) -> bool:
-    """Whether the order is drawn before anything is loaded; what loading draws is then no business of the order's."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    samplers = loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)
-    return all(is_torchs(sampler) or type(sampler).__module__.startswith("torchdata.") for sampler in samplers)
+    whole = ResumableWhole(loader, group)
+    if isinstance(loader, DataLoader):
+        start_workers_for_each_pass(whole.loader)  # or what they draw would depend on earlier passes
+    return whole
 
 
 def checksum_of_content(batch: Any) -> int:

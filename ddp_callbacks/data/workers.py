@@ -19,6 +19,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ddp_callbacks.data.global_state import seed_global
+
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 _IS_SUPPORTED = hasattr(signal, "sigwaitinfo")
 
@@ -76,6 +78,24 @@ def keep_workers(loader: DataLoader[Any]) -> None:
         loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
 
 
+class SeededIndices:
+    """The indices of a batch. They arrive in a worker as they are, and its random state is then that of the batch.
+
+    So what a worker draws for a batch depends on neither the worker nor the batches that it has loaded before.
+    """
+
+    def __init__(self, indices: Any, seed: int) -> None:
+        self.indices, self.seed = indices, seed
+
+    def __reduce__(self) -> Any:
+        return _arrive, (self.indices, self.seed)
+
+
+def _arrive(indices: Any, seed: int) -> Any:
+    seed_global(seed)
+    return indices
+
+
 @functools.cache
 def _end_workers_at_exit() -> None:
     """``multiprocessing`` terminates daemons once and waits for them; a worker that starts a program may miss that."""
@@ -96,11 +116,11 @@ class StartingWorkers:
     So has this thread, until :meth:`end`.
 
     Args:
-        loader: Whose workers start; ``None``: no signal is blocked.
+        loader: Whose workers start. If they are not kept (:func:`keep_workers`), no signal is blocked.
     """
 
     def __init__(self, loader: Any) -> None:
-        self._is_needed = _IS_SUPPORTED and isinstance(loader, DataLoader) and loader.num_workers > 0
+        self._is_needed = isinstance(getattr(loader, "worker_init_fn", None), WorkerStart)
         self._context = getattr(loader, "multiprocessing_context", None)
         self._before: set[Any] | None = None
 

@@ -10,7 +10,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.comm.scalars import ScalarExchange
-from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.skipping import SkipBatch
 from ddp_callbacks.errors import SkippedBatchError
@@ -292,9 +291,6 @@ class Run:
         if self._trainer.training:
             refresh_metrics(self._trainer, results)
             self.merge_buffers()
-            for loader in self._loaders():
-                if isinstance(loader, ShardedLoader) and isinstance(loader.iterator, ShardedIterator):
-                    loader.iterator.check_agreement()
             self.drawing.random_state.synchronize()
 
     def _before_epoch_end(self) -> None:

@@ -38,7 +38,6 @@ class ShardData(DistributedCallback):
 
     Raises:
         ConfigurationError: ``batch_size`` is invalid.
-        MismatchError: During training: a sampler draws different batches on different ranks.
     """
 
     def __init__(self, batch_size: BatchSize = "global", process_group: dist.ProcessGroup | None = None) -> None:
@@ -108,26 +107,10 @@ class ShardData(DistributedCallback):
     def on_sample_validation(self, state: State) -> None:
         self.on_sample(state)
 
-    def on_end_training(self, state: State) -> None:
-        iterator = state[torchbearer.ITERATOR]
-        if isinstance(iterator, ShardedIterator):
-            iterator.check_agreement()
-
-    def on_end_validation(self, state: State) -> None:
-        self.on_end_training(state)
-
     def on_end(self, state: State) -> None:
-        if not any(isinstance(value and value[0], ShardedLoader) for value in map(self._originals.get, DATA_KEYS)):
-            self._drop_iterators()
         for key, value in self._originals.items():
             state[torchbearer.SELF].state[key] = value
         self._originals = {}
-
-    def _drop_iterators(self) -> None:
-        """Their workers end with them, as without this library. Not after an evaluation in the middle of a run."""
-        for _, loader in self._sharded.values():
-            if isinstance(loader, ShardedLoader):
-                loader.iterator = None
 
     def _ending_alike(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Restore the shared random state after a run, also after an exception that all ranks catch.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from kit.machine import Slowness
-from shared_worlds import TWO, WIDE, World
+from shared_worlds import TWO, WIDE, World, by_rank
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, TensorDataset
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 from ddp_callbacks import GradientSynchronizer, get_rank, get_world_size, shard_loader, with_shares
@@ -89,6 +90,68 @@ def test_the_total_of_a_distributed_sampler_s_batches_is_not_known() -> None:
     own = DataLoader(samples(), BATCH_SIZE, sampler=DistributedSampler(samples(), shuffle=False))
     shares = [share for _, share in with_shares(shard_loader(own, "per_process"))]
     assert shares == [Share(8, None), Share(5, None)]
+
+
+class Reacting:
+    """Yields what the loop has asked for after the batch before."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(len(self)):
+            yield [self.next, self.next + 1, self.next + 2]
+
+
+class FromSystem(Sampler[int]):
+    """No seed makes two processes draw the same."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([int.from_bytes(os.urandom(4), "little") % SAMPLES for _ in range(len(self))])
+
+    def __len__(self) -> int:
+        return 24
+
+
+NUMBERS: Any = range(SAMPLES)
+ORDERS = {
+    "seeded": lambda: DataLoader(NUMBERS, 4, shuffle=True, generator=torch.Generator().manual_seed(1)),
+    "replacement": lambda: DataLoader(
+        NUMBERS, 4, sampler=RandomSampler(NUMBERS, True, 40, torch.Generator().manual_seed(1))
+    ),
+    "reacts": lambda: DataLoader(NUMBERS, batch_sampler=Reacting()),
+}
+
+
+def stop_early(name: str, divide: Any) -> list[list[int]]:
+    """The batches of three passes that end after four; all ranks' parts, if they are divided."""
+    loader = ORDERS[name]()
+    part, seen = divide(loader), []
+    for _ in range(3):
+        for number, (batch, share) in enumerate(with_shares(part)):
+            seen.append(batch.tolist()[: share.local])
+            loader.batch_sampler.next = 3 * number  # type: ignore[union-attr]
+            if number == 3:
+                break
+    return seen
+
+
+@WORLD.each(ORDERS, TWO)
+def test_a_sampler_is_asked_for_batches_when_one_process_would_ask(name: str) -> None:
+    """Samplers with a generator, or that react to the loop, draw as on one process."""
+    torch.manual_seed(0)
+    expected = stop_early(name, lambda loader: loader)
+    parts = zip(*by_rank(stop_early(name, shard_loader)), strict=True)
+    assert [[index for part in step for index in part] for step in parts] == expected
+
+
+@WORLD
+def test_a_sampler_that_draws_from_the_system_is_asked_by_rank_0_alone() -> None:
+    parts = by_rank([part.tolist() for part in shard_loader(DataLoader(NUMBERS, 4, sampler=FromSystem()))])
+    assert [[len(part) for part in of_rank] for of_rank in parts] == [[2] * 6] * 2
 
 
 def time_first(rows: list[Any]) -> torch.Tensor:

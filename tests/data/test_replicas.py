@@ -24,7 +24,7 @@ from trainers import Net, fit, loader, quiet, trainer
 from trials import data, network, trial
 
 from ddp_callbacks.data.sharding import shard_loader, with_shares
-from ddp_callbacks.errors import MismatchError
+from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas import require_equal_replicas
 from ddp_callbacks.torchbearer import DDPCallback
@@ -206,31 +206,28 @@ def test_ranks_of_a_trial_that_resume_from_two_states_are_named_with_both() -> N
 # --- data that must be equal ------------------------------------------------------------------------------------------
 
 
-class Key:
-    """Has no repr of its own: Python's says the address."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
 class Keyed(Dataset[Any]):
     def __getitem__(self, key: Any) -> torch.Tensor:
-        return torch.tensor(float(key.index))
+        return torch.tensor(float(key[0]))
 
     def __len__(self) -> int:
         return 6
 
 
+def keyed(*keys: Any) -> Any:
+    return shard_loader(DataLoader(Keyed(), batch_sampler=[keys[:4], keys[4:]]))
+
+
 @WORLD
-def test_data_that_differ_are_named_and_keys_without_a_repr_are_not() -> None:
+def test_data_that_differ_are_named_and_so_are_keys_that_cannot_be_sent() -> None:
     """An unseeded `random_split` or differing labels raise an error."""
     rank = dist.get_rank()
-    elsewhere = [Key(index) for index in range(100 * rank)]
-    keys = [Key(index) for index in range(6)]
-    del elsewhere
-    keyed = DataLoader(Keyed(), batch_sampler=[keys[:4], keys[4:]])
-    seen = [float(value) for batch, _ in with_shares(shard_loader(keyed)) for value in batch]
-    assert seen == ([2.0, 3.0, 5.0] if rank else [0.0, 1.0, 4.0])
+    for keys in ("012345", [(index, "any") for index in range(6)]):
+        seen = [float(value) for batch, _ in with_shares(keyed(*keys)) for value in batch]
+        assert seen == ([2.0, 3.0, 5.0] if rank else [0.0, 1.0, 4.0])
+    with pytest.raises(ConfigurationError, match="must yield integers or strings, or lists and"):
+        next(with_shares(keyed({1}, {2})))
+    begin_run()
     numbers: Any = range(9)
     split, _ = random_split(numbers, [6, 3], torch.Generator().manual_seed(rank))
     labels = TensorDataset(torch.zeros(9, 2), (torch.arange(9) + rank) % 3)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torchbearer
 from kit.ranks import HOSTNAME
 from shared_worlds import TWO, WIDE, World, by_rank
 from torch import nn
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Trial
 
 from ddp_callbacks.errors import DDPCallbacksError
@@ -40,12 +39,11 @@ def make_trial(
     optimizer: Callable[[Any], Any] = sgd,
     samples: int = 20,
     metrics: tuple[str, ...] = ("loss", "mse"),
-    sampler: Sampler[int] | None = None,
     **steps: int,
 ) -> Trial:
     made = model()
     x = torch.randn(samples, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    loader = DataLoader(TensorDataset(x, x[:, :1] * 2), 6, sampler=sampler)
+    loader = DataLoader(TensorDataset(x, x[:, :1] * 2), 6)
     trial = Trial(
         made, optimizer(made.parameters()), nn.MSELoss(), metrics=list(metrics), callbacks=[*extra, ours()], verbose=0
     )
@@ -61,17 +59,6 @@ def frozen() -> nn.Module:
     model: Any = layers()
     model[0].bias.requires_grad_(False)
     return model  # type: ignore[no-any-return]
-
-
-class Urandom(Sampler[int]):
-    """Draws from the operating system, so that no seed makes two processes draw the same."""
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(20):
-            yield int.from_bytes(os.urandom(4), "little") % 20
-
-    def __len__(self) -> int:
-        return 20
 
 
 def functional_closure(state: Any) -> None:
@@ -116,11 +103,6 @@ LOGGED = "rank 0: loss, running_loss, mse, running_mse\n"
 # By what the ranks do: what the message says.
 IN_TRAINING: dict[str, list[str]] = {
     "call": ["what is called: run on {others}; evaluate on rank 1"],
-    "sampler": [
-        "the ranks disagree about the batches that Urandom draws",
-        "Urandom: checksum of the indices drawn so far: ",
-        "not from the clock, the process id or os.urandom",
-    ],
     "metrics": [
         LOGGED,
         "rank 1: loss, running_loss, mse, running_mse, lr\n",
@@ -174,11 +156,11 @@ def test_ranks_that_differ_are_named_before_the_first_step(name: str) -> None:
 
 @WORLD.each(IN_TRAINING, TWO, WIDE)
 def test_ranks_that_go_apart_in_training_are_told_the_difference(name: str) -> None:
-    """Differing samplers, metrics and calls raise everywhere; so does a closure without `backward`."""
+    """Differing metrics and calls raise everywhere; so does a closure without `backward`."""
     odd, is_refused = dist.get_rank() == ODD, name in ("closure", "evaluation in a step")
     metrics = {"metrics": ("loss", "mse", "lr"), "order of metrics": ("mse", "loss")}.get(name) if odd else None
     extra = [evaluate_in_step] if name == "evaluation in a step" else []
-    trial = make_trial(extra, metrics=metrics or ("loss", "mse"), sampler=Urandom() if name == "sampler" else None)
+    trial = make_trial(extra, metrics=metrics or ("loss", "mse"))
     if name == "closure":
         trial.with_closure(functional_closure)
     if name == "memory layout" and odd:

@@ -13,7 +13,6 @@ from loaders import LOADERS, SAMPLES, Endless, Lazy, seed_all
 from torch.utils.data import DataLoader, Dataset, RandomSampler, WeightedRandomSampler
 
 from ddp_callbacks import resumable_loader
-from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.data.random_state import get_global_state, set_global_state
 from ddp_callbacks.data.samplers import LazyRandomSampler
 from ddp_callbacks.errors import ConfigurationError
@@ -77,6 +76,22 @@ def test_between_passes_the_next_one_begins_afresh() -> None:
     loader.load_state_dict(state)
     loader.start_afresh()
     assert lists(loader) == third
+
+
+@pytest.mark.parametrize("steps", [3, 10])
+def test_what_is_saved_after_a_break_begins_the_next_pass(steps: int) -> None:
+    """A loop that breaks leaves its pass, at its last batch, too."""
+
+    def shuffled() -> Any:
+        return resumable_loader(DataLoader(NUMBERS, 4, shuffle=True, generator=torch.Generator().manual_seed(1)))
+
+    loader = shuffled()
+    for number, _ in enumerate(loader, 1):
+        if number == steps:
+            break
+    state = loader.state_dict()
+    expected = lists(loader)
+    assert len(expected) == 10 and lists(left(shuffled(), state)) == expected
 
 
 def test_a_pass_cut_twice_goes_on() -> None:
@@ -169,7 +184,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "batches": (
         [torch.ones(3), torch.zeros(3), torch.ones(3), torch.ones(3)],
         [torch.ones(3), torch.zeros(3), torch.zeros(3), torch.ones(3)],
-        "list does not draw the batches",
+        "list does not yield the batches",
     ),
 }
 
@@ -231,9 +246,11 @@ def test_the_first_batch_after_many_of_a_huge_data_set_comes_at_once(name: str) 
     both = [int(index) for index in itertools.islice(order((batches - 1) * size), 2 * size)]
     last, expected = both[:size], both[size:]
     loader = resumable_loader(DataLoader(range(len(sampler)), size, sampler=sampler))  # type: ignore[arg-type]
-    next(iter(loader))
+    running = iter(loader)
+    next(running)
     state = loader.state_dict()
-    state["pass"] |= {"batches": batches, "drawn": batches, "checksum": checksum_of(last)}
+    tail = {"lengths": torch.tensor([size]), "indices": torch.tensor(last)}
+    state["pass"] |= {"batches": batches, "used": batches, "drawn": batches, "tail": tail}
     begin = time.thread_time()
     loader.load_state_dict(state)
     assert next(iter(loader)).tolist() == expected

@@ -184,7 +184,8 @@ def state_at(name: str, cut: tuple[int, int], how: str) -> Any:
     loader, run = begin(name, how, SEED)
     for _ in range(cut[0]):
         rows_of(iter(loader))
-    rows_of(iter(loader), cut[1])
+    running = iter(loader)
+    rows_of(running, cut[1])
     file = io.BytesIO()
     torch.save((loader.state_dict(), run.state_dict()), file)
     loader.end()
