@@ -204,7 +204,7 @@ class Part:
         steps, order = self.current.used, self.current.order
         used, of_step = steps if batches is None else batches, self._batches_per_step
         require_kept(used, -((order.kept - order.drawn) // of_step), steps)
-        return {"batches": used, **order.position(min(used * of_step, order.drawn))}
+        return {"batches": used} | order.position(min(used * of_step, order.drawn))
 
     def check_data(self) -> None:
         """Raise unless the cheap-to-compare properties of the data set are equal on all ranks. Once per loader.

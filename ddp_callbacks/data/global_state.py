@@ -168,6 +168,12 @@ def same_part(one: Any, other: Any) -> bool:
     """Whether two parts of states are equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return one == other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(same_part(value, other[key]) for key, value in one.items())
+    if type(one) is type(other) and hasattr(one, "dtype"):
+        return bool((one == other).all())
     return bool(as_tuples(plain(one)) == as_tuples(plain(other)))
 
 

@@ -236,9 +236,9 @@ class Order(Iterator[Any]):
 def _packed(batches: list[Any], sampler: Any) -> dict[str, Any]:
     """As plain data and tensors. A batch is a list of indices, or one."""
     try:
-        lists = [[batch] if isinstance(batch, int) else batch for batch in batches]
+        lists = [batch if hasattr(batch, "__len__") else [batch] for batch in batches]
         indices = [operator.index(index) for batch in lists for index in batch]
-        lengths = [-1 if isinstance(batch, int) else len(batch) for batch in batches]
+        lengths = [len(batch) if hasattr(batch, "__len__") else -1 for batch in batches]
         return {"lengths": torch.tensor(lengths), "indices": torch.tensor(indices, dtype=torch.int64)}
     except (TypeError, RuntimeError):  # no numbers, or too large ones
         pass

@@ -107,7 +107,7 @@ class ShardedLoader:
     def keep_indices(self) -> None:
         """Keep the indices of each batch drawn from now on, see :attr:`indices`."""
         if isinstance(self._source, Part):
-            self._source.keeps_indices = True
+            self._source.keeps_indices = self.loader.batch_sampler is not None
 
     @property
     def indices(self) -> list[list[Any]] | None:
