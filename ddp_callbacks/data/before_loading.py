@@ -25,6 +25,7 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    Dataset,
     IterableDataset,
     Subset,
     TensorDataset,
@@ -316,7 +317,7 @@ def divide_before_loading(
     """This rank's part of a map-style ``DataLoader``; ``None`` for other loaders."""
     if not isinstance(loader, DataLoader):
         return None
-    if not isinstance(loader.dataset, IterableDataset) and not has_state(loader) and not keeps_iterator(loader):
+    if _has_samples_by_index(loader) and not has_state(loader) and not keeps_iterator(loader):
         return Part(loader, division, group, at_least)
     if loader.num_workers and not loader.in_order:
         raise ConfigurationError(
@@ -324,6 +325,12 @@ def divide_before_loading(
             "of each, so all must load them in the same order."
         )
     return None
+
+
+def _has_samples_by_index(loader: DataLoader[Any]) -> bool:
+    """Whether the data set is map-style. With ``batch_size=None``, a list is taken for one of batches."""
+    is_map_style = not isinstance(loader.dataset, IterableDataset)
+    return is_map_style and (loader.batch_sampler is not None or isinstance(loader.dataset, Dataset))
 
 
 def has_state(loader: Any) -> bool:

@@ -153,8 +153,6 @@ class Order(Iterator[Any]):
 
     def _skip(self, position: Mapping[str, Any]) -> None:
         assert self._draws is not None
-        if self._is_over:
-            return
         last = position["drawn"] - 1
         self._draws.start(last)
         again, expected = self._draws.take(1), _unpacked(position["tail"])[-1:]
