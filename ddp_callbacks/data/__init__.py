@@ -3,7 +3,7 @@
 - :mod:`.sharding`: ``shard_loader``, the entry point. :mod:`.before_loading` and :mod:`.after_loading` are the two ways
   to divide a loader; :mod:`.iterator` is their common interface
 - :mod:`.order`: the indices of a pass, which rank 0 draws and sends; :mod:`.samplers` begins at any batch.
-  :mod:`.whole`: loaders whose batches every rank produces
+  :mod:`.whole`: loaders whose batches every rank produces; :mod:`.same_data` compares data sets
 - :mod:`.resuming`: ``resumable_loader``; :mod:`.workers` keeps workers alive
 - :mod:`.shares`: which samples of a batch a rank gets
 - :mod:`.random_state`: all ranks draw alike; each draws different dropout and augmentation. :mod:`.global_state` reads

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from ddp_callbacks.comm.agreement import require_agreement
-from ddp_callbacks.data.before_loading import warn_of_turns
 from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.nested import arrays_in, name_of
+from ddp_callbacks.data.nested import arrays_in, name_of, warn_of_turns
 from ddp_callbacks.data.shares import Share, WholeBatch, common_size, slice_batch, slice_samples, uneven_bounds
 from ddp_callbacks.data.whole import Whole, checksum_of_content
 from ddp_callbacks.data.workers import StartingWorkers

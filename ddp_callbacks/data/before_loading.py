@@ -13,32 +13,26 @@ own           the batches that its own sampler draws, a ``DistributedSampler``
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
-    Subset,
-    TensorDataset,
 )
 
 from ddp_callbacks._torch import copied_loader, keeps_iterator, replace_batch_sampler, replace_sampler
-from ddp_callbacks.comm.agreement import require_agreement
-from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.data.global_state import digest_of
 from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.nested import name_of
+from ddp_callbacks.data.nested import name_of, warn_of_turns
 from ddp_callbacks.data.order import Order, Start
 from ddp_callbacks.data.random_state import SharedRandomState
+from ddp_callbacks.data.same_data import require_same_data
 from ddp_callbacks.data.shares import Share, WholeBatch, common_size, slice_bounds, slice_samples, uneven_bounds
 from ddp_callbacks.data.workers import SeededIndices, StartingWorkers
 from ddp_callbacks.errors import ConfigurationError
@@ -46,7 +40,6 @@ from ddp_callbacks.process_group import get_rank, get_world_size
 
 Division = Literal["global", "per_process", "own"]
 
-_COMPARED_ROWS = 1 << 16
 _KEPT = 16  # of the last steps handed out; a host may have drawn this many that it has not used
 
 
@@ -218,13 +211,7 @@ class Part:
         dataset, name = self.loader.dataset, name_of(self.loader)
         if not self.has_batches and self._division == "global" and self.rank == 0:
             warn_of_turns(name, "(one index at a time) is taken for one sample (batch_size=None)", "Give a batch_size")
-        if type(dataset).__module__ == "torch.utils.data.dataset":
-            require_agreement(
-                {f"{name}: checksum of its indices and labels": checksum_of(_cheaply_described(dataset))},
-                "the data",
-                "Every process takes its part of the same data: give random_split a seed, and read the same files.",
-                self.group,
-            )
+        require_same_data(dataset, name, self.group)
 
 
 def require_kept(used: int, least: int, handed_out: int) -> None:
@@ -234,32 +221,6 @@ def require_kept(used: int, least: int, handed_out: int) -> None:
             f"batches must be the number of batches used in this pass, at most {handed_out}, which were handed out, "
             f"and at least {least}, got {used}."
         )
-
-
-def warn_of_turns(name: str, why: str, remedy: str = "Yield tensors that all have the samples in front") -> None:
-    """Each batch of a loader is computed by one process."""
-    warnings.warn(
-        f"A batch of {name} {why}, so each is computed by one process in turn: correct, but no faster than one "
-        f"process. {remedy}; or a data set with samples by index, of which each process loads its own; or "
-        'batch_size="per_process".',
-        stacklevel=4,
-    )
-
-
-def _cheaply_described(dataset: Any) -> Any:
-    """The exact properties of torch's data sets that are quick to compare: subset indices, integer labels."""
-    if isinstance(dataset, Subset):
-        return [torch.as_tensor(dataset.indices), _cheaply_described(dataset.dataset)]
-    if isinstance(dataset, ConcatDataset):
-        return list(map(_cheaply_described, dataset.datasets))
-    if isinstance(dataset, TensorDataset):
-        return [(str(found.dtype), found.shape, _integers(found)) for found in dataset.tensors]
-    return None
-
-
-def _integers(tensor: torch.Tensor) -> torch.Tensor | None:
-    is_exact = is_dense(tensor) and not (tensor.is_floating_point() or tensor.is_complex())
-    return tensor[:_COMPARED_ROWS] if is_exact and tensor.dim() == 1 else None
 
 
 class PartIterator(ShardedIterator):

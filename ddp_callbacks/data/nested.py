@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -37,6 +38,16 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
+
+
+def warn_of_turns(name: str, why: str, remedy: str = "Yield tensors that all have the samples in front") -> None:
+    """Each batch of a loader is computed by one process."""
+    warnings.warn(
+        f"A batch of {name} {why}, so each is computed by one process in turn: correct, but no faster than one "
+        f"process. {remedy}; or a data set with samples by index, of which each process loads its own; or "
+        'batch_size="per_process".',
+        stacklevel=4,
+    )
 
 
 def rebuild_mapping(mapping: Any, items: dict[Any, Any]) -> Any:

@@ -141,7 +141,7 @@ def stop_early(name: str, divide: Any) -> list[list[int]]:
 
 @WORLD.each(ORDERS, TWO)
 def test_a_sampler_is_asked_for_batches_when_one_process_would_ask(name: str) -> None:
-    """Samplers with a generator, or that react to the loop, draw as on one process."""
+    """Samplers may react to your loop."""
     torch.manual_seed(0)
     expected = stop_early(name, lambda loader: loader)
     parts = zip(*by_rank(stop_early(name, shard_loader)), strict=True)

@@ -62,7 +62,7 @@ def test_all_ranks_together_draw_what_one_process_draws(way: Way) -> None:
 
 @in_pairs
 def test_a_cut_pass_goes_on_at_the_next_sample(before: Way, after: Way) -> None:
-    """A loader resumes at the next sample, and the random state of the run goes on."""
+    """A loader resumes at the next sample."""
     assert_goes_on(before, after)
 
 

@@ -38,7 +38,7 @@ class Programs(Dataset[int]):
 
 
 def test_a_program_that_a_worker_of_a_resumable_loader_terminates_ends() -> None:
-    """Workers that outlive signals may start programs and terminate them."""
+    """Workers may start programs and terminate them."""
     loader = resumable_loader(DataLoader(Programs(), 2, num_workers=1))
     assert [batch.tolist() for batch in loader] == [[-signal.SIGTERM] * 2] * 2
 
@@ -86,7 +86,7 @@ def endless() -> Endless:
 
 @WORLD.on(TWO)
 def test_an_endless_loader_is_divided_as_it_draws_on_one_process() -> None:
-    """Endless loaders, as timm has them, are divided."""
+    """Endless loaders are divided."""
     alone = endless()
     expected = [[batch.tolist() for (batch,) in alone] for _ in range(2)]
     sharded = shard_loader(endless())

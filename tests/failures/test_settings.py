@@ -156,10 +156,11 @@ def test_ranks_that_differ_are_named_before_the_first_step(name: str) -> None:
 
 @WORLD.each(IN_TRAINING, TWO, WIDE)
 def test_ranks_that_go_apart_in_training_are_told_the_difference(name: str) -> None:
-    """Differing metrics and calls raise an error everywhere; so does a closure without `backward`."""
+    """Differing metrics and calls raise everywhere; so does a closure without `backward`."""
     odd, is_refused = dist.get_rank() == ODD, name in ("closure", "evaluation in a step")
     metrics = {"metrics": ("loss", "mse", "lr"), "order of metrics": ("mse", "loss")}.get(name) if odd else None
-    trial = make_trial([evaluate_in_step] if name == "evaluation in a step" else [], metrics=metrics or ("loss", "mse"))
+    extra = [evaluate_in_step] if name == "evaluation in a step" else []
+    trial = make_trial(extra, metrics=metrics or ("loss", "mse"))
     if name == "closure":
         trial.with_closure(functional_closure)
     if name == "memory layout" and odd:

@@ -80,8 +80,6 @@ def test_between_passes_the_next_one_begins_afresh() -> None:
 
 @pytest.mark.parametrize("steps", [3, 10])
 def test_what_is_saved_after_a_break_begins_the_next_pass(steps: int) -> None:
-    """A loop that breaks leaves its pass, at its last batch, too."""
-
     def shuffled() -> Any:
         return resumable_loader(DataLoader(NUMBERS, 4, shuffle=True, generator=torch.Generator().manual_seed(1)))
 
@@ -241,7 +239,7 @@ HUGE: dict[str, tuple[Any, int, Any]] = {  # sampler, batches, and the order fro
 
 @pytest.mark.parametrize("name", HUGE)
 def test_the_first_batch_after_many_of_a_huge_data_set_comes_at_once(name: str) -> None:
-    """After a million batches it goes on at once, with torch's sampler after 100,000."""
+    """After a million batches it goes on at once."""
     (sampler, batches, order), size = HUGE[name], 8
     both = [int(index) for index in itertools.islice(order((batches - 1) * size), 2 * size)]
     last, expected = both[:size], both[size:]
