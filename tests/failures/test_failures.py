@@ -258,7 +258,6 @@ def fork_children() -> None:
 
 
 def test_a_forked_child_that_ends_does_not_speak_for_the_rank(nursery: Nursery, tmp_path: Path) -> None:
-    """A forked child's end does not end its rank."""
     for rank in nursery.run(fork_children, 2, tmp_path):
         assert rank.code == 0, rank.stderr
         assert rank.notes["weights"] == pytest.approx(train_plainly(), rel=1e-10, abs=1e-10)

@@ -167,7 +167,7 @@ print("over", flush=True)
 def test_a_machine_that_is_cut_off_is_mentioned_and_given_up_under_any_launcher(
     bed: HostBed, away: float, codes: list[int]
 ) -> None:
-    """A lost machine is given up after 10 seconds; shorter outages are survived."""
+    """A machine lost for ten seconds is given up."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": bed.hosts[0].address, "MASTER_PORT": str(29536 + codes[0])}
     place |= {"DDP_CALLBACKS_HEARTBEAT_WARNING": "2.5", "DDP_CALLBACKS_HEARTBEAT_TIMEOUT": "4"}
     ranks = [start(host, EXCHANGE, RANK=str(rank), **place) for rank, host in enumerate(bed.hosts[:2])]

@@ -279,7 +279,6 @@ def assert_names_both(text: str, ranks: list[Rank]) -> None:
 
 
 def test_a_wait_in_a_thread_of_autograd_is_one_of_training(two: dict[str, list[Rank]]) -> None:
-    """Waits in autograd's threads count, too."""
     ranks = two["wait_in_a_thread_of_autograd"]
     for rank in ranks:
         assert rank.notes["thread"] == "_DummyThread"
@@ -323,7 +322,6 @@ def test_a_rank_that_has_sent_all_may_leave_while_the_other_still_receives(two: 
 
 
 def test_a_rank_that_is_late_is_named_alive_with_its_line(two: dict[str, list[Rank]]) -> None:
-    """At the timeout an error says that a late rank lives, and its line."""
     first, second = two["wait_in_vain_for_one_that_computes"]
     kind, text = first.notes["error"]
     assert kind == "PeerError" and "waited for the second message in vain, though every rank is alive" in text, text

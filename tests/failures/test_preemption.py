@@ -189,7 +189,7 @@ def test_one_process_stops_by_a_signal_a_request_and_time_without_a_group() -> N
 
 
 def test_the_end_of_a_run_that_was_stopped_has_an_exit_code_and_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    """A run that you stop exits with code 75."""
+    """A stopped run exits with code 75."""
     with Preemption() as preemption, caplog.at_level("INFO"), pytest.raises(Preempted) as caught:
         preemption.request("the budget is spent")
         assert preemption.is_requested()

@@ -202,7 +202,7 @@ def test_what_is_missing_where_nobody_answers_is_named_in_time(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Rank 0 names its wrong address or taken port, and for whom it waits; names are retried that do not resolve."""
+    """Rank 0 names a wrong address, a taken port and absent ranks; it retries names."""
     rank, host, timeout, says = MISSING[missing]
     monkeypatch.setattr(socket, "getaddrinfo", resolver({}))
     caplog.set_level("INFO")
@@ -235,7 +235,6 @@ ON_SEVERAL_HOSTS = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "
 def test_an_address_that_other_hosts_cannot_reach_is_refused_at_once(
     address: str, says: str, rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It refuses an address that other hosts can't reach."""
     for name, value in {**ON_SEVERAL_HOSTS, "OMPI_COMM_WORLD_RANK": rank, "MASTER_ADDR": address}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(socket, "getaddrinfo", resolver({"node1": "127.0.1.1"}))
@@ -269,7 +268,7 @@ def meets_after_restarts(counts: list[str]) -> None:
 
 
 def test_ranks_whose_agents_have_counted_restarts_differently_meet(nursery: Nursery, tmp_path: Path) -> None:
-    """Ranks meet again after restarts by `torchrun`."""
+    """Ranks meet again after `torchrun` restarts."""
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     address = {"MASTER_ADDR": HOST, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for counts in (["0", "0"], ["0", "1"]):

@@ -74,7 +74,6 @@ class Reserved(Exception):
 
 
 def test_nobody_takes_the_port_before_rank_0_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`spawn` reserves its port until rank 0 listens there."""
 
     def try_the_port(_: Any, args: tuple[Any, ...], **options: Any) -> None:
         address = next(value for value in args if str(value).startswith("tcp://"))

@@ -72,6 +72,5 @@ def end_beside_a_thread_that_frees() -> None:
 
 
 def test_the_interpreter_ends_when_torchs_threads_have_let_go_of_it(nursery: Nursery, tmp_path: Path) -> None:
-    """Processes fork and end only while torch's threads sleep."""
     for rank in nursery.run(end_beside_a_thread_that_frees, 2, tmp_path):
         assert rank.code == 0 and "done" in rank.notes, rank.stderr

@@ -187,7 +187,7 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
 
 @pytest.mark.parametrize("name", TABLE)
 def test_what_ranks_hear_after_each_event(name: str) -> None:
-    """Rank 0 decides who died, failed, left or waits in vain."""
+    """Rank 0 decides who failed."""
     made = coordinator()
     for now, rank, message, expected in TABLE[name]:
         if rank is None:
@@ -241,7 +241,7 @@ STRANGERS = {
 
 
 def test_a_stranger_is_dropped_and_the_ranks_are_served(listening: Server) -> None:
-    """Only ranks of the job may connect; ranks hear of no stranger."""
+    """A stranger cannot connect."""
     for said in STRANGERS.values():
         with connect(listening) as stranger:
             stranger.sendall(said.replace(b"SECRET", listening.address["secret"].encode()))
