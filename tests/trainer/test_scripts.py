@@ -58,7 +58,7 @@ import ddp_callbacks.lightning
 from ddp_callbacks.lightning import CallbackFabricStrategy
 from lightning.fabric import Fabric
 """
-FABRIC_OF_THE_OTHER = "import ddp_callbacks.pytorch_lightning\nfrom lightning_fabric import Fabric"
+FABRIC_OF_THE_OTHER = "import lightning_fabric, ddp_callbacks.pytorch_lightning\nfrom lightning_fabric import Fabric"
 FABRIC_OF_THE_OTHER_ALONE = """
 import lightning_fabric
 from ddp_callbacks.pytorch_lightning import CallbackFabricStrategy
