@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, list[list[Row]], tuple[float, float]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_rows_of_all_ranks_become_the_value_of_the_whole_batch(name: str) -> None:
-    """Logged values are joined as a calculation by hand says."""
+    """Logged values equal a calculation by hand."""
     operation, ranks, expected = CASES[name]
     encoded = [encode(rows) for rows in ranks]
     assert [tensor.shape for _, tensor in encoded] == [(len(rows), 8) for rows in ranks]

@@ -64,6 +64,6 @@ def find_batch_size() -> None:
 
 @pytest.mark.parametrize("search", [find_batch_size, lambda: fit(CallbackStrategy(), callbacks=[BatchSizeFinder()])])
 def test_a_search_for_a_batch_size_is_refused_as_under_ddp(search: Callable[[], Any]) -> None:
-    """The strategy refuses a search for a batch size, as `ddp` does."""
+    """It refuses batch-size searches."""
     with quiet(), pytest.raises(Exception, match="not supported with distributed strategies"):
         search()

@@ -71,7 +71,7 @@ class LogsMetrics(LogsAll):
 
 @WORLD.as_on_one(TWO, GLOO)
 def test_a_bar_on_rank_zero_alone_reads_between_steps_what_it_reads_on_one_process(strategy: str) -> Any:
-    """Hooks and bars read complete values of epochs, and of steps that a logger writes."""
+    """Bars read complete values between logged steps."""
     reads = Reads()
     made = trainer(strategy, callbacks=[reads], max_epochs=3)
     made.fit(LogsMetrics(), loader(29, 8), loader(13, 5, 9))
