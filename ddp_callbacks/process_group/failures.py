@@ -209,13 +209,6 @@ def require_tags(tags: Sequence[float], doing: str, group: dist.ProcessGroup, ra
     raise _mismatch(here, ", while ".join(texts) or f"{describe(dist.get_rank())} exchanges {doing}, others do not")
 
 
-def require_sent(sent: str, doing: str, group: dist.ProcessGroup) -> None:
-    """Raise :class:`MismatchError` unless rank 0 of ``group`` has sent what this rank expects."""
-    if sent != doing:
-        root, here = describe(dist.get_global_rank(group, 0)), describe(dist.get_rank())
-        raise _mismatch(presence(), f"{root} sends {sent}, while {here} expects {doing}")
-
-
 def _mismatch(here: Presence, text: str) -> PeerError | MismatchError:
     """The error that all ranks raise: the first that has ended the run."""
     here.failed = True
