@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
+import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ddp_callbacks.environment import SECRET
 from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
 from ddp_callbacks.launcher.node import GRACE
 from ddp_callbacks.launcher.plan import Job
@@ -88,6 +90,7 @@ class Launch:
         self._stop_at = time.monotonic() + limits.seconds - limits.force
         self._events: queue.Queue[Event] = queue.Queue(maxsize=1000)
         self._nodes: list[Connection] = []
+        self._secret = secrets.token_hex(16)  # of the ranks' control channel
         self._where = ("", 0)  # address and port of the ranks' store
         self._signalled = 0.0  # when the first signal came
         self._ending: float | None = None  # the deadline for all to end
@@ -290,7 +293,7 @@ class Launch:
                 raise CannotStart([f"{other.plan.name} and {node.plan.name} are the same machine. {once}."])
 
     def _check(self, node: Connection) -> None:
-        variables = {**self.job.forwarded, **self.job.environ}
+        variables = {SECRET: self._secret, **self.job.forwarded, **self.job.environ}
         node.greet(self.limits.grace)
         environ = {as_hex(name): as_hex(value) for name, value in variables.items()}
         node.ask("enter", cwd=as_hex(node.plan.cwd), environ=environ)

@@ -10,8 +10,9 @@ import threading
 import time
 from typing import Protocol
 
+from ddp_callbacks.environment import SECRET
 from ddp_callbacks.process_group.connection import Connection, Message
-from ddp_callbacks.process_group.server import SECRET, THREAD
+from ddp_callbacks.process_group.server import THREAD
 
 TICK = 0.5  # seconds between two calls of ``tick``
 _PATIENCE = 30.0  # seconds in which rank 0 must be reached once its address is known

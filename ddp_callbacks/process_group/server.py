@@ -16,12 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddp_callbacks.environment import SECRET
 from ddp_callbacks.network import is_loopback, own_addresses, route_to
 from ddp_callbacks.process_group.connection import Connection, Message, close_in_children
 from ddp_callbacks.process_group.coordinator import LINGER, Coordinator, Sent
-
-SECRET = "DDP_CALLBACKS_SECRET"
-"""Environment variable: a secret that all processes of the job know. By default, rank 0 makes one for its store."""
 
 THREAD = "ddp_callbacks control"
 _TICK = 0.25  # seconds

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ddp_callbacks.environment import SECRET
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.connection import TIMEOUT, Connection
 from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY, Coordinator, Stand
-from ddp_callbacks.process_group.server import SECRET, Server
+from ddp_callbacks.process_group.server import Server
 
 SIZE = 3
 NAMES = [f"rank {rank} (host h{rank}, pid {rank})" for rank in range(SIZE)]
