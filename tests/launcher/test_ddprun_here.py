@@ -578,14 +578,21 @@ while True:
 """
     outside, inside = os.openpty()
     words = [sys.executable, *DDPRUN[3:], write(tmp_path, talks)]
-    owns_it = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv"
+    owns_it = (
+        "import fcntl, os, signal, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # whatever nohup has started the tests
+        "os.execv"
+    )
     command = [sys.executable, "-c", f"{owns_it}(sys.argv[1], sys.argv[1:])", *words]
     environ = environment(tmp_path)
     with subprocess.Popen(command, cwd=tmp_path, env=environ, stdin=inside, stdout=inside, stderr=inside) as process:
         os.close(inside)
-        wait_until((tmp_path / "up").exists)
-        os.close(outside)
-        assert process.wait(LIMIT) == 128 + signal.SIGHUP
+        try:
+            wait_until((tmp_path / "up").exists)
+            os.close(outside)
+            assert process.wait(LIMIT) == 128 + signal.SIGHUP
+        finally:
+            process.kill()
     (log,) = tmp_path.glob("ddprun-logs/*/rank-0.log")
     assert log.read_text().endswith("last words\n")
     assert (log.parent.stat().st_mode & 0o777) == 0o700
