@@ -59,41 +59,45 @@ class _Messenger(Protocol):
 
 
 class GroupMessenger:
-    """By the collectives of a process group for CPU tensors."""
+    """By the collectives of a process group for CPU tensors.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
+    Args:
+        whole: The group whose ranks all wait for this exchange, if it is one between some of them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, whole: dist.ProcessGroup | None = None) -> None:
+        self._group, self._whole = weakref.ref(group), weakref.ref(whole or group)
 
     def gather(self, message: bytes, doing: str) -> list[bytes]:
         """See :class:`_Messenger`. What does not fit into the first round is broadcast by each rank that has more."""
-        group = self._group()
-        assert group is not None
+        group, whole = self._group(), self._whole()
+        assert group is not None and whole is not None
         size = _HEAD + _ROOM
         begin = bytearray((len(message).to_bytes(_HEAD, "little") + message[:_ROOM]).ljust(size, b"\0"))
         received = bytearray(size * group.size())
-        with launching(doing, group):
+        with launching(doing, whole):
             work = all_gather_flat(group, _tensor_in(received), _tensor_in(begin))
-        wait(work, doing, group)
+        wait(work, doing, whole)
         rows = [received[start : start + size] for start in range(0, len(received), size)]
         lengths = [int.from_bytes(row[:_HEAD], "little") for row in rows]
         rests = [bytearray(max(0, length - _ROOM)) for length in lengths]
         rests[group.rank()][:] = message[_ROOM:]
-        with launching(doing, group):
+        with launching(doing, whole):
             works = [_broadcast(rest, rank, group) for rank, rest in enumerate(rests) if rest]
         for work in works:
-            wait(work, doing, group)
+            wait(work, doing, whole)
         return [
             bytes(row[_HEAD : _HEAD + length] + rest) for row, length, rest in zip(rows, lengths, rests, strict=True)
         ]
 
 
 class HostMessenger:
-    """Through the memory of each host, and by a process group of one rank of each host."""
+    """Through the memory of each host of ``group``, and by a process group of one rank of each host."""
 
-    def __init__(self, hosts: Hosts, slots: HostSlots) -> None:
+    def __init__(self, group: dist.ProcessGroup, hosts: Hosts, slots: HostSlots) -> None:
         self._hosts, self._slots = hosts.ranks, slots
         self._leaders = hosts.leaders  # keeps it alive
-        self._between = None if hosts.leaders is None else GroupMessenger(hosts.leaders)
+        self._between = None if hosts.leaders is None else GroupMessenger(hosts.leaders, group)
 
     def gather(self, message: bytes, doing: str) -> list[bytes]:
         """See :class:`_Messenger`."""
@@ -125,7 +129,7 @@ def _open(group: dist.ProcessGroup) -> _Opened:
         enter(OPENING)
         by_group = GroupMessenger(group)
         hosts = open_hosts(group, by_group.gather)
-        _opened[group] = _Opened(hosts, by_group if hosts.slots is None else HostMessenger(hosts, hosts.slots))
+        _opened[group] = _Opened(hosts, by_group if hosts.slots is None else HostMessenger(group, hosts, hosts.slots))
     return _opened[group]
 
 

@@ -59,7 +59,7 @@ def signal_at(step: int, when: int, preemption: Preemption) -> None:
     if step == when and get_rank() == get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGTERM)
         end = time.monotonic() + 60
-        while get_world_size() > 1 and not preemption._agreement._is_held:  # type: ignore[union-attr]
+        while get_world_size() > 1 and preemption._agreement._counts is None:  # type: ignore[union-attr]
             assert time.monotonic() < end
             time.sleep(0.001)
 

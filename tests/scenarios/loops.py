@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,18 +98,20 @@ class Loop:
         self.sums.update(loss=0.0, samples=0)
         self.schedule.step()
 
-    def run(self, cut: int | None = None) -> int:
-        """To the end, or until this moment, a batch or the end of an epoch; how many there were."""
+    def run(self, cut: int | None = None, save: Callable[[], None] = lambda: None) -> int:
+        """To the end, or until it saves at this moment, a batch or the end of an epoch; how many there were."""
         moments = 0
         while self.progress["epoch"] < EPOCHS:
             for batch, share in with_shares(self.loader):
                 self.step(batch, share)
                 moments += 1
                 if moments == cut:
+                    save()
                     return moments
             self.end_epoch()
             moments += 1
             if moments == cut:
+                save()
                 return moments
         return moments
 
@@ -132,9 +135,7 @@ def run(name: str, way: Way | None, folder: str = "", cut: int | None = None) ->
     """See :class:`ways.Table`."""
     made, path = Loop(name), Path(folder, "run.pt")
     load_checkpoint(path, made.objects)
-    moments = made.run(cut)
-    if cut is not None:
-        save_checkpoint(path, made.objects)
+    moments = made.run(cut, lambda: save_checkpoint(path, made.objects))
     return made.result(), moments
 
 
