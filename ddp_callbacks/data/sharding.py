@@ -92,7 +92,7 @@ class ShardedLoader:
 
     @property
     def iterator(self) -> ShardedIterator | None:
-        """The most recent iterator, as long as anything else refers to it: a loop that breaks leaves its pass."""
+        """The most recent iterator while anything else refers to it. A loop that breaks leaves its pass."""
         return None if self._running is None else self._running()
 
     def end(self) -> None:

@@ -92,7 +92,7 @@ class Launch:
         self._nodes: list[Connection] = []
         self._secret = secrets.token_hex(16)  # of the ranks' control channel
         self._where = ("", 0)  # address and port of the ranks' store
-        self._signalled = 0.0  # when the first signal came
+        self._asked_at = 0.0  # when the job was asked to stop, by a signal here or on a node
         self._ending: float | None = None  # the deadline for all to end
 
     def __enter__(self) -> Launch:
@@ -218,8 +218,8 @@ class Launch:
             reason: Who has stopped it; empty if the job ends by itself.
         """
         if self._ending is None:
-            self.stopped_by = reason
-            self._ending = time.monotonic() + self.limits.force + self.job.kill_after + _CUT
+            self.stopped_by, self._asked_at = reason, time.monotonic()
+            self._ending = self._asked_at + self.limits.force + self.job.kill_after + _CUT
             for node in self._nodes:
                 node.stop(_ASKS.get(signal.Signals(number), signal.SIGTERM))
 
@@ -240,9 +240,9 @@ class Launch:
 
         def end(number: int, _: object) -> None:
             if self._ending is None:
-                self.signal, self._signalled = number, time.monotonic()
+                self.signal = number
                 self.stop(number, signal.Signals(number).name)
-            elif number == signal.SIGINT or time.monotonic() - self._signalled >= SAME:
+            elif number == signal.SIGINT or time.monotonic() - self._asked_at >= SAME:
                 self.is_forced = True
                 self.end(at_once=True)
 

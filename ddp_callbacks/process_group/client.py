@@ -8,6 +8,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from typing import Protocol
 
 from ddp_callbacks.environment import SECRET
@@ -45,7 +46,8 @@ class Client:
 
     def __init__(self, owner: Owner, hello: Message) -> None:
         self._owner, self._hello = owner, hello
-        self._early: list[Message] = []  # what is sent before there is a connection
+        self._unsent: deque[Message] = deque()  # without a connection, or while this thread sends another one
+        self._is_sending = False
         self._connection: Connection | None = None
         self._lock = threading.RLock()  # a signal's handler may send
         self._is_closing = threading.Event()
@@ -54,11 +56,20 @@ class Client:
 
     def send(self, message: Message) -> None:
         """Send it. Blocks for two seconds at most; any thread, and a signal's handler, may call it."""
-        with self._lock, contextlib.suppress(OSError):  # the thread hears of the end of the connection
+        self._unsent.append(message)
+        with self._lock:
             if self._connection is not None:
-                self._connection.send(message)
-            else:
-                self._early.append(message)
+                self._send_all(self._connection)
+
+    def _send_all(self, connection: Connection) -> None:
+        """A signal's handler may come in the middle of a message: what it sends follows."""
+        while self._unsent and not self._is_sending:
+            self._is_sending = True
+            try:
+                with contextlib.suppress(OSError):  # the thread hears of the end of the connection
+                    connection.send(self._unsent.popleft())
+            finally:
+                self._is_sending = False
 
     def close(self) -> None:
         """End the connection and the thread. Blocks for two seconds at most."""
@@ -97,9 +108,8 @@ class Client:
 
     def _greet(self, connection: Connection, secret: str) -> Connection:
         with self._lock:
-            with contextlib.suppress(OSError):  # its end is heard next
-                for message in ({**self._hello, "secret": secret}, *self._early):
-                    connection.send(message)
+            self._unsent.appendleft({**self._hello, "secret": secret})
+            self._send_all(connection)
             self._connection = connection
         return connection
 

@@ -224,6 +224,7 @@ class Presence:
         if self._server is not None:
             self._server.stop()
             self._server.join()
+        vars(self).pop("store", None)  # one in a file removes it with its last user
 
     def _say_farewell(self) -> None:
         self._has_left = True

