@@ -37,7 +37,8 @@ def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
     """Save a loop between two batches, so that :func:`load_checkpoint` goes on at the next one. A collective.
 
     Returns when the file is there. Call it after the last batch has been used up: after the optimizer's step, or, in
-    the middle of an accumulation, after backward.
+    the middle of an accumulation, after backward. Call it inside the ``for`` over a loader to resume in the middle of
+    its pass: a loop that breaks has left the pass, and the next one begins anew.
 
     Each rank saves for itself where it is in the data, its random state, its gradients while they are accumulated, and
     what else only it knows. Of everything else, such as the model and the optimizer, rank 0's counts.
