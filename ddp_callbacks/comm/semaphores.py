@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
-from ddp_callbacks.process_group.failures import ProcessEnded
+from ddp_callbacks.process_group.diagnosis import ProcessEnded
 
 LINE = 64  # bytes; a cache line, and at least sizeof(sem_t)
 _PULSE = 0.1  # seconds between a waiting rank's checks that the others are alive

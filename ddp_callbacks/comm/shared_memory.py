@@ -31,7 +31,8 @@ from ddp_callbacks.comm.protocol import as_real
 from ddp_callbacks.comm.segments import Segment, Segments
 from ddp_callbacks.comm.semaphores import LINE, SemaphoreChannel
 from ddp_callbacks.errors import ConfigurationError, MismatchError
-from ddp_callbacks.process_group.failures import ProcessEnded, diagnose, enter, require_tags, tag_of, wait
+from ddp_callbacks.process_group.diagnosis import ProcessEnded
+from ddp_callbacks.process_group.failures import diagnose, enter, require_tags, tag_of, wait
 
 _SLOTS = 8192  # per rank in the ring: the maximum number of pending sums
 ALIGNMENT = 64

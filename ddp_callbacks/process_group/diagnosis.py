@@ -12,6 +12,14 @@ from ddp_callbacks.process_group.coordinator import GRACE, Stand
 from ddp_callbacks.process_group.presence import Presence, describe, names, presence
 
 
+class ProcessEnded(RuntimeError):
+    """The processes of these ranks of a group have ended; this host knows for sure."""
+
+    def __init__(self, ranks: set[int]) -> None:
+        super().__init__("its process has ended")
+        self.ranks = ranks
+
+
 def look(here: Presence, stand: Stand, begins: bool) -> None:
     """Raise if this rank has heard that the wait cannot succeed any more."""
     if end := here.end_of_run(begins):
@@ -36,6 +44,9 @@ def diagnose(group: dist.ProcessGroup, doing: str, error: Exception) -> PeerErro
         heard.wait_for(lambda: here.end_of_run() or doing in heard.words or heard.closing, GRACE + 1)
     if end := here.end_of_run():
         return error_of(end, doing, f" First error: {error}")
+    if heard.closing and not stand.concerns(0) and isinstance(error, ProcessEnded):  # nobody else says who has died
+        gone = [dist.get_global_rank(group, rank) for rank in error.ranks]
+        return error_of({"kind": "gone", "ranks": gone}, doing)
     if heard.closing or _absent(here, stand):
         return _left(_absent(here, stand) or [0], doing)
     return _late(stand, heard.words.get(doing, {}).get("places", []), error)

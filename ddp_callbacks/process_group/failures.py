@@ -43,14 +43,6 @@ _TRACEBACK = 1 << 16  # characters
 _ABORTED = "operations on GPUs were aborted, because the run has failed"
 
 
-class ProcessEnded(RuntimeError):
-    """The processes of these ranks have ended; this host knows for sure."""
-
-    def __init__(self, ranks: set[int]) -> None:
-        super().__init__("its process has ended")
-        self.ranks = ranks
-
-
 class Waitable(Protocol):
     """Something other than torch's objects to wait for."""
 

@@ -27,7 +27,7 @@ from ddp_callbacks.comm.semaphores import SemaphoreChannel
 from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
 from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
-from ddp_callbacks.process_group.failures import ProcessEnded
+from ddp_callbacks.process_group.diagnosis import ProcessEnded
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)
