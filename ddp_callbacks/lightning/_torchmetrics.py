@@ -33,13 +33,8 @@ def require_torchmetrics() -> None:
 # --- values -------------------------------------------------------------------------------------------------------
 
 
-def step_value(metric: Any) -> Any:
-    """The value of the last batch, which ``forward`` has returned."""
-    return metric._forward_cache
-
-
 def set_step_value(metric: Any, value: Any) -> None:
-    """Replace the value of the last batch."""
+    """Replace the value of the last batch, which ``forward`` has returned."""
     metric._forward_cache = value
 
 

@@ -136,11 +136,6 @@ class Batches:
         return any(share.local for share in drawn) if drawn else not self.is_padding
 
     @property
-    def is_weighed(self) -> bool:
-        """Whether a function of the batch gives the weights."""
-        return self._weight_of is not None
-
-    @property
     def weight_and_total(self) -> tuple[float, float]:
         """What this rank's loss counts, of how much; all ranks alike where the total is not known."""
         if self._reduction == "sum":

@@ -44,9 +44,8 @@ def diagnose(group: dist.ProcessGroup, doing: str, error: Exception) -> PeerErro
         heard.wait_for(lambda: here.end_of_run() or doing in heard.words or heard.closing, GRACE + 1)
     if end := here.end_of_run():
         return error_of(end, doing, f" First error: {error}")
-    if heard.closing and not stand.concerns(0) and isinstance(error, ProcessEnded):  # nobody else says who has died
-        gone = [dist.get_global_rank(group, rank) for rank in error.ranks]
-        return error_of({"kind": "gone", "ranks": gone}, doing)
+    if heard.closing and not stand.concerns(0):
+        return _unknown(group, doing, error)
     if heard.closing or _absent(here, stand):
         return _left(_absent(here, stand) or [0], doing)
     return _late(stand, heard.words.get(doing, {}).get("places", []), error)
@@ -69,6 +68,15 @@ def error_of(end: Message, doing: str, first_error: str = "") -> PeerError | Mis
         f"This is {describe(dist.get_rank())}, which stops because the run cannot continue without it. "
         f"The other rank's traceback:\n{report['traceback']}"
     )
+
+
+def _unknown(group: dist.ProcessGroup, doing: str, error: Exception) -> PeerError | MismatchError:
+    """The error if rank 0, which takes no part, has left before."""
+    own = group.rank()
+    ended = error.ranks if isinstance(error, ProcessEnded) else {rank for rank in range(group.size()) if rank != own}
+    why = "" if len(ended) == 1 else "one of them; rank 0, which would know which, has left"
+    end = {"kind": "gone", "ranks": [dist.get_global_rank(group, rank) for rank in ended]}
+    return error_of(end | ({"why": why} if why else {}), doing, f" First error: {error}")
 
 
 def _left(ranks: Sequence[int], doing: str) -> PeerError:
