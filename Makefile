@@ -31,7 +31,7 @@ PYTEST = $(BIN)/python -m pytest -n 3 --dist loadgroup
 OLDEST_PYTHON ?= python3.11
 OLDEST = torch==2.8.0 lightning==2.6.0 pytorch-lightning==2.6.0
 NEWEST_PYTHON ?= python3.13
-NEWEST = torch==2.13.0 lightning==2.6.6 pytorch-lightning==2.6.6
+NEWEST = torch==2.14.1 lightning==2.6.6 pytorch-lightning==2.6.6
 
 # Applications of others, which train through a Trainer; each is a row of tests/apps.
 APPS = chemprop==2.3.1 neuralforecast==3.3.0 pytorch-forecasting==1.8.0 wandb==0.31.0 mlflow-skinny==3.17.2

@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
+
+NEWEST_TESTED = {"torch": "2.14", "lightning": "2.6", "pytorch-lightning": "2.6"}
+"""The newest minor versions that ``make versions`` has tested. A newer one is used, with a warning."""
 
 _NAME = re.compile(r"[\w.-]+")
 
@@ -27,7 +31,7 @@ def how_to_install_this(python: str = "python") -> str:
 
 
 def require_names(distribution: str, names: Iterable[str]) -> None:
-    """Raise :class:`ImportError` if the installed version lacks one of these private names.
+    """Raise :class:`ImportError` if the installed version lacks one of these private names; warn if it is untested.
 
     Args:
         distribution: The name for pip.
@@ -48,6 +52,7 @@ def require_names(distribution: str, names: Iterable[str]) -> None:
         for attribute in used.split(", ") if used else ():
             if attribute not in _names_in(found):
                 raise _lacks(distribution, f"{attribute} in {module}.{path}")
+    _warn_of_an_untested(distribution)
 
 
 def _parameters(function: Any) -> set[str]:
@@ -67,8 +72,33 @@ def _lacks(distribution: str, name: str) -> ImportError:
     )
 
 
+@functools.cache
+def _warn_of_an_untested(distribution: str) -> None:
+    installed = _metadata().version(distribution)
+    newest = NEWEST_TESTED.get(distribution, installed)
+    if _minor(installed) > _minor(newest):
+        warnings.warn(
+            f"{distribution} {installed} is newer than what ddp_callbacks {__version__} was tested with "
+            f"({newest}). If something fails: {how_to_install(distribution)}",
+            stacklevel=2,
+        )
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
 def _requirement(distribution: str) -> str:
-    """Name and versions from this library's metadata; only the name if the metadata lacks it."""
+    """Name and versions: what this library's metadata asks for, up to the newest tested; only the name without any."""
+    text = _in_metadata(distribution)
+    if distribution not in NEWEST_TESTED or text == distribution:
+        return text
+    major, minor = _minor(NEWEST_TESTED[distribution])
+    return f"{text},<{major}.{minor + 1}"
+
+
+def _in_metadata(distribution: str) -> str:
     try:
         needed = _metadata().requires("ddp_callbacks") or []
     except ImportError:  # PackageNotFoundError: on the path, but not installed

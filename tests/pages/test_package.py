@@ -1,0 +1,70 @@
+"""What would be published: a wheel and an sdist that install into an empty environment and train there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from kit.commands import DEADLINE
+from kit.paths import ROOT
+
+pytestmark = [pytest.mark.night, pytest.mark.cold]
+
+SCRIPT = """
+import torch
+from ddp_callbacks import GradientSynchronizer, broadcast_parameters, join_process_group
+
+world = join_process_group()
+torch.manual_seed(world.rank)
+model = torch.nn.Linear(3, 1)
+broadcast_parameters(model)
+GradientSynchronizer(model)
+model(torch.full((2, 3), 1.0 + world.rank)).sum().backward()
+print("gradient of rank", world.rank, model.weight.grad.tolist())
+"""
+
+
+def run(*words: str | Path, folder: Path) -> str:
+    # Without what this process hands to its children: the environment must stand on its own.
+    environ = {"PATH": os.environ["PATH"], "HOME": str(folder), "OMP_NUM_THREADS": "1", "PIP_NO_INPUT": "1"}
+    environ |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the wheel and the sdist, built from the tracked files."""
+    folder = tmp_path_factory.mktemp("built")
+    copy = f"git -C {ROOT} ls-files -z | tar -C {ROOT} --null -T - -c | tar -x"
+    subprocess.run(copy, shell=True, cwd=folder, check=True)
+    run(sys.executable, "-m", "build", "--outdir", folder / "dist", folder, folder=folder)
+    return folder / "dist"
+
+
+def test_the_wheel_and_the_sdist_hold_the_whole_package(built: Path) -> None:
+    """Wheel and sdist hold every module of the package."""
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "ddp_callbacks").rglob("*.py")}
+    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    assert {*modules, "ddp_callbacks/py.typed"} <= set(zipfile.ZipFile(wheel).namelist())
+    with tarfile.open(sdist) as archive:
+        assert modules <= {name.partition("/")[2] for name in archive.getnames()}
+
+
+def test_the_wheel_trains_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
+    """The wheel installs into an empty environment and trains there."""
+    (wheel,) = built.glob("*.whl")
+    run(sys.executable, "-m", "venv", "empty", folder=tmp_path)
+    python = tmp_path / "empty" / "bin" / "python"
+    run(python, "-m", "pip", "install", f"torch=={torch.__version__.partition('+')[0]}", folder=tmp_path)
+    run(python, "-m", "pip", "install", wheel, folder=tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    output = run(python.with_name("ddprun"), "--nproc-per-node", "2", "train.py", folder=tmp_path)
+    assert "gradient of rank 0 [[3.0, 3.0, 3.0]]" in output, output  # the mean of 2 and 4
