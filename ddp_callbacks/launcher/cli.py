@@ -19,6 +19,7 @@ from ddp_callbacks.launcher.options import parse_doctor_options, parse_options, 
 from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.plan import Here, Job, describe, is_this_machine
 from ddp_callbacks.launcher.screen import Screen
+from ddp_callbacks.launcher.stacks import ask_job
 from ddp_callbacks.launcher.stdin import StandardInput
 from ddp_callbacks.launcher.watch import Watch
 from ddp_callbacks.launcher.ways import command_to
@@ -40,6 +41,9 @@ def main() -> None:
 def _main(argv: list[str]) -> int:
     if argv[:1] == ["doctor"]:
         return _doctor(argv[1:])
+    if argv[:1] == ["stacks"]:
+        print(ask_job(argv[1:]), end="")
+        return 0
     _forget_threads_of_pbs()
     job = parse_options(argv, os.environ, _here())
     _refuse_to_multiply()

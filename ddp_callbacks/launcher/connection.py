@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_callbacks.launcher.node import GREETING, HEADER
+from ddp_callbacks.launcher.node.link import GREETING, HEADER
 from ddp_callbacks.launcher.plan import NodePlan
 from ddp_callbacks.launcher.remote import FIRST_LINE, READY, message, opening
 from ddp_callbacks.launcher.ways import TURNED_AWAY, command_to, explain_command, explain_ssh

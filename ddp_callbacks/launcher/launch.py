@@ -15,10 +15,11 @@ from typing import Any
 
 from ddp_callbacks.environment import SECRET
 from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
-from ddp_callbacks.launcher.node import GRACE
+from ddp_callbacks.launcher.node.ending import GRACE
 from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.launcher.ranks import ask_for_facts, find_interface, start_ranks
 from ddp_callbacks.launcher.remote import as_hex
+from ddp_callbacks.launcher.stacks import WRITING
 from ddp_callbacks.versions import how_to_install_this
 
 _PLACE_TIMEOUT = 25.0  # seconds for a node's facts, on a slow disk
@@ -78,6 +79,7 @@ class Launch:
         stopped_by: The signal or limit that ended the job; empty if it was neither.
         signal: The signal of ddprun itself that did.
         restarts: How often its ranks have been started again, for whatever reason.
+        stacks_at: When the stacks that SIGQUIT has asked for have come; infinite if it has not.
     """
 
     def __init__(self, job: Job, limits: Limits = _NO_LIMITS) -> None:
@@ -87,6 +89,7 @@ class Launch:
         self.stopped_by = ""
         self.signal: int | None = None
         self.restarts = 0
+        self.stacks_at = math.inf
         self._stop_at = time.monotonic() + limits.seconds - limits.force
         self._events: queue.Queue[Event] = queue.Queue(maxsize=1000)
         self._nodes: list[Connection] = []
@@ -235,7 +238,8 @@ class Launch:
     def ends_with_signals(self) -> Iterator[None]:
         """Let a signal stop the job on every node; a second one ends it at once. Ctrl-Z has no effect.
 
-        Signals that are already ignored stay ignored (nohup). A stopped launcher could not send heartbeats.
+        Signals that are already ignored stay ignored (nohup). A stopped launcher could not send heartbeats. SIGQUIT,
+        which Ctrl-\\ sends, asks for the stacks of all ranks, also in the background of a shell, which ignores it.
         """
 
         def end(number: int, _: object) -> None:
@@ -248,15 +252,22 @@ class Launch:
 
         handlers: dict[int, Any] = dict.fromkeys(_STOPS, end)
         handlers[signal.SIGTSTP] = signal.SIG_IGN
+        handlers[signal.SIGQUIT] = lambda *_: self._ask_for_stacks()
         previous = {number: signal.getsignal(number) for number in handlers}
         for number in handlers:
-            if previous[number] is not signal.SIG_IGN:
+            if previous[number] is not signal.SIG_IGN or number == signal.SIGQUIT:
                 signal.signal(number, handlers[number])
         try:
             yield
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    def _ask_for_stacks(self) -> None:
+        if self.has_begun:
+            self.stacks_at = time.monotonic() + WRITING
+            for node in self._nodes:
+                node.tell("stacks")
 
     def _each(self, do: Callable[[Connection], Any]) -> None:
         if self._nodes:

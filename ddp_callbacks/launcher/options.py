@@ -16,7 +16,7 @@ from typing import NoReturn
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
 from ddp_callbacks.launcher.flags import add_flags_of_torchrun
 from ddp_callbacks.launcher.hosts import Host, parse_hosts, read_hostfile
-from ddp_callbacks.launcher.node import GRACE
+from ddp_callbacks.launcher.node.ending import GRACE
 from ddp_callbacks.launcher.plan import Here, Job, NodePlan, plan_nodes
 from ddp_callbacks.schedulers import hosts_of_job
 from ddp_callbacks.versions import __version__

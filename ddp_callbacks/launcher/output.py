@@ -8,8 +8,11 @@ import re
 import select
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from ddp_callbacks.launcher.stacks import SUMMARY
 
 _PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _LOOK = 0.25  # seconds between two checks whether to give up
@@ -75,11 +78,11 @@ class Output:
         self.close()
 
     def write(self, node: str, rank: int, stream: str, data: bytes) -> None:
-        """Take output of a rank's stream ``o`` (standard output) or ``e`` (standard error)."""
+        """Take output of a rank's stream ``o`` (standard output) or ``e`` (standard error), or its stacks, ``s``."""
         self._keep(self._path_of(rank), data)
         if stream == "e":
             self._remember((node, rank), data)
-        if self.shows(rank):
+        if stream != "s" and self.shows(rank):
             self._show(f"[{node}:{rank}] ", (node, rank, stream), data)
 
     def note(self, text: str) -> None:
@@ -91,6 +94,16 @@ class Output:
         prefix = f"[{node}:{rank}] " if self._prefix else ""
         text = "".join(f"{prefix}{line}\n" for line in lines)
         self._print((b"\n" if self._unfinished else b"") + text.encode(errors="surrogateescape"), "e")
+
+    def note_stacks(self, lines: list[str]) -> None:
+        """Print where the ranks are, and put it where ``ddprun stacks`` looks for it."""
+        where = f"the stacks of all threads are in {self._folder}/rank-*.log"
+        for line in (*lines, where):
+            self.note(line)
+        written = self._folder / f".{SUMMARY}"
+        with suppress(OSError):
+            written.write_text("\n".join((*lines, where, "")))
+            written.rename(self._folder / SUMMARY)
 
     def shows(self, rank: int) -> bool:
         return self._shown is None or rank in self._shown

@@ -6,9 +6,9 @@ argument, path or variable is ever quoted for a shell, or visible in a process l
 =======================  =============================================================================
 a line                   only with another command than ssh: the bootstrap, for ``/bin/sh``
 a line                   the interpreter's path, each byte as ``\\0ooo``; ``/bin/sh`` reads it and starts it
-a line, and as many      the length of ``node.py``, and ``node.py``
+a line, and as many      the length of the program for the node, and the program
 bytes
-messages                 for ``node.py``, see there, as long as the job runs
+messages                 for this program, see :mod:`ddp_callbacks.launcher.node`, as long as the job runs
 =======================  =============================================================================
 """
 
@@ -28,6 +28,8 @@ BOOTSTRAP = (
     '"import sys; f = sys.stdin.buffer; exec(f.read(int(f.readline())))"\''
 )
 
+_MODULES = ("processes", "link", "answers", "ending", "program")  # each imports only those before it
+
 # Other commands than ssh may run their argument directly, or pass it to a shell. A single word works for both.
 SHELL = "/bin/sh"
 READY = b"\0ddprun is ready\0\n"
@@ -38,8 +40,18 @@ FIRST_LINE = rb"printf '\000ddprun is ready\000\n'; " + BOOTSTRAP.encode() + b"\
 def opening(python: str) -> bytes:
     """The first input of :data:`BOOTSTRAP`: the interpreter, a path or a name in the PATH there, and the program."""
     path = "".join(f"\\0{byte:03o}" for byte in os.fsencode(python)).encode()
-    program = Path(node.__file__).read_bytes()
+    program = _program()
     return b"%s\n%d\n%s" % (path, len(program), program)
+
+
+def _program() -> bytes:
+    """The modules of the node's program as one text, which needs no files there."""
+    lines = ["import sys"]
+    for name in _MODULES:
+        text = (Path(node.__file__).parent / f"{name}.py").read_text()
+        lines.append(f"module = sys.modules['{node.__name__}.{name}'] = type(sys)('{node.__name__}.{name}')")
+        lines.append(f"exec(compile({text!r}, '{name}.py', 'exec'), module.__dict__)")
+    return "\n".join([*lines, "module.main()"]).encode()
 
 
 def message(do: str, **values: Any) -> bytes:

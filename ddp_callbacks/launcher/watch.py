@@ -6,7 +6,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from ddp_callbacks.launcher.failures import End, first_cause
 from ddp_callbacks.launcher.launch import Launch
 from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.launcher.record import Record, read_record
+from ddp_callbacks.launcher.stacks import innermost, summary
 
 _QUOTED = 20  # lines of the failed rank to show
 _READY = 30.0  # seconds for killed processes to end
@@ -32,6 +33,7 @@ class _Rank:
     came: float = math.inf
     record: Record | None = None
     is_ours: bool = False  # see :class:`End`
+    stacks: bytes = b""  # that it has written
 
 
 class Watch:
@@ -63,14 +65,17 @@ class Watch:
             self._restart_when_written()
             self._end_if_not_ready()
             self._tell_of_stop()
+            self._tell_of_stacks()
             if self._end_at is not None and time.monotonic() >= self._end_at and not self._launch.is_ending:
                 self._launch.end()
         return self._conclude()
 
     def _take(self, event: Event) -> None:
         name = event.node.plan.name
-        if event.kind in "oe":
+        if event.kind in "oes":
             self._output.write(name, event.rank, event.kind, event.data)
+            if event.kind == "s" and event.rank in self._ranks:
+                self._ranks[event.rank].stacks += event.data
         elif event.kind == "m":
             self._take_report(event.node, json.loads(event.data))
         elif event.kind == "i":
@@ -213,6 +218,21 @@ class Watch:
             self._has_told_of_stop = True
             self._output.note(f"{self._launch.stopped_by}: asking all processes to stop within {grace:g} s")
 
+    def _tell_of_stacks(self) -> None:
+        if time.monotonic() >= self._launch.stacks_at:
+            self._launch.stacks_at = math.inf
+            self._output.note_stacks(self._where(rank for rank in self._ranks if self._ranks[rank].code is None))
+
+    def _where(self, ranks: Iterable[int]) -> list[str]:
+        """Where these ranks are, or were when they were ended."""
+        found = {number: self._ranks[number] for number in sorted(ranks)}
+        return summary(
+            {
+                f"rank {number} on {rank.node}": innermost(rank.stacks.decode(errors="replace"))
+                for number, rank in found.items()
+            }
+        )
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _fail(self, name: str, reason: str) -> None:
@@ -254,13 +274,15 @@ class Watch:
             self._output.note(f"stopped by {self._launch.stopped_by}, but all processes exited with code 0: done")
             return 0
         self._output.note(f"stopped by {self._launch.stopped_by}")
-        late = [
-            f"{number} on {rank.node}" for number, rank in sorted(self._ranks.items()) if rank.ended_by == "SIGKILL"
-        ]
-        if self._launch.limits.grace is not None and late and not self._lost:
+        killed = [number for number, rank in sorted(self._ranks.items()) if rank.ended_by == "SIGKILL"]
+        if self._launch.limits.grace is not None and killed and not self._lost:
+            late = [f"{number} on {self._ranks[number].node}" for number in killed]
             which, were = ("rank", "was") if len(late) == 1 else ("ranks", "were")
             when = "at the second signal" if self._launch.is_forced else f"after --grace {self._launch.limits.grace:g}"
             self._output.note(f"{which} {', '.join(late)} {were} killed {when}")
+        limit = self._launch.stopped_by == self._launch.limits.reason
+        if hung := [number for number, rank in self._ranks.items() if rank.stacks and (limit or number in killed)]:
+            self._output.note_stacks(self._where(hung))
         return 128 + (self._launch.signal or signal.SIGTERM)
 
     def _conclude_failure(self) -> int:
@@ -273,6 +295,9 @@ class Watch:
         if cause.rank is not None and not self._output.shows(cause.rank):
             self._output.quote(cause.node, cause.rank, self._output.last_errors(cause.node, cause.rank)[-_QUOTED:])
         self._output.note(str(cause))
+        hung = [n for n, rank in self._ranks.items() if n == cause.rank and rank.is_ours and rank.ended_by]
+        if hung:  # as others say
+            self._output.note_stacks(self._where(hung))
         self._output.note(self._output.describe_place(cause.rank))
         return cause.code
 

@@ -172,6 +172,35 @@ def test_a_closed_terminal_does_not_end_what_nohup_has_started(tmp_path: Path) -
         assert run.end() == 0, run.text
 
 
+HANGS = """
+import os, threading, time
+def wait():
+    print("up", flush=True)
+    while not os.path.exists("now"): time.sleep(0.05)
+def step(): wait()
+def load(): wait()
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+load() if os.environ["RANK"] == "1" else step()
+"""
+
+
+def test_a_running_job_is_asked_where_its_ranks_are_and_goes_on(tmp_path: Path) -> None:
+    """`ddprun stacks` shows where each rank of a job is."""
+    with Run(tmp_path, "-H", "localhost:2", "--show-ranks", "all", write(tmp_path, HANGS)) as run:
+        run.await_text("up", 2)
+        asked = ddprun("stacks", cwd=tmp_path)
+        (tmp_path / "now").touch()
+        assert run.end() == 0, run.text
+    assert re.match(r"rank 0 on localhost, rank 1 on localhost: .*script.py:5 in wait\n", asked.stdout), asked
+    assert [line.removeprefix("ddprun: ") for line in run.lines[-2:]] == asked.stdout.splitlines()
+    assert "File" not in run.text
+    for rank, function in enumerate(("step", "load")):
+        (log,) = tmp_path.glob(f"ddprun-logs/*/rank-{rank}.log")
+        assert f" in {function}\n" in log.read_text()
+    over = ddprun("stacks", cwd=tmp_path)
+    assert (over.returncode, over.stdout) == (2, "") and "does not run on this machine." in over.stderr
+
+
 def test_much_output_comes_whole_and_in_order(tmp_path: Path) -> None:
     """Much output arrives whole and in order."""
     script = write(tmp_path, "import sys\nfor i in range(300000): sys.stdout.write(f'{i}\\n')\nprint('end', end='')")

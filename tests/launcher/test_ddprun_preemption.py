@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -134,11 +135,14 @@ def test_after_the_grace_all_are_ended_by_force(tmp_path: Path) -> None:
         assert run.end() == 128 + signal.SIGTERM
     assert 3 < slowness.took < 5 * slowness.factor
     assert written(tmp_path) == {"0-0"}
-    assert run.lines[-3:] == [
+    stopped, killed, where, logs, again = run.lines[-5:]
+    assert (stopped, killed, again) == (
         "ddprun: stopped by SIGTERM",
         "ddprun: rank 1 on localhost was killed after --grace 3",
         "ddprun: not started again: not every process exited with 75",
-    ]
+    )
+    assert re.fullmatch(r"ddprun: rank 1 on localhost: .*/script.py:\d+ in wait_for", where), where
+    assert logs.startswith("ddprun: the stacks of all threads are in ")
     assert not processes_in(tmp_path)
 
 

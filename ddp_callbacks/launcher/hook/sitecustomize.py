@@ -1,15 +1,19 @@
 """Runs when the interpreter of a rank starts: an exception that ends the rank is written down for the launcher.
 
 It goes to the file that TORCHELASTIC_ERROR_FILE names, in the format of torch's ``@record``, with more in it. The
-folder of this file comes first in PYTHONPATH; it is taken out at once, and the user's own ``sitecustomize`` follows.
+stacks of all threads go to the launcher, too, when it asks for them by a signal. The folder of this file comes first in
+PYTHONPATH; it is taken out at once, and the user's own ``sitecustomize`` follows.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
+import signal
 import sys
 import time
+from contextlib import suppress
 from importlib import import_module
 from types import TracebackType
 
@@ -89,6 +93,14 @@ def _describe(exception: BaseException) -> str:
     return f"{name}: {text}"[:_LONGEST] if text else name
 
 
-if "TORCHELASTIC_ERROR_FILE" in os.environ:
-    _write_failures(os.environ["TORCHELASTIC_ERROR_FILE"])
+def _write_stacks(path: str) -> None:
+    """On SIGQUIT the stacks of all threads go to ``path``, even while this process hangs in a library's call."""
+    with suppress(OSError):  # the node's program is gone, or this process belongs to another user
+        faulthandler.register(signal.SIGQUIT, os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+
+if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    _write_failures(path)
+if path := os.environ.pop("DDP_CALLBACKS_STACKS", ""):
+    _write_stacks(path)
 _leave_no_trace()

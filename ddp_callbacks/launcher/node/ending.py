@@ -1,0 +1,146 @@
+"""How the ranks on a node are asked to stop, and how everything that they have started is ended."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import partial
+
+from ddp_callbacks.launcher.node.processes import descendants, handled_by
+
+GRACE = 2.5  # seconds between SIGTERM and SIGKILL, unless the job says otherwise
+STACKS = signal.SIGQUIT  # which makes a rank write the stacks of its threads, as it does a Java program
+_WRITING = 0.2  # seconds to write them
+_TICK = 0.02  # seconds between two checks for running processes while the job ends
+_LOOK = 0.1  # seconds between two checks whether a rank handles the signal that it is to get
+
+
+class Ending:
+    """Asks and ends the ranks.
+
+    Before a rank gets a signal that may end it, it writes the stacks of its threads: where it was is the first
+    question about a job that hangs.
+
+    Args:
+        ranks: The process ids of the ranks that run; this object only looks at them.
+
+    Attributes:
+        grace: Seconds from a request to stop to SIGKILL; ``None``: as for any other end.
+    """
+
+    def __init__(self, ranks: Collection[int]) -> None:
+        self.grace: float | None = None
+        self._ranks = ranks
+        self._foreign: set[int] = set()  # processes that the job runs as another user (sudo): we cannot end them
+        self._spared: set[int] = set()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the ranks that have ended; others will be started."""
+        self._kill_at = math.inf  # is finite once the ranks must end
+        self._terminated = self._looked = False  # whether all got SIGTERM; whether the stacks were asked for again
+        self._steps: list[tuple[float, Callable[[], None]]] = []  # what is to be done once the stacks are written
+        self._request = signal.SIGTERM  # what the ranks get that are asked to stop
+        self._is_patient = False  # whether to wait until a rank handles it
+        self._to_ask: set[int] = set()
+        self._asked: set[int] = set()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the ranks must end."""
+        return self._kill_at < math.inf
+
+    @property
+    def patience(self) -> float:
+        """Seconds until there may be something to do."""
+        if self._steps or (self.has_begun and not self._ranks):
+            return _TICK
+        if self.has_begun:
+            return max(_TICK, min(_LOOK, self._kill_at - time.monotonic()))
+        return _LOOK if self._to_ask else math.inf
+
+    def spare(self, pid: int) -> None:
+        """This process is no part of the job."""
+        self._spared = {pid}
+
+    def is_quiet(self) -> bool:
+        """Whether nothing of the job runs here."""
+        return not (set(self._ranks) | descendants()) - self._foreign - self._spared
+
+    def ask(self, number: signal.Signals, patient: bool = True) -> None:
+        """Ask the ranks to stop; with ``patient``, each once it handles the signal."""
+        self._request, self._is_patient = number, patient
+        self._to_ask |= set(self._ranks) - self._asked
+        self._ask_ranks()
+
+    def stop(self, number: signal.Signals) -> None:
+        """Ask the ranks to stop, and kill them when their time is over."""
+        self._kill_within(GRACE if self.grace is None else self.grace)
+        self._after_stacks(partial(self.ask, number, patient=self.grace is not None))
+
+    def stop_again(self) -> None:
+        """Repeat the request for ranks that were asked to stop before they were there."""
+        if self.has_begun:
+            self.stop(self._request)
+
+    def end(self, seconds: float) -> None:
+        """Send SIGTERM to every process of the job, and ``seconds`` later SIGKILL."""
+        self._kill_within(seconds)
+        if not self._terminated and seconds:
+            self._terminated = True
+            self._after_stacks(partial(self._signal, signal.SIGTERM))
+
+    def look(self) -> None:
+        """Do what is due."""
+        now = time.monotonic()
+        due, self._steps = ([step for step in self._steps if (step[0] <= now) == is_due] for is_due in (True, False))
+        for _, do in due:
+            do()
+        if now >= self._kill_at and not self._looked and self.write_stacks():
+            self._looked, self._kill_at = True, now + _WRITING
+        elif now >= self._kill_at:
+            self._signal(signal.SIGKILL)
+        if self._to_ask:
+            self._ask_ranks()
+
+    def write_stacks(self) -> bool:
+        """Let the ranks write the stacks of their threads; return whether one does."""
+        able = [pid for pid in self._ranks if STACKS in (handled_by(pid) or ())]
+        for pid in able:
+            with suppress(OSError):
+                os.kill(pid, STACKS)
+        return bool(able)
+
+    def _after_stacks(self, do: Callable[[], None]) -> None:
+        if self.write_stacks():
+            self._steps.append((time.monotonic() + _WRITING, do))
+        else:
+            do()
+
+    def _ask_ranks(self) -> None:
+        """Signal the ranks that handle it by now. A program that starts would only be ended by it."""
+        for pid in list(self._to_ask):
+            handled = handled_by(pid)
+            found = [number for number in (self._request, signal.SIGTERM) if number in (handled or ())]
+            if not found and self._is_patient and handled is not None:
+                continue
+            self._to_ask.discard(pid)
+            self._asked.add(pid)
+            with suppress(OSError):  # it has ended, or belongs to another user
+                os.kill(pid, found[0] if found else signal.SIGTERM)
+
+    def _kill_within(self, seconds: float) -> None:
+        self._kill_at = min(self._kill_at, time.monotonic() + seconds)
+
+    def _signal(self, number: int) -> None:
+        for pid in descendants() - self._spared:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass  # it has ended
+            except PermissionError:
+                self._foreign.add(pid)

@@ -1,0 +1,91 @@
+"""Start processes, and find out what the kernel knows of them.
+
+A process group is not enough to end a job: a rank's children may start sessions of their own. This process is a
+subreaper (prctl(2)), so everything that the ranks start stays its descendant, however often it forks. The ranks are
+killed if this process dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from functools import partial
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def start(
+    words: list[bytes],
+    streams: tuple[int, int, int],
+    environ: dict[str, str] | None = None,
+    keep: tuple[int, ...] = (),
+    ignored: tuple[int, ...] = (),
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own; it dies with this one.
+
+    Args:
+        streams: Descriptors of its standard input, output and error.
+        keep: Descriptors that stay open in it.
+        ignored: Signals that it ignores.
+    """
+    stdin, stdout, stderr = streams
+    return subprocess.Popen(
+        words,
+        env=environ,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=keep,
+        start_new_session=True,
+        preexec_fn=partial(_die_with, os.getpid(), ignored),
+    )
+
+
+def _die_with(parent: int, ignored: tuple[int, ...]) -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def descendants() -> set[int]:
+    """The process ids of all running descendants of this process."""
+    children = _children()
+    found = list(children.get(os.getpid(), []))
+    for pid in found:
+        found += children.get(pid, [])
+    return set(found)
+
+
+def _children() -> dict[int, list[int]]:
+    """The running processes of each parent, by process id."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat", "rb") as file:
+                    state, parent = file.read().rpartition(b")")[2].split()[:2]
+            except OSError:
+                continue  # it has ended
+            if state not in (b"Z", b"X"):
+                children.setdefault(int(parent), []).append(int(entry))
+    return children
+
+
+def handled_by(pid: int) -> set[int] | None:
+    """The signals for which a process has a handler; ``None`` if it has ended."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            (mask,) = (int(line.split()[1], 16) for line in file if line.startswith("SigCgt:"))
+    except (OSError, ValueError):
+        return None
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}

@@ -1,0 +1,341 @@
+"""The program on a node: an event loop between the launcher and the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ddp_callbacks.launcher.node.answers import ANSWERS, Refusal, describe, hold_port
+from ddp_callbacks.launcher.node.ending import GRACE, Ending
+from ddp_callbacks.launcher.node.link import MOST, Link
+from ddp_callbacks.launcher.node.processes import adopt_orphans, start
+
+_GRACE_UNHEARD = 1.0  # seconds between SIGTERM and SIGKILL after a silence, which has already taken time
+_REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # which ask the job to stop if a scheduler sends them here
+_LOOK = 0.25  # seconds between two checks whether the launcher is silent
+
+
+def main() -> None:
+    """Serve the launcher until it has ended the job, or has gone itself."""
+    adopt_orphans()
+    for number in (signal.SIGINT, signal.SIGHUP, *_REQUESTS):
+        # Their sender ends the lifeline, or the launcher decides. Unlike SIG_IGN, the job does not inherit a handler.
+        signal.signal(number, lambda *_: None)
+    Node(_descriptor_of_signals()).serve()
+
+
+def _descriptor_of_signals() -> int:
+    """A descriptor that receives the number of each signal, also when a child ends.
+
+    (Older clusters' kernels lack pidfd_open(2).)
+    """
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    return read
+
+
+@dataclass
+class Rank:
+    """A rank that runs here.
+
+    Attributes:
+        record: The pipe for the record of its failure (both ends).
+        stacks: The pipe for the stacks of its threads.
+    """
+
+    number: int
+    process: subprocess.Popen[bytes]
+    record: tuple[int, int]
+    stacks: tuple[int, int]
+
+
+class Node:
+    """The ranks of a node, and what passes between them and the launcher.
+
+    Args:
+        signals: A descriptor from which the numbers of signals are read.
+    """
+
+    def __init__(self, signals: int) -> None:
+        self._signals = signals
+        self._link = Link()
+        self._streams: dict[int, tuple[bytes, int]] = {}  # descriptor: kind of frame, rank
+        self._ranks: dict[int, Rank] = {}  # by process id
+        self._ending = Ending(self._ranks.keys())
+        self._listener: socket.socket | None = None
+        self._address = ""
+        self._store: subprocess.Popen[bytes] | None = None
+        self._input: int | None = None  # rank 0's standard input
+        self._unread = b""  # what is to go there
+        self._leaves = False  # whether this program ends with the ranks
+        self._next_port: int | None = None  # where to listen for the ranks that are started next
+
+    def serve(self) -> None:
+        self._hear()  # data that was read ahead with this program
+        while not (self._leaves and self._ending.is_quiet()):
+            self._wait()
+            self._ending.look()
+            self._reap()
+            if self._next_port is not None and not self._leaves and self._ending.is_quiet():
+                self._get_ready(self._next_port)
+        self._end_store()
+        for descriptor in list(self._streams):
+            while self._pass_on(descriptor):
+                pass
+        self._link.put(b"x")
+        while self._link.is_open and self._link.has_more:
+            self._wait()
+
+    # --- messages of the launcher -------------------------------------------------------------------------------------
+
+    def do_hello(self, silence: float, grace: float | None) -> dict[str, Any]:
+        """Describe this node. From now on, ``silence`` seconds end the job."""
+        self._link.silence, self._ending.grace = silence, grace
+        return describe()
+
+    def do_listen(self, address: str, port: int) -> dict[str, Any]:
+        """Hold a port for the store; 0 finds a free one."""
+        self._address, self._listener = address, hold_port(address, port)
+        return {"port": self._listener.getsockname()[1]}
+
+    def do_start(
+        self, argv: list[str], ranks: list[int], environ: dict[str, str], defaults: dict[str, str], store: list[str]
+    ) -> None:
+        """Start these ranks, and on the first node the program that hosts their store on the port that is held.
+
+        ``defaults`` are variables that are set only where this node has not set them; of PYTHONPATH the value is put in
+        front of this node's.
+        """
+        found = {**defaults, **os.environ, **environ}
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, (environ["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
+        try:
+            self._start_store([bytes.fromhex(word) for word in store])
+            for local_rank, rank in enumerate(ranks):
+                of_rank = {"RANK": rank, "LOCAL_RANK": local_rank, "ROLE_RANK": rank}
+                own = found | {name: str(value) for name, value in of_rank.items()}
+                self._start_rank(rank, [bytes.fromhex(word) for word in argv], own)
+        except OSError as error:
+            problem = f"cannot start {os.fsdecode(bytes.fromhex(argv[0]))}: {error.strerror}"
+            self._link.report(problem=problem)
+            return
+        threads, interface = found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")
+        self._link.report(started={"ranks": ranks, "threads": threads, "interface": interface})
+        self._ending.stop_again()
+
+    def do_input(self, data: str) -> None:
+        """Pass on what goes to rank 0's standard input; nothing at its end. It is taken when the rank has room."""
+        self._unread = bytes.fromhex(data)
+        if not self._unread:
+            self._close_input()
+
+    def do_halt(self, port: int, seconds: float) -> None:
+        """End the ranks, report it, and wait for others to be started; the first node listens anew, on ``port``."""
+        self._next_port = port
+        self._ending.end(seconds)
+
+    def do_beat(self) -> None:
+        """Answer a heartbeat."""
+        self._link.put(b"b")
+
+    def do_stacks(self) -> None:
+        """Let the ranks write the stacks of their threads."""
+        self._ending.write_stacks()
+
+    def do_ask(self, number: int) -> None:
+        """Ask the ranks to stop, those that handle the signal; the launcher may start them again."""
+        self._ending.ask(signal.Signals(number))
+
+    def do_stop(self, number: int) -> None:
+        """Ask the ranks to stop, and end everything when their time is over."""
+        self._ending.stop(signal.Signals(number))
+
+    def do_end(self, seconds: float) -> None:
+        """End the job: SIGTERM, and SIGKILL after ``seconds``."""
+        self._leaves = True
+        self._ending.end(seconds)
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def _start_store(self, words: list[bytes]) -> None:
+        if not words or self._listener is None:
+            return
+        port, descriptor = str(self._listener.getsockname()[1]), self._listener.fileno()
+        words = [*words, self._address.encode(), port.encode(), str(descriptor).encode()]
+        streams = (subprocess.DEVNULL, subprocess.DEVNULL, subprocess.PIPE)
+        self._store = start(words, streams, keep=(descriptor,), ignored=_REQUESTS)
+        self._ending.spare(self._store.pid)
+
+    def _start_rank(self, rank: int, words: list[bytes], environ: dict[str, str]) -> None:
+        record, stacks, output, errors = (os.pipe() for _ in range(4))
+        environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{os.getpid()}/fd/{record[1]}"
+        environ["DDP_CALLBACKS_STACKS"] = f"/proc/{os.getpid()}/fd/{stacks[1]}"
+        taken, self._input = (subprocess.DEVNULL, self._input) if rank else os.pipe()
+        process = start(words, (taken, output[1], errors[1]), environ)
+        self._ranks[process.pid] = Rank(rank, process, record, stacks)
+        for descriptor in (*([taken] if not rank else []), output[1], errors[1]):
+            os.close(descriptor)
+        for descriptor, kind in ((output[0], b"o"), (errors[0], b"e"), (stacks[0], b"s")):
+            os.set_blocking(descriptor, False)
+            self._streams[descriptor] = kind, rank
+        if not rank and self._input is not None:
+            os.set_blocking(self._input, False)
+
+    def _reap(self) -> None:
+        """Collect ended children, including orphans of the job; report ranks after what they have written."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            if pid in self._ranks:
+                self._report_end(self._ranks.pop(pid), os.waitstatus_to_exitcode(status))
+            elif self._store is not None and pid == self._store.pid:
+                self._report_end_of_store(os.waitstatus_to_exitcode(status))
+
+    def _report_end(self, rank: Rank, code: int) -> None:
+        for descriptor in [each for each, (_, number) in self._streams.items() if number == rank.number]:
+            self._pass_on(descriptor)  # as much as a pipe holds; its orphans may still write
+        self._streams.pop(rank.stacks[0])
+        os.set_blocking(rank.record[0], False)
+        record = b""
+        with suppress(BlockingIOError):
+            record = os.read(rank.record[0], MOST)
+        for descriptor in (*rank.record, *rank.stacks):
+            os.close(descriptor)
+        name = signal.Signals(-code).name if code < 0 else None
+        text = record.decode(errors="replace")
+        self._link.report(
+            ended={"rank": rank.number, "code": code if code >= 0 else 128 - code, "signal": name, "record": text},
+            now=time.monotonic(),
+        )
+
+    def _report_end_of_store(self, code: int) -> None:
+        assert self._store is not None and self._store.stderr is not None
+        said = self._store.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
+        self._store = None
+        if not self._ending.has_begun and self._ranks:
+            self._link.report(problem=f"the process that hosts the ranks' store ended with exit code {code}: {said}")
+
+    def _end_store(self) -> None:
+        if self._store is not None:
+            self._store.kill()
+            self._store.wait()
+            self._store = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _get_ready(self, port: int) -> None:
+        """Forget the ranks that have ended, and report that others can be started."""
+        is_first = self._listener is not None
+        self._end_store()
+        self._next_port = None
+        self._ending.reset()
+        self._close_input()
+        try:
+            self._link.report(halted=self.do_listen(self._address, port)["port"] if is_first else 0)
+        except Refusal as refusal:
+            self._link.report(problem=str(refusal))
+
+    # --- the event loop -----------------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Wait for an event, and pass on what has come meanwhile."""
+        poll = select.poll()
+        ready = self._what_may_come()
+        for descriptor in ready:
+            poll.register(descriptor, select.POLLOUT if descriptor in (1, self._input) else select.POLLIN)
+        idle = 60.0 if self._link.silence is None else _LOOK
+        came = [descriptor for descriptor, _ in poll.poll(min(self._ending.patience, idle) * 1000)]
+        if 0 not in came and self._link.is_silent:
+            self._link.close()
+            self._lose_launcher(_GRACE_UNHEARD)
+        for descriptor in came:
+            ready[descriptor]()
+
+    def _what_may_come(self) -> dict[int, Callable[[], Any]]:
+        """The handler of each descriptor."""
+        ready: dict[int, Callable[[], Any]] = {self._signals: self._hear_signals}
+        if self._link.is_open:
+            ready[0] = self._hear
+            if self._link.has_more:
+                ready[1] = self._speak
+        if self._input is not None and self._unread:
+            ready[self._input] = self._feed
+        if not self._link.is_full:
+            ready |= {descriptor: partial(self._pass_on, descriptor) for descriptor in self._streams}
+        return ready
+
+    def _hear_signals(self) -> None:
+        """Tell the launcher of requests to stop; the children are checked in any case."""
+        came = os.read(self._signals, MOST)
+        for number in _REQUESTS:
+            if number in came:
+                self._link.report(asked=number.name)
+
+    def _hear(self) -> None:
+        for message in self._link.messages():
+            do = message.pop("do")
+            try:
+                answer = (ANSWERS.get(do) or getattr(self, f"do_{do}"))(**message)
+            except (Refusal, OSError) as error:
+                answer = {"problem": str(error)}
+            if answer is not None:
+                self._link.put(b"r", data=json.dumps(answer).encode())
+        if not self._link.is_open:
+            self._lose_launcher(GRACE)
+
+    def _speak(self) -> None:
+        self._link.write()
+        if not self._link.is_open:
+            self._lose_launcher(GRACE)
+
+    def _lose_launcher(self, grace: float) -> None:
+        self._leaves = True
+        if self._ending.grace is None:
+            self._ending.end(grace)
+        else:
+            self._ending.stop(signal.SIGTERM)
+
+    def _feed(self) -> None:
+        """Write to rank 0's standard input."""
+        assert self._input is not None
+        try:
+            self._unread = self._unread[os.write(self._input, self._unread) :]
+        except OSError:  # it has closed it
+            self._close_input()
+            return
+        if not self._unread:
+            self._link.put(b"i")
+
+    def _close_input(self) -> None:
+        if self._input is not None:
+            os.close(self._input)
+            self._input = None
+
+    def _pass_on(self, descriptor: int) -> bool:
+        """Pass on available output; return whether there was any."""
+        kind, rank = self._streams[descriptor]
+        try:
+            data = os.read(descriptor, MOST)
+        except BlockingIOError:
+            return False
+        if data:
+            self._link.put(kind, rank, data)
+        else:
+            os.close(descriptor)
+            del self._streams[descriptor]
+        return bool(data)

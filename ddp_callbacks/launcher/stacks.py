@@ -1,0 +1,74 @@
+"""Where the ranks are, from the stacks that they write when they are asked; ``ddprun stacks`` asks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from pathlib import Path
+
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.launcher.node.processes import handled_by
+
+SUMMARY = "stacks.txt"  # in the folder of a job's logs
+WRITING = 1.0  # seconds for the stacks of all ranks to come
+_TIMEOUT = 10.0  # seconds for the answer of a job
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
+_SHOWN = 8  # ranks to name at one line
+
+
+def innermost(text: str) -> str:
+    """The innermost line of the main thread, which Python's faulthandler writes last; empty if there is none."""
+    found = _FRAME.search(text.rpartition("(most recent call first):\n")[2])
+    return f"{found[1]}:{found[2]} in {found[3]}" if found else ""
+
+
+def summary(lines: Mapping[str, str]) -> list[str]:
+    """One line for each place where ranks are, the rarest first: a rank that is alone there may hold up the others.
+
+    Args:
+        lines: The innermost line of each rank, by what the rank is called.
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, line in lines.items():
+        ranks.setdefault(line or "unknown: no stack was written", []).append(rank)
+    return [f"{_names(ranks[line])}: {line}" for line in sorted(ranks, key=lambda line: len(ranks[line]))]
+
+
+def _names(ranks: list[str]) -> str:
+    more = len(ranks) - _SHOWN
+    return ", ".join(ranks[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def ask_job(argv: list[str]) -> str:
+    """``ddprun stacks``: let a running job write the stacks of its ranks; return where they are.
+
+    Raises:
+        ConfigurationError: There is no such job here, or it does not answer.
+    """
+    parser = ArgumentParser(prog="ddprun stacks", description="Show where each rank of a running job is.")
+    parser.add_argument("job", nargs="?", help="folder of its logs (default: the newest one in ddprun-logs)")
+    folder = _folder(parser.parse_args(argv).job)
+    pid = int((*folder.name.split("-"), "", "")[2] or 0)
+    if signal.SIGQUIT not in (handled_by(pid) or ()):
+        raise ConfigurationError(f"the job of {folder} does not run on this machine.")
+    answer, end = folder / SUMMARY, time.monotonic() + _TIMEOUT
+    answer.unlink(missing_ok=True)
+    os.kill(pid, signal.SIGQUIT)
+    while not answer.exists():
+        if time.monotonic() > end:
+            raise ConfigurationError(f"the job of {folder} does not answer.")
+        time.sleep(0.05)
+    return answer.read_text()
+
+
+def _folder(job: str | None) -> Path:
+    found = sorted(Path("ddprun-logs").glob("*-*-*")) if job is None else [Path(job)]
+    if not found or not found[-1].is_dir():
+        raise ConfigurationError(
+            f"there is no {job or 'job in ddprun-logs'}. Name the folder of its logs: ddprun stacks DIR/TIME-PID."
+        )
+    return found[-1].resolve()
