@@ -1,4 +1,4 @@
-"""Train a Lightning ``Trainer``, or a loop of Lightning Fabric, on many processes by a strategy's name.
+"""Train a Lightning ``Trainer``, or a loop of Lightning Fabric, on many processes by a callback or a strategy's name.
 
 Importing this registers the strategy ``"ddp_callbacks"`` in ``lightning``, and ``ddp_callbacks.pytorch_lightning`` in
 ``pytorch_lightning``, by the modules here. Fabric's is in ``fabric``; ``processes`` is what both have in common. Of a
@@ -23,7 +23,7 @@ With the callback ``Resume`` a fit can stop at the ``moments`` and go on there: 
 ``own_state`` is what the ranks have beside Lightning's checkpoint: ``saved_logs``, ``saved_metrics``, ``saved_module``,
 ``saved_attributes``. ``resumable`` is the strategy's part.
 
-``package`` makes ``classes`` for one of the ``packages``; ``callback`` is for a Trainer whose strategy is another;
+``package`` makes ``classes`` for one of the ``packages``; ``callback`` chooses the strategy when a Trainer is made;
 ``reductions`` are what users ask the strategies for.
 """
 

@@ -43,6 +43,7 @@ PRIVATE = (
     "core.module:LightningModule._on_before_batch_transfer(self, batch)",
     "core.optimizer:LightningOptimizer.__init__ uses _optimizer",
     # the Trainer
+    "trainer:Trainer.__init__(self, strategy, callbacks)",
     "trainer:Trainer.__init__ uses _accelerator_connector, _checkpoint_connector, _data_connector",
     "trainer:Trainer.__init__ uses _logger_connector, _signal_connector",
     "trainer:Trainer.__init__ uses fit_loop, validate_loop, test_loop, predict_loop",

@@ -1,43 +1,90 @@
-"""The callback for a Trainer: it sees to it that the strategy is there."""
+"""The callback for a Trainer: when the Trainer is made, the callback chooses our strategy for it."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec
 
-from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.lightning._lightning import logger_connector
+from ddp_callbacks.lightning.processes import NAMES
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
 
-_FOREIGN = {
-    "FSDPStrategy": "It divides the parameters among the processes; here each process holds all of them.",
-    "DeepSpeedStrategy": "It has an engine of its own for gradients and optimizer.",
-    "ModelParallelStrategy": "It divides the parameters among the processes; here each process holds all of them.",
-    "XLAStrategy": "TPUs need XLA's collectives.",
-    "SingleDeviceXLAStrategy": "TPUs need XLA's collectives.",
-}
-
-
+_Options = ParamSpec("_Options")
+_Init = Callable[Concatenate[Any, _Options], None]
 _Callbacks: Any = object  # of either package: the class comes after this one
 
 
+def _with_options_of(init: _Init[_Options]) -> Callable[[Callable[..., None]], _Init[_Options]]:
+    """A decorator of another ``__init__``, for what editors, type checkers and LightningCLI see."""
+    return functools.wraps(init)
+
+
 class DDPCallbackMixin(_Callbacks):  # type: ignore[misc]
-    """Makes a ``Callback`` of either package refuse processes that would not train together; see ``DDPCallback``."""
+    """Makes a ``Callback`` of either package choose its strategy; see ``DDPCallback``."""
+
+    package: str
+    strategy_class: Callable[..., CallbackStrategyMixin]
+
+    @_with_options_of(CallbackStrategyMixin.__init__)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__()
+        self._options = args, options
+        self.make_strategy()  # which refuses what is impossible
+
+    def make_strategy(self) -> CallbackStrategyMixin:
+        """A strategy for one Trainer, with these options."""
+        args, options = self._options
+        strategy = self.strategy_class(*args, **options)
+        strategy.chosen_by = self
+        return strategy
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """At the beginning of ``fit``, ``validate``, ``test`` and ``predict``.
 
         Raises:
-            ConfigurationError: There are several processes, and the strategy is another.
+            ConfigurationError: The Trainer was made without this callback, or is one of the other package.
         """
         strategy = trainer.strategy
-        if isinstance(strategy, CallbackStrategyMixin):
+        if getattr(strategy, "chosen_by", None) is self:
             return
-        started = WorkerEnv.from_environ().world_size
-        if max(started, trainer.world_size) == 1:
-            return
-        name = type(strategy).__name__
+        home = type(logger_connector(trainer)).__module__.partition(".")[0]
+        if home != self.package:
+            raise ConfigurationError(
+                f"this Trainer is one of {home}, and this DDPCallback is for {self.package}: import it from "
+                f"ddp_callbacks.{home}."
+            )
         raise ConfigurationError(
-            f'DDPCallback needs strategy="ddp_callbacks" for these {max(started, trainer.world_size)} processes: '
-            f'Trainer(strategy="ddp_callbacks"). This Trainer has {name}. '
-            + _FOREIGN.get(name, "A callback comes too late to tell Lightning which process this is.")
+            f"DDPCallback chooses the strategy when a Trainer is made; this one was made without it, and has "
+            f"{type(strategy).__name__}: Trainer(callbacks=[DDPCallback()])."
         )
+
+
+def let_callbacks_choose(trainer_class: Any) -> None:
+    """From now on a Trainer that is made with a ``DDPCallback`` has the strategy of that callback."""
+    make = trainer_class.__init__
+
+    @functools.wraps(make)
+    def init(trainer: Any, *args: Any, **options: Any) -> None:
+        make(trainer, *args, **_with_strategy(options))
+
+    trainer_class.__init__ = init
+
+
+def _with_strategy(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a Trainer, with the strategy that a callback among them chooses."""
+    callbacks = options.get("callbacks")
+    several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+    chooses = next((callback for callback in several if isinstance(callback, DDPCallbackMixin)), None)
+    if chooses is None:
+        return options
+    strategy = options.get("strategy", os.environ.get("PL_TRAINER_STRATEGY", "auto"))
+    if strategy not in ("auto", *NAMES):
+        name = repr(strategy) if isinstance(strategy, str) else type(strategy).__name__
+        raise ConfigurationError(
+            f"this Trainer has strategy={name}, and a DDPCallback, whose strategy is {NAMES[0]!r}. Leave out "
+            "strategy=, and give the callback the options; or leave out the callback."
+        )
+    return options | {"strategy": chooses.make_strategy()}

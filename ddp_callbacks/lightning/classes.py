@@ -64,13 +64,15 @@ class CallbackStrategy(CallbackStrategyMixin):
 
 
 class DDPCallback(DDPCallbackMixin):
-    """Refuse to train if the processes would not train together.
+    """Train on many processes without wrapping the module: ``Trainer(callbacks=[DDPCallback()])``.
 
-    ``Trainer(callbacks=[DDPCallback()])`` changes nothing with a single process or with ``strategy="ddp_callbacks"``.
-    With several processes and another strategy it raises :class:`ddp_callbacks.errors.ConfigurationError`, which names
-    that strategy as the remedy. A callback cannot do more: the Trainer chooses the strategy, and with it rank, device,
-    and who writes checkpoints and logs, before it calls any callback. Two processes with a default Trainer are two
-    separate Trainers, each with rank 0.
+    The Trainer then trains as with ``strategy="ddp_callbacks"``. The callback takes the options of
+    :class:`CallbackStrategy`, which says what they mean. Give it to the Trainer when you make it: then a Trainer
+    chooses its strategy, and with it rank and device. One callback may choose for several Trainers.
+
+    Raises:
+        ConfigurationError: A setting is invalid, or the Trainer is given another strategy, too. At the start of a run:
+            the Trainer was made without this callback, or is one of the other package.
     """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import typing
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from ddp_callbacks.lightning._lightning import (
     results_class,
 )
 from ddp_callbacks.lightning._torchmetrics import require_torchmetrics
+from ddp_callbacks.lightning.callback import DDPCallbackMixin, let_callbacks_choose
 from ddp_callbacks.lightning.classes import CallbackFabricStrategy, CallbackStrategy, DDPCallback, Resume
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.packages import FABRIC, ROOTS, require_package
@@ -41,6 +43,7 @@ def make(name: str, home: str) -> tuple[type, type, type, type]:
     require_torchmetrics()
     strategies = importlib.import_module(f"{ROOTS[name]}.strategies")
     base = importlib.import_module(f"{ROOTS[name]}.callbacks").Callback
+    let_callbacks_choose(importlib.import_module(ROOTS[name]).Trainer)
     of_fabric = importlib.import_module(f"{FABRIC[name]}.strategies")
     shared: dict[str, Any] = {
         "package": name,
@@ -59,12 +62,24 @@ def make(name: str, home: str) -> tuple[type, type, type, type]:
     for each in NAMES:
         strategies.StrategyRegistry.register(each, strategy, description=what, override=True)
         of_fabric.STRATEGY_REGISTRY.register(each, fabric, description=what, override=True)
-    return strategy, _make(home, DDPCallback, base, {}), _make(home, Resume, base, {"package": name}), fabric
+    chooses = {"__init__": _with_options_of(own["__init__"]), "package": name, "strategy_class": strategy}
+    callback = _make(home, DDPCallback, base, chooses)
+    return strategy, callback, _make(home, Resume, base, {"package": name}), fabric
 
 
 def _make(home: str, described: type, base: type, members: dict[str, Any]) -> type:
     """A class of the package, with the name and the docstring of ``described``."""
     return type(described.__name__, (described, base), {"__module__": home, "__doc__": described.__doc__, **members})
+
+
+def _with_options_of(init: Any) -> Any:
+    """``DDPCallback.__init__``, which LightningCLI takes for this one."""
+
+    @functools.wraps(init)
+    def of_callback(self: Any, *args: Any, **options: Any) -> None:
+        DDPCallbackMixin.__init__(self, *args, **options)
+
+    return of_callback
 
 
 def _for_configs(init: Any, of_ddp: Any) -> FunctionType:

@@ -73,6 +73,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
     user = "Trainer"
     ddp_strategy: Any  # the base class
     model: Any
+    chosen_by: Any = None  # the callback that has made it
     results_class: Callable[..., JointResults]
     add_worker_init_fn: Callable[[object, int], None]
     interactive: bool

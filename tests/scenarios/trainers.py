@@ -39,7 +39,7 @@ from ways import Way
 
 from ddp_callbacks import CrossEntropyWeight
 from ddp_callbacks.errors import PeerError, Preempted
-from ddp_callbacks.lightning import CallbackStrategy, Resume
+from ddp_callbacks.lightning import CallbackStrategy, DDPCallback, Resume
 
 Scenario = Callable[[Any], Any]
 SCENARIOS: dict[str, Scenario] = {}
@@ -150,10 +150,13 @@ class Within:
 
     @property
     def strategy(self) -> Any:
-        if self.way is None:
+        if self.way is None or self.way.by_callback:
             return "auto"
-        options = dict(self.way.options) | self.options
-        return CallbackStrategy(**options) if options else "ddp_callbacks"
+        return CallbackStrategy(**self.chosen) if self.chosen else "ddp_callbacks"
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        return {} if self.way is None else dict(self.way.options) | self.options
 
     def name(self, kind: str) -> str:
         """Of the next of its kind, the same when the script goes on."""
@@ -161,10 +164,11 @@ class Within:
         return f"{self.folder}/{kind}-{self.counts[kind]}"
 
     def callbacks(self) -> list[pl.Callback]:
+        ours = [DDPCallback(**self.chosen)] if self.way is not None and self.way.by_callback else []
         if self.way is None or not self.has_resume:
-            return [Moments(self)]
+            return [*ours, Moments(self)]
         resume = Resume(self.name("trainer"), **dict(self.way.resume))
-        return [resume, Moments(self, resume)]
+        return [*ours, resume, Moments(self, resume)]
 
 
 class Moments(pl.Callback):

@@ -43,6 +43,7 @@ class Way:
             this one.
         gloo: Without shared memory, by gloo alone.
         options: Of the callback or the strategy, by name.
+        by_callback: A Trainer gets a ``DDPCallback``, and no strategy.
         resumed_on: A run is cut at a moment that the scenario's name chooses, and resumed on so many ranks.
         resume: Options of ``Resume``, by name.
         after_failure: Behind a run that has failed on all ranks, and was caught.
@@ -54,6 +55,7 @@ class Way:
     layout: tuple[int, ...] = ()
     gloo: bool = False
     options: tuple[tuple[str, Any], ...] = field(default=())
+    by_callback: bool = False
     resumed_on: int = 0
     resume: tuple[tuple[str, Any], ...] = field(default=())
     after_failure: bool = False

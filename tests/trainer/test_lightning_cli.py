@@ -35,6 +35,7 @@ WORLD = Bodies(__name__, quiet)
 
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 OURS = "ddp_callbacks.lightning.CallbackStrategy"
+CALLBACK = "ddp_callbacks.lightning.DDPCallback"
 
 
 def weigh(batch: Any) -> float:
@@ -110,7 +111,7 @@ def test_each_option_has_a_setting() -> None:
 def test_options_are_set_by_a_yaml_and_on_the_command_line_and_their_dump_loads_again(
     settings: list[str], tmp_path: Path
 ) -> None:
-    """LightningCLI sets each option; its dump loads again."""
+    """LightningCLI sets each option, of strategy and callback; its dump loads again."""
     file, dumped = tmp_path / "config.yaml", tmp_path / "dumped.yaml"
     file.write_text(
         f"trainer: {{strategy: {{class_path: {OURS}, init_args: {{{', '.join(map(in_yaml, settings))}}}}}}}"
@@ -119,10 +120,14 @@ def test_options_are_set_by_a_yaml_and_on_the_command_line_and_their_dump_loads_
     made = [strategy_of("--config", str(file)), strategy_of("--trainer.strategy=CallbackStrategy", *words)]
     dumped.write_text(made[0].parser.dump(made[0].config))
     made.append(strategy_of("--config", str(dumped)))
+    made.append(
+        strategy_of(f"--trainer.callbacks+={CALLBACK}", *(each.replace("strategy", "callbacks") for each in words))
+    )
+    del made[-1].trainer.strategy.chosen_by
     wanted: Any = CallbackStrategy(**{setting.partition("=")[0]: SETTINGS[setting][-1] for setting in settings})
     expected, default = (described(in_a_trainer(each)) for each in (wanted, CallbackStrategy()))
     assert expected != default
-    assert [described(cli.trainer.strategy) for cli in made] == [expected] * 3
+    assert [described(cli.trainer.strategy) for cli in made] == [expected] * 4
 
 
 @pytest.mark.parametrize("name", ["ddp_callbacks", "callbacks"])
@@ -244,12 +249,15 @@ def weigh(batch: dict[str, int]) -> float:
 
 good = CallbackStrategy("per_process", weight=weigh, compress=PowerSGD(2), timeout=timedelta(minutes=1))
 CallbackStrategy(sync=LocalSGD(every=4), weight="cross_entropy", comm_hook=bf16_compress_hook)
-pl.Trainer(strategy=good, callbacks=[DDPCallback()])
+pl.Trainer(strategy=good)
+pl.Trainer(callbacks=[DDPCallback()])
 CallbackStrategy(compress="bf17")  # refused
 CallbackStrategy(find_unused_parameters=True)  # refused
 CallbackStrategy("globally")  # refused
 CallbackStrategy(timeout=3)  # refused
 CallbackStrategy(weight="tokens")  # refused
+DDPCallback("per_process", weight=weigh)
+DDPCallback(compress="bf17")  # refused
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kit.compare import assert_equal
 from trainer_features import names
-from ways import Way, alone, in_each, prove, results
+from ways import Way, alone, in_each, names_in, prove, results
 
 from ddp_callbacks import LocalSGD
 
@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_resu
 TABLE = "trainer_features"
 EVERY = (("every", 2),)
 ASYNCHRONOUS = (("async_save", True), ("on_signal", False))
+CALLBACK = Way(by_callback=True, part=(0, 20))
 WAYS = {
     "two": Way(),
     "two, local windows of one step": Way(options=(("sync", LocalSGD(1)),)),
@@ -35,6 +36,13 @@ APART = {
 def test_a_trainer_in_any_way_has_the_numbers_of_one_process(way: Way, name: str) -> None:
     """A Trainer gives one process's numbers, cut or not."""
     prove(TABLE, way, name)
+
+
+@pytest.mark.parametrize("name", [name for name in names_in(TABLE, CALLBACK) if name != "simple_profiler"])
+def test_a_callback_trains_bit_for_bit_as_the_strategy(name: str) -> None:
+    """A Trainer's `DDPCallback` trains as the strategy does."""
+    for by_callback, by_strategy in zip(results(TABLE, CALLBACK), results(TABLE, WAYS["two"]), strict=True):
+        assert_equal(by_callback[name], by_strategy[name], relative=0.0)
 
 
 @in_each("trainers_apart", APART)

@@ -21,7 +21,7 @@ from lightning.pytorch.accelerators import MPSAccelerator, XLAAccelerator
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from torch import nn
-from trainers import Net, fit, quiet
+from trainers import Net, fit, loader, quiet, trainer
 
 from ddp_callbacks import DiLoCo, LocalSGD, PowerSGD
 from ddp_callbacks.errors import ConfigurationError
@@ -105,18 +105,49 @@ def test_a_trainer_is_refused_by_the_name_of_what_does_not_fit(name: str) -> Non
         run()
 
 
-def test_the_callback_alone_refuses_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's `DDPCallback` alone refuses several processes."""
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")  # nobody gets so far as to use it
-    says = (
-        'DDPCallback needs strategy="ddp_callbacks" for these 2 processes: Trainer(strategy="ddp_callbacks"). This '
-        "Trainer has SingleDeviceStrategy. A callback comes too late to tell Lightning which process this is."
-    )
+def too_late() -> Any:
+    made = trainer("auto")
+    made.callbacks.append(DDPCallback())
+    made.fit(Net(), loader())
+
+
+def of_the_other_package() -> Any:
+    import pytorch_lightning
+
+    made = pytorch_lightning.Trainer(accelerator="cpu", logger=False, callbacks=[DDPCallback()])
+    made.callbacks[0].setup(made, None, "fit")
+
+
+CALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
+    "another strategy": (
+        lambda: trainer("ddp", callbacks=DDPCallback()),
+        "this Trainer has strategy='ddp', and a DDPCallback, whose strategy is 'ddp_callbacks'. Leave out strategy=, "
+        "and give the callback the options; or leave out the callback.",
+    ),
+    "a strategy of ours with options of its own": (
+        lambda: trainer(CallbackStrategy("per_process"), callbacks=[DDPCallback()]),
+        "this Trainer has strategy=CallbackStrategy, and a DDPCallback",
+    ),
+    "an impossible option": (lambda: DDPCallback(reduction="median"), "reduction"),
+    "too late": (
+        too_late,
+        "DDPCallback chooses the strategy when a Trainer is made; this one was made without it, and has "
+        "SingleDeviceStrategy: Trainer(callbacks=[DDPCallback()]).",
+    ),
+    "the other package": (
+        of_the_other_package,
+        "this Trainer is one of pytorch_lightning, and this DDPCallback is for lightning: import it from "
+        "ddp_callbacks.pytorch_lightning.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_callback_that_cannot_choose_the_strategy_is_refused(name: str) -> None:
+    """Lightning's `DDPCallback` refuses what it cannot change, by name."""
+    run, says = CALLBACKS[name]
     with quiet(), pytest.raises(ConfigurationError, match=re.escape(says)):
-        fit("auto", callbacks=[DDPCallback()])
+        run()
 
 
 @pytest.mark.parametrize("accelerator", [MPSAccelerator, XLAAccelerator])

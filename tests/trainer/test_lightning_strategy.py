@@ -150,7 +150,7 @@ def test_a_trainer_fits_again_also_after_an_exception_that_all_processes_catch(s
 
 @WORLD.as_on_one()
 def test_the_callback_changes_nothing_beside_the_strategy(strategy: str) -> Any:
-    """Lightning's `DDPCallback` changes nothing beside the strategy."""
+    """Lightning's `DDPCallback` changes nothing beside the strategy's name."""
     return fit(strategy, callbacks=[DDPCallback()])
 
 
