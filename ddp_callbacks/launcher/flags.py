@@ -26,6 +26,7 @@ REFUSED = {
     "-r": _SAVED,
     "--local-ranks-filter": _SAVED,
     "--logs-specs": _SAVED,
+    "--log-line-prefix-template": "a line that is shown begins with [HOST:LOCAL_RANK], the files have no prefix",
     "--duplicate-stdout-filters": _SAVED,
     "--duplicate-stderr-filters": _SAVED,
     "--run-path": _NAMED,
@@ -34,6 +35,7 @@ REFUSED = {
     "--signals-to-handle": "SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 always reach the ranks; see --grace",
     "--numa-binding": "bind the ranks with --no-python and numactl",
     "--virtual-local-rank": "select the GPU by LOCAL_RANK",
+    "--print-completion": "shells complete the names of files only",
     "-n": "write --nproc-per-node N",
     "-np": "write --nproc-per-node N",
 }
