@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NoReturn
 
+from ddp_callbacks.auto import AUTO
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
 from ddp_callbacks.launcher.flags import add_flags_of_torchrun
 from ddp_callbacks.launcher.hosts import Host, parse_hosts, read_hostfile
@@ -84,6 +85,14 @@ def _add_flags(parser: ArgumentParser) -> None:
     _add_host_flags(parser)
     start = parser.add_argument_group("start")
     _add_variables(start)
+    start.add_argument(
+        "--auto",
+        action="append_const",
+        const=f"{AUTO}=1",
+        dest="variables",
+        help="train an unedited script on all processes: a Lightning Trainer with the default strategy, a Torchbearer "
+        "Trial",
+    )
     start.add_argument("--dry-run", action="store_true", help="print what would run on each node, and start nothing")
     start.add_argument(
         "--heartbeat-timeout",

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
+from ddp_callbacks.auto import announce, is_auto
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning._lightning import logger_connector
 from ddp_callbacks.lightning.processes import NAMES
@@ -78,9 +79,12 @@ def _with_strategy(options: dict[str, Any]) -> dict[str, Any]:
     callbacks = options.get("callbacks")
     several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     chooses = next((callback for callback in several if isinstance(callback, DDPCallbackMixin)), None)
-    if chooses is None:
-        return options
     strategy = options.get("strategy", os.environ.get("PL_TRAINER_STRATEGY", "auto"))
+    if chooses is None:
+        if strategy != "auto" or not is_auto():
+            return options
+        announce("Trainer", f"strategy={NAMES[0]!r}")
+        return options | {"strategy": NAMES[0]}
     if strategy not in ("auto", *NAMES):
         name = repr(strategy) if isinstance(strategy, str) else type(strategy).__name__
         raise ConfigurationError(

@@ -128,6 +128,67 @@ def test_a_failure_in_a_process_that_fabric_has_started_ends_all(call: str, tmp_
         assert re.search(r"PeerError: .*rank 1 \(host \S+, pid \d+\) failed with ZeroDivisionError", output)
 
 
+UNEDITED = """
+import sys
+import torch, torchbearer
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader
+
+silent = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+
+def rows(features):
+    return DataLoader(torch.randn(29, features, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), 8)
+
+def sum_of(module):
+    return float(sum(parameter.detach().sum() for parameter in module.parameters()))
+
+def fit(**options):
+    torch.manual_seed(2)
+    module = BoringModel().double()
+    pl.Trainer(max_epochs=2, accelerator="cpu", limit_val_batches=0, **silent, **options).fit(module, rows(32))
+    return sum_of(module)
+
+def run():
+    torch.manual_seed(3)
+    model = torch.nn.Linear(4, 1).double()
+    pairs = [(row, row.sum(0, keepdim=True)) for row in rows(4).dataset]
+    trial = torchbearer.Trial(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.MSELoss(), ["loss"], verbose=0)
+    trial.with_train_generator(DataLoader(pairs, 8)).to(torch.float64).run(2)
+    return sum_of(model)
+
+sums = [fit(), fit(), run(), run()]
+if "ddp_callbacks.lightning" in sys.modules:
+    from ddp_callbacks.lightning import DDPCallback
+    assert sums[0] == fit(strategy="ddp_callbacks") == fit(callbacks=[DDPCallback()])
+sys.stdout.write(f"sums {sums}\\n")
+"""
+AUTO = {
+    "ddprun": ["ddprun", "--auto", "--nproc-per-node", 2, "--show-ranks", "all"],
+    "torchrun": [*TWO_PROCESSES, "-m", "ddp_callbacks.auto"],
+}
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("launcher", AUTO)
+def test_an_unedited_script_trains_on_all_processes(launcher: str, tmp_path: Path) -> None:
+    """`--auto` trains unedited scripts, Trainers and Trials, to the bits of the strategy."""
+    script = tmp_path / "script.py"
+    script.write_text(UNEDITED)
+    (alone,) = re.findall(r"sums \[(.*)\]", run([*PYTHON, script], tmp_path, cold=True))
+    output = run([*AUTO[launcher], script], tmp_path, cold=True)
+    found = re.findall(r"sums \[(.*?)\]", output)
+    assert len(found) == 2, output
+    for sums in found:
+        wanted = pytest.approx([float(each) for each in alone.split(", ")], rel=RELATIVE)
+        assert [float(each) for each in sums.split(", ")] == wanted
+    for said in (
+        "each Trainer of this script trains on 2 processes, by strategy='ddp_callbacks'",
+        "each Trial of this",
+    ):
+        assert output.count(f"ddp_callbacks: --auto: {said}") == 1, output
+
+
 OTHER_PACKAGE = """
 import sys
 import pytorch_lightning

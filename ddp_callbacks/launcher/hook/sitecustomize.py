@@ -1,8 +1,9 @@
 """Runs when the interpreter of a rank starts: an exception that ends the rank is written down for the launcher.
 
 It goes to the file that TORCHELASTIC_ERROR_FILE names, in the format of torch's ``@record``, with more in it. The
-stacks of all threads go to the launcher, too, when it asks for them by a signal. The folder of this file comes first in
-PYTHONPATH; it is taken out at once, and the user's own ``sitecustomize`` follows.
+stacks of all threads go to the launcher, too, when it asks for them by a signal. With ``--auto`` the imports are
+watched, see :mod:`ddp_callbacks.auto`. The folder of this file comes first in PYTHONPATH; it is taken out at once, and
+the user's own ``sitecustomize`` follows.
 """
 
 from __future__ import annotations
@@ -99,6 +100,15 @@ def _write_stacks(path: str) -> None:
         faulthandler.register(signal.SIGQUIT, os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
 
+def _train_on_all() -> None:
+    """Where the package is not installed, the launcher's is taken."""
+    sys.path.append(root := os.path.dirname(os.path.dirname(os.path.dirname(_FOLDER))))
+    import_module("ddp_callbacks.auto").watch_imports()
+    sys.path.remove(root)
+
+
+if os.environ.get("DDP_CALLBACKS_AUTO") == "1":
+    _train_on_all()
 if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
     _write_failures(path)
 if path := os.environ.pop("DDP_CALLBACKS_STACKS", ""):

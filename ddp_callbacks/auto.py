@@ -1,0 +1,131 @@
+"""Train an unedited script on all processes: ``ddprun --auto train.py``.
+
+Under another launcher: ``torchrun --nproc-per-node 4 -m ddp_callbacks.auto train.py`` (or ``-m package.train``), ``srun
+python -m ddp_callbacks.auto train.py``. A variable alone would not do there: for Python to read it as it starts, a file
+would have to be put beside all installed packages.
+
+Each rank starts with :data:`AUTO` set and ``launcher/hook`` in its PYTHONPATH, which calls :func:`watch_imports`. When
+the script imports Lightning or Torchbearer, and only then, a Trainer with the default strategy gets
+``"ddp_callbacks"``, and a Trial without a callback of this library gets its ``DDPCallback``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+AUTO = "DDP_CALLBACKS_AUTO"
+"""Environment variable: "1" trains what a script makes with the default settings on all processes."""
+
+
+def is_auto() -> bool:
+    """Whether this process is one of several whose script is to train on all of them."""
+    if os.environ.get(AUTO) != "1":
+        return False
+    from ddp_callbacks.environment import WorkerEnv
+
+    return WorkerEnv.from_environ().world_size > 1
+
+
+@functools.cache
+def announce(what: str, by: str) -> None:
+    """Say on rank 0, once for each, what trains on all processes, and what does not."""
+    from ddp_callbacks.environment import WorkerEnv
+    from ddp_callbacks.errors import say
+
+    env = WorkerEnv.from_environ()
+    if env.rank == 0:
+        say(
+            f"--auto: each {what} of this script trains on {env.world_size} processes, by {by}. All else in the script "
+            "runs on each process: loops of your own train apart, and files that it writes itself are written by all."
+        )
+
+
+def watch_imports() -> None:
+    """From now on each import of Lightning or Torchbearer is followed by what trains on all processes."""
+    sys.meta_path.insert(0, _Then({
+        "lightning.pytorch": lambda: _import_ours("lightning"),
+        "pytorch_lightning": lambda: _import_ours("pytorch_lightning"),
+        "torchbearer": _give_trials_the_callback,
+    }))  # fmt: skip
+
+
+class _Then(MetaPathFinder):
+    """Calls a function behind the first import of each of these modules."""
+
+    def __init__(self, functions: dict[str, Callable[[], None]]) -> None:
+        self._functions = functions
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._functions:
+            return None
+        function = self._functions.pop(fullname)  # so that the other finders are asked
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._functions[fullname] = function
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                function()
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def _import_ours(package: str) -> None:
+    ours = import_module(f"ddp_callbacks.{package}")
+    vars(ours).get("__getattr__", lambda _: None)("DDPCallback")  # made late in a program that uses both packages
+
+
+def _give_trials_the_callback() -> None:
+    trial_class = import_module("torchbearer").Trial
+    make = trial_class.__init__
+    parameters = signature(make)
+
+    @functools.wraps(make)
+    def init(*args: Any, **options: Any) -> None:
+        given = parameters.bind(*args, **options).arguments
+        make(**(given | {"callbacks": _with_ours(given.get("callbacks", ()))}))
+
+    trial_class.__init__ = init
+
+
+def _with_ours(callbacks: Sequence[Any]) -> list[Any]:
+    if not is_auto():
+        return [*callbacks]
+    from torchbearer.callbacks import CallbackList
+
+    from ddp_callbacks.torchbearer import DDPCallback, DistributedCallback
+
+    given = CallbackList([*callbacks]).callback_list  # without lists inside
+    if any(isinstance(callback, DistributedCallback) for callback in given):
+        return [*callbacks]
+    announce("Trial", "DDPCallback()")
+    return [DDPCallback(), *callbacks]
+
+
+def main() -> None:
+    """Become the interpreter that runs the script."""
+    hook = str(Path(__file__).parent / "launcher" / "hook")
+    path = os.pathsep.join(filter(None, (hook, os.environ.get("PYTHONPATH"))))
+    os.execve(sys.executable, [sys.executable, *sys.argv[1:]], {**os.environ, AUTO: "1", "PYTHONPATH": path})
+
+
+if __name__ == "__main__":
+    main()
