@@ -177,7 +177,7 @@ def _job_port(environ: Mapping[str, str]) -> int:
     return DEFAULT_PORT
 
 
-_SLURM_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_SLURM_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def hosts_of_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int | None]]:
@@ -219,18 +219,32 @@ def _hosts_of_slurm(nodes: str, environ: Mapping[str, str]) -> list[tuple[str, i
     tasks = environ.get("SLURM_TASKS_PER_NODE") if environ.get("SLURM_NTASKS") else None
     if not tasks:
         return [(name, None) for name in names]
-    counts: list[int] = []
-    for part in tasks.split(","):
-        match = _SLURM_TASKS.fullmatch(part)
-        if match is None:
-            raise ConfigurationError(f"SLURM_TASKS_PER_NODE={tasks!r} cannot be parsed at {part!r}.")
-        counts += [int(match[1])] * int(match[2] or 1)
+    counts = _counts(tasks, "SLURM_TASKS_PER_NODE")
     if len(counts) != len(names):
         raise ConfigurationError(
             f"SLURM_TASKS_PER_NODE={tasks!r} lists {len(counts)} nodes, SLURM_JOB_NODELIST={nodes!r} {len(names)}."
         )
     said = set(counts) != {1}  # otherwise the node decides
     return [(name, count if said else None) for name, count in zip(names, counts, strict=True)]
+
+
+def _counts(text: str, name: str) -> list[int]:
+    """The numbers in a list such as ``4(x2),2``, the value of the variable ``name``."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _SLURM_COUNT.fullmatch(part)
+        if match is None:
+            raise ConfigurationError(f"{name}={text!r} cannot be parsed at {part!r}.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def cores_of_job(hosts: int, environ: Mapping[str, str] = os.environ) -> list[int | None]:
+    """How many cores the job has on each of its hosts, where the scheduler tells; PBS does for the first chunk."""
+    found: list[int | None] = [number(environ, "NCPUS") if "PBS_NODEFILE" in environ else None] * hosts
+    if cpus := environ.get("SLURM_JOB_CPUS_PER_NODE"):
+        found[:] = _counts(cpus, "SLURM_JOB_CPUS_PER_NODE")
+    return found if len(found) == hosts else [None] * hosts
 
 
 def _expand(nodes: str) -> list[str]:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddp_callbacks.launcher.node.link import GREETING, HEADER
@@ -139,6 +139,15 @@ class Connection:
         Raises:
             NodeProblem: It cannot be reached.
         """
+        try:
+            self._greet(grace)
+        except NodeProblem:
+            if self.plan.instead is None or self.greeted or self.plan.host is None or self._given_up:
+                raise
+            self.plan = replace(self.plan, rsh=self.plan.instead, instead=None)
+            self._greet(grace)
+
+    def _greet(self, grace: float | None) -> None:
         if shutil.which(program := command_to(self.plan)[0]) is None:
             raise NodeProblem(
                 f"there is no {program} on this machine to reach it by. Install it, or name another: --rsh"

@@ -1,7 +1,7 @@
 """Print facts about a node, as JSON. The job's interpreter runs this text there, with or without this package.
 
 Its first argument is ``all``, or the number of processes as in ``--nproc-per-node``: then only what a start needs is
-printed, in a fraction of a second.
+printed, in a fraction of a second. Its second one is how many cores the job has there; 0 for all that it may use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COUNT = "import torch; print(torch.accelerator.device_count() if torch.accelera
 _DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg", "/dev/accel")  # of accelerators
 
 
-def place(processes: str) -> dict[str, Any]:
+def place(processes: str, cores: int) -> dict[str, Any]:
     """What a start needs: the package's folder, ``None`` if it is missing, and how many processes run here."""
     addresses = own_addresses() if ddp_callbacks else {}
     likely = address_for_others([]) if ddp_callbacks else None  # first, the one on the route to the outside
@@ -35,7 +35,7 @@ def place(processes: str) -> dict[str, Any]:
         "package": os.path.dirname(ddp_callbacks.__file__) if ddp_callbacks else None,
         "time": time.time(),
         "processes": int(processes) if processes.isdigit() else _processes(processes),
-        "cores": usable_cores(),
+        "cores": min(usable_cores(), cores or sys.maxsize),
         "interfaces": addresses,
         "addresses": [*filter(None, [likely]), *(each for each in addresses if each != likely and is_for_others(each))],
     }
@@ -63,10 +63,10 @@ def _sockets() -> int:
     return max(1, len(packages))
 
 
-def facts() -> dict[str, Any]:
+def facts(cores: int) -> dict[str, Any]:
     """What the doctor judges."""
     memory = _memory()
-    return place("1") | {
+    return place("1", cores) | {
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
@@ -147,4 +147,5 @@ def _gpus() -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(facts() if sys.argv[1] == "all" else place(sys.argv[1])))
+    which, cores = sys.argv[1], int(sys.argv[2])
+    print(json.dumps(facts(cores) if which == "all" else place(which, cores)))

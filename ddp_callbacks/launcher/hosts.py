@@ -23,12 +23,14 @@ class Host:
         slots: Number of processes; ``None`` lets the node decide (one per GPU, or else per CPU socket).
         python: The interpreter there, if it differs from ``--python``.
         chdir: The working directory there, if it differs from ``--chdir``.
+        cores: How many the job has there; ``None`` for all that the node lets it use.
     """
 
     name: str
     slots: int | None = None
     python: str | None = None
     chdir: str | None = None
+    cores: int | None = None
 
 
 def parse_hosts(text: str) -> list[Host]:

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ddp_callbacks.launcher.hosts import Host
 from ddp_callbacks.network import is_loopback, own_addresses
@@ -28,6 +28,9 @@ class NodePlan:
         python: The interpreter.
         cwd: The working directory.
         rsh: The command that reaches it instead of ssh.
+        instead: The same, for the case that ssh cannot reach it.
+        cores: How many the job has there; ``None`` for all that the node lets it use.
+        setup: A command of bash that goes before all that is started there.
     """
 
     name: str
@@ -37,6 +40,13 @@ class NodePlan:
     python: str
     cwd: str
     rsh: tuple[str, ...] | None = None
+    instead: tuple[str, ...] | None = None
+    cores: int | None = None
+    setup: str = ""
+
+    def words(self, *words: str) -> list[str]:
+        """A command, after what sets up the node; a login shell knows ``module``."""
+        return ["bash", "-lc", f'{self.setup} && exec "$@"', "bash", *words] if self.setup else list(words)
 
     @property
     def shell(self) -> str:
@@ -58,6 +68,7 @@ class Job:
         address, port: Where the first node listens; ``None`` and 0 if still to be found.
         script: The file that must exist on each node; ``None`` if there is none to check.
         has_python: Whether the nodes' interpreter runs the command.
+        bind: Which cores a rank gets, see :mod:`ddp_callbacks.launcher.node.binding`.
         role, run_id: For the processes' variables.
         environ: Variables that the user has named for the nodes.
         forwarded: Variables that each node gets in any case.
@@ -80,6 +91,7 @@ class Job:
     port: int = 0
     script: str | None = None
     has_python: bool = True
+    bind: str = "none"
     role: str = "default"
     run_id: str = "none"
     environ: dict[str, str] = field(default_factory=dict)
@@ -96,7 +108,7 @@ class Job:
 
     def words(self, node: NodePlan) -> list[str]:
         """The command of a rank on a node."""
-        return [node.python, "-u", *self.command] if self.has_python else list(self.command)
+        return node.words(*([node.python, "-u"] if self.has_python else []), *self.command)
 
 
 @dataclass(frozen=True)
@@ -108,23 +120,28 @@ class Here:
     is_here: Callable[[str], bool]
 
 
-def plan_nodes(
-    hosts: Sequence[Host], processes: str, python: str, cwd: str, rsh: tuple[str, ...] | None, here: Here
-) -> tuple[NodePlan, ...]:
-    """The nodes in rank order, with ``processes`` each (``--nproc-per-node``), or else with their slots."""
+def plan_nodes(hosts: Sequence[Host], usual: NodePlan, here: Here) -> tuple[NodePlan, ...]:
+    """The nodes in rank order, like the usual one but for what their host says; its processes override their slots."""
     local = _local([host.name for host in hosts], here.is_here)
     return tuple(
-        NodePlan(
+        replace(
+            usual,
             name=host.name.rpartition("@")[2],
             host=None if host.name in local else host.name,
             rank=rank,
-            processes=processes or ("" if host.slots is None else str(host.slots)),
-            python=host.python or python,
-            cwd=host.chdir or cwd,
-            rsh=None if rsh is None else tuple(word.replace("{host}", host.name) for word in rsh),
+            processes=usual.processes or ("" if host.slots is None else str(host.slots)),
+            python=host.python or usual.python,
+            cwd=host.chdir or usual.cwd,
+            cores=host.cores,
+            rsh=_named(usual.rsh, host.name),
+            instead=_named(usual.instead, host.name),
         )
         for rank, host in enumerate(hosts)
     )
+
+
+def _named(words: tuple[str, ...] | None, host: str) -> tuple[str, ...] | None:
+    return None if words is None else tuple(word.replace("{host}", host) for word in words)
 
 
 def _local(names: Sequence[str], is_here: Callable[[str], bool]) -> set[str]:
@@ -156,6 +173,10 @@ def is_this_machine(name: str) -> bool:
     return any(is_loopback(address) or address in own for address in addresses)
 
 
+_BINDINGS = {
+    "core": "each process on cores of its own, an equal part of those it may use there",
+    "numa": "each process on the cores of a NUMA node, or a part of them",
+}
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 
 
@@ -170,6 +191,7 @@ def _describe_node(job: Job, node: NodePlan, command_to: Callable[[NodePlan], li
         "directory": node.cwd,
         "processes": node.processes or "one per GPU, or one per CPU socket if there is no GPU",
         "command": shlex.join(job.words(node)),
+        "binding": _BINDINGS.get(job.bind, ""),
         "variables": " ".join(_variables(job, node)),
         "forwarded": " ".join(sorted(job.forwarded.keys() - job.environ.keys())),
         "rendezvous": _where_they_meet(job),

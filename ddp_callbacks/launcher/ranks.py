@@ -16,16 +16,19 @@ STORE = ("-P", "-m", "ddp_callbacks.launcher.store")  # the command for the firs
 
 
 def ask_for_facts(node: Connection, which: str, seconds: float) -> dict[str, Any]:
-    """What :mod:`ddp_callbacks.launcher.facts` prints there; ``which`` is its argument.
+    """What :mod:`ddp_callbacks.launcher.facts` prints there; ``which`` is its first argument.
 
     Raises:
         NodeProblem: The interpreter there cannot run it.
     """
-    words = (node.plan.python, "-P", "-c", Path(facts.__file__).read_text(), which)
+    words = node.plan.words(
+        node.plan.python, "-P", "-c", Path(facts.__file__).read_text(), which, str(node.plan.cores or 0)
+    )
     said = node.ask("output", argv=[as_hex(word) for word in words], seconds=seconds)
     if said["code"]:
-        raise NodeProblem(f"needs Python 3.11 or newer: {said['err'].strip().rpartition(chr(10))[2]}")
-    return dict(json.loads(said["out"]))
+        needs = f"--setup {node.plan.setup!r} or Python failed" if node.plan.setup else "needs Python 3.11 or newer"
+        raise NodeProblem(f"{needs}: {said['err'].strip().rpartition(chr(10))[2]}")
+    return dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # below what --setup may print
 
 
 def find_interface(node: Connection, address: str) -> None:
@@ -64,7 +67,8 @@ def start_ranks(job: Job, nodes: Sequence[Connection], where: tuple[str, int], r
             ranks=list(range(sum(counts[:number]), sum(counts[: number + 1]))),
             environ={name: str(value) for name, value in variables.items()},
             defaults=_defaults(node.place),
-            store=[as_hex(word) for word in (node.plan.python, *STORE)] if number == 0 else [],
+            store=[as_hex(word) for word in node.plan.words(node.plan.python, *STORE)] if number == 0 else [],
+            bind=job.bind,
         )
 
 

@@ -28,7 +28,7 @@ BOOTSTRAP = (
     '"import sys; f = sys.stdin.buffer; exec(f.read(int(f.readline())))"\''
 )
 
-_MODULES = ("processes", "link", "answers", "ending", "program")  # each imports only those before it
+_MODULES = ("processes", "binding", "link", "answers", "ending", "program")  # each imports only those before it
 
 # Other commands than ssh may run their argument directly, or pass it to a shell. A single word works for both.
 SHELL = "/bin/sh"

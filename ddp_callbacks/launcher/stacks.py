@@ -17,6 +17,7 @@ SUMMARY = "stacks.txt"  # in the folder of a job's logs
 WRITING = 1.0  # seconds for the stacks of all ranks to come
 _TIMEOUT = 10.0  # seconds for the answer of a job
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
+_WAITS = re.compile(r"/(torch|ddp_callbacks)/")  # in these a rank waits for others, most likely
 _SHOWN = 8  # ranks to name at one line
 
 
@@ -27,7 +28,7 @@ def innermost(text: str) -> str:
 
 
 def summary(lines: Mapping[str, str]) -> list[str]:
-    """One line for each place where ranks are, the rarest first: a rank that is alone there may hold up the others.
+    """One line for each place where ranks are. Those that do not wait for others come first, and the rarest place.
 
     Args:
         lines: The innermost line of each rank, by what the rank is called.
@@ -35,7 +36,11 @@ def summary(lines: Mapping[str, str]) -> list[str]:
     ranks: dict[str, list[str]] = {}
     for rank, line in lines.items():
         ranks.setdefault(line or "unknown: no stack was written", []).append(rank)
-    return [f"{_names(ranks[line])}: {line}" for line in sorted(ranks, key=lambda line: len(ranks[line]))]
+
+    def interest(line: str) -> tuple[bool, int]:
+        return bool(_WAITS.search(line)), len(ranks[line])
+
+    return [f"{_names(ranks[line])}: {line}" for line in sorted(ranks, key=interest)]
 
 
 def _names(ranks: list[str]) -> str:

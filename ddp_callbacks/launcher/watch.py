@@ -294,10 +294,10 @@ class Watch:
             return self._conclude_well()
         if cause.rank is not None and not self._output.shows(cause.rank):
             self._output.quote(cause.node, cause.rank, self._output.last_errors(cause.node, cause.rank)[-_QUOTED:])
+        rank = self._ranks.get(-1 if cause.rank is None else cause.rank)
+        if rank is not None and rank.ended_by and rank.is_ours and rank.stacks and not rank.record:
+            self._output.note_stacks(self._where([cause.rank or 0]))  # it hung, as others say
         self._output.note(str(cause))
-        hung = [n for n, rank in self._ranks.items() if n == cause.rank and rank.is_ours and rank.ended_by]
-        if hung:  # as others say
-            self._output.note_stacks(self._where(hung))
         self._output.note(self._output.describe_place(cause.rank))
         return cause.code
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ddp_callbacks.launcher.options import PATIENCE
+from ddp_callbacks.launcher.flags import PATIENCE
 from ddp_callbacks.launcher.plan import NodePlan
 from ddp_callbacks.launcher.remote import BOOTSTRAP, SHELL
 

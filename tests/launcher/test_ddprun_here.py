@@ -131,7 +131,6 @@ WHO = {
 @pytest.mark.cold
 @pytest.mark.parametrize("what", WHO)
 def test_who_came_first_is_named_with_what_happened(tmp_path: Path, what: str) -> None:
-    """`ddprun` names who failed first."""
     with Slowness() as slowness:
         done = ddprun("--nproc-per-node", "2", write(tmp_path, MISFORTUNES), what, cwd=tmp_path)
     assert done.returncode == 1
@@ -185,7 +184,7 @@ load() if os.environ["RANK"] == "1" else step()
 
 
 def test_a_running_job_is_asked_where_its_ranks_are_and_goes_on(tmp_path: Path) -> None:
-    """`ddprun stacks` shows where each rank of a job is."""
+    """`ddprun stacks` shows where ranks are."""
     with Run(tmp_path, "-H", "localhost:2", "--show-ranks", "all", write(tmp_path, HANGS)) as run:
         run.await_text("up", 2)
         asked = ddprun("stacks", cwd=tmp_path)
@@ -224,6 +223,24 @@ def test_the_ranks_know_of_the_terminal_behind_their_pipe(tmp_path: Path) -> Non
         assert text.splitlines()[0] == f"[localhost:0] {expected} {100 - len('[localhost:0] ')}"
     for descriptor in (outside, inside):
         os.close(descriptor)
+
+
+@pytest.mark.cold
+def test_a_command_sets_up_the_node_before_the_ranks_start(tmp_path: Path) -> None:
+    """`--setup` runs before each rank."""
+    script = write(tmp_path, "import os, sys; print(os.environ['FLAVOR'], len(os.sched_getaffinity(0)), sys.argv[1:])")
+    (tmp_path / "env.sh").write_text("echo loaded\nexport FLAVOR='a b'\n")
+    setup = ["--setup", f"source {tmp_path}/env.sh && true"]
+    done = ddprun(*setup, "--bind", "core", "-H", "localhost:2", script, "it's", cwd=tmp_path)
+    cores = len(os.sched_getaffinity(0)) // 2
+    assert (done.returncode, done.stdout.split("\n")[1:]) == (0, [f'[localhost:0] a b {cores} ["it\'s"]', ""]), (
+        done.stderr
+    )
+    done = ddprun("--setup", "source no-such-file", script, cwd=tmp_path)
+    says = (
+        "ddprun: localhost: --setup 'source no-such-file' or Python failed: bash: line 1: no-such-file: No such file "
+    )
+    assert (done.returncode, done.stderr) == (2, f"{says}or directory.\n")
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------
@@ -283,6 +300,7 @@ def no_torch(tmp_path: Path) -> dict[str, str]:
     ("argv", "code", "says"),
     [
         (["--help"], 0, "usage: ddprun [flags]"),
+        (["--help-all"], 0, "usage: ddprun [flags]"),
         (["doctor", "--help"], 0, "usage: ddprun doctor"),
         (["--dry-run", "-H", "localhost:2", "x.py"], 0, "node 0: localhost"),
         (["--nproc-per-nodes", "2", "x.py"], 2, "ddprun: unknown flag --nproc-per-nodes: neither ddprun nor torchrun"),
@@ -299,7 +317,9 @@ def test_it_answers_without_torch_where_nothing_is_to_be_started(
         alias = ddprun(*argv, cwd=tmp_path, command=ALIAS, **no_torch)
         assert (alias.returncode, alias.stdout, alias.stderr) == (code, done.stdout, done.stderr)
     if argv == ["--help"]:
-        assert done.stdout.index("--hostfile") < done.stdout.index("--nnodes NN") < done.stdout.index("--tee TEE")
+        assert done.stdout.count("\n  -") == 14 and "--nnodes" not in done.stdout
+    if argv == ["--help-all"]:
+        assert done.stdout.index("--hostfile") < done.stdout.index("--nnodes N") < done.stdout.index("--tee N")
         assert max(map(len, done.stdout.splitlines())) <= 120
 
 
@@ -347,7 +367,6 @@ def test_any_bytes_arrive_through_any_command_and_login_shell(tmp_path: Path, sh
     ],
 )
 def test_a_command_that_does_not_reach_a_node_is_told_with_its_words(tmp_path: Path, runs: str, says: str) -> None:
-    """You read the words of a failing command."""
     enter = program(tmp_path / "enter", runs)
     done = ddprun("-H", "pod-7", "--rsh", enter, write(tmp_path, "print(1)"), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
@@ -378,7 +397,6 @@ def test_a_login_that_an_sshd_has_no_time_for_is_tried_again(tmp_path: Path) -> 
 
 
 def test_no_more_than_eight_log_in_at_the_same_time(tmp_path: Path) -> None:
-    """At most eight log in at once."""
     # sshd turns some away as soon as ten are not done yet, of the node or of a host on the way.
     count = "mkdir -p running; touch running/$$; ls running | wc -l >>counts; sleep 0.2; rm running/$$"
     variables = with_ssh(tmp_path, f"{count}\necho Permission denied >&2\nexit 255")

@@ -179,9 +179,9 @@ print(step, os.uname().nodename, rank, world_size, flush=True)
 
 @pytest.mark.cold
 def test_srun_takes_ssh_s_place_in_a_job(slurm: Slurm, tmp_path: Path) -> None:
+    """Where ssh fails in Slurm, `ddprun` uses srun."""
     # In an allocation whose nodes let nobody in.
-    rsh = "srun --overlap -N1 -n1 -w {host}"
-    ddprun = ["ddprun", "--rsh", rsh, "--show-ranks", "all", "--no-prefix"]
+    ddprun = ["ddprun", "--show-ranks", "all", "--no-prefix"]
     without_ssh = ["env", "PATH=" + str(no_ssh(tmp_path)) + ":" + slurm.environ(slurm.login)["PATH"]]
     allocation = ["salloc", "-N2", "--ntasks-per-node=2"]
     done = slurm.run(*allocation, *without_ssh, *ddprun, write(tmp_path, NO_SSH), cwd=tmp_path)
@@ -228,7 +228,7 @@ sys.exit(75)
 # As the example, for nodes that let nobody in: the processes of h2 are a step of the job.
 IN_A_STEP = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --requeue --open-mode=append --output=%x-%j.log
-exec ddprun --grace 90 --requeue --rsh 'srun --overlap -N1 -n1 -w {host}' "$@"
+exec ddprun --grace 90 --requeue --rsh srun "$@"
 """
 # What Slurm signals, as an option of sbatch, and what the job says of it. Slurm looks twice a minute whether it is
 # time in the next half minute, so that the signal comes 25 to 55 seconds after the start, when all ranks are up; ddprun

@@ -20,6 +20,7 @@ from torch.distributed.run import get_args_parser
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher import cli
 from ddp_callbacks.launcher.flags import REFUSED
+from ddp_callbacks.launcher.node import binding
 from ddp_callbacks.launcher.options import parse_options, working_directory
 from ddp_callbacks.launcher.plan import Here, Job, describe, is_this_machine
 from ddp_callbacks.launcher.ranks import start_ranks
@@ -65,6 +66,12 @@ def test_the_hosts_of_a_job_are_used(tmp_path: Path) -> None:
     nodes.write_text("n1\nn1\nn2\nn2\n")
     made = plan("train.py", environ={"PBS_NODEFILE": str(nodes)})
     assert [(node.host, node.processes) for node in made.nodes] == [("n1", "2"), ("n2", "2")]
+    for environ, cores in (
+        ({"PBS_NODEFILE": str(nodes), "NCPUS": "4"}, [4, 4]),  # of the first chunk; the others are taken to be alike
+        ({"SLURM_JOB_NODELIST": "n1,n2", "SLURM_JOB_CPUS_PER_NODE": "8,2"}, [8, 2]),
+        ({"SLURM_JOB_NODELIST": "n1,n2"}, [None, None]),
+    ):
+        assert [node.cores for node in plan("train.py", environ=environ).nodes] == cores
     assert [node.host for node in plan("-H", "other", "t.py", environ={"PBS_NODEFILE": str(nodes)}).nodes] == ["other"]
 
 
@@ -133,6 +140,8 @@ def test_variables_are_given_by_name_or_value_and_torchruns_own_always() -> None
     made = plan("-x", "TOKEN", "-x", "LR=0.1=", "-x", "E=", "t.py", environ=environ)
     assert made.max_restarts == 2
     assert made.environ == {"TOKEN": "a=b c", "LR": "0.1=", "E": ""}
+    some = {"WANDB_MODE": "offline", "WANDB_DIR": "/w", "OTHER": "x"}
+    assert plan("-x", "WANDB_*", "t.py", environ=some).environ == {"WANDB_MODE": "offline", "WANDB_DIR": "/w"}
     assert made.forwarded == {}
 
 
@@ -163,6 +172,43 @@ def test_the_threads_that_pbs_sets_are_no_choice_of_the_user(
     with pytest.raises(SystemExit, match="0"):
         cli.main()
     assert os.environ.get("OMP_NUM_THREADS") == left
+
+
+@pytest.mark.parametrize("help_says", ["", "--external-launcher[=args]"])
+def test_in_slurm_srun_reaches_the_nodes_that_ssh_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, help_says: str
+) -> None:
+    program = tmp_path / "srun"
+    program.write_text(f"#!/bin/sh\necho '{help_says}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b"}
+    external = ("--external-launcher",) if help_says else ()
+    words = ("srun", *external, "--overlap", "--mpi=none", "--cpu-bind=none", "-N1", "-n1", "-w", "b")
+    (_, second) = plan("t.py", environ=job).nodes
+    assert (second.rsh, second.instead) == (None, words)
+    (_, second) = plan("--rsh", "srun", "t.py", environ=job).nodes
+    assert (second.rsh, second.instead) == (words, None)
+    assert plan("-H", "a,b", "t.py", environ=job).nodes[1].instead is None
+
+
+def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--bind` gives ranks cores of their own."""
+    for node, cores in {"node0": "0-3", "node1": "4-7"}.items():
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(f"{cores}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(1, 9)))
+    monkeypatch.setattr(binding, "_core", lambda thread: thread % 4)  # 1 and 5 are threads of a core
+    for kind, ranks, cores in (
+        ("none", 2, [set(range(1, 9))] * 2),
+        ("core", 2, [{1, 2, 3}, {4, 5, 6, 7}]),
+        ("numa", 2, [{1, 2, 3}, {4, 5, 6, 7}]),
+        ("numa", 1, [{1, 2, 3}]),
+        ("core", 8, [{1}, {1}, {2}, {3}, {4}, {5}, {6}, {7}]),
+    ):
+        assert binding.cores_of_ranks(kind, ranks, str(tmp_path)) == cores, (kind, ranks)
+    assert binding.cores_of_ranks("core", 2, "/no/numa") == [{8, 4, 1, 5}, {2, 6, 3, 7}]
+    assert "  binding     each process on cores of its own" in describe(plan("--bind", "core", "t.py"), command_to)
 
 
 def test_a_secret_is_not_shown() -> None:
@@ -208,7 +254,6 @@ def test_this_machine_is_known_by_its_names_and_addresses(monkeypatch: pytest.Mo
 
 
 def test_slow_look_ups_of_names_go_on_beside_each_other_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow names delay a start only briefly."""
     # Each waits for all others; one never ends.
     monkeypatch.setattr("ddp_callbacks.launcher.plan._LOOKUP", 1.0)
     names = [f"n{number}" for number in range(32)]

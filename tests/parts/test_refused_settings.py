@@ -169,6 +169,12 @@ DDPRUN: list[Row] = [
         "ddprun has no --node-rank: start ddprun once, for all nodes (-H or",
     ),
     ("-n 2 t.py", "ddprun has no -n: write --nproc-per-node N."),
+    ("--bind socket t.py", "argument --bind: takes none, core, numa, got 'socket'. See ddprun --help."),
+    (
+        "-H a -x CUDA_VISIBLE_DEVICES=GPU-7ef t.py",
+        "-x CUDA_VISIBLE_DEVICES: GPU-7ef names devices of one machine, which the other nodes do not have. Give their "
+        "numbers: -x CUDA_VISIBLE_DEVICES=0,1",
+    ),
     ("-H /etc/hosts t.py", "-H /etc/hosts is a file. Write --hostfile /etc/hosts."),
     ("-m --no-python t", "--module and --no-python cannot be combined."),
     (

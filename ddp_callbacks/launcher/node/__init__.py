@@ -7,6 +7,7 @@ So it imports only the standard library and its own parts. Linux::
     ending      how the ranks are asked to stop, and ended
     answers     what the launcher asks before anything is started
     link        the connection to the launcher
+    binding     which cores each rank gets
     processes   what the kernel knows of processes
 
 Standard input brings messages, each a line with a length and as many bytes of JSON: ``{"do": NAME, ...}`` calls the

@@ -72,15 +72,19 @@ class Ending:
         return not (set(self._ranks) | descendants()) - self._foreign - self._spared
 
     def ask(self, number: signal.Signals, patient: bool = True) -> None:
-        """Ask the ranks to stop; with ``patient``, each once it handles the signal."""
+        """Ask the ranks to stop; with ``patient``, each once it handles the signal, which then does not end it."""
         self._request, self._is_patient = number, patient
         self._to_ask |= set(self._ranks) - self._asked
         self._ask_ranks()
 
     def stop(self, number: signal.Signals) -> None:
         """Ask the ranks to stop, and kill them when their time is over."""
-        self._kill_within(GRACE if self.grace is None else self.grace)
-        self._after_stacks(partial(self.ask, number, patient=self.grace is not None))
+        if self.grace is None:
+            self._kill_within(GRACE)
+            self._after_stacks(partial(self.ask, number, patient=False))
+        else:
+            self._kill_within(self.grace)
+            self.ask(number)
 
     def stop_again(self) -> None:
         """Repeat the request for ranks that were asked to stop before they were there."""

@@ -27,6 +27,7 @@ def start(
     streams: tuple[int, int, int],
     environ: dict[str, str] | None = None,
     keep: tuple[int, ...] = (),
+    cores: set[int] | None = None,
     ignored: tuple[int, ...] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own; it dies with this one.
@@ -34,6 +35,7 @@ def start(
     Args:
         streams: Descriptors of its standard input, output and error.
         keep: Descriptors that stay open in it.
+        cores: On which it runs; ``None`` for all.
         ignored: Signals that it ignores.
     """
     stdin, stdout, stderr = streams
@@ -45,14 +47,16 @@ def start(
         stderr=stderr,
         pass_fds=keep,
         start_new_session=True,
-        preexec_fn=partial(_die_with, os.getpid(), ignored),
+        preexec_fn=partial(_prepare, os.getpid(), ignored, cores),
     )
 
 
-def _die_with(parent: int, ignored: tuple[int, ...]) -> None:
+def _prepare(parent: int, ignored: tuple[int, ...], cores: set[int] | None) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+    if cores:
+        os.sched_setaffinity(0, cores)
     if os.getppid() != parent:
         os._exit(1)
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from ddp_callbacks.launcher.node.answers import ANSWERS, Refusal, describe, hold_port
+from ddp_callbacks.launcher.node.binding import cores_of_ranks
 from ddp_callbacks.launcher.node.ending import GRACE, Ending
 from ddp_callbacks.launcher.node.link import MOST, Link
 from ddp_callbacks.launcher.node.processes import adopt_orphans, start
@@ -110,7 +111,13 @@ class Node:
         return {"port": self._listener.getsockname()[1]}
 
     def do_start(
-        self, argv: list[str], ranks: list[int], environ: dict[str, str], defaults: dict[str, str], store: list[str]
+        self,
+        argv: list[str],
+        ranks: list[int],
+        environ: dict[str, str],
+        defaults: dict[str, str],
+        store: list[str],
+        bind: str,
     ) -> None:
         """Start these ranks, and on the first node the program that hosts their store on the port that is held.
 
@@ -121,10 +128,10 @@ class Node:
         found["PYTHONPATH"] = os.pathsep.join(filter(None, (environ["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
         try:
             self._start_store([bytes.fromhex(word) for word in store])
-            for local_rank, rank in enumerate(ranks):
+            for local_rank, (rank, cores) in enumerate(zip(ranks, cores_of_ranks(bind, len(ranks)), strict=True)):
                 of_rank = {"RANK": rank, "LOCAL_RANK": local_rank, "ROLE_RANK": rank}
                 own = found | {name: str(value) for name, value in of_rank.items()}
-                self._start_rank(rank, [bytes.fromhex(word) for word in argv], own)
+                self._start_rank(rank, [bytes.fromhex(word) for word in argv], own, cores)
         except OSError as error:
             problem = f"cannot start {os.fsdecode(bytes.fromhex(argv[0]))}: {error.strerror}"
             self._link.report(problem=problem)
@@ -176,12 +183,12 @@ class Node:
         self._store = start(words, streams, keep=(descriptor,), ignored=_REQUESTS)
         self._ending.spare(self._store.pid)
 
-    def _start_rank(self, rank: int, words: list[bytes], environ: dict[str, str]) -> None:
+    def _start_rank(self, rank: int, words: list[bytes], environ: dict[str, str], cores: set[int]) -> None:
         record, stacks, output, errors = (os.pipe() for _ in range(4))
         environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{os.getpid()}/fd/{record[1]}"
         environ["DDP_CALLBACKS_STACKS"] = f"/proc/{os.getpid()}/fd/{stacks[1]}"
         taken, self._input = (subprocess.DEVNULL, self._input) if rank else os.pipe()
-        process = start(words, (taken, output[1], errors[1]), environ)
+        process = start(words, (taken, output[1], errors[1]), environ, cores=cores)
         self._ranks[process.pid] = Rank(rank, process, record, stacks)
         for descriptor in (*([taken] if not rank else []), output[1], errors[1]):
             os.close(descriptor)

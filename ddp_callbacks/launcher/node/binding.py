@@ -1,0 +1,52 @@
+"""Which cores each rank of a node gets."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+KINDS = ("none", "core", "numa")
+_NUMA = "/sys/devices/system/node"
+
+
+def cores_of_ranks(kind: str, ranks: int, root: str = _NUMA) -> list[set[int]]:
+    """The cores of each rank: all, an equal part of them, or those of a NUMA node.
+
+    Memory comes from the NUMA node of the core that writes it first. Where there are more ranks than cores, ranks share
+    them; with fewer NUMA nodes than ranks, those of a node share it equally.
+    """
+    allowed = os.sched_getaffinity(0)
+    if kind == "none":
+        return [allowed] * ranks
+    domains = [domain for cores in _numa_nodes(root) if (domain := cores & allowed)] or [allowed]
+    ordered = [thread for domain in domains for thread in sorted(domain, key=lambda thread: (_core(thread), thread))]
+    if kind == "numa" and ranks <= len(domains):
+        return [domains[rank * len(domains) // ranks] for rank in range(ranks)]
+    count = len(ordered)
+    return [
+        set(ordered[rank * count // ranks : max((rank + 1) * count // ranks, rank * count // ranks + 1)])
+        for rank in range(ranks)
+    ]
+
+
+def _core(thread: int) -> int:
+    """The first hardware thread of the same core."""
+    with suppress(OSError), open(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list") as file:
+        return min(_cores(file.read().strip()))
+    return thread
+
+
+def _numa_nodes(root: str) -> list[set[int]]:
+    found = []
+    with suppress(OSError):
+        for name in sorted(os.listdir(root), key=lambda name: (len(name), name)):
+            if name.startswith("node") and name[4:].isdigit():
+                with open(f"{root}/{name}/cpulist") as file:
+                    found.append(_cores(file.read().strip()))
+    return found
+
+
+def _cores(text: str) -> set[int]:
+    """Of a list such as ``0-3,8``."""
+    ranges = (part.partition("-") for part in text.split(",") if part)
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
