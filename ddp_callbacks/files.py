@@ -1,4 +1,4 @@
-"""Atomic file writes, and clean-up after killed processes."""
+"""Atomic file writes, clean-up after killed processes, and files of rows that go on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import socket
 import string
 from collections.abc import Callable
+from pathlib import Path
 
 
 def write_atomically(path: str, write: Callable[[str], object]) -> None:
@@ -34,6 +35,26 @@ def write_atomically(path: str, write: Callable[[str], object]) -> None:
         if os.path.exists(temporary):
             os.remove(temporary)
         raise
+
+
+def count_lines(path: str) -> int:
+    """Of a file of text; 0 if there is none."""
+    return len(_lines_of(path))
+
+
+def keep_lines(path: str, count: int) -> list[str]:
+    """Let a file of rows go on behind its first lines, where it was when a run was cut. Returns these lines."""
+    lines = _lines_of(path)
+    if len(lines) > count:
+        write_atomically(path, lambda temporary: Path(temporary).write_text("".join(lines[:count]), newline=""))
+    return lines[:count]
+
+
+def _lines_of(path: str) -> list[str]:
+    if not os.path.exists(path):
+        return []
+    with open(path, newline="") as file:
+        return file.readlines()
 
 
 def remove_leftovers(path_format: str) -> None:

@@ -1,15 +1,15 @@
 """Checkpoints that a run goes on from at the next batch, on any number of processes.
 
 - :mod:`.file`: ``CheckpointFile``, which all ranks write and read together
-- :mod:`.format`: what is in the file, and which files are refused
+- :mod:`.format`: what is in the file, and which files are refused; :mod:`.about`: what runs must have in common
 - :mod:`.disk`: one process's writes, of which the last two are kept, and reads; :mod:`.claim`: one job writes a path
 - :mod:`.transfer`: what rank 0 does for all, and the bytes between it and the others
-- :mod:`.background`: the copy to memory, and the thread that writes it beside training
 - :mod:`.intervals`: when to write without being asked
+- :mod:`.resume`: what the callbacks ``Resume`` of all hosts have in common; :mod:`.attributes`: of a user's objects
 - :mod:`.own_loop`: ``save_checkpoint`` and ``load_checkpoint`` for a loop in plain PyTorch
 """
 
 from ddp_callbacks.checkpoints.file import CheckpointFile
-from ddp_callbacks.checkpoints.format import Saved, require_same
+from ddp_callbacks.checkpoints.format import LocalStates, Saved, require_same
 
-__all__ = ["CheckpointFile", "Saved", "require_same"]
+__all__ = ["CheckpointFile", "LocalStates", "Saved", "require_same"]

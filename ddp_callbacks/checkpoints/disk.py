@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import io
 import os
 import pickle
 import re
@@ -12,9 +13,9 @@ import shutil
 import socket
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ def remove_temporary_files(path: str) -> None:
                 os.remove(leftover)
 
 
-def write(save: Callable[[BinaryIO], object], path: str) -> None:
+def write(content: io.BytesIO, path: str) -> None:
     """Write a file beside ``path``, flush it to the disk, keep the file at ``path`` as the previous one, rename.
 
     A file at ``path`` that was found damaged is not kept: the previous one stays.
@@ -60,7 +61,7 @@ def write(save: Callable[[BinaryIO], object], path: str) -> None:
     with _explaining(path):
         try:
             with open(temporary, "wb") as file:
-                save(file)
+                file.write(content.getbuffer())
                 file.flush()
                 os.fsync(file.fileno())
             if _is_there(path):
@@ -156,8 +157,12 @@ def _still_there(path: str) -> str:
 # --- reads ------------------------------------------------------------------------------------------------------------
 
 
-def find(path: str, weights_only: bool) -> tuple[str, BinaryIO, dict[str, Any]] | None:
-    """The newest file that can be read, open, and its content: that at ``path``, or the previous one with a warning.
+Found = tuple[str, io.BytesIO, dict[str, Any]]
+"""The path of a file, its bytes, and its content."""
+
+
+def find(path: str, weights_only: bool) -> Found | None:
+    """The newest file that can be read: that at ``path``, or the previous one with a warning.
 
     Raises:
         CheckpointError: There are files, but none can be read; or one is not ours, or of a newer format.
@@ -168,23 +173,22 @@ def find(path: str, weights_only: bool) -> tuple[str, BinaryIO, dict[str, Any]] 
         raise CheckpointError(f"{path} cannot be read on host {socket.gethostname()}: {error}") from error
 
 
-def _find(path: str, weights_only: bool) -> tuple[str, BinaryIO, dict[str, Any]] | None:
+def _find(path: str, weights_only: bool) -> Found | None:
     reasons: list[str] = []
     for candidate in (path, previous_of(path)):
-        with contextlib.ExitStack() as stack:
-            try:
-                file = stack.enter_context(open(candidate, "rb"))
-            except FileNotFoundError:
-                reasons.append(f"{candidate} is not there")
-                continue
-            content, damage = load(file, candidate, weights_only)
-            if content is not None:
-                if reasons:
-                    warnings.warn(f"{reasons[0]}, so the run goes on from the one before: {candidate}.", stacklevel=3)
-                stack.pop_all()
-                return candidate, file, content
-            reasons.append(f"{candidate} is damaged ({damage})")
-            _known_damaged.add(_identity(file.fileno()))
+        try:
+            with open(candidate, "rb") as file:
+                identity, memory = _identity(file.fileno()), io.BytesIO(file.read())
+        except FileNotFoundError:
+            reasons.append(f"{candidate} is not there")
+            continue
+        content, damage = load(memory, candidate, weights_only)
+        if content is not None:
+            if reasons:
+                warnings.warn(f"{reasons[0]}, so the run goes on from the one before: {candidate}.", stacklevel=3)
+            return candidate, memory, content
+        reasons.append(f"{candidate} is damaged ({damage})")
+        _known_damaged.add(identity)
     if all(reason.endswith("is not there") for reason in reasons):
         return None
     raise CheckpointError(
@@ -192,8 +196,8 @@ def _find(path: str, weights_only: bool) -> tuple[str, BinaryIO, dict[str, Any]]
     )
 
 
-def load(file: BinaryIO, path: str, weights_only: bool) -> tuple[dict[str, Any] | None, str]:
-    """The content of an open file, or ``None`` and how it is damaged.
+def load(file: io.BytesIO, path: str, weights_only: bool) -> tuple[dict[str, Any] | None, str]:
+    """The content of a file in memory, or ``None`` and how it is damaged.
 
     Raises:
         CheckpointError: The file is not ours, of a newer format, or has objects that ``weights_only`` excludes.
@@ -208,7 +212,7 @@ def load(file: BinaryIO, path: str, weights_only: bool) -> tuple[dict[str, Any] 
         raise
 
 
-def _damage_of(file: BinaryIO, path: str) -> str:
+def _damage_of(file: io.BytesIO, path: str) -> str:
     """How a zip file is damaged; empty if it is whole, or has no checksums.
 
     Raises:
@@ -224,13 +228,11 @@ def _damage_of(file: BinaryIO, path: str) -> str:
         entry = archive.testzip() if has_checksums else None
         return f"the checksum of {entry} is not that of its bytes" if entry else ""
     except Exception as error:  # zipfile raises errors of many types
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is a seek to before the beginning
-            raise
         file.seek(0)
         start = file.read(len(_ZIP))
         if archive is None and start != _ZIP and start.strip(b"\0"):
             raise not_ours(path) from None
-        return f"{error or type(error).__name__}; it has {os.fstat(file.fileno()).st_size} bytes"
+        return f"{error or type(error).__name__}; it has {file.getbuffer().nbytes} bytes"
 
 
 def _is_folder(entry: zipfile.ZipInfo) -> bool:
@@ -238,8 +240,8 @@ def _is_folder(entry: zipfile.ZipInfo) -> bool:
     return bool(entry.external_attr & 0x10) and not entry.is_dir()
 
 
-def load_open(file: BinaryIO, path: str, weights_only: bool) -> dict[str, Any]:
-    """The content of an open file that is whole.
+def load_open(file: io.BytesIO, path: str, weights_only: bool) -> dict[str, Any]:
+    """The content of a file in memory that is whole.
 
     Raises:
         CheckpointError: As for :func:`load`.

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_callbacks.checkpoints import disk
-from ddp_callbacks.checkpoints.background import BackgroundWriter
 from ddp_callbacks.checkpoints.claim import Claim
 from ddp_callbacks.checkpoints.format import Saved, make_content, pack_own
 from ddp_callbacks.checkpoints.transfer import broadcast_file, on_rank_zero
@@ -23,6 +23,7 @@ from ddp_callbacks.comm.collectives import all_gather_json, broadcast_tensors, g
 from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted, say
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
+from ddp_callbacks.process_group.presence import OWN_THREADS
 
 Shared = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
@@ -64,7 +65,8 @@ class CheckpointFile:
         self.process_group = process_group
         self._is_open = False
         self._claim: Claim | None = None  # on rank 0
-        self._background = BackgroundWriter() if async_save else None
+        self._thread = ThreadPoolExecutor(1, f"{OWN_THREADS} checkpoint") if async_save else None
+        self._last: Future[None] | None = None  # write, in the thread
 
     def __enter__(self) -> CheckpointFile:
         self.open()
@@ -99,16 +101,18 @@ class CheckpointFile:
         """
         found = on_rank_zero(lambda: disk.find(self.path, self._weights_only), _READ, self.process_group)
         name, file, content = found or (None, None, None)
-        with file or contextlib.nullcontext():
-            if get_world_size(self.process_group) > 1:
-                content = self._broadcast(name, file, content)
+        if get_world_size(self.process_group) > 1:
+            (name,), _ = broadcast_tensors([name], [], _READ, self.process_group)
+            if name is not None:
+                received = broadcast_file(file, _READ, self.process_group)
+                content = disk.load_open(received, name, self._weights_only) if content is None else content
         return None if content is None else Saved(content, self._weights_only)
 
     def write(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> None:
         """Write a new file; the last one becomes the previous one. A collective.
 
-        Returns when the file is there. With ``async_save``, when it is in memory; if the last write is still under way,
-        this one waits for it, and says how long.
+        It is put together in rank 0's memory. Returns when the file is there; with ``async_save``, when it is in
+        memory: if the last write is still under way, this one waits for it, and says how long.
 
         Args:
             shared: What all ranks have alike; only rank 0's counts. A function is called on rank 0 alone while the
@@ -122,10 +126,18 @@ class CheckpointFile:
             ConfigurationError: It is not open.
             PeerError: Another rank failed or died. The file is the old or the new one.
         """
-        if not self._is_open:
-            raise ConfigurationError("call open() before write(), or use the CheckpointFile as a context manager.")
-        ranks = gather_bytes(self._pack(own), _OWN, self.process_group)
-        on_rank_zero(lambda: self._write(shared, ranks, about), _WRITE, self.process_group)
+        ranks = self._gather(own)
+        on_rank_zero(lambda: self._put(lambda: _in_memory(shared, ranks, about)), _WRITE, self.process_group)
+
+    def prepare(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> io.BytesIO:
+        """What :meth:`write` would write now, for :meth:`put`: in rank 0's memory. A collective."""
+        ranks = self._gather(own)
+        prepared = on_rank_zero(lambda: _in_memory(shared, ranks, about), _WRITE, self.process_group)
+        return prepared or io.BytesIO()
+
+    def put(self, prepared: io.BytesIO) -> None:
+        """The second half of :meth:`write`. A collective; raises as that."""
+        on_rank_zero(lambda: self._put(lambda: prepared), _WRITE, self.process_group)
 
     def wait(self) -> None:
         """Block until the last write is complete, and the file is there. A collective.
@@ -157,8 +169,9 @@ class CheckpointFile:
         return claim
 
     def _wait(self) -> None:
-        if self._background is not None:
-            self._background.wait()
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
 
     def _let_go(self) -> None:
         claim, self._claim = self._claim, None
@@ -168,17 +181,11 @@ class CheckpointFile:
             if claim is not None:
                 claim.release()
 
-    # --- reads --------------------------------------------------------------------------------------------------------
-
-    def _broadcast(self, name: str | None, file: BinaryIO | None, content: Any) -> dict[str, Any] | None:
-        """The content of rank 0's file on all ranks; only rank 0 needs to see it."""
-        (name,), _ = broadcast_tensors([name], [], _READ, self.process_group)
-        if name is None:
-            return None
-        received = broadcast_file(file, _READ, self.process_group)
-        return disk.load_open(received, name, self._weights_only) if file is None else content
-
-    # --- writes -------------------------------------------------------------------------------------------------------
+    def _gather(self, own: Mapping[str, Any]) -> list[torch.Tensor]:
+        """All ranks' states as bytes, on rank 0."""
+        if not self._is_open:
+            raise ConfigurationError("call open() before write(), or use the CheckpointFile as a context manager.")
+        return gather_bytes(self._pack(own), _OWN, self.process_group)
 
     def _pack(self, own: Mapping[str, Any]) -> torch.Tensor:
         """This rank's state as bytes; if some rank's cannot be saved, all raise."""
@@ -195,20 +202,26 @@ class CheckpointFile:
                 raise CheckpointError(f"{self.path} is not written: the state of {who} cannot be: {other}") from failure
         return packed
 
-    def _write(self, shared: Shared, ranks: list[torch.Tensor], about: Mapping[str, str]) -> None:
-        if self._background is not None:
-            self._wait_for_last(self._background)
-        content = make_content(shared() if callable(shared) else shared, ranks, about)
-        if self._background is None:
-            disk.write(partial(torch.save, content), self.path)
-        else:
-            memory = io.BytesIO()
-            torch.save(content, memory)
-            self._background.start(partial(disk.write, lambda file: file.write(memory.getbuffer()), self.path))
-
-    def _wait_for_last(self, background: BackgroundWriter) -> None:
-        if background.is_writing:
+    def _put(self, content: Callable[[], io.BytesIO]) -> None:
+        if self._thread is None:
+            disk.write(content(), self.path)
+            return
+        if self._last is not None and not self._last.done():
             start = time.monotonic()
-            background.join()
+            wait([self._last])
             say(f"waited {time.monotonic() - start:.1f} s for the last write of {self.path} before the next one")
-        background.wait()
+        self._wait()
+        self._last = self._thread.submit(disk.write, content(), self.path)
+        self._last.add_done_callback(_say_failure)
+
+
+def _in_memory(shared: Shared, ranks: list[torch.Tensor], about: Mapping[str, str]) -> io.BytesIO:
+    memory = io.BytesIO()
+    torch.save(make_content(shared() if callable(shared) else shared, ranks, about), memory)
+    return memory
+
+
+def _say_failure(last: Future[None]) -> None:
+    """At once: what raises it may come an hour later."""
+    if last.exception() is not None:
+        say(f"{last.exception()}", logging.ERROR)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -53,6 +54,40 @@ class Saved:
         if not 0 <= rank < self.world_size:
             raise IndexError(f"the checkpoint was written by {self.world_size} ranks, so it has none of rank {rank}.")
         return unpack_own(self._ranks[rank], self._weights_only)
+
+    def local_states(self, rank: int, world_size: int) -> LocalStates:
+        """The states that the ranks had for themselves, for a rank of this run; new copies for each call."""
+        if self.world_size == world_size:
+            return LocalStates([self.own(rank)] * world_size, rank, world_size)
+        return LocalStates([self.own(each) for each in range(self.world_size)], rank, world_size)
+
+
+@dataclass(frozen=True)
+class LocalStates:
+    """What each rank of a run that was cut had for itself, and who asks for it now.
+
+    Attributes:
+        of_ranks: One for each rank of the run that was cut; if there are as many now, each is this rank's own.
+        rank, world_size: Of this process, in the run that goes on.
+    """
+
+    of_ranks: Sequence[Any]
+    rank: int
+    world_size: int
+
+    @property
+    def is_same_world(self) -> bool:
+        """Whether there are as many ranks as before, so that each gets its own state."""
+        return len(self.of_ranks) == self.world_size
+
+    @property
+    def mine(self) -> Any:
+        """This rank's state; rank 0's if there was another number of ranks."""
+        return self.of_ranks[self.rank if self.is_same_world else 0]
+
+    def of(self, name: str) -> LocalStates:
+        """A part of each state."""
+        return LocalStates([state[name] for state in self.of_ranks], self.rank, self.world_size)
 
 
 def make_content(shared: Mapping[str, Any], ranks: Sequence[torch.Tensor], about: Mapping[str, str]) -> dict[str, Any]:

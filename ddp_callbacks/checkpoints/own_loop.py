@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ddp_callbacks.checkpoints.about import describe_loader, describe_model
 from ddp_callbacks.checkpoints.file import CheckpointFile
 from ddp_callbacks.checkpoints.format import Saved, require_same
 from ddp_callbacks.checkpoints.objects import Objects, is_own, load_own, load_shared, load_window, state_of
@@ -28,8 +29,6 @@ from ddp_callbacks.local_sgd import ParameterAverager
 from ddp_callbacks.process_group import get_rank, get_world_size
 
 _OBJECTS, _GRADIENTS, _BUFFERS, _OPTIMIZERS, _RANDOM = "objects", "gradients", "buffers", "optimizers", "random"
-_OF_LOADERS = {"samples": "samples in the data set", "samples_per_batch": "batch size", "division": "division"}
-_SHOWN = 200  # characters
 _COMPARE = "the comparison of what the ranks save"
 
 
@@ -202,16 +201,8 @@ def _modules(objects: Objects) -> dict[str, torch.nn.Module]:
 
 def _describe(objects: Objects) -> dict[str, str]:
     """What must be the same in the run that goes on."""
-    described: dict[str, str] = {}
+    described = {name: describe_model(module) for name, module in _modules(objects).items()}
     for name, value in objects.items():
-        if isinstance(value, torch.nn.Module):
-            shapes = ", ".join("x".join(map(str, parameter.shape)) for parameter in value.parameters())
-            described[name] = f"{type(value).__name__} with parameters {_shorten(shapes)}"
-        elif isinstance(value, Resumable):
-            state = value.state_dict()
-            described |= {f"{what} of {name}": str(state[key]) for key, what in _OF_LOADERS.items()}
+        if isinstance(value, Resumable):
+            described |= describe_loader(value, name)
     return described
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..., checksum {checksum_of(text):08x}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,40 +48,24 @@ def on_rank_zero(action: Callable[[], T], doing: str, group: dist.ProcessGroup |
     return result
 
 
-def broadcast_file(file: BinaryIO | None, doing: str, group: dist.ProcessGroup | None = None) -> io.BytesIO:
-    """Send the bytes of rank 0's open file to every rank. A collective.
+def broadcast_file(file: io.BytesIO | None, doing: str, group: dist.ProcessGroup | None = None) -> io.BytesIO:
+    """Send the bytes of rank 0's file in memory to every rank. A collective.
 
     Args:
-        file: At its beginning; ``None`` on ranks other than 0.
+        file: Not empty; ``None`` on ranks other than 0.
         doing: The purpose, for error messages. The same on every rank.
         group: ``None`` is the default group.
 
     Returns:
-        The file in memory, at its beginning; empty on rank 0.
+        The file in memory, at its beginning.
     """
     size = 0 if file is None else file.seek(0, io.SEEK_END)
     size = int(broadcast(torch.tensor([size]), doing, group))
-    received = io.BytesIO()
-    if file is not None:
-        file.seek(0)
-    for start in range(0, size, CHUNK_NBYTES):
-        chunk = torch.empty(min(CHUNK_NBYTES, size - start), dtype=torch.uint8)
-        if file is not None:
-            _fill(chunk, file)
+    found = io.BytesIO(bytes(size)) if file is None else file
+    for chunk in torch.frombuffer(found.getbuffer(), dtype=torch.uint8).split(CHUNK_NBYTES):
         broadcast(chunk, doing, group)
-        if file is None:
-            received.write(chunk.numpy().data)
-    received.seek(0)
-    return received
-
-
-def _fill(chunk: torch.Tensor, file: BinaryIO) -> None:
-    view = chunk.numpy().data
-    while view:
-        count = file.readinto(view)  # type: ignore[attr-defined]
-        if not count:
-            raise OSError("the file has become shorter while it was read")
-        view = view[count:]
+    found.seek(0)
+    return found
 
 
 def _text_for_others(error: Exception, doing: str, group: dist.ProcessGroup | None) -> str:

@@ -34,7 +34,6 @@ REGISTER_SIGNALS = "register_signal_handlers"  # of the signal connector
 MONITORED = ("_monitor_candidates", "_run_early_stopping_check")  # in which ModelCheckpoint and EarlyStopping read
 EVALUATION_STEP = "_evaluation_step"  # of an evaluation loop
 SHOULD_VALIDATE = "_should_check_val_fx"  # of the training epoch loop
-STORE_OUTPUTS = "_store_dataloader_outputs"  # of an evaluation loop
 
 _MAX_SIZE = "_MaxSize"  # an iterator over several loaders
 
@@ -110,34 +109,25 @@ PRIVATE_OF_RESUME = (
     "trainer.connectors.checkpoint_connector:_CheckpointConnector.restore_precision_plugin_state(self)",
     "trainer.call:_call_callbacks_load_state_dict(trainer, checkpoint)",
     "trainer.call:_call_callbacks_on_load_checkpoint(trainer, checkpoint)",
-    "trainer.call:_call_callback_hooks(trainer, hook_name)",
-    "trainer.call:_call_lightning_module_hook(trainer, hook_name)",
     f"loops.training_epoch_loop:_TrainingEpochLoop.{SHOULD_VALIDATE}(self, data_fetcher)",
     "loops.training_epoch_loop:_TrainingEpochLoop.__init__ uses _batches_that_stepped, batch_progress",
     "loops.training_epoch_loop:_TrainingEpochLoop.on_advance_end(self, data_fetcher)",
     "loops.training_epoch_loop:_TrainingEpochLoop.on_run_start(self, data_fetcher)",
+    "loops.training_epoch_loop:_TrainingEpochLoop.on_run_start uses is_resuming",
     "loops.loop:_Loop.__init__ uses _restarting, _loaded_from_state_dict, _resuming_from_checkpoint",
     "loops.fit_loop:_FitLoop.run(self)",
-    "loops.fit_loop:_FitLoop.run uses setup_data, skip, reset, on_run_start, done, on_advance_start, advance",
-    "loops.fit_loop:_FitLoop.run uses on_advance_end, on_iteration_done, on_run_end, _restarting",
+    "loops.fit_loop:_FitLoop.run uses on_run_start, on_advance_start, on_advance_end, on_run_end",
     "loops.fit_loop:_FitLoop.__init__ uses _combined_loader_states_to_load, _data_fetcher, epoch_progress",
     "loops.fit_loop:_FitLoop.__init__ uses _last_train_dl_reload_epoch",
     f"loops.evaluation_loop:_EvaluationLoop.{EVALUATION_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
-    f"loops.evaluation_loop:_EvaluationLoop.{STORE_OUTPUTS}(self)",
-    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _data_fetcher, _has_run, _last_val_dl_reload_epoch",
-    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _logged_outputs, _seen_batches_per_dataloader, batch_progress",
-    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _module_mode",
-    "loops.evaluation_loop:_EvaluationLoop.on_run_start(self)",
-    "loops.evaluation_loop:_EvaluationLoop.reset(self)",
+    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _last_val_dl_reload_epoch, _seen_batches_per_dataloader",
     "loops.fetchers:_DataFetcher.__init__ uses done, fetched, length",
-    "loops.fetchers:_PrefetchDataFetcher.__init__ uses batches, prefetch_batches",
+    "loops.fetchers:_PrefetchDataFetcher.__init__ uses batches",
     "utilities.combined_loader:CombinedLoader.__init__ uses _iterator",
     "utilities.combined_loader:_MaxSizeCycle.__init__ uses _consumed",
     f"utilities.combined_loader:{_MAX_SIZE}.__next__ uses iterators",
     "utilities.combined_loader:_ModeIterator.__init__ uses _idx",
     "loops.fetchers:_DataLoaderIterDataFetcher.__init__ uses _batch_idx",
-    "utilities.combined_loader:_Sequential.__init__ uses _iterator_idx",
-    "utilities.combined_loader:_Sequential._load_current_iterator(self)",
     f"{_LOGGER}:_LoggerConnector.__init__ uses _current_fx, _first_loop_iter",
     f"{_RESULT}:_Metadata.__init__(on_step, on_epoch, reduce_fx, metric_attribute)",
     f"{_RESULT}:_Metadata.__init__(self, fx, name, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph)",
@@ -396,7 +386,7 @@ _OF_CONNECTOR = (
     "_current_fx",
     "_first_loop_iter",
 )
-_OF_EVALUATION = ("_has_run", "_logged_outputs", "_last_val_dl_reload_epoch")
+_OF_EVALUATION = ("_last_val_dl_reload_epoch",)
 _OF_CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 """Of ``ModelCheckpoint``, beside its ``state_dict``."""
 
@@ -473,7 +463,6 @@ def trainer_state(trainer: Any) -> dict[str, Any]:
         "connector": {name: _plain(getattr(connector, name)) for name in _OF_CONNECTOR},
         "evaluation": {name: _plain(getattr(evaluation, name)) for name in _OF_EVALUATION},
         "evaluated": dict(evaluation._seen_batches_per_dataloader),
-        "modes": dict(evaluation._module_mode.mode),
         "checkpoints": [
             {name: vars(callback)[name] for name in _OF_CHECKPOINTS if name in vars(callback)}
             for callback in trainer.checkpoint_callbacks
@@ -492,7 +481,6 @@ def load_trainer_state(trainer: Any, state: dict[str, Any]) -> None:
     for owner, values in ((connector, state["connector"]), (evaluation, state["evaluation"])):
         for name, value in values.items():
             setattr(owner, name, type(value)(value) if isinstance(value, dict | list) else value)
-    evaluation._module_mode.mode = dict(state["modes"])
     evaluation._seen_batches_per_dataloader.clear()
     evaluation._seen_batches_per_dataloader.update(state["evaluated"])
     for callback, values in zip(trainer.checkpoint_callbacks, state["checkpoints"], strict=False):
@@ -514,29 +502,30 @@ def forget_loaders(trainer: Any, checkpoint: dict[str, Any] | None = None) -> No
         checkpoint["loops"]["fit_loop"].get("state_dict", {}).pop("combined_loader", None)
 
 
-def first_of_epoch(trainer: Any) -> bool | None:
-    """What the logging knows of the loop that runs: whether this is its first batch; ``None`` between epochs."""
-    found: bool | None = trainer._logger_connector._first_loop_iter
-    return found
-
-
-def set_first_of_epoch(trainer: Any, first: bool | None) -> None:
-    """Set it, before a validation begins whose batches change it."""
-    trainer._logger_connector._first_loop_iter = first
-
-
 def is_accumulating(trainer: Any) -> bool:
     """Whether the gradients of the last training batch wait for those of the next."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
-def begin_pass(epoch_loop: Any, begin: Callable[..., None], data_fetcher: Any) -> None:
-    """Call ``on_run_start`` of the training epoch loop, without that it draws from the loaders anew."""
-    epoch_loop._restarting = True
-    try:
-        begin(data_fetcher)
-    finally:
-        epoch_loop._restarting = False
+def begin_epoch_again(fit_loop: Any) -> None:
+    """The epoch that has begun begins once more, with its hooks; its loaders have begun their passes."""
+    for progress in (fit_loop.epoch_progress.current, fit_loop.epoch_progress.total):
+        progress.ready -= 1
+        progress.started -= 1
+    fit_loop._resuming_from_checkpoint = True
+
+
+def lift_limits(fit_loop: Any) -> Callable[[], None]:
+    """Let a fit that is over, or has taken its last step, begin all the same, until what is returned is called."""
+    fit_loop.trainer.should_stop = False  # a Timer may have set it
+    max_epochs, max_steps = fit_loop.max_epochs, fit_loop.max_steps
+    if is_done(fit_loop):
+        fit_loop.max_epochs = fit_loop.epoch_loop.max_steps = -1
+
+    def put_back() -> None:
+        fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = max_epochs, max_steps
+
+    return put_back
 
 
 def is_done(fit_loop: Any) -> bool:
@@ -556,49 +545,15 @@ def _without_information() -> Iterator[None]:
         logging.disable(before)
 
 
-def go_on(trainer: Any, is_within_epoch: bool, restore: Callable[[], None]) -> None:
-    """What ``run`` of the fit loop does, from the middle of an epoch or from the end of one.
-
-    A fit that is over begins and ends once more, without an epoch: callbacks that put averaged weights in place
-    do it in ``on_train_end``, behind the last file.
-
-    Args:
-        restore: Called between epochs, before anything decides whether there is another one; and if there is none.
-    """
-    loop = trainer.fit_loop
-    loop.setup_data()
-    if not is_within_epoch and (trainer.limit_train_batches == 0 or loop.max_batches == 0):
-        return
-    loop.reset()
-    loop.on_run_start()
-    if not is_within_epoch:
-        restore()
-    while is_within_epoch or not loop.done:
-        try:
-            leaves_out = is_within_epoch and (loop.restarted_mid_epoch or loop.restarted_on_epoch_end)
-            is_within_epoch = False
-            loop.on_advance_start()
-            if leaves_out:
-                _start_epoch_again(trainer)
-            loop.advance()
-            loop.on_advance_end()
-        except StopIteration:
-            break
-        finally:
-            loop.on_iteration_done()
-    loop._restarting = False
-    loop.on_run_end()
-
-
-def _start_epoch_again(trainer: Any) -> None:
-    """Call ``on_train_epoch_start``, which Lightning leaves out in mid-epoch. The loggers have its rows."""
-    silent = [Replaced(logger, "log_metrics", lambda *_, **__: None) for logger in trainer.loggers]
+@contextmanager
+def silent(loggers: Sequence[Any]) -> Iterator[None]:
+    """Inside, loggers get no rows."""
+    replaced = [Replaced(logger, "log_metrics", lambda *_, **__: None) for logger in loggers]
     try:
-        _calls(trainer)._call_callback_hooks(trainer, "on_train_epoch_start")
-        _calls(trainer)._call_lightning_module_hook(trainer, "on_train_epoch_start")
+        yield
     finally:
-        for replaced in silent:
-            replaced.undo()
+        for each in replaced:
+            each.undo()
 
 
 def position_in_training(fit_loop: Any) -> dict[str, Any]:
@@ -609,43 +564,16 @@ def position_in_training(fit_loop: Any) -> dict[str, Any]:
     return {"used": fetcher.fetched - ahead, "ahead": ahead, "consumed": consumed}
 
 
-def position_in_evaluation(loop: Any, step: Sequence[Any]) -> dict[str, Any]:
-    """The same for an evaluation, whose last step was called with these arguments: loader by loader."""
-    fetcher, (_, batch_idx, dataloader_idx, dataloader_iter) = loop._data_fetcher, step
-    if dataloader_iter is not None:
-        batch_idx, dataloader_idx = fetcher._batch_idx, fetcher._dataloader_idx
-    ahead = len(getattr(fetcher, "batches", ()))
-    return {
-        "used": batch_idx + 1,
-        "loader": dataloader_idx,
-        "drawing": int(getattr(loop._combined_loader._iterator, "_iterator_idx", 0)),  # the next one, if that has ended
-        "ahead": ahead,
-        "total": fetcher.fetched - ahead,
-    }
-
-
-def data_fetcher_of(loop: Any) -> Any:
-    """What fetches the batches of a loop."""
-    return loop._data_fetcher
-
-
 def set_position(fetcher: Any, combined: Any, position: dict[str, Any]) -> None:
-    """Let a loop's fetcher go on from there; the loader in use begins its pass there, or has begun it."""
-    iterator, loader = combined._iterator, position.get("drawing", 0)
-    used = position["used"] if loader == position.get("loader", 0) else 0
-    total = position.get("total", position["used"])
-    if position.get("consumed"):
+    """Let a loop's fetcher go on from there; the loaders have begun their passes there."""
+    iterator, used = combined._iterator, position["used"]
+    if position["consumed"]:
         iterator._consumed = [*position["consumed"]]
-    if getattr(iterator, "_iterator_idx", 0) < loader:
-        iterator._iterator_idx = loader
-        iterator._load_current_iterator()
-        iterator._idx, fetcher.fetched, fetcher.done = used, total, False
-        _fetch_ahead(fetcher)
-    elif fetches_ahead(fetcher):
-        fetcher.batches = [(batch, used + n, loader) for n, (batch, *_) in enumerate(fetcher.batches)]
-        iterator._idx, fetcher.fetched = used + len(fetcher.batches), total + len(fetcher.batches)
-    else:
-        iterator._idx, fetcher.fetched = used, total
+    ahead = 0
+    if fetcher.length is None and "batches" in vars(fetcher):  # it draws one batch more than it hands out
+        fetcher.batches = [(batch, used + n, 0) for n, (batch, *_) in enumerate(fetcher.batches)]
+        ahead = len(fetcher.batches)
+    iterator._idx = fetcher.fetched = used + ahead
     if "_batch_idx" in vars(fetcher):  # what hooks get, where the step draws
         fetcher._batch_idx = used - 1
     if fetcher.length is not None:
@@ -657,33 +585,6 @@ def end_loaders(combined: Any, loaders: Sequence[int]) -> None:
     if type(combined._iterator).__name__ == _MAX_SIZE:
         for index in loaders:
             combined._iterator.iterators[index] = iter(())
-
-
-def fetches_ahead(fetcher: Any) -> bool:
-    """Whether a fetcher draws one batch more than it hands out: where the loaders don't know their length."""
-    return fetcher.length is None and "batches" in vars(fetcher)
-
-
-def _fetch_ahead(fetcher: Any) -> None:
-    if not fetches_ahead(fetcher):
-        return
-    kind: Any = next(kind for kind in type(fetcher).__mro__ if kind.__name__ == "_DataFetcher")
-    fetcher.batches = []
-    for _ in range(fetcher.prefetch_batches):
-        try:
-            fetcher.batches.append(kind.__next__(fetcher))
-        except StopIteration:
-            break
-
-
-def is_next_of(loop: Any, position: dict[str, Any]) -> bool:
-    """Whether an evaluation that goes on from there has drawn one more batch, of the same loader."""
-    fetcher = loop._data_fetcher
-    if fetcher.fetched - len(getattr(fetcher, "batches", ())) <= position["total"]:
-        return False
-    if fetches_ahead(fetcher):
-        return bool(position["drawing"] == position["loader"])
-    return bool(getattr(loop._combined_loader._iterator, "_iterator_idx", 0) == position["loader"])
 
 
 def result_states(results: Any, synced: set[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ To a type checker they are subclasses of anything, and so of the strategy and th
 
 from __future__ import annotations
 
+from ddp_callbacks.checkpoints.resume import ARGUMENTS
 from ddp_callbacks.lightning.callback import DDPCallbackMixin
 from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin
 from ddp_callbacks.lightning.resume import ResumeMixin
@@ -82,37 +83,21 @@ class Resume(ResumeMixin):
     ``Trainer(strategy="ddp_callbacks", callbacks=[Resume("run.ckpt")])``. If the file is there, ``trainer.fit(module)``
     goes on from it; ``ckpt_path`` then does not count. When a process is asked to stop (SIGTERM, SIGUSR1, the time
     limit), all finish the batch of the training or the validation, rank 0 writes the file, and each process ends with
-    exit code 75 (:class:`ddp_callbacks.errors.Preempted`).
+    exit code 75 (:class:`ddp_callbacks.errors.Preempted`). A validation that was cut is repeated. In a sanity check,
+    the first batch of the training comes before the stop.
 
     The file is the Trainer's own checkpoint, which Lightning alone can load. Beside that it has what Lightning does not
     save: the position in the loaders, logged values and metrics of the pass under way, accumulated gradients, running
     statistics, random states, and the module's plain attributes that the fit has changed.
 
     On as many processes the fit goes on with the same bits; on others, each rank draws other dropout masks than before,
-    and the rest is equal but for rounding. Hooks that open the fit, the epoch or the validation are called again; then
-    everything is put back as it was. A fit that had ended begins and ends once more, without an epoch. With
-    ``fast_dev_run`` it does nothing.
-
-    Args:
-        path: Of the file; only rank 0 needs to see it. The file before it is kept as ``run.previous.ckpt``.
-        every: When to write the file, beside when all stop: after so many batches of the training, after a time by rank
-            0's clock, or at the end of each epoch (``None``). It is written when the fit ends, too.
-        on_signal: Whether signals ask to stop. Then Lightning handles none of its own, and requeues no job of Slurm.
-        time_limit: From the start of the fit, after which to stop.
-        async_save: Let a thread write the file while the training goes on.
-        weights_only: Whether the file may only hold tensors and plain data, see :func:`torch.load`. With ``False``,
-            reading it runs its code.
-
-    Raises:
-        ConfigurationError: A setting is invalid. At the start of a fit: the Trainer has another strategy, several
-            ``Resume``, or searches for a batch size or a learning rate.
-        CheckpointError: At the start of a fit: the file is of another model, data or batch size, or another job writes
-            it. Later: it cannot be written.
-        Preempted: In a fit, on every rank: asked to stop, and the file is written.
-
-    Attributes:
-        preemption: The :class:`ddp_callbacks.Preemption` of the fits; its ``request`` asks to stop.
+    and the rest is equal but for rounding. Hooks that open the fit and the epoch are called again; then everything is
+    put back as it was. A fit that had ended begins and ends once more, without an epoch. With ``fast_dev_run`` it does
+    nothing. Another strategy, and searches for a batch size or a learning rate, are refused.
     """
+
+
+Resume.__doc__ = f"{Resume.__doc__}{ARGUMENTS}"
 
 
 class CallbackFabricStrategy(CallbackFabricMixin):

@@ -9,10 +9,9 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from ddp_callbacks.files import write_atomically
+from ddp_callbacks.files import count_lines, keep_lines
 from ddp_callbacks.lightning._lightning import keeping_csv, set_version_of, version_of
 from ddp_callbacks.process_group import get_rank
 
@@ -42,7 +41,7 @@ def _count_lines(logger: Any) -> int | None:
     if path is None:
         return None
     logger.save()
-    return len(_lines(path))
+    return count_lines(path)
 
 
 def _is_csv(logger: Any) -> bool:
@@ -56,22 +55,13 @@ def _path(logger: Any) -> str | None:
     return None if path is None or "://" in path else str(path)
 
 
-def _lines(path: str) -> list[str]:
-    if not os.path.exists(path):
-        return []
-    with open(path, newline="") as file:
-        return file.readlines()
-
-
 def _continue(logger: Any, count: int) -> None:
     """Keep the first lines of the file: what comes behind them was logged after the checkpoint."""
     with keeping_csv(logger):
         path = _path(logger)
-    lines = _lines(path) if path is not None else []
-    if path is None or not lines:
+    if path is None or not count_lines(path):
         return
-    if not count:
+    if header := keep_lines(path, count)[:1]:
+        logger.experiment.metrics_keys = next(csv.reader(header))
+    else:
         os.remove(path)  # the logger begins it anew, with a header
-        return
-    write_atomically(path, lambda temporary: Path(temporary).write_text("".join(lines[:count]), newline=""))
-    logger.experiment.metrics_keys = next(csv.reader(lines))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
 import sys
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ddp_callbacks.checkpoints import CheckpointFile, Saved, require_same
-from ddp_callbacks.checkpoints.intervals import Every, Interval, make_interval
+from ddp_callbacks.checkpoints import LocalStates, Saved, require_same
+from ddp_callbacks.checkpoints.about import describe_loader, describe_model
+from ddp_callbacks.checkpoints.attributes import Checksums, checksums_of
+from ddp_callbacks.checkpoints.resume import Content, ResumableRun, ResumeOptions
 from ddp_callbacks.data.resuming import Resumable, resumable_loader
 from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.errors import ConfigurationError
@@ -23,7 +24,6 @@ from ddp_callbacks.lightning._lightning import (
     forget_loaders,
     is_done,
     loader_of,
-    position_in_evaluation,
     position_in_training,
     require_resume,
     set_checkpoint,
@@ -31,40 +31,21 @@ from ddp_callbacks.lightning._lightning import (
 )
 from ddp_callbacks.lightning.moments import GoingOn, Moments, Place
 from ddp_callbacks.lightning.replacement import Replaced
-from ddp_callbacks.lightning.saved_attributes import Checksums, checksums_of_attributes
+from ddp_callbacks.lightning.saved_attributes import attributes_of
 from ddp_callbacks.process_group import get_rank, get_world_size
-from ddp_callbacks.process_group.preemption import SIGNALS, Preemption
 
 _Callbacks: Any = object  # of either package: the class comes after this one
 
 
-class ResumeMixin(_Callbacks):  # type: ignore[misc]
+class ResumeMixin(ResumeOptions, _Callbacks):  # type: ignore[misc]
     """Mixed into a ``Callback`` of either package; see ``Resume``."""
 
     package: str
+    _fit: Fit | None = None
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        every: Every = None,
-        on_signal: bool = True,
-        time_limit: timedelta | None = None,
-        async_save: bool = False,
-        weights_only: bool = True,
-    ) -> None:
+    def require_host(self) -> None:
+        """The names of Lightning that only this callback uses are there."""
         require_resume(self.package)
-        make_interval(every, None)  # raises if it is invalid
-        self.path = os.path.abspath(path)
-        self._every = every
-        self._on_signal = on_signal
-        self._time_limit = time_limit
-        self._async_save = async_save
-        self._weights_only = weights_only
-        self.preemption = self._make_preemption()
-        self._fit: Fit | None = None
-
-    def _make_preemption(self) -> Preemption:
-        return Preemption(SIGNALS if self._on_signal else (), self._time_limit)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """At the beginning of a run.
@@ -84,13 +65,11 @@ class ResumeMixin(_Callbacks):  # type: ignore[misc]
         Raises:
             CheckpointError: The file belongs to another job or run, or cannot be read.
         """
-        file = CheckpointFile(self.path, async_save=self._async_save, weights_only=self._weights_only)
-        self._fit = Fit(trainer, file, self.preemption, make_interval(self._every, None))
-        trainer.strategy.resume = self._fit
-        self._fit.begin(self._on_signal)
+        self._fit = trainer.strategy.resume = Fit(trainer, self)
+        self._fit.begin(self.on_signal)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """The random state is that of a run that begins."""
+        """What changes from now on is in the file."""
         if self._fit is not None:
             self._fit.note_start()
 
@@ -103,49 +82,36 @@ class ResumeMixin(_Callbacks):  # type: ignore[misc]
         self._fit = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "preemption"} | {"_fit": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.preemption = self._make_preemption()
+        return super().__getstate__() | {"_fit": None}
 
 
 class Fit:
     """One fit that can stop and go on."""
 
-    def __init__(self, trainer: Any, file: CheckpointFile, preemption: Preemption, interval: Interval) -> None:
+    def __init__(self, trainer: Any, options: ResumeOptions) -> None:
         self._trainer = trainer
-        self._file = file
-        self.preemption = preemption
-        self._interval = interval
+        self._resumable = ResumableRun(options)
         self._saved: Saved | None = None
         self._mine: dict[str, Any] = {}  # of the file: this rank's, or rank 0's
-        self._going_on: GoingOn | None = None
         self._taken = {"train": 0, "val": 0}  # loaders that Lightning has asked for
-        self._start: dict[str, Any] = {}  # the random state, when hooks began
-        self._attributes: Checksums = {}  # of the module, then
+        self._attributes: Checksums = {}  # of the module, when hooks began
         self._exit = contextlib.ExitStack()
 
     def begin(self, on_signal: bool) -> None:
         """Read the file, and stand ready to be asked to stop. A collective."""
-        trainer = self._trainer
-        self._exit.push(self._file)
-        self._file.open()
-        self._exit.push(self.preemption)
-        self.preemption.__enter__()
-        self._saved = self._file.read()
-        self._moments = Moments(trainer, self._pass_moment)
-        self._exit.callback(self._moments.close)
+        trainer, resumable = self._trainer, self._resumable
+        self._exit.enter_context(resumable.opened())
+        self._saved = resumable.file.read()
+        moments = Moments(trainer, self._end_batch, resumable.pass_moment_of_validation, self._end_epoch)
+        self._exit.callback(moments.close)
         self._replace(checkpoint_connector(trainer), RESUME_START, self._resume_start)
         self._replace(trainer.fit_loop, "on_save_checkpoint", self._without_loaders)
         if on_signal:
             self._replace(signal_connector(trainer), REGISTER_SIGNALS, lambda _: None)
         if self._saved is not None:
-            self._mine = self._own()[0]
+            self._mine = self._states().mine
             loggers.go_on(trainer.loggers, self._saved.own(0)["loggers"])
-            if self._mine["place"] != "start":
-                self._going_on = GoingOn(trainer, self._mine, self._restore, self._set_loader)
-                self._exit.callback(self._going_on.close)
+            self._exit.callback(GoingOn(trainer, self._mine, self._restore).close)
 
     def end(self) -> None:
         """The fit has ended, well or not. A collective, if well or preempted."""
@@ -157,12 +123,8 @@ class Fit:
         self._exit.__exit__(*sys.exc_info())
 
     def note_start(self) -> None:
-        """Hooks of the fit begin: keep the random state, or go on with that of the file."""
-        state = own_state.random_state_of(self._trainer)
-        if self._mine.get("place") == "start":
-            state.load_state_dict(self._mine["random"])
-        self._start = state.state_dict()
-        self._attributes = checksums_of_attributes(self._trainer.lightning_module)
+        """Hooks of the fit begin."""
+        self._attributes = checksums_of(attributes_of(self._trainer.lightning_module))
 
     # --- going on -----------------------------------------------------------------------------------------------------
 
@@ -172,7 +134,7 @@ class Fit:
         self._taken[stage] = index + 1
         may_differ = self._trainer.reload_dataloaders_every_n_epochs and self._mine.get("place") == "epoch"
         if self._saved is not None and stage == "train" and index == 0 and not may_differ:
-            self._require_same(self._about(loader))
+            self._require_same(self._about([loader]))
         if index < len(self._mine.get("loaders", {}).get(stage, ())):
             self._set_loader(stage, index, loader)
 
@@ -192,19 +154,12 @@ class Fit:
         self.take_loader(stage, found)
         return found
 
-    def _set_loader(self, stage: str, index: int, loader: Any = None) -> None:
-        if loader is None:
-            loader = self._loaders(stage)[index]
+    def _set_loader(self, stage: str, index: int, loader: Any) -> None:
         state = self._mine["loaders"][stage][index]
         if not isinstance(loader, Resumable) or state is None:
             return
-        if stage == "train":
-            under_way = self._mine["place"] != "epoch"
-        else:
-            position = self._mine["evaluation_position"]
-            under_way = position is not None and index in (position["loader"], position["drawing"])
-        if state["pass"] is not None and not under_way:  # Lightning doesn't draw from a loader until it has ended
-            state = {**state, "pass": None, "passes": state["passes"] + 1}
+        if state["pass"] is not None and (stage != "train" or self._mine["place"] == "epoch"):
+            state = {**state, "pass": None, "passes": state["passes"] + 1}  # Lightning never drew its end
         elif stage == "train":
             _set_epoch(loader, self._trainer.current_epoch)  # Lightning does it later, when the pass has begun
         loader.load_state_dict(state)
@@ -213,11 +168,8 @@ class Fit:
         if self._saved is None:
             resume(path, *args, **kwargs)
             return
-        checkpoint = dict(self._saved.shared)
-        if self._mine["place"] == "start":
-            del checkpoint["loops"]  # or Lightning leaves out the sanity check
-        self._require_same(_about_module(self._trainer.lightning_module))
-        set_checkpoint(self._trainer, checkpoint, self._file.path)
+        self._require_same(self._about(()))
+        set_checkpoint(self._trainer, dict(self._saved.shared), self._resumable.file.path)
 
     def _require_same(self, about: dict[str, str]) -> None:
         """Of what the file tells."""
@@ -226,86 +178,59 @@ class Fit:
         require_same(
             {name: known[name] for name in about if name in known},
             {name: value for name, value in about.items() if name in known},
-            self._file.path,
+            self._resumable.file.path,
         )
 
     def _restore(self) -> None:
         assert self._saved is not None
-        taken = own_state.Taken(self._own(), self._saved.shared, get_rank(), self._is_same, get_world_size())
-        for index, state in enumerate(self._mine["loaders"]["train"]):
+        for index, (loader, state) in enumerate(
+            zip(self._loaders("train"), self._mine["loaders"]["train"], strict=False)
+        ):
             if self._mine["place"] == "epoch" or (state is not None and state["pass"] is None):
-                self._set_loader("train", index)  # Lightning has begun a pass
-        taken.put_back(self._trainer)
+                self._set_loader("train", index, loader)  # Lightning has begun a pass
+        own_state.put_back(self._trainer, self._states(), self._saved.shared)
         forget_loaders(self._trainer)
 
-    @property
-    def _is_same(self) -> bool:
-        return self._saved is not None and self._saved.world_size == get_world_size()
-
-    def _own(self) -> list[dict[str, Any]]:
-        """The states of all ranks that wrote the file; this rank's alone, if there were as many."""
+    def _states(self) -> LocalStates:
         assert self._saved is not None
-        ranks = [get_rank()] if self._is_same else range(self._saved.world_size)
-        return [self._saved.own(rank) for rank in ranks]
+        return self._saved.local_states(get_rank(), get_world_size())
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
-    def _pass_moment(self, place: Place) -> None:
-        is_over = place == "epoch" and is_done(self._trainer.fit_loop)
-        if not is_over and self.preemption.is_requested():
-            if place != "start" or self._mine.get("place", place) == place:  # else the file has come further
-                self._write(place)
-            self._file.close()  # a thread may still write it
-            self.preemption.exit(self._file.path)
-        is_due = place != "start" and self._interval.is_due(place == "training", place == "epoch")
-        if is_over or is_due:
-            self._write(place)
-            self._interval.note_written()
+    def _end_batch(self, validates: bool) -> None:
+        take = functools.partial(self._take, "training", validates)
+        self._resumable.pass_moment(take, ends_batch=True, validates=validates)
 
-    def _write(self, place: Place) -> None:
-        trainer = self._trainer
-        own = self._place(place) | (
-            own_state.take(trainer, self._attributes) if place != "start" else {"random": self._start}
-        )
+    def _end_epoch(self) -> None:
+        is_over = is_done(self._trainer.fit_loop)
+        self._resumable.pass_moment(functools.partial(self._take, "epoch"), ends_epoch=True, is_over=is_over)
+
+    @contextlib.contextmanager
+    def _take(self, place: Place, validates: bool = False) -> Iterator[Content]:
+        trainer, train = self._trainer, self._loaders("train")
+        position = position_in_training(trainer.fit_loop)
+        own = own_state.take(trainer, self._attributes) | {
+            "place": place,
+            "validates": validates,
+            "training_position": position,
+            "loaders": {
+                "train": [self._state_of(loader, position) for loader in train],
+                "val": [self._state_of(loader) for loader in self._loaders("val")],
+            },
+        }
         checkpoint = dump_checkpoint(trainer)  # closes a window of local steps
         forget_loaders(trainer, checkpoint)
-        if trainer.strategy.takes_local_steps and place != "start":
+        if trainer.strategy.takes_local_steps:
             trainer.strategy.load_own_state([own["strategy"]] * get_world_size(), True)
         own["loggers"] = loggers.places_of(trainer.loggers)
-        train = self._loaders("train")
-        about = self._about(train[0]) if train else _about_module(trainer.lightning_module)
-        self._file.write(checkpoint, own, about)
+        yield checkpoint, own, self._about(train)
 
-    def _place(self, place: Place) -> dict[str, Any]:
-        """Where the fit is, and its loaders."""
-        fit_loop = self._trainer.fit_loop
-        training = evaluation = None
-        if place != "start":
-            training = position_in_training(fit_loop)
-        if place == "evaluation":
-            evaluation = position_in_evaluation(fit_loop.epoch_loop.val_loop, self._moments.step)
-        loaders = {"train": [self._state_of(loader, training) for loader in self._loaders("train")], "val": []}
-        for index, loader in enumerate(self._loaders("val")):
-            position = None
-            if evaluation is not None and index == evaluation["loader"]:
-                position = evaluation
-            elif evaluation is not None and index == evaluation["drawing"]:
-                position = {"used": 0}
-            loaders["val"].append(self._state_of(loader, position))
-        return {
-            "place": place,
-            "training_position": training,
-            "evaluation_position": evaluation,
-            "first_of_epoch": self._moments.first_of_epoch,
-            "loaders": loaders if place != "start" else {},
-        }
-
-    def _state_of(self, loader: Any, position: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _state_of(self, loader: Any, position: dict[str, Any] | None = None) -> dict[str, Any] | None:
         if not isinstance(loader, Resumable):
             return None
         if position is None:
             return loader.state_dict()
-        if len(position.get("consumed", ())) < 2:
+        if len(position["consumed"]) < 2:
             return loader.state_dict(position["used"])
         state = loader.state_dict()  # of several loaders, the shorter ones begin again
         if position["ahead"] and state["pass"] is not None:
@@ -317,12 +242,10 @@ class Fit:
         combined = loader_of(fit_loop if stage == "train" else fit_loop.epoch_loop.val_loop)
         return [] if combined is None else list(combined.flattened)
 
-    def _about(self, loader: Any) -> dict[str, str]:
+    def _about(self, loaders: Sequence[Any]) -> dict[str, str]:
         """What must be the same in the run that goes on."""
-        about = _about_module(self._trainer.lightning_module)
-        with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
-            about["samples of the training"] = str(len(loader.dataset))
-        return about | {"batch size of the training": str(getattr(loader, "batch_size", None))}
+        about = {"model": describe_model(self._trainer.lightning_module)}
+        return about | (describe_loader(loaders[0], "the training") if loaders else {})
 
     def _without_loaders(self, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Lightning would save the states of loaders that only this run has, and other Trainers refuse them."""
@@ -347,8 +270,3 @@ def _set_epoch(loader: Any, epoch: int) -> None:
         set_epoch = getattr(sampler, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-
-
-def _about_module(module: Any) -> dict[str, str]:
-    numbers = [parameter.numel() for parameter in module.parameters()]
-    return {"model": f"{type(module).__name__} with {sum(numbers)} numbers in {len(numbers)} parameters"}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.lightning._lightning import load_results, result_states, set_accumulator
 from ddp_callbacks.lightning.logs import JointResults
 
@@ -17,28 +17,27 @@ def logs_of(results: Any) -> dict[str, Any]:
     return {"lightning": result_states(results, results.synced), "pass": results.pass_state()}
 
 
-def load_logs(results: Any, states: Sequence[dict[str, Any]], mine: int | None, trainer: Any, batches: int) -> None:
+def load_logs(results: Any, states: LocalStates, trainer: Any, batches: int) -> None:
     """Inverse of :func:`logs_of`. Local.
 
     Args:
-        states: Of all ranks that wrote the file.
-        mine: Which of them is this rank's; ``None`` if there were another number of ranks.
         batches: That the pass has had.
     """
-    own = states[0 if mine is None else mine]
     joint = isinstance(results, JointResults)
-    synced = load_results(results, _all_keys(own, states), trainer.lightning_module, trainer.strategy.reduce, joint)
-    state = own["pass"] or {"position": batches - 1, "samples": 0, "constants": {}}
+    logged = _all_keys(states)
+    synced = load_results(results, logged, trainer.lightning_module, trainer.strategy.reduce, joint)
+    state = states.mine["pass"] or {"position": batches - 1, "samples": 0, "constants": {}}
     if joint:
         results.synced = synced
-        results.load_pass_state(**(state if mine is not None else state | {"samples": 0}))
+        results.load_pass_state(**(state if states.is_same_world else state | {"samples": 0}))
         return
     for key, constant in state["constants"].items():
         if constant is not None and not constant["is_share"]:
             set_accumulator(results[key], constant["accumulated"])
 
 
-def _all_keys(own: dict[str, Any], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _all_keys(states: LocalStates) -> dict[str, Any]:
     """Lightning's part of a state, with the keys that only other ranks have logged."""
-    every = {key: metric for state in states for key, metric in state["lightning"]["metrics"].items()}
-    return {**own["lightning"], "metrics": every | own["lightning"]["metrics"]}
+    own = states.mine["lightning"]
+    every = {key: metric for state in states.of_ranks for key, metric in state["lightning"]["metrics"].items()}
+    return {**own, "metrics": every | own["metrics"]}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
+from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning._torchmetrics import default_states, plain_states, reductions_of, set_states
 from ddp_callbacks.lightning.metrics import metrics_of
@@ -28,32 +29,25 @@ def save_metrics(owners: Sequence[Any]) -> list[dict[str, Any]]:
     return [plain_states(metric) for metric in metrics_of(owners)]
 
 
-def load_metrics(
-    owners: Sequence[Any], ranks: Sequence[list[dict[str, Any]]], mine: int | None, rank: int, world_size: int
-) -> None:
+def load_metrics(owners: Sequence[Any], states: LocalStates) -> None:
     """Inverse of :func:`save_metrics`. Local.
-
-    Args:
-        ranks: Of all ranks that wrote the file.
-        mine: Which of them is this rank's; ``None`` if there were another number of ranks.
-        rank, world_size: Of this run.
 
     Raises:
         ConfigurationError: Their states cannot be given to fewer ranks.
     """
     for index, metric in enumerate(metrics_of(owners)):
-        saved = [own[index] for own in ranks if index < len(own)]
-        if not saved:
-            continue
-        states = saved[mine]["states"] if mine is not None else _merge(metric, saved, rank, world_size)
-        set_states(metric, states, saved[mine or 0]["updates"])
+        if index < len(states.mine):
+            own = states.mine[index]
+            saved = own["states"] if states.is_same_world else _merge(metric, states, index)
+            set_states(metric, saved, own["updates"])
 
 
-def _merge(metric: Metric, saved: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+def _merge(metric: Metric, by_rank: LocalStates, index: int) -> dict[str, Any]:
+    rank, world_size = by_rank.rank, by_rank.world_size
     defaults = default_states(metric)
     found: dict[str, Any] = {}
     for name, reduction in reductions_of(metric).items():
-        states = [each["states"][name] for each in saved]
+        states = [each[index]["states"][name] for each in by_rank.of_ranks]
         if isinstance(defaults[name], list):
             found[name] = [part for state in states for part in state] if rank == 0 else []
         elif reduction in ("mean", "max", "min"):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.lightning._lightning import is_accumulating, torch_optimizer
 
 _AVERAGED = ("running_mean", "running_var")
@@ -30,20 +31,18 @@ def save_module(trainer: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_module(trainer: Any, ranks: Sequence[dict[str, Any]], mine: int | None, weights: Sequence[int]) -> None:
+def load_module(trainer: Any, states: LocalStates, weights: Sequence[int]) -> None:
     """Inverse of :func:`save_module`. Local.
 
     Args:
-        ranks: Of all ranks that wrote the file.
-        mine: Which of them is this rank's; ``None`` if there were another number of ranks.
-        weights: By which running statistics are averaged, for each of ``ranks``.
+        weights: By which running statistics are averaged, for each rank of ``states``.
     """
-    module, own = trainer.lightning_module, ranks[mine or 0]
+    module, own = trainer.lightning_module, states.mine
     for name, buffer in module.named_buffers():
         if name in own["buffers"]:
             saved = own["buffers"][name]
-            if mine is None and name.rpartition(".")[2] in _AVERAGED:
-                saved = _average([each["buffers"][name] for each in ranks], weights)
+            if not states.is_same_world and name.rpartition(".")[2] in _AVERAGED:
+                saved = _average([each["buffers"][name] for each in states.of_ranks], weights)
             buffer.copy_(saved)
     for part, training in zip(module.modules(), own["modes"], strict=False):
         part.training = training

@@ -51,6 +51,7 @@ class Preemption:
         ConfigurationError: ``time_limit`` is not positive.
 
     Attributes:
+        process_group: As given.
         reason: Who asked to stop, and how: ``"SIGTERM on rank 1 (host node2, pid 4711)"``. The same on every rank once
             :meth:`is_requested` has returned ``True``; empty before.
     """
@@ -66,7 +67,7 @@ class Preemption:
         self.reason = ""
         self._signals = tuple(signals)
         self._limit = time_limit
-        self._group = process_group
+        self.process_group = process_group
         self._handlers: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
         self._own = ""  # why this rank was asked to stop
@@ -79,8 +80,8 @@ class Preemption:
         self._signalled = 0.0
         if self._limit is not None:
             self._deadline = time.monotonic() + self._limit.total_seconds()
-        if get_world_size(self._group) > 1:
-            self._agreement = _Agreement(resolve_group(self._group))
+        if get_world_size(self.process_group) > 1:
+            self._agreement = _Agreement(resolve_group(self.process_group))
         self._handle_signals()
         return self
 
@@ -130,7 +131,7 @@ class Preemption:
             Preempted: Always. Uncaught, it ends the process with :data:`ddp_callbacks.errors.EXIT_PREEMPTED`.
         """
         preempted = Preempted(self.reason, path)
-        if get_rank(self._group) == 0:
+        if get_rank(self.process_group) == 0:
             say(str(preempted))
         raise preempted
 

@@ -6,8 +6,6 @@ Importing this raises :class:`ImportError` if the installed Torchbearer lacks on
 from __future__ import annotations
 
 import math
-import numbers
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -87,7 +85,7 @@ def set_rows(aggregator: EpochLambda, predictions: torch.Tensor | None, targets:
 
 
 def rows_in(attributes: dict[str, Any]) -> list[torch.Tensor | None]:
-    """:func:`rows_of`, from the result of :func:`attributes_of`."""
+    """:func:`rows_of`, from its attributes."""
     return [attributes["_y_pred"], attributes["_y_true"]]
 
 
@@ -123,21 +121,6 @@ def _is_metric(value: object) -> bool:
     return isinstance(value, Metric) and not isinstance(value, torchbearer.state.StateKey)
 
 
-def attributes_of(found: object) -> dict[str, Any]:
-    """The attributes of a metric or a callback that are tensors and plain data: counts, sums, settings."""
-    return {name: value for name, value in vars(found).items() if _is_plain(value)}
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(item) for pair in value.items() for item in pair)
-    if isinstance(value, list | tuple | deque):
-        return type(value) in (list, tuple, deque) and all(map(_is_plain, value))
-    if isinstance(value, torch.nn.Parameter):  # of the model: it must stay the same object
-        return False
-    return value is None or isinstance(value, bool | int | float | str | torch.Tensor | numbers.Number)
-
-
 # --- callbacks ----------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +129,7 @@ def scheduler_of(callback: TorchScheduler) -> Any:
     return callback._scheduler
 
 
-def advance_bar(callback: Callback, batches: int) -> None:
+def advance_bar(callback: Callback | None, batches: int) -> None:
     """Let a progress bar of batches show that some of them are done already."""
     if isinstance(callback, Tqdm) and not callback._on_epoch and callback._loader is not None:
         callback._loader.update(batches)

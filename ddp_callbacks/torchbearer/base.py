@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
@@ -12,6 +11,7 @@ import torchbearer
 from torchbearer import Callback
 from torchbearer.callbacks import CallbackList
 
+from ddp_callbacks.checkpoints import LocalStates as LocalStates
 from ddp_callbacks.data.shares import Share, common_size
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size, join_process_group
@@ -30,34 +30,6 @@ RUN_RANDOM_STATE = torchbearer.state_key("ddp_callbacks_run_random_state")
 
 RANDOM_STATE = "ddp_callbacks_random_state"
 """Key of the random state in checkpoints written with :class:`RankZeroOutput`."""
-
-
-@dataclass(frozen=True)
-class LocalStates:
-    """What the ranks of a run that was cut have saved of one callback, and who asks for it now.
-
-    Attributes:
-        of_ranks: One for each rank of the run that was cut.
-        rank, world_size: Of this process, in the run that goes on.
-    """
-
-    of_ranks: Sequence[dict[str, Any]]
-    rank: int
-    world_size: int
-
-    @property
-    def is_same_world(self) -> bool:
-        """Whether there are as many ranks as before, so that each gets its own state."""
-        return len(self.of_ranks) == self.world_size
-
-    @property
-    def mine(self) -> dict[str, Any]:
-        """This rank's state; rank 0's if there was another number of ranks."""
-        return self.of_ranks[self.rank if self.is_same_world else 0]
-
-    def of(self, name: str) -> LocalStates:
-        """A part of each state."""
-        return LocalStates([state[name] for state in self.of_ranks], self.rank, self.world_size)
 
 
 class DistributedCallback(Callback):  # type: ignore[misc]

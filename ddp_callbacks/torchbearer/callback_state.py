@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -14,7 +13,9 @@ from torchbearer.callbacks import CSVLogger
 from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
-from ddp_callbacks.torchbearer._torchbearer import attributes_of, scheduler_of
+from ddp_callbacks.checkpoints.attributes import Checksums, changed, checksums_of, decode, plain_attributes
+from ddp_callbacks.files import count_lines, keep_lines
+from ddp_callbacks.torchbearer._torchbearer import scheduler_of
 from ddp_callbacks.torchbearer.base import DistributedCallback
 
 
@@ -23,28 +24,28 @@ class CallbackStates:
 
     Args:
         callbacks: All callbacks of the Trial.
+        known: See :func:`ddp_callbacks.checkpoints.attributes.plain_attributes`.
     """
 
-    def __init__(self, callbacks: list[Callback]) -> None:
+    def __init__(self, callbacks: list[Callback], known: set[int]) -> None:
         self._callbacks = [callback for callback in callbacks if not isinstance(callback, DistributedCallback)]
-        self._at_start: dict[str, dict[str, Any]] = {}
-
-    @property
-    def can_be_pickled(self) -> bool:
-        """Whether a file can hold the classes of all callbacks: not of one that is made in a function."""
-        return not any("<locals>" in type(callback).__qualname__ for callback in self._callbacks)
+        self._known = known
+        self._at_start: dict[str, Checksums] = {}
 
     def note_start(self) -> None:
         """Know what the callbacks are set to from what changes in the run. Call it after ``on_start``."""
-        self._at_start = {name: copy.deepcopy(attributes_of(one)) for name, one in named(self._stateless())}
+        self._at_start = {name: checksums_of(self._attributes(one)) for name, one in named(self._stateless())}
 
     def save(self) -> dict[str, Any]:
         """All that is to be put back, as tensors and plain data."""
+        at_start = self._at_start
         return {
             "states": {name: one.state_dict() for name, one in named(self._callbacks)},
-            "attributes": {name: self._changed(name, one) for name, one in named(self._stateless())},
+            "attributes": {
+                name: changed(self._attributes(one), at_start.get(name, {})) for name, one in named(self._stateless())
+            },
             "schedulers": {name: scheduler_of(one).state_dict() for name, one in named(self._of(TorchScheduler))},
-            "rows": {name: _size(one) for name, one in named(self._of(CSVLogger))},
+            "rows": {name: _rows(one) for name, one in named(self._of(CSVLogger))},
         }
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -52,11 +53,11 @@ class CallbackStates:
         for callback, found in _pairs(self._callbacks, saved["states"]):
             callback.load_state_dict(found)
 
-    def put_back(self, saved: dict[str, Any]) -> None:
+    def put_back(self, saved: dict[str, Any], device: torch.device | str) -> None:
         """Load all, after ``on_start``."""
         self.load(saved)
         for callback, found in _pairs(self._stateless(), saved["attributes"]):
-            vars(callback).update(found)
+            vars(callback).update(decode(found, device))
             for value in vars(callback).values():
                 if isinstance(value, Iterator):  # of parameters to clip or to decay: ended in the first batch
                     deque(value, maxlen=0)
@@ -65,8 +66,8 @@ class CallbackStates:
 
     def continue_files(self, saved: dict[str, Any]) -> None:
         """Let files of rows go on behind the rows that they had; before ``on_start``, which would begin them anew."""
-        for callback, size in _pairs(self._of(CSVLogger), saved["rows"]):
-            _continue(callback, size)
+        for callback, rows in _pairs(self._of(CSVLogger), saved["rows"]):
+            _continue(callback, rows)
 
     def close_files(self, state: Any) -> None:
         """Close what the next run goes on with."""
@@ -75,10 +76,8 @@ class CallbackStates:
             if batches := getattr(callback, "batch_log_dir", None):
                 callback.close_writer(batches)
 
-    def _changed(self, name: str, callback: Callback) -> dict[str, Any]:
-        """The attributes that the run has changed; not what the user has set, such as the path of a file."""
-        before = self._at_start.get(name, {})
-        return {key: value for key, value in attributes_of(callback).items() if not _is_same(value, before.get(key))}
+    def _attributes(self, callback: Callback) -> dict[str, Any]:
+        return plain_attributes(callback, self._known)
 
     def _stateless(self) -> list[Callback]:
         """Torchbearer's callbacks without a ``state_dict``, whose attributes are their state."""
@@ -110,27 +109,16 @@ def _pairs(callbacks: list[Any], saved: dict[str, Any]) -> list[tuple[Any, Any]]
     return [(callback, saved[name]) for name, callback in named(callbacks) if name in saved]
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return isinstance(other, torch.Tensor) and value.shape == other.shape and torch.equal(value, other)
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(_is_same(entry, other[key]) for key, entry in value.items())
-    if isinstance(value, list | tuple | deque):
-        return len(value) == len(other) and all(map(_is_same, value, other))
-    return bool(value == other)
-
-
-def _size(callback: CSVLogger) -> int | None:
+def _rows(callback: CSVLogger) -> int | None:
     file = getattr(callback, "csvfile", None)
-    return None if file is None or file.closed else file.tell()
+    if file is None or file.closed:
+        return None
+    file.flush()
+    return count_lines(callback.filename)
 
 
-def _continue(callback: CSVLogger, size: int | None) -> None:
-    if size is None or not os.path.exists(callback.filename):
-        return
-    if os.path.getsize(callback.filename) > size:
-        os.truncate(callback.filename, size)
-    callback.filemode = "a"
-    callback.write_header = callback.write_header and size == 0
+def _continue(callback: CSVLogger, rows: int | None) -> None:
+    if rows is not None and os.path.exists(callback.filename):
+        keep_lines(callback.filename, rows)
+        callback.filemode = "a"
+        callback.write_header = callback.write_header and rows == 0

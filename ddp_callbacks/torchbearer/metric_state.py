@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, Var
 
+from ddp_callbacks.checkpoints.attributes import encode, plain_attributes
 from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows, merge_batch_logs
-from ddp_callbacks.torchbearer._torchbearer import add_up, attributes_of, metrics_within, rows_in, set_rows
+from ddp_callbacks.torchbearer._torchbearer import add_up, metrics_within, rows_in, set_rows
 from ddp_callbacks.torchbearer.base import LocalStates
 from ddp_callbacks.torchbearer.metrics import LossMetric, MetricsPass, aggregators
 
@@ -21,7 +21,7 @@ from ddp_callbacks.torchbearer.metrics import LossMetric, MetricsPass, aggregato
 def kept_state(metric_list: MetricList) -> list[dict[str, Any]]:
     """What this rank's metrics keep from pass to pass, such as the last values of a running mean. Local."""
     return [
-        {} if isinstance(metric, Mean | Var | EpochLambda) else attributes_of(metric)
+        {} if isinstance(metric, Mean | Var | EpochLambda) else encode(plain_attributes(metric))
         for metric in metrics_within(metric_list)
     ]
 
@@ -40,8 +40,8 @@ def metric_state(metric_list: MetricList, current: MetricsPass | None, samples: 
         samples: Of this rank, so far in the pass.
     """
     return {
-        "metrics": [attributes_of(metric) for metric in metrics_within(metric_list)],
-        "pass": None if current is None else current.state_dict(),
+        "metrics": [encode(plain_attributes(metric)) for metric in metrics_within(metric_list)],
+        "pass": None if current is None else encode(current.state_dict()),
         "samples": samples,
     }
 
@@ -50,7 +50,7 @@ def load_metric_state(metric_list: MetricList, current: MetricsPass | None, stat
     """Go on from what :func:`metric_state` has returned. Local.
 
     Args:
-        states: What it has returned on each rank, tensors on the device of this rank.
+        states: What it has returned on each rank, decoded.
         batches: The number of batches of the pass so far.
     """
     load_kept_state(metric_list, states.mine["metrics"])
@@ -120,28 +120,3 @@ class _Merging:
             "reduction": self._reduction,
             "logs": logs,
         }
-
-
-def on_device(value: Any, device: torch.device | str) -> Any:
-    """Saved plain data with the tensors on this device, except those that were on the CPU."""
-    if isinstance(value, dict):
-        if value.keys() == {_ELSEWHERE}:
-            return value[_ELSEWHERE].to(device)
-        return {key: on_device(item, device) for key, item in value.items()}
-    if isinstance(value, list | tuple) or type(value).__name__ == "deque":
-        return type(value)(on_device(item, device) for item in value)
-    return value
-
-
-def noting_device(value: Any) -> Any:
-    """Plain data in which :func:`on_device` finds the tensors that are not on the CPU."""
-    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-        return {_ELSEWHERE: value}
-    if isinstance(value, dict):
-        return {key: noting_device(item) for key, item in value.items()}
-    if isinstance(value, list | tuple) or type(value).__name__ == "deque":
-        return type(value)(noting_device(item) for item in value)
-    return value
-
-
-_ELSEWHERE = "ddp_callbacks: not on the CPU"

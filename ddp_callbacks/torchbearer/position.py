@@ -21,8 +21,9 @@ class Position:
     """Where a run was cut.
 
     Attributes:
-        phase: ``"training"`` or ``"validation"``: within this pass; ``"between epochs"``: after ``on_checkpoint``.
-        batches: The number of batches of the pass that are done. 0 in a validation: the training pass has ended.
+        phase: ``"training"``: within this pass; ``"validation"``: in front of it; ``"between epochs"``: after
+            ``on_checkpoint``.
+        batches: The number of batches of the training pass under way that are done.
         is_last: Whether no epoch follows: a callback has stopped the run.
     """
 
@@ -34,11 +35,6 @@ class Position:
     def is_within_pass(self) -> bool:
         """Whether metrics, loader and random states are those of a pass under way."""
         return self.batches > 0
-
-    @property
-    def ends_training(self) -> bool:
-        """Whether the last batch of a training pass has just ended."""
-        return self.phase == VALIDATION and not self.batches
 
 
 def enter_pass(state: State, batches: int, put_back: Event) -> None:
@@ -66,17 +62,12 @@ def enter_pass(state: State, batches: int, put_back: Event) -> None:
     state[torchbearer.SAMPLER] = shifted
 
 
-def skip_training(trial: Any, metrics: dict[str, Any], batch: int, put_back: Event) -> None:
-    """Let the next training pass, which is done, do nothing but end with these metrics; no event is called.
-
-    Args:
-        put_back: Called at its end: before the validation makes its iterator.
-    """
+def skip_training(trial: Any, put_back: Event) -> None:
+    """Let the next training pass, which is done, do nothing but put everything back; no event is called."""
 
     def skipped(state: State) -> State:
         state.update(trial.state)
-        state[torchbearer.BATCH], state[torchbearer.METRICS] = batch, metrics
-        put_back(state)
+        put_back(state)  # before the validation makes its iterator
         return state
 
     replace_training_pass(trial, skipped)

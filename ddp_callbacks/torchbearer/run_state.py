@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torchbearer
-from torchbearer import Callback
 
-from ddp_callbacks.checkpoints import Saved
-from ddp_callbacks.comm.agreement import module_settings
+from ddp_callbacks.checkpoints import LocalStates, Saved
+from ddp_callbacks.checkpoints.about import describe_loader, describe_model
+from ddp_callbacks.checkpoints.attributes import decode, encode, memory_of_model
 from ddp_callbacks.data.random_state import RunRandomState, set_global_state
-from ddp_callbacks.data.sharding import ShardedLoader, length_of
-from ddp_callbacks.torchbearer._torchbearer import metrics_within
-from ddp_callbacks.torchbearer.base import DistributedCallback, LocalStates, State
+from ddp_callbacks.data.sharding import ShardedLoader
+from ddp_callbacks.torchbearer._torchbearer import advance_bar, metrics_within
+from ddp_callbacks.torchbearer.base import DistributedCallback, State
 from ddp_callbacks.torchbearer.callback_state import CallbackStates, named
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.decisions import flat_callbacks
 from ddp_callbacks.torchbearer.local_sgd import AverageParameters
-from ddp_callbacks.torchbearer.metric_state import (
-    kept_state,
-    load_kept_state,
-    load_metric_state,
-    metric_state,
-    noting_device,
-    on_device,
-)
+from ddp_callbacks.torchbearer.metric_state import kept_state, load_kept_state, load_metric_state, metric_state
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
-from ddp_callbacks.torchbearer.position import BETWEEN, TRAINING, VALIDATION, Position
+from ddp_callbacks.torchbearer.position import BETWEEN, VALIDATION, Position
 
-_KEYS = {TRAINING: torchbearer.TRAIN_DATA, VALIDATION: torchbearer.VALIDATION_DATA}
-_DATA = tuple(_KEYS.values())
+_TRAIN = str(torchbearer.TRAIN_DATA)
+_DATA = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA)
 
 
 class RunState:
@@ -50,9 +42,8 @@ class RunState:
         self._trial, self._data = trial, data
         self._callbacks = flat_callbacks(callbacks)
         self._random_state = data.random_state or RunRandomState(data.process_group)
-        self._others = CallbackStates(self._callbacks)
-        self.training_metrics: dict[str, Any] = {}
-        self.samples = 0  # of this rank, in the pass under way
+        self._others = CallbackStates(self._callbacks, memory_of_model(trial.state[torchbearer.MODEL]))
+        self.samples = 0  # of this rank, in the training pass under way
 
     def note_start(self) -> None:
         """Call it after ``on_start``."""
@@ -61,25 +52,19 @@ class RunState:
     # --- saved ----------------------------------------------------------------------------------------------------
 
     def shared(self) -> dict[str, Any]:
-        """The Trial's ``state_dict``, which Torchbearer alone can load.
-
-        It holds the classes of the callbacks. If one is made in a function, no file can, and their states are left out.
-        """
-        found = {str(key): value for key, value in self._trial.state_dict().items()}
-        if not self._others.can_be_pickled:
-            del found[str(torchbearer.CALLBACK_LIST)]
-        return found
+        """The Trial's ``state_dict``, which Torchbearer alone can load, without the classes of its callbacks."""
+        callbacks = str(torchbearer.CALLBACK_LIST)
+        return {str(key): value for key, value in self._trial.state_dict().items() if str(key) != callbacks}
 
     def own(self, state: State, position: Position) -> dict[str, Any]:
         """What this rank has for itself."""
         return {
             "position": dataclasses.asdict(position),
-            "last_batch": state.get(torchbearer.BATCH),
-            "metrics": noting_device(dict(state[torchbearer.METRICS])),
+            "batch": state.get(torchbearer.BATCH),
+            "metrics": encode(dict(state[torchbearer.METRICS])),
             "history": self._trial.state[torchbearer.HISTORY],  # its running values are of this rank's samples
-            "training_metrics": noting_device(self.training_metrics),
             "accumulators": self._accumulators(state) if position.is_within_pass else None,
-            "kept": None if position.is_within_pass else noting_device(kept_state(state[torchbearer.METRIC_LIST])),
+            "kept": None if position.is_within_pass else kept_state(state[torchbearer.METRIC_LIST]),
             "distributed": {name: one.local_state(state) for name, one in named(self._of(DistributedCallback))},
             "callbacks": self._others.save(),
             "gradients": self._gradients() if self._accumulates() else None,
@@ -105,8 +90,7 @@ class RunState:
 
     def _accumulators(self, state: State) -> dict[str, Any]:
         current = next((callback.current for callback in self._of(ReduceMetrics)), None)
-        found: dict[str, Any] = noting_device(metric_state(state[torchbearer.METRIC_LIST], current, self.samples))
-        return found
+        return metric_state(state[torchbearer.METRIC_LIST], current, self.samples)
 
     def _loaders(self) -> dict[str, Any]:
         """The loaders of the two passes, as they are divided."""
@@ -125,33 +109,28 @@ class RunState:
 
     # --- put back -------------------------------------------------------------------------------------------------
 
-    def begin(self, saved: Saved) -> None:
+    def begin(self, saved: Saved) -> Position:
         """Give the Trial what it needs at the start of the run: its epochs, and the sizes of the files that go on."""
-        own = saved.own(self._rank_in(saved))
-        self._set_trainable(own)
-        self._load_trial(saved, own)
-        self._others.load(own["callbacks"])
-        if self._data.rank == 0 or saved.world_size == self._data.world_size:
-            self._others.continue_files(own["callbacks"])
+        states = self._states(saved)
+        self._load_trial(saved, states.mine)
+        self._others.load(states.mine["callbacks"])
+        if states.rank == 0 or states.is_same_world:
+            self._others.continue_files(states.mine["callbacks"])
+        return Position(**states.mine["position"])
 
     def load_loaders(self, saved: Saved, position: Position) -> None:
         """Let the next passes go on in the data. Call it when the loaders are divided."""
-        own = saved.own(self._rank_in(saved))
+        states = self._states(saved).mine["loaders"]
         loaders = self._loaders()
-        going_on = [loaders.get(name) for name in self._under_way(position)]
+        going_on = loaders.get(_TRAIN) if position.is_within_pass or self._is_endless else None
         if self._trial.state[torchbearer.INF_TRAIN_LOADING] and not self._is_endless:
             for loader in loaders.values():
                 loader.tb_iter = None  # otherwise Torchbearer makes an iterator that it does not use
         for name, loader in loaders.items():
-            if name in own["loaders"]:
-                loader.load_state_dict(own["loaders"][name])
-                if not any(loader is other for other in going_on):
+            if name in states:
+                loader.load_state_dict(states[name])
+                if loader is not going_on:
                     loader.start_afresh()
-
-    def _under_way(self, position: Position) -> list[str]:
-        """Whose passes go on."""
-        names = [str(_KEYS[position.phase])] if position.is_within_pass else []
-        return [*names, str(torchbearer.TRAIN_DATA)] if self._is_endless else names
 
     @property
     def _is_endless(self) -> bool:
@@ -159,44 +138,37 @@ class RunState:
         generator = (self._trial.state[torchbearer.TRAIN_DATA] or (None,))[0]
         return bool(self._trial.state[torchbearer.INF_TRAIN_LOADING] and getattr(generator, "inf", False))
 
-    def end_of_training(self, saved: Saved) -> tuple[dict[str, Any], int]:
-        """The metrics and the last batch of a training pass that has ended."""
-        own = saved.own(self._rank_in(saved))
-        device = self._trial.state[torchbearer.DEVICE]
-        return on_device(own["training_metrics"], device), own["last_batch"]
-
-    def callbacks_and_printer(self, state: State) -> list[Callback]:
-        """All callbacks, and the progress bar that Torchbearer adds."""
-        printer = getattr(state[torchbearer.CALLBACK_LIST], "callback", None)
-        return [*self._callbacks, *([] if printer is None else [printer])]
-
     def put_back(self, saved: Saved, position: Position, state: State) -> None:
         """Make everything as it was at the cut. The random state is last: what comes before may draw."""
-        owns = [saved.own(rank) for rank in range(saved.world_size)]
-        states = LocalStates(owns, self._data.rank, self._data.world_size)
-        own, device = states.mine, state[torchbearer.DEVICE]
-        self._set_trainable(own)
+        states = self._states(saved)
+        own = states.mine
         self._load_trial(saved, own)
-        self._others.put_back(own["callbacks"])
+        self._others.put_back(own["callbacks"], self._trial.state[torchbearer.DEVICE])
         for name, callback in named(self._of(DistributedCallback)):
             if name in own["distributed"]:
                 callback.load_local_state(states.of("distributed").of(name), state)
         self._put_back_gradients(own)
-        self.training_metrics = on_device(own["training_metrics"], device)
+        printer = getattr(state[torchbearer.CALLBACK_LIST], "callback", None)  # the bar that Torchbearer adds
+        for callback in (*self._callbacks, printer):
+            advance_bar(callback, position.batches)
         if position.phase != BETWEEN:
-            state[torchbearer.METRICS] = on_device(own["metrics"], device)
+            state[torchbearer.METRICS] = self._decoded(own["metrics"])
+        if position.phase == VALIDATION:
+            state[torchbearer.BATCH] = own["batch"]
         if position.is_within_pass:
             self._put_back_accumulators(states.of("accumulators"), position, state)
         else:
-            load_kept_state(state[torchbearer.METRIC_LIST], on_device(own["kept"], device))
+            state[torchbearer.METRIC_LIST].reset(state)  # one that the criterion chooses is chosen there
+            load_kept_state(state[torchbearer.METRIC_LIST], self._decoded(own["kept"]))
         if self._random_state.is_open or states.world_size == 1:
             self._random_state.load_state_dict(own["random"])
         else:  # without data all ranks draw the same
             set_global_state(own["random"]["own"])
 
     def _load_trial(self, saved: Saved, own: dict[str, Any]) -> None:
-        callbacks = str(torchbearer.CALLBACK_LIST)  # Torchbearer fails there if one has been added
-        self._trial.load_state_dict({key: value for key, value in saved.shared.items() if key != callbacks})
+        for parameter, is_trainable in zip(self._parameters(), own["trainable"], strict=True):
+            parameter.requires_grad_(is_trainable)
+        self._trial.load_state_dict(saved.shared)
         self._trial.state[torchbearer.HISTORY][:] = own["history"]
 
     def _put_back_gradients(self, own: dict[str, Any]) -> None:
@@ -205,8 +177,7 @@ class RunState:
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def _put_back_accumulators(self, states: LocalStates, position: Position, state: State) -> None:
-        device = state[torchbearer.DEVICE]
-        states = dataclasses.replace(states, of_ranks=[on_device(one, device) for one in states.of_ranks])
+        states = LocalStates(self._decoded(states.of_ranks), states.rank, states.world_size)
         current = next((callback.current for callback in self._of(ReduceMetrics)), None)
         load_metric_state(state[torchbearer.METRIC_LIST], current, states, position.batches)
         if states.is_same_world:
@@ -214,14 +185,12 @@ class RunState:
         else:
             self.samples = sum(one["samples"] for one in states.of_ranks) if states.rank == 0 else 0
 
-    def _set_trainable(self, own: dict[str, Any]) -> None:
-        for parameter, is_trainable in zip(self._parameters(), own["trainable"], strict=True):
-            parameter.requires_grad_(is_trainable)
+    def _decoded(self, value: Any) -> Any:
+        return decode(value, self._trial.state[torchbearer.DEVICE])
 
-    # --- whose states ---------------------------------------------------------------------------------------------
-
-    def _rank_in(self, saved: Saved) -> int:
-        return self._data.rank if saved.world_size == self._data.world_size else 0
+    def _states(self, saved: Saved) -> LocalStates:
+        """New ones."""
+        return saved.local_states(self._data.rank, self._data.world_size)
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         return self._trial.state[torchbearer.MODEL].parameters()  # type: ignore[no-any-return]
@@ -236,28 +205,13 @@ def describe_run(trial: Any, data: ShardData) -> dict[str, str]:
     Args:
         data: Divides the loaders.
     """
-    model, optimizer = trial.state[torchbearer.MODEL], trial.state[torchbearer.OPTIMIZER]
-    settings = {name: text.removesuffix(" frozen") for name, text in module_settings(model).items()}
-    checksum = zlib.crc32(repr(sorted(settings.items())).encode())
-    numel = sum(parameter.numel() for parameter in model.parameters())
     about = {
-        "model": f"{type(model).__name__} with {numel} parameters (checksum of names and shapes: {checksum:08x})",
-        "optimizer": type(optimizer).__name__,
+        "model": describe_model(trial.state[torchbearer.MODEL]),
+        "optimizer": type(trial.state[torchbearer.OPTIMIZER]).__name__,
         "metrics": ", ".join(metric.name for metric in metrics_within(trial.state[torchbearer.METRIC_LIST])),
         "batch_size of DDPCallback": data.batch_size,
     }
     for key in _DATA:
         generator, steps = trial.state[key] or (None, None)
-        about[f"{key}: steps"] = str(steps)
-        about |= {f"{key}: {name}": text for name, text in _describe_loader(generator).items()}
+        about |= {f"steps of {key}": str(steps), **describe_loader(generator, str(key))}
     return about
-
-
-def _describe_loader(loader: Any) -> dict[str, str]:
-    if loader is None:
-        return {}
-    batch_size = getattr(loader, "batch_size", None) or getattr(
-        getattr(loader, "batch_sampler", None), "batch_size", None
-    )
-    samples = length_of(getattr(loader, "dataset", None))
-    return {"batch size": str(batch_size), "samples": str(samples), "batches": str(length_of(loader))}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_callbacks.checkpoints.intervals import Every, make_interval
-from ddp_callbacks.lightning.saved_attributes import checksums_of_attributes, load_attributes, save_attributes
+from ddp_callbacks.checkpoints import LocalStates
+from ddp_callbacks.checkpoints.attributes import changed, checksums_of
+from ddp_callbacks.checkpoints.intervals import Every, Interval
+from ddp_callbacks.lightning.saved_attributes import attributes_of, load_attributes
 
 CPU = torch.device("cpu")
 
@@ -24,43 +28,50 @@ class Collecting(nn.Module):
         self.seen = 0
 
 
-def attributes_of(changes: dict[str, Any]) -> dict[str, Any]:
+def changed_by(changes: dict[str, Any]) -> dict[str, Any]:
     module = Collecting()
-    before = checksums_of_attributes(module)
+    before = checksums_of(attributes_of(module))
     vars(module).update(changes)
-    return save_attributes(module, before)
+    return changed(attributes_of(module), before)
+
+
+def load(module: nn.Module, of_ranks: list[Any], world_size: int, rank: int = 0) -> None:
+    load_attributes(module, LocalStates(of_ranks, rank, world_size), CPU)
 
 
 def test_only_plain_attributes_that_have_changed_are_saved() -> None:
     """Plain attributes that a fit changes go on."""
     module = Collecting()
-    module.steps, module.weights, module.same = [1, (2.0, "text")], [module.layer.weight], 3
+    module.steps, module.weights, module.same = [1, (2.0, "text"), deque([5], 2)], [module.layer.weight], 3
     module.layer.more = nn.Module()
-    before = checksums_of_attributes(module)
-    assert save_attributes(module, before) == {}
+    before = checksums_of(attributes_of(module))
+    assert changed(attributes_of(module), before) == {}
     with torch.no_grad():
         module.layer.weight.add_(1.0)  # of a list that a copy would part from the module
     module.steps.append(None)
     module.lock, module.seen = object(), 7
-    saved = save_attributes(module, before)
-    assert {name: entry["value"] for name, entry in saved.items()} == {"steps": [1, (2.0, "text"), None], "seen": 7}
+    file, steps = io.BytesIO(), list(module.steps)
+    torch.save(changed(attributes_of(module), before), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert saved.keys() == {"steps", "seen"} and saved["seen"] == 7
     module.steps.clear()
-    load_attributes(module, [saved], 0, CPU, True)
-    assert module.steps == [1, (2.0, "text"), None]
+    load(module, [saved], 1)
+    assert module.steps == steps and module.steps[2].maxlen == 2
 
 
 def test_attributes_that_another_number_of_processes_cannot_have_are_named() -> None:
     """A warning names attributes that another number can't have."""
-    one = attributes_of({"outputs": [torch.ones(2)], "seen": 3})
+    one = changed_by({"outputs": [torch.ones(2)], "seen": 3})
     module = Collecting()
     message = r"Collecting\.outputs: each of the 1 processes of the run that was cut had its own"
     with pytest.warns(UserWarning, match=message):
-        load_attributes(module, [one], None, CPU, True)
+        load(module, [one], 2)
     assert (module.outputs, module.seen) == ([], 3)
-    two = [attributes_of({"seen": 3, "scores": {"all": [1]}, "ratio": 0.5}), attributes_of({"seen": 4, "ratio": 0.5})]
+    two = [changed_by({"seen": 3, "scores": {"all": [1]}, "ratio": 0.5}), changed_by({"seen": 4, "ratio": 0.5})]
     with pytest.warns(UserWarning, match=r"^Collecting\.scores, Collecting\.seen: each of the 2 processes") as caught:
-        load_attributes(module, two, None, CPU, True)
-        load_attributes(module, two, None, CPU, False)  # rank 0 alone says so
+        load(module, two, 3)
+        load(module, two, 3, rank=1)  # rank 0 alone says so
     assert len(caught) == 1
     assert (module.seen, module.ratio) == (3, 0.5)
 
@@ -74,7 +85,7 @@ def test_a_checkpoint_is_written_when_it_is_due(
     """`every=` counts batches, epochs or minutes."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    interval, written = make_interval(every, None), []
+    interval, written = Interval(every), []
     for batch in range(1, 41):  # of half a second; an epoch has ten
         now[0] += 0.5
         if interval.is_due(is_batch=True, is_epoch_end=batch % 10 == 0):

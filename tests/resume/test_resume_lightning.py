@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import importlib
+import inspect
 import os
 import signal
 from datetime import timedelta
@@ -26,6 +27,7 @@ from trainers import trainer as make_trainer
 from trainers_apart import run
 from ways import Way, new_folder
 
+import ddp_callbacks.torchbearer
 from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted
 from ddp_callbacks.lightning import Resume
 
@@ -148,12 +150,10 @@ def test_a_cut_in_the_sanity_check_of_a_run_that_goes_on_loses_nothing(tmp_path:
     whole = fit(tmp_path / "whole.ckpt", num_sanity_val_steps=1)
     path = tmp_path / "run.ckpt"
     fit(path, 5, ZeroDivisionError(), num_sanity_val_steps=1)  # the file is of epoch 0, whose rows are six
-    before = path.read_bytes()
-    assert not fit(path, asks=AsksInSanityCheck, num_sanity_val_steps=1)["logged"]
-    assert path.read_bytes() == before
+    first = fit(path, asks=AsksInSanityCheck, num_sanity_val_steps=1)
     second = fit(path, num_sanity_val_steps=1)
     assert second["global_step"] == whole["global_step"] == 8
-    assert_equal(second["logged"], whole["logged"][6:], 0.0)
+    assert_equal(first["logged"] + second["logged"], whole["logged"][6:], 0.0)
     assert_equal(second["parameters"], whole["parameters"], 0.0)
 
 
@@ -240,7 +240,7 @@ def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
     wide = Net()
     wide.more = torch.nn.Linear(2, 2)
     others = {
-        r"model: Net with 83 numbers in 4 parameters in the file, Net with 89": (wide, loader()),
+        r"model: Net with 83 numbers in 4 parameters .* in the file, Net with 89": (wide, loader()),
         "samples of the training: 29 in the file, 30 now": (Net(), loader(30)),
         "batch size of the training: 8 in the file, 4 now": (Net(), loader(29, 4)),
     }
@@ -252,6 +252,7 @@ def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
 def test_settings_of_resume_are_checked(tmp_path: Path) -> None:
     """`Resume` refuses other strategies, a second `Resume`, and searches."""
     path = tmp_path / "run.ckpt"
+    assert inspect.signature(Resume) == inspect.signature(ddp_callbacks.torchbearer.Resume)
     with pytest.raises(ConfigurationError, match="every must be a positive number of training batches"):
         Resume(path, every=0)
     refused = {

@@ -125,11 +125,11 @@ def test_a_loop_is_refused_what_it_cannot_go_on_from(tmp_path: Path) -> None:
     others = {
         "model": (
             nn.Linear(5, 1),
-            r"model: Sequential with parameters 7x5, 7, 1x7, 1 in .* Linear with parameters",
+            r"model: Sequential with 50 numbers in 4 parameters .* in the file, Linear with 6",
         ),
         "loader": (
             resumable_loader(DataLoader(data, 16)),
-            r"samples in the data set of loader: 34 in the file, 35 now; batch size of loader: 8 in the file, 16 now",
+            r"samples of loader: 34 in the file, 35 now; batch size of loader: 8 in the file, 16 now",
         ),
         "another": ({}, r"must hold the objects \['another', 'engine', .*\], got \['engine', .*\]"),
     }

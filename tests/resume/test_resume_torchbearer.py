@@ -286,9 +286,9 @@ def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
     before = (tmp_path / RUN).read_bytes()
     others = {
         r"metrics: .* in the file, metric_list": other(tmp_path, loader(), metrics=["loss"]),
-        r"train_data: samples: 30 in the file, 31 now": other(tmp_path, loader(31)),
-        r"train_data: batch size: 6 in the file, 5 now": other(tmp_path, loader(30, 5)),
-        r"model: Sequential with 146 .* in the file, .* with 174 p": other(tmp_path, loader(), model=normalized()),
+        r"samples of train_data: 30 in the file, 31 now": other(tmp_path, loader(31)),
+        r"batch size of train_data: 6 in the file, 5 now": other(tmp_path, loader(30, 5)),
+        r"model: Sequential with 146 .* in the file, .* with 174 n": other(tmp_path, loader(), model=normalized()),
     }
     for says, made in others.items():
         with pytest.raises(CheckpointError, match=says):

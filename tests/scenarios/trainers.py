@@ -178,7 +178,7 @@ class Moments(pl.Callback):
     """
 
     def __init__(self, within: Within, resume: Any = None) -> None:
-        self.within, self.resume = within, resume
+        self.within, self.resume, self.lines = within, resume, 0
         if resume is not None:
             self.ask, resume.preemption.is_requested = resume.preemption.is_requested, self.is_requested
 
@@ -191,8 +191,8 @@ class Moments(pl.Callback):
             pass
         return True
 
-    def count(self, *_: Any) -> None:
-        self.within.counts["moments"] += self.resume is None
+    def count(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.within.counts["moments"] += self.resume is None and not trainer.sanity_checking
 
     on_train_batch_end = on_validation_batch_end = on_train_epoch_end = count
 
@@ -203,6 +203,11 @@ class Moments(pl.Callback):
         goes_on = self.resume is not None and stage == "fit" and Path(self.resume.path).exists()
         if goes_on and isinstance(trainer.logger, Record):
             trainer.logger.lines[:] = pickle.loads(self.lines_of(trainer.global_rank).read_bytes())
+            self.lines = len(trainer.logger.lines)
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Where a logger cuts its file if the run goes on from here."""
+        self.lines = len(getattr(trainer.logger, "lines", ()))
 
     def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         if stage == "fit":
@@ -210,11 +215,11 @@ class Moments(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         if isinstance(exception, Preempted):
-            self.keep_lines(trainer)
+            self.keep_lines(trainer, self.lines)
 
-    def keep_lines(self, trainer: pl.Trainer) -> None:
+    def keep_lines(self, trainer: pl.Trainer, count: int | None = None) -> None:
         if self.resume is not None and isinstance(trainer.logger, Record):
-            self.lines_of(trainer.global_rank, is_new=True).write_bytes(pickle.dumps(trainer.logger.lines))
+            self.lines_of(trainer.global_rank, is_new=True).write_bytes(pickle.dumps(trainer.logger.lines[:count]))
 
     def lines_of(self, rank: int, is_new: bool = False) -> Path:
         """Of this rank; if there were fewer, of rank 0."""
