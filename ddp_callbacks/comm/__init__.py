@@ -11,7 +11,7 @@
 - :mod:`.batch_statistics`: the exchanges of batch normalization
 - :mod:`.buckets`, :mod:`.flat_buffer`: how gradients are grouped, and the memory that carries them;
   :mod:`.bucket_sums`, :mod:`.metadata`: their sums, and what travels behind them; :mod:`.segments`: shared memory
-- :mod:`.hooks`, :mod:`.compression`: DDP's communication hooks, and the hooks that compress
+- :mod:`.hooks`, :mod:`.compression`: DDP's communication hooks, and what compresses
 """
 
 from ddp_callbacks.comm.collectives import (

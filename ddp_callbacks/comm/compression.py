@@ -1,13 +1,12 @@
 """Send fewer bytes between nodes: gradients in half precision, or as low-rank matrices.
 
-Only traffic over the network is compressed. Sums within a node that shares memory stay exact, so a run on a single node
-is exact.
+A run whose ranks all share memory is exact, whatever ``compress`` says. Half precision rounds what goes over the
+network alone; PowerSGD rounds each rank's gradient.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import weakref
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -16,10 +15,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from ddp_callbacks.comm.ddp_hook import future_of
-from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce
-from ddp_callbacks.comm.hooks import CommHook, FutureWork, GradBucket
-from ddp_callbacks.comm.protocol import Work
+from ddp_callbacks.comm.cpu_group import cpu_group
+from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.comm.topology import topology_of
 from ddp_callbacks.errors import ConfigurationError
 
@@ -28,8 +25,7 @@ from ddp_callbacks.errors import ConfigurationError
 class PowerSGD:
     """Send each gradient matrix as a product of two thin matrices (Vogels et al., 2019, arXiv:1905.13727).
 
-    This is torch's ``powerSGD_hook``, between nodes. The error of a step is added to the next gradient (error
-    feedback).
+    This is torch's ``powerSGD_hook`` on every rank. The error of a step is added to the next gradient (error feedback).
 
     Args:
         rank: Columns of the thin matrices. An n x m gradient is sent as rank * (n + m) numbers if that is less than
@@ -82,14 +78,16 @@ def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.de
     on_cpu = all(device.type == "cpu" for device in devices)
     if compress is None or not devices:
         return None, None
-    if isinstance(compress, PowerSGD) and not (on_cpu and topology_of(group).on_one_node):
-        _require_numpy()
-    if not on_cpu:
-        return (_HOOKS[compress], group) if isinstance(compress, str) else (powerSGD_hook, _state(compress, group))
-    if isinstance(compress, str) or topology_of(group).on_one_node:
+    if on_cpu and (isinstance(compress, str) or topology_of(group).on_one_node):
         return None, None
-    _require_no_gpu()
-    return PowerSGDBetweenNodes(group, compress), None
+    if isinstance(compress, str):
+        return _HOOKS[compress], group
+    _require_numpy()
+    if on_cpu:
+        _require_no_gpu()
+        group = cpu_group(group)
+    state = PowerSGDState(group, matrix_approximation_rank=compress.rank, start_powerSGD_iter=compress.start)
+    return powerSGD_hook, state
 
 
 def _require_numpy() -> None:
@@ -105,71 +103,25 @@ def _require_no_gpu() -> None:
         )
 
 
-class PowerSGDBetweenNodes:
-    """A comm hook: the leader of each node sends the sum of the node's ranks."""
-
-    def __init__(self, group: dist.ProcessGroup, settings: PowerSGD) -> None:
-        self._intra_node, self._groups, self._threads = topology_of(group).open()
-        self.state = None if self._groups is None else _state(settings, self._groups.group)
-        self._group = weakref.ref(group)
-        self._size = group.size()
-        self.allocate = self._intra_node.allocate
-
-    def __call__(self, _: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        inter_node = None if self.state is None else _PowerSGDAllReduce(self.state, bucket, self._size)
-        # A single leader: matrices must stay whole, and the hook's state counts steps by seeing every bucket.
-        sums = HierarchicalAllReduce(self._intra_node, inter_node, self._threads, exact=False, leaders=1)
-        group = self._group()
-        assert group is not None
-        return future_of(sums.launch(bucket.buffer()), bucket.buffer(), group)
-
-
-class _PowerSGDAllReduce:
-    """Implements :class:`.hierarchical.InterNode`."""
-
-    def __init__(self, state: PowerSGDState, bucket: GradBucket, ranks: int) -> None:
-        self._state, self._bucket, self._ranks = state, bucket, ranks
-
-    def start(self, shard: torch.Tensor, doing: str) -> list[Work]:
-        if not shard.numel():
-            return []  # not the leader
-        group = self._state.process_group
-        shard.mul_(group.size() / self._ranks)  # the hook divides by the number of nodes
-        bucket = self._bucket
-        whole: Any = GradBucket(bucket.index(), shard, bucket.parameters(), is_last=bucket.is_last())
-        return [FutureWork(powerSGD_hook(self._state, whole), shard, group)]
-
-
 _POWERSGD = ("iter", "error_dict", "p_memory_dict", "q_memory_dict", "next_stats_report")  # what changes in a run
 
 
-def state_of_hook(hook: CommHook | None, state: Any) -> dict[str, Any]:
+def state_of_hook(state: Any) -> dict[str, Any]:
     """What a comm hook keeps from step to step on this rank, for a checkpoint: that of torch's PowerSGD. Local.
 
     Empty for hooks that keep nothing, and for others, whose state this library does not know.
     """
-    kept = _powersgd_of(hook, state)
-    if kept is None:
+    if not isinstance(state, PowerSGDState):
         return {}
-    found = {name: getattr(kept, name) for name in _POWERSGD}
-    rng = kept.rng.get_state(legacy=False)
+    found = {name: getattr(state, name) for name in _POWERSGD}
+    rng = state.rng.get_state(legacy=False)
     return found | {"rng": {**rng, "state": {**rng["state"], "key": rng["state"]["key"].tolist()}}}
 
 
-def load_state_of_hook(hook: CommHook | None, state: Any, saved: dict[str, Any]) -> None:
+def load_state_of_hook(state: Any, saved: dict[str, Any]) -> None:
     """Inverse of :func:`state_of_hook`. Local."""
-    kept = _powersgd_of(hook, state)
-    if kept is None or not saved:
+    if not isinstance(state, PowerSGDState) or not saved:
         return
     for name in _POWERSGD:
-        setattr(kept, name, saved[name])
-    kept.rng.set_state(saved["rng"])
-
-
-def _powersgd_of(hook: CommHook | None, state: Any) -> PowerSGDState | None:
-    kept = hook.state if isinstance(hook, PowerSGDBetweenNodes) else state
-    return kept if isinstance(kept, PowerSGDState) else None
-
-
-def _state(settings: PowerSGD, group: dist.ProcessGroup) -> PowerSGDState:
-    return PowerSGDState(group, matrix_approximation_rank=settings.rank, start_powerSGD_iter=settings.start)
+        setattr(state, name, saved[name])
+    state.rng.set_state(saved["rng"])

@@ -24,88 +24,66 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.protocol import Work, allocate, as_real
-from ddp_callbacks.comm.shared_memory import ALIGNMENT
+from ddp_callbacks.comm.process_group import ProcessGroupWork
+from ddp_callbacks.comm.protocol import Work
+from ddp_callbacks.comm.shared_memory import ALIGNMENT, SharedMemoryAllReduce, SharedMemoryWork
 from ddp_callbacks.process_group.failures import enter, wait
 from ddp_callbacks.process_group.presence import OWN_THREADS
 
 DOING = "gradients that are summed beside backward"
+CHUNK_NBYTES = 4 << 20
+"""The size of a shard that is worth a sum by itself; with less, gloo's ring runs short of work."""
+
 _MOMENT = 1e-3  # seconds of the usual wait
-MAX_CHUNKS = 8
-"""Per sum: shared memory has room for a limited number of sums under way, and each chunk is one."""
-
-
-class IntraNode(Protocol):
-    """The part of a sum within one node, in the steps of :class:`.shared_memory.SharedMemoryAllReduce`."""
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
-
-    def post(self, tensor: torch.Tensor, leaders: int | None = None, doing: str = "") -> Any: ...
-
-    def reduce_scatter(self, work: Any, doing: str) -> torch.Tensor: ...
-
-    def all_gather(self, work: Any) -> None: ...
-
-    def finish(self, work: Any, doing: str) -> None: ...
-
-
-class InterNode(Protocol):
-    """The part of a sum between nodes."""
-
-    def start(self, shard: torch.Tensor, doing: str) -> Sequence[Work]: ...
+_MAX_CHUNKS = 8  # of a sum: shared memory has room for a limited number of sums under way, and each chunk is one
 
 
 class HierarchicalAllReduce:
     """See :class:`.protocol.AllReduce`.
 
     Args:
-        intra_node: Sums within this rank's node.
-        inter_node: Sums between the nodes; ``None`` on a rank that is no node leader.
+        memory: Sums within this rank's node.
+        leaders: The leaders of this rank's shard, one on each node; ``None`` on a rank that sums no shard.
         threads: That do the work; all hierarchical sums of a group use the same.
-        exact: Whether ``inter_node`` rounds nothing.
-        leaders: How many ranks of each node sum a shard each; ``None`` is as many as every node has.
-        chunk_nbytes: How much is summed at a time, all shards together, unless that makes more than
-            :data:`MAX_CHUNKS`; ``None`` is everything.
+        dtype: Between nodes, as in :class:`.process_group.ProcessGroupWork`.
     """
 
     def __init__(
         self,
-        intra_node: IntraNode,
-        inter_node: InterNode | None,
+        memory: SharedMemoryAllReduce,
+        leaders: dist.ProcessGroup | None,
         threads: SummingThreads,
-        *,
-        exact: bool = True,
-        leaders: int | None = None,
-        chunk_nbytes: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self._intra_node, self._inter_node, self._threads, self._leaders = intra_node, inter_node, threads, leaders
-        self._chunk_nbytes = chunk_nbytes
-        self.exact = exact
-        self.allocate = intra_node.allocate
+        self._memory, self._leaders, self._threads, self._dtype = memory, leaders, threads, dtype
+        self.allocate = memory.allocate
+        self.exact = dtype is None
 
     def launch(self, tensor: torch.Tensor, doing: str = "") -> ChunkedWork:
         """Start to sum ``tensor`` (flat, contiguous) over all ranks, in place. Does not block."""
         if doing:
             enter(doing)
-        numel = tensor.numel()
-        if self._chunk_nbytes is not None:
-            numel = max(self._chunk_nbytes // tensor.itemsize, -(-numel // (MAX_CHUNKS * ALIGNMENT)) * ALIGNMENT)
-        return ChunkedWork([self._launch(chunk, doing) for chunk in tensor.split(max(numel, 1))])
+        fewest = -(-tensor.numel() // (_MAX_CHUNKS * ALIGNMENT)) * ALIGNMENT
+        numel = CHUNK_NBYTES * self._memory.local_ranks.leaders // tensor.itemsize
+        return ChunkedWork([self._launch(chunk, doing) for chunk in tensor.split(max(numel, fewest, 1))])
 
     def _launch(self, chunk: torch.Tensor, doing: str) -> HierarchicalWork:
-        posted = self._intra_node.post(chunk, self._leaders, doing)
-        work = HierarchicalWork(self._intra_node, posted, self._inter_node, self._threads.group)
+        work = HierarchicalWork(self._memory, self._memory.post(chunk, doing), self._threads.group)
         self._threads.reduce.submit(partial(self._reduce, work, doing))
         return work
 
     def _reduce(self, work: HierarchicalWork, doing: str) -> None:
-        work.reduce(doing)
+        work.reduce(partial(self._sum_between_nodes, doing=doing))
         self._threads.gather.submit(work.gather)
+
+    def _sum_between_nodes(self, shard: torch.Tensor, doing: str) -> Work | None:
+        if self._leaders is None or not shard.numel():
+            return None
+        return ProcessGroupWork(shard, self._leaders, doing, self._dtype)
 
 
 @dataclass(frozen=True)
@@ -124,19 +102,17 @@ class HierarchicalWork:
     """The handle of one chunk; see :class:`.protocol.Work`."""
 
     def __init__(
-        self, intra_node: IntraNode, posted: Any, inter_node: InterNode | None, group: weakref.ref[dist.ProcessGroup]
+        self, memory: SharedMemoryAllReduce, posted: SharedMemoryWork, group: weakref.ref[dist.ProcessGroup]
     ) -> None:
-        self._intra_node, self._posted, self._inter_node, self._group = intra_node, posted, inter_node, group
-        self._sent: Sequence[Work] = ()
+        self._memory, self._posted, self._group = memory, posted, group
+        self._sent: Work | None = None
         self._gathered = threading.Event()
         self._error: BaseException | None = None
 
-    def reduce(self, doing: str) -> None:
+    def reduce(self, sum_between_nodes: Callable[[torch.Tensor], Work | None]) -> None:
         """In the reduce thread."""
         try:
-            shard = self._intra_node.reduce_scatter(self._posted, DOING)
-            if self._inter_node is not None:
-                self._sent = self._inter_node.start(shard, doing)
+            self._sent = sum_between_nodes(self._memory.reduce_scatter(self._posted, DOING))
         except BaseException as error:
             self._error = error
 
@@ -144,9 +120,9 @@ class HierarchicalWork:
         """In the gather thread."""
         try:
             if self._error is None:
-                for work in self._sent:
-                    work.wait(DOING)
-                self._intra_node.all_gather(self._posted)
+                if self._sent is not None:
+                    self._sent.wait(DOING)
+                self._memory.all_gather(self._posted)
         except BaseException as error:
             self._error = error
         self._gathered.set()
@@ -159,7 +135,7 @@ class HierarchicalWork:
             wait(self, doing, group)
         if self._error is not None:
             raise self._error
-        self._intra_node.finish(self._posted, doing)
+        self._memory.finish(self._posted, doing)
 
     def wait_slice(self, seconds: float) -> bool:
         """Whether the threads finished it within ``seconds``; every wait of theirs has a limit."""
@@ -189,22 +165,3 @@ def _run(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (call := calls.get()) is not None:
         call()
         del call  # its tensors
-
-
-class SingleRankNode:
-    """A node of one rank: nothing to sum within it. Its work is the tensor itself; see :class:`IntraNode`."""
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return allocate(numel, dtype, device)
-
-    def post(self, tensor: torch.Tensor, leaders: int | None = None, doing: str = "") -> torch.Tensor:
-        return as_real(tensor)
-
-    def reduce_scatter(self, work: torch.Tensor, doing: str) -> torch.Tensor:
-        return work
-
-    def all_gather(self, work: torch.Tensor) -> None:
-        pass
-
-    def finish(self, work: torch.Tensor, doing: str) -> None:
-        pass

@@ -21,18 +21,21 @@ _TAG = 8  # bytes before a small sum for its tag; the widest real dtype has as m
 
 
 class ProcessGroupAllReduce:
-    """All-reduce by the process group's collectives (gloo, NCCL)."""
+    """All-reduce by the process group's collectives (gloo, NCCL).
 
-    exact = True
+    Args:
+        dtype: As in :class:`ProcessGroupWork`.
+    """
 
-    def __init__(self, group: dist.ProcessGroup, allocate: Allocator) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, allocate: Allocator, dtype: torch.dtype | None = None) -> None:
+        self._group, self._dtype = group, dtype
         self.allocate = allocate
+        self.exact = dtype is None
 
     def launch(self, tensor: torch.Tensor, doing: str = "") -> ProcessGroupWork:
         if doing:
             enter(doing)
-        return ProcessGroupWork(tensor, self._group, doing)
+        return ProcessGroupWork(tensor, self._group, doing, self._dtype)
 
 
 class ProcessGroupWork:
@@ -43,10 +46,16 @@ class ProcessGroupWork:
         group: All ranks of it must start the same reductions in the same order.
         doing: The purpose, the same on every rank. A small sum carries it as a tag, so that mixing up different sums is
             an error.
+        dtype: Half precision: wider numbers are rounded to it, sent and summed; ``None`` rounds nothing.
     """
 
-    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, doing: str = "") -> None:
-        self._tensor = tensor = as_real(tensor)
+    def __init__(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup, doing: str = "", dtype: torch.dtype | None = None
+    ) -> None:
+        self._result = tensor = as_real(tensor)
+        if dtype is not None and dtype.itemsize < tensor.itemsize:
+            tensor = tensor.to(dtype)
+        self._tensor = tensor
         self._group = group = group if tensor.device.type != "cpu" else cpu_group(group)
         self._doing = doing
         self._gathered: torch.Tensor | None = None
@@ -74,6 +83,8 @@ class ProcessGroupWork:
             torch.add(first, second, out=self._tensor)
             for other in others:
                 self._tensor.add_(other)
+        if self._tensor is not self._result:
+            self._result.copy_(self._tensor)
 
 
 def _tagged(tensor: torch.Tensor, tag: int) -> torch.Tensor:

@@ -36,9 +36,10 @@ class AllReduce(Protocol):
         """A flat tensor in the memory that suits this way best. Local."""
 
     def launch(self, tensor: torch.Tensor, doing: str = "") -> Work:
-        """Start to sum ``tensor`` (flat, contiguous) over the ranks, in place. Does not block.
+        """Start to sum ``tensor`` over the ranks, in place. Does not block.
 
         Args:
+            tensor: From :meth:`allocate`, or a part of one; flat.
             doing: What this is for, the same on every rank: it travels with the sum.
         """
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections import deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -13,39 +12,27 @@ from ddp_callbacks._torch import descriptor_of, outside_inference_mode
 from ddp_callbacks.comm import memfd
 from ddp_callbacks.errors import ConfigurationError
 
-_KNOWN = 4  # sums at one place whose shards are known: gradients that a rank keeps are elsewhere in the next step
+Place = tuple[int, int, int, int]
+"""Where a sum is, as its rank tells the others: number and descriptor of the segment, offset in it, number of bytes."""
 
 
-@dataclass(eq=False)
-class Segment:
-    """A segment of this rank.
-
-    Attributes:
-        serial, fd: Its number and descriptor, as the other ranks know it.
-        known: By offset in the segment: this rank's shards in all ranks' memory, after a key that identifies the sum.
-    """
-
-    serial: int
+class _Segment(NamedTuple):
+    number: int
     fd: int
-    known: dict[int, deque[tuple[Hashable, list[torch.Tensor]]]] = field(default_factory=dict)
-
-    def shards(self, at: int, key: Hashable, cut: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """The shards of a sum at this offset. Usually, a step sums the same memory as the previous one."""
-        known = self.known.setdefault(at, deque(maxlen=_KNOWN))
-        for other, shards in known:
-            if other == key:
-                return shards
-        known.append((key, shards := cut()))
-        return shards
 
 
 class Segments:
-    """The segments of this rank; each is freed with the tensor that was allocated in it."""
+    """The segments of this rank; each is freed with the tensor that was allocated in it.
+
+    Attributes:
+        shards: This rank's shards of all ranks' memory, by what identifies them. They keep that memory, so they are
+            forgotten whenever a segment of this rank is freed: the other ranks then free theirs.
+    """
 
     def __init__(self) -> None:
-        self._by_address: dict[int, Segment] = {}
-        self._count = 0
-        self._spare: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # for copies
+        self.shards: dict[tuple[object, ...], torch.Tensor] = {}
+        self._by_address: dict[int, _Segment] = {}
+        self._numbers = itertools.count()
 
     @outside_inference_mode
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -59,29 +46,21 @@ class Segments:
                 f"{memfd.SWITCH}=0 to sum through gloo."
             ) from error
         tensor = torch.empty(0, dtype=dtype).set_(storage)
-        self._count += 1
-        segment = self._by_address[_address(tensor)] = Segment(self._count, descriptor_of(storage))
-        weakref.finalize(tensor, _forget, self._by_address, _address(tensor), segment).atexit = False
+        segment = _Segment(next(self._numbers), descriptor_of(storage))
+        address = storage.data_ptr()
+        self._by_address[address] = segment
+        weakref.finalize(tensor, _forget, self._by_address, address, segment, self.shards).atexit = False
         return tensor[:numel]
 
-    def home_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Segment]:
-        """``tensor`` if it lies in a segment, otherwise a copy that does."""
-        segment = self._by_address.get(_address(tensor))
-        if segment is not None:
-            return tensor, segment
-        home = self._spare.pop((tensor.numel(), tensor.dtype), None)
-        home = self.allocate(tensor.numel(), tensor.dtype) if home is None else home
-        return home.copy_(tensor), self._by_address[_address(home)]
-
-    def reuse(self, home: torch.Tensor) -> None:
-        """Keep a copy's memory for the next copy of its size."""
-        self._spare[home.numel(), home.dtype] = home
+    def place_of(self, tensor: torch.Tensor) -> Place:
+        """Where a tensor of :meth:`allocate`, or a part of one, is."""
+        segment = self._by_address[tensor.untyped_storage().data_ptr()]  # an empty tensor has no address of its own
+        return *segment, int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes
 
 
-def _forget(segments: dict[int, Segment], address: int, segment: Segment) -> None:
-    if segments.get(address) is segment:  # otherwise its storage was replaced, and another one has the address
-        del segments[address]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()  # an empty tensor has no address
+def _forget(
+    by_address: dict[int, _Segment], address: int, segment: _Segment, shards: dict[tuple[object, ...], torch.Tensor]
+) -> None:
+    shards.clear()
+    if by_address.get(address) is segment:  # otherwise its storage was replaced, and another one has the address
+        del by_address[address]

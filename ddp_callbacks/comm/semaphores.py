@@ -21,10 +21,8 @@ import fcntl
 import mmap
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 from ddp_callbacks.process_group.diagnosis import ProcessEnded
 
@@ -71,7 +69,7 @@ class SemaphoreChannel:
         # Calls that never block go through PyDLL and keep the GIL; the timed wait releases it.
         quick = ctypes.PyDLL(None, use_errno=True)
         self._post, self._try_wait = quick.sem_post, quick.sem_trywait
-        self._timed_wait, self._clock = _timed_wait(libc)
+        self._timed_wait = libc.sem_timedwait
         for other in range(size):
             if quick.sem_init(self._from[other], 1, 0):
                 raise OSError(ctypes.get_errno(), "sem_init between processes")
@@ -99,7 +97,7 @@ class SemaphoreChannel:
 
     def sleep(self, other: int, seconds: float) -> bool:
         """Wait up to ``seconds`` for the next post of ``other``."""
-        at = time.clock_gettime(self._clock) + seconds
+        at = time.time() + seconds  # if the clock is set, the next post still ends the wait
         spec = _TimeSpec(int(at), int(at % 1 * 1e9))
         if self._timed_wait(self._from[other], ctypes.byref(spec)):
             if ctypes.get_errno() in (errno.ETIMEDOUT, errno.EINTR):
@@ -135,17 +133,6 @@ class SemaphoreChannel:
             return True
         fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, other)
         return False
-
-
-def _timed_wait(libc: ctypes.CDLL) -> tuple[Callable[..., int], int]:
-    """A wait with a deadline, and its clock: the monotonic clock if the C library supports it (glibc 2.30)."""
-    if not hasattr(libc, "sem_clockwait"):
-        return libc.sem_timedwait, time.CLOCK_REALTIME
-    return partial(_on_clock, libc.sem_clockwait), time.CLOCK_MONOTONIC
-
-
-def _on_clock(wait: Callable[..., int], semaphore: ctypes.c_void_p, deadline: object) -> int:
-    return wait(semaphore, time.CLOCK_MONOTONIC, deadline)
 
 
 @dataclass

@@ -16,11 +16,10 @@ On a single node every rank is a leader, and the last three steps run when a ran
 from __future__ import annotations
 
 import mmap
-import threading
 import weakref
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,13 +27,14 @@ import torch.distributed as dist
 from ddp_callbacks._torch import outside_inference_mode, timeout_of
 from ddp_callbacks.comm import memfd
 from ddp_callbacks.comm.protocol import as_real
-from ddp_callbacks.comm.segments import Segment, Segments
+from ddp_callbacks.comm.segments import Place, Segments
 from ddp_callbacks.comm.semaphores import LINE, SemaphoreChannel
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group.diagnosis import ProcessEnded
 from ddp_callbacks.process_group.failures import diagnose, enter, require_tags, tag_of, wait
 
 _SLOTS = 8192  # per rank in the ring: the maximum number of pending sums
+_ENTRY = 5  # numbers in a slot
 ALIGNMENT = 64
 """Shards begin at multiples of this many elements, so that no two ranks write to the same cache line."""
 
@@ -80,8 +80,7 @@ class SharedMemoryAllReduce:
         self._posted, self._done = (
             SemaphoreChannel(control, offset + at, ranks, self._local_rank, timeout) for at in (0, nbytes)
         )
-        # A ring of slots per rank, indexed by the number of the sum: serial number and descriptor of the segment,
-        # offset in it, number of bytes, and purpose.
+        # A ring of slots per rank, indexed by the number of the sum: its place, and the tag of its purpose.
         ring = memoryview(mmap.mmap(control, self.control_nbytes(self._size), offset=offset))
         self._descriptors = ring[2 * nbytes :].cast("q")
         self._segments = Segments()
@@ -91,7 +90,6 @@ class SharedMemoryAllReduce:
         # Keeps a buffer until every rank has finished: a peer may not have mapped it yet, even if this rank does not
         # wait.
         self._gathered: deque[SharedMemoryWork] = deque()
-        self._lock = threading.RLock()  # another thread completes a communication hook's future
 
     @staticmethod
     def control_nbytes(size: int) -> int:
@@ -102,26 +100,25 @@ class SharedMemoryAllReduce:
         return self._segments.allocate(numel, dtype)
 
     def launch(self, tensor: torch.Tensor, doing: str = "") -> SharedMemoryWork:
-        """Start summing ``tensor`` (flat, contiguous) over the ranks of this node, in place. Does not block."""
+        """Start summing ``tensor`` over the ranks of this node, in place. Does not block."""
         if doing:
             enter(doing)
-        work = self.post(tensor, doing=doing)
+        work = self.post(tensor, doing)
         self._launched.append(work)
         return work
 
     def complete(self, work: SharedMemoryWork, doing: str) -> None:
         """Do this rank's part of all launched sums; return when ``work`` is complete on every rank."""
-        with self._lock:
-            self._require_whole()
-            while self._launched:
-                first = self._launched[0]
-                self._find_shards(first, doing)  # if this raises, the sum can be completed later
-                self._under_way = True
-                _sum_into_first(first.shards)
-                self.all_gather(first)
-                self._launched.popleft()
-                self._under_way = False
-            self.finish(work, doing)
+        self._require_whole()
+        while self._launched:
+            first = self._launched[0]
+            self._find_shards(first, doing)  # if this raises, the sum can be completed later
+            self._under_way = True
+            _sum_into_first(first.shards)
+            self.all_gather(first)
+            self._launched.popleft()
+            self._under_way = False
+        self.finish(work, doing)
 
     def _require_whole(self) -> None:
         if self._under_way:
@@ -132,18 +129,16 @@ class SharedMemoryAllReduce:
 
     # --- the steps of a sum -------------------------------------------------------------------------------------------
 
-    def post(self, tensor: torch.Tensor, leaders: int | None = None, doing: str = "") -> SharedMemoryWork:
+    def post(self, tensor: torch.Tensor, doing: str = "") -> SharedMemoryWork:
         """Tell the others that they can read ``tensor``. Does not block."""
         if self._posted.posted - self._finished >= _SLOTS:
             raise ConfigurationError(f"more than {_SLOTS} sums are in flight: raise bucket_cap_mb.")
-        result = as_real(tensor)
-        home, segment = self._segments.home_of(result)
         number = self._posted.posted + 1
-        slot, at = self._slot(self._local_rank, number), int(home.storage_offset()) * home.itemsize
-        for offset, entry in enumerate((segment.serial, segment.fd, at, home.nbytes, tag_of(doing))):
-            self._descriptors[slot + offset] = entry
+        entry = array("q", [*self._segments.place_of(tensor), tag_of(doing)])
+        slot = self._slot(self._local_rank, number)
+        self._descriptors[slot : slot + len(entry)] = memoryview(entry)
         self._posted.post()
-        return SharedMemoryWork(self, result, home, segment, number, leaders or self.local_ranks.leaders, doing)
+        return SharedMemoryWork(self, as_real(tensor), number, doing)
 
     def reduce_scatter(self, work: SharedMemoryWork, doing: str) -> torch.Tensor:
         """Sum this rank's shard, and return it. Blocks until every rank of the node has posted."""
@@ -154,11 +149,9 @@ class SharedMemoryAllReduce:
     def _find_shards(self, work: SharedMemoryWork, doing: str) -> None:
         """Block until every rank of the node has posted; then find this rank's shard of each buffer."""
         self._await(self._posted, work.number, doing)
-        slots = [self._slot(index, work.number) for index in range(self._size)]
-        self._require_same(slots, work.doing)
-        places = tuple(self._descriptors[slot + offset] for slot in slots for offset in (0, 2, 3))
-        key = (work.home.dtype, work.leaders, places)
-        work.shards = work.segment.shards(int(work.home.storage_offset()), key, partial(self._cut, work, slots, doing))
+        entries = [self._entry(index, work.number) for index in range(self._size)]
+        self._require_same([tag for _, tag in entries], work.doing)
+        work.shards = [self._shard(index, place, work.tensor, doing) for index, (place, _) in enumerate(entries)]
 
     def all_gather(self, work: SharedMemoryWork) -> None:
         """Write this rank's shard into every rank's buffer. Does not block."""
@@ -170,41 +163,34 @@ class SharedMemoryAllReduce:
 
     def finish(self, work: SharedMemoryWork, doing: str) -> None:
         """Block until every rank of the node has written its shard everywhere."""
-        with self._lock:
-            self._await(self._done, work.number, doing)
-            self._finished = max(self._finished, work.number)
-            while self._gathered and self._gathered[0].number <= work.number:
-                self._gathered.popleft()
-        if work.home is not work.result:
-            work.result.copy_(work.home)
-            self._segments.reuse(work.home)
-            work.home = work.result  # so that waiting again is safe; the next sum may use its home
+        self._await(self._done, work.number, doing)
+        self._finished = max(self._finished, work.number)
+        while self._gathered and self._gathered[0].number <= work.number:
+            self._gathered.popleft()
 
     @outside_inference_mode
-    def _cut(self, work: SharedMemoryWork, slots: list[int], doing: str) -> list[torch.Tensor]:
-        """This rank's shard of every rank's buffer."""
-        begin, end = self._bounds(work)
-        shards = []
-        for index, slot in enumerate(slots):
-            _, fd, at, nbytes = self._descriptors[slot : slot + 4]
-            self._require_size(index, nbytes, work.home.nbytes)
+    def _shard(self, index: int, place: Place, like: torch.Tensor, doing: str) -> torch.Tensor:
+        """This rank's shard of a rank's memory. Usually, a step sums the same memory as the previous one."""
+        key = index, place, like.dtype
+        shard = self._segments.shards.get(key)
+        if shard is None:
+            _, fd, at, nbytes = place
+            self._require_size(index, nbytes, like.nbytes)
             # Map this rank's memory a second time: a view of the tensor itself would count as a reference from the
             # user.
-            home = self._map(index, fd, doing)[at : at + nbytes]
-            shards.append(home.view(work.home.dtype)[begin:end])
-        return shards
+            whole = self._map(index, fd, doing)[at : at + nbytes].view(like.dtype)
+            shard = self._segments.shards[key] = whole[self._bounds(like.numel())]
+        return shard
 
-    def _bounds(self, work: SharedMemoryWork) -> tuple[int, int]:
+    def _bounds(self, numel: int) -> slice:
         """Start and end of this rank's shard."""
-        numel, leaders = work.home.numel(), work.leaders
-        units = -(-numel // ALIGNMENT)
+        leaders, units = self.local_ranks.leaders, -(-numel // ALIGNMENT)
         first, last = (
             units * min(at, leaders) // leaders * ALIGNMENT for at in (self._local_rank, self._local_rank + 1)
         )
-        return min(first, numel), min(last, numel)
+        return slice(min(first, numel), min(last, numel))
 
-    def _require_same(self, slots: list[int], doing: str) -> None:
-        tags = [self._descriptors[slot + 4] for slot in slots]
+    def _require_same(self, tags: list[int], doing: str) -> None:
         if tags.count(tags[0]) < len(tags):
             group = self._group()
             assert group is not None
@@ -234,6 +220,11 @@ class SharedMemoryAllReduce:
         while (missing := channel.missing(number)) is not None:
             wait(missing, doing, group)
 
+    def _entry(self, index: int, number: int) -> tuple[Place, int]:
+        slot = self._slot(index, number)
+        segment, fd, at, nbytes, tag = self._descriptors[slot : slot + _ENTRY]
+        return (segment, fd, at, nbytes), tag
+
     def _slot(self, index: int, number: int) -> int:
         return (index * _SLOTS + number % _SLOTS) * (LINE // 8)
 
@@ -243,21 +234,16 @@ class SharedMemoryWork:
     """The work handle of a sum over the ranks of a node; :meth:`SharedMemoryAllReduce.launch` makes it.
 
     Attributes:
-        result: The tensor that receives the sum.
-        home: The tensor that is summed, in ``segment``; ``result`` itself if that lies there.
+        tensor: The tensor that is summed, in place.
         number: The number of the post that announces this sum, and of the post that finishes it.
-        leaders: The number of ranks that sum a shard each.
         doing: The purpose.
         shards: This rank's shard of every rank's memory once it is summed; the first one holds the sum.
     """
 
     memory: SharedMemoryAllReduce
-    result: torch.Tensor
-    home: torch.Tensor
-    segment: Segment
+    tensor: torch.Tensor
     number: int
-    leaders: int
-    doing: str = ""
+    doing: str
     shards: list[torch.Tensor] = field(default_factory=list)
 
     def wait(self, doing: str) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ddp_callbacks.comm.collectives import new_subgroup
 from ddp_callbacks.comm.cpu_group import cpu_group
-from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce, IntraNode, SingleRankNode, SummingThreads
-from ddp_callbacks.comm.inter_node import CHUNK_NBYTES, InterNodeAllReduce, InterNodeGroups, open_inter_node_groups
+from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce, SummingThreads
 from ddp_callbacks.comm.messages import hosts_of
 from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
 from ddp_callbacks.comm.protocol import AllReduce, allocate
@@ -50,13 +50,14 @@ class Topology:
 
     Attributes:
         nodes: The ranks, node by node; without shared memory, each rank is a separate node.
+        memory: Sums within this rank's node; ``None`` without shared memory.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         hosts = hosts_of(group)
-        self.nodes, self._memory = hosts.ranks, hosts.sums
-        self._groups: InterNodeGroups | None = None
+        self.nodes, self.memory = hosts.ranks, hosts.sums
+        self._leaders: dist.ProcessGroup | None = None
         self._threads: SummingThreads | None = None
         if group.rank() == 0:
             _say_once(f"summing CPU tensors using {self._describe(hosts.problem)}")
@@ -68,24 +69,25 @@ class Topology:
 
     def all_reduce(self, dtype: torch.dtype | None = None) -> AllReduce:
         """The fastest all-reduce; rounded to ``dtype`` between nodes. A collective."""
-        group = self._group()
-        assert group is not None
-        if self.on_one_node and self._memory is not None:
-            return self._memory
-        if self._memory is None and dtype is None:
-            return ProcessGroupAllReduce(group, allocate)
-        intra_node, groups, threads = self.open()
-        inter_node = None if groups is None else InterNodeAllReduce(groups, dtype)
-        chunk_nbytes = CHUNK_NBYTES * min(map(len, self.nodes))
-        return HierarchicalAllReduce(intra_node, inter_node, threads, exact=dtype is None, chunk_nbytes=chunk_nbytes)
+        if self.memory is None:
+            return ProcessGroupAllReduce(self._resolved(), allocate, dtype)
+        if self.on_one_node:
+            return self.memory
+        leaders, threads = self.open()
+        return HierarchicalAllReduce(self.memory, leaders, threads, dtype)
 
-    def open(self) -> tuple[IntraNode, InterNodeGroups | None, SummingThreads]:
-        """The parts of a hierarchical all-reduce. A collective on first use."""
+    def open(self) -> tuple[dist.ProcessGroup | None, SummingThreads]:
+        """What sums between nodes: the leaders of this rank's shard, if it has one. A collective on first use."""
+        if self._threads is None:
+            group = self._resolved()
+            shards = list(zip(*self.nodes, strict=False))  # as many as the smallest node has ranks
+            self._leaders, self._threads = new_subgroup(shards, group), SummingThreads(group)
+        return self._leaders, self._threads
+
+    def _resolved(self) -> dist.ProcessGroup:
         group = self._group()
         assert group is not None
-        if self._threads is None:
-            self._groups, self._threads = open_inter_node_groups(group, self.nodes), SummingThreads(group)
-        return self._memory or SingleRankNode(), self._groups, self._threads
+        return group
 
     def _describe(self, problem: str) -> str:
         if problem:

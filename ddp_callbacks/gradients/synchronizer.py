@@ -217,7 +217,7 @@ class GradientSynchronizer:
         state: dict[str, Any] = {"world_size": self._world_size, "gradients": self._accumulated()}
         if self._reducer is None:
             return state
-        hook = state_of_hook(self._sums.hook, self._sums.hook_state)
+        hook = state_of_hook(self._sums.hook_state)
         return state | {"rounds": self.rounds, "weighing": self._reducer.weighing.state_dict(), "hook": hook}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -245,7 +245,7 @@ class GradientSynchronizer:
         if self._reducer is not None:
             self._reducer.rounds = state["rounds"]
             self._reducer.weighing.load_state_dict(state["weighing"])
-            load_state_of_hook(self._sums.hook, self._sums.hook_state, dict(state["hook"]))
+            load_state_of_hook(self._sums.hook_state, dict(state["hook"]))
         self._load_gradients(state["gradients"])
 
     def _accumulated(self) -> dict[str, torch.Tensor]:

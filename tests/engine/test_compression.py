@@ -1,4 +1,4 @@
-"""Gradients that are compressed between hosts, and the two-level sum under DistributedDataParallel."""
+"""Gradients that are compressed between hosts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import functools
 import importlib.util
 import io
 import itertools
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +15,10 @@ from kit.compare import assert_equal
 from kit.ranks import live_on_hosts
 from shared_worlds import TWO, WIDE, World, by_rank
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_callbacks import GradientSynchronizer, PowerSGD
-from ddp_callbacks.comm import ddp_hook
-from ddp_callbacks.comm.ddp_hook import hierarchical_allreduce_hook
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 
 pytestmark = pytest.mark.shares_results()
@@ -133,46 +128,6 @@ def test_a_training_that_goes_on_from_the_engine_s_state_has_the_same_bits() -> 
     for compress, known in ((PowerSGD(rank=1, start=2), True), (None, False)):
         whole = synchronize(compress, (1, 1), known)
         assert_equal(synchronize(compress, (1, 1), known, cut=3), whole, 0.0)
-
-
-# --- under DistributedDataParallel ------------------------------------------------------------------------------------
-
-
-@WORLD.on(TWO, WIDE)
-def test_the_hook_gives_distributed_data_parallel_the_same_gradients() -> None:
-    """`hierarchical_allreduce_hook` gives DDP the same gradients."""
-    size = dist.get_world_size()
-    for layout in ((size,), (size - 1, 1), (1,) * size):
-        live_on_hosts(layout, group := dist.new_group())
-        nets = [DistributedDataParallel(model(), bucket_cap_mb=0.002, process_group=group) for _ in range(2)]
-        nets[0].register_comm_hook(group, hierarchical_allreduce_hook)
-        for step in range(4):
-            for net in nets:
-                net.zero_grad()
-                loss_of(net, dist.get_rank(), step).backward()
-            assert error(*map(gradients, nets)) < 1e-6
-
-
-def test_the_sums_of_one_group_do_not_wait_for_those_of_another() -> None:
-    """Sums of two groups do not wait for each other."""
-    # On another rank they may come in the other order, and both would wait.
-    done, ends = threading.Event(), []
-    first: Any = SimpleNamespace(wait=lambda doing: ends.append(done.wait(60)))
-    second: Any = SimpleNamespace(wait=lambda doing: done.set())
-    groups: list[Any] = [type("Group", (), {})() for _ in range(2)]
-    futures = [ddp_hook.future_of(*each) for each in zip((first, second), torch.arange(2), groups, strict=True)]
-    assert [future.wait().item() for future in futures] == [0, 1] and ends == [True]
-
-
-def test_gradients_on_a_gpu_go_by_torchs_own_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs that hook is torch's own."""
-    # Its future knows the streams of the GPU; a plain one would be done before the sum is.
-    with FakeTensorMode():
-        on_a_gpu = torch.ones(3, device="cuda")
-    bucket: Any = SimpleNamespace(buffer=lambda: on_a_gpu)
-    group: Any = SimpleNamespace(size=lambda: 2)
-    monkeypatch.setattr(ddp_hook, "allreduce_hook", lambda *arguments: arguments)
-    assert hierarchical_allreduce_hook(group, bucket) == (group, bucket)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -36,11 +36,13 @@ pytestmark = pytest.mark.shares_results()
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
+CPU = torch.device("cpu")
 Exchange = Callable[[str], Any]  # of a name, which messages say
 
 
 def sum_in_shared_memory(name: str) -> Any:
-    return choose_all_reduce(dist.group.WORLD, [torch.device("cpu")]).launch(torch.ones(1000), name).wait(name)
+    way = choose_all_reduce(dist.group.WORLD, [CPU])
+    return way.launch(way.allocate(1000, torch.float32, CPU).fill_(1.0), name).wait(name)
 
 
 def sum_by_gloo(numel: int) -> Exchange:

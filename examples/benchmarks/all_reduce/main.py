@@ -38,7 +38,7 @@ def ways(nbytes: int) -> dict[str, Way]:
     numel, cpu = nbytes // 4, torch.device("cpu")
     ours = choose_all_reduce(resolve_group(), [cpu])
     shared = ours.allocate(numel, torch.float32, cpu).zero_()
-    private, sent, source, target = (torch.zeros(numel) for _ in range(4))
+    sent, source, target = (torch.zeros(numel) for _ in range(3))
 
     def copy() -> None:
         target.copy_(source)
@@ -46,7 +46,6 @@ def ways(nbytes: int) -> dict[str, Way]:
     found = {
         COPY: copy,
         "ours, in its memory": lambda: ours.launch(shared).wait("the benchmark"),
-        "ours, copied in and out": lambda: ours.launch(private).wait("the benchmark"),
         BASELINE: lambda: dist.all_reduce(sent),
     }
     return found | mpi(numel)

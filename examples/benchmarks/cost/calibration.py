@@ -24,14 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from cost import Calibration, FilledBucket, Job, Layout, Machine, Sample, fit
 from torch import nn
 
 from ddp_callbacks.comm.collectives import all_gather_json, all_reduce
 from ddp_callbacks.comm.compression import Compress
-from ddp_callbacks.comm.hierarchical import IntraNode
+from ddp_callbacks.comm.hierarchical import CHUNK_NBYTES
 from ddp_callbacks.comm.hooks import GradBucket
-from ddp_callbacks.comm.inter_node import CHUNK_NBYTES, InterNodeAllReduce, InterNodeGroups
+from ddp_callbacks.comm.process_group import ProcessGroupWork
+from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
 from ddp_callbacks.comm.topology import topology_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
@@ -81,7 +83,7 @@ def calibrate(training: Training, seconds: float, report: Callable[[float, str],
         counts = ", ".join(str(len(ranks)) for ranks in topology.nodes)
         raise ConfigurationError(f"the cost model needs the same number of ranks on every host, got {counts}.")
     layout = Layout(len(topology.nodes), sizes.pop())
-    memory, groups, _ = topology.open()
+    leaders, _ = topology.open()
     recorder = _Recorder()
     steps: dict[str, Task] = {
         "compute": partial(_timed, _step_of(training)),
@@ -92,13 +94,15 @@ def calibrate(training: Training, seconds: float, report: Callable[[float, str],
     if layout.hosts > 1:
         steps["bf16"] = partial(_synchronized, training, "bf16")
     if layout.ranks_per_host > 1:
-        sums |= {("memory", nbytes): partial(_timed, _sum_in_memory(memory, nbytes)) for nbytes in (_RING, *SIZES)}
+        sums |= {
+            ("memory", nbytes): partial(_timed, _sum_in_memory(topology.memory, nbytes)) for nbytes in (_RING, *SIZES)
+        }
     if layout.hosts > 1:
-        sums["ring", _RING] = partial(_timed, _ring(groups))
+        sums["ring", _RING] = partial(_timed, _ring(leaders))
         for nbytes in SIZES:
             part = nbytes // layout.ranks_per_host
-            sums["wire", nbytes] = partial(_timed, _sum_between_nodes(groups, part, None))
-            sums["half", nbytes] = partial(_timed, _sum_between_nodes(groups, part, torch.bfloat16))
+            sums["wire", nbytes] = partial(_timed, _sum_between_nodes(leaders, part, None))
+            sums["half", nbytes] = partial(_timed, _sum_between_nodes(leaders, part, torch.bfloat16))
     found = _measure({**steps, **sums}, seconds, report)
     job = _job(recorder, found, training)
     samples = tuple(Sample(*key, found[key][0]) for key in sums if key in found)
@@ -238,7 +242,8 @@ class _Recorder:
         return future
 
 
-def _sum_in_memory(node: IntraNode, nbytes: int) -> Callable[[], None]:
+def _sum_in_memory(node: SharedMemoryAllReduce | None, nbytes: int) -> Callable[[], None]:
+    assert node is not None  # several ranks are on each host
     tensor = node.allocate(nbytes // 4, torch.float32, torch.device("cpu")).zero_()
 
     def run() -> None:
@@ -250,21 +255,20 @@ def _sum_in_memory(node: IntraNode, nbytes: int) -> Callable[[], None]:
     return run
 
 
-def _sum_between_nodes(groups: InterNodeGroups | None, nbytes: int, dtype: torch.dtype | None) -> Callable[[], None]:
-    tensor = torch.zeros(nbytes // 4)
-    assert groups is not None  # with equally many ranks on each host, every rank is a leader
-    inter_node, chunks = InterNodeAllReduce(groups, dtype), tensor.split(CHUNK_NBYTES // 4)
+def _sum_between_nodes(leaders: dist.ProcessGroup | None, nbytes: int, dtype: torch.dtype | None) -> Callable[[], None]:
+    assert leaders is not None  # with equally many ranks on each host, every rank is a leader
+    chunks = torch.zeros(nbytes // 4).split(CHUNK_NBYTES // 4)
 
     def run() -> None:
-        for work in [started for chunk in chunks for started in inter_node.start(chunk)]:
+        for work in [ProcessGroupWork(chunk, leaders, "", dtype) for chunk in chunks]:
             work.wait(DOING)
 
     return run
 
 
-def _ring(groups: InterNodeGroups | None) -> Callable[[], None]:
-    assert groups is not None
-    group, tensor = groups.group, torch.zeros(_RING // 4)
+def _ring(leaders: dist.ProcessGroup | None) -> Callable[[], None]:
+    assert leaders is not None
+    group, tensor = leaders, torch.zeros(_RING // 4)
     return lambda: wait(group.allreduce([tensor]), DOING, group)
 
 

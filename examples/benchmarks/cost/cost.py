@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from ddp_callbacks.comm.inter_node import CHUNK_NBYTES, EXCHANGE_NBYTES
+from ddp_callbacks.comm.hierarchical import CHUNK_NBYTES
 from ddp_callbacks.comm.process_group import GATHERED_NBYTES
 from ddp_callbacks.errors import ConfigurationError
 
@@ -216,15 +216,13 @@ def wire_time(machine: Machine, layout: Layout, nbytes: float, half: bool = Fals
 
 
 def wire_traffic(layout: Layout, nbytes: float, half: bool = False, itemsize: int = 4) -> tuple[int, float]:
-    """Number of consecutive messages, and bytes that each host sends; see :mod:`ddp_callbacks.comm.inter_node`."""
+    """Number of consecutive messages, and bytes that each host sends; see :mod:`ddp_callbacks.comm.process_group`."""
     others, hosts = layout.hosts - 1, layout.hosts
-    nbytes = nbytes * 2 / itemsize if half else nbytes
-    part = nbytes / layout.ranks_per_host
-    if part * hosts <= GATHERED_NBYTES:
-        return others, others * nbytes
-    if not half:
-        return ring_traffic(layout, nbytes)
-    return 1 + math.ceil(part / (EXCHANGE_NBYTES * hosts)) * others, 2 * others / hosts * nbytes
+    rounded = nbytes * 2 / itemsize if half else nbytes
+    if rounded / layout.ranks_per_host * hosts <= GATHERED_NBYTES:
+        return others, others * rounded
+    messages, sent = ring_traffic(layout, nbytes)  # a sum is cut before it is rounded
+    return messages, sent * rounded / nbytes
 
 
 def ring_traffic(layout: Layout, nbytes: float) -> tuple[int, float]:

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_callbacks import GradientSynchronizer, join_process_group, leave_process_group
 from ddp_callbacks.comm.compression import Compress
-from ddp_callbacks.comm.ddp_hook import hierarchical_allreduce_hook
 
 
 def step_of_ours(model: nn.Module, batch: Batch, compress: Compress = None) -> Step:
@@ -38,13 +37,10 @@ def step_of_ours(model: nn.Module, batch: Batch, compress: Compress = None) -> S
 
 def ways(model: nn.Module, batch: Batch) -> dict[str, Step]:
     """Each way to synchronize, on a copy of ``model`` of its own."""
-    copies = [copy.deepcopy(model) for _ in range(5)]
-    ddp, hooked = (DistributedDataParallel(copies.pop()) for _ in range(2))
-    hooked.register_comm_hook(None, hierarchical_allreduce_hook)
+    copies = [copy.deepcopy(model) for _ in range(4)]
     return {
         "no sync": make_step(copies.pop(), batch),
-        BASELINE: make_step(ddp, batch),
-        "DDP, hierarchical_allreduce_hook": make_step(hooked, batch),
+        BASELINE: make_step(DistributedDataParallel(copies.pop()), batch),
         "ours": step_of_ours(copies.pop(), batch),
         "ours, bf16": step_of_ours(copies.pop(), batch, "bf16"),
     }
