@@ -10,59 +10,34 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ddp_callbacks.versions import __version__
+from ddp_callbacks.versions import __version__ as __version__
 
 if TYPE_CHECKING:
-    from ddp_callbacks.batch_norm import BatchNormSynchronizer
-    from ddp_callbacks.checkpoints.file import CheckpointFile
-    from ddp_callbacks.checkpoints.own_loop import load_checkpoint, save_checkpoint
-    from ddp_callbacks.comm.compression import PowerSGD
-    from ddp_callbacks.cross_entropy import CrossEntropyWeight
-    from ddp_callbacks.data.random_state import seed_by_rank
-    from ddp_callbacks.data.resuming import resumable_loader
-    from ddp_callbacks.data.sharding import shard_loader, with_shares
-    from ddp_callbacks.data.shares import Share
-    from ddp_callbacks.gradients import GradientSynchronizer
-    from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager
-    from ddp_callbacks.process_group.membership import (
-        get_rank,
-        get_world_size,
-        join_process_group,
-        leave_process_group,
-    )
-    from ddp_callbacks.process_group.preemption import Preemption
-    from ddp_callbacks.process_group.spawn import spawn
-    from ddp_callbacks.replicas import broadcast_optimizer_state, broadcast_parameters, merge_buffers
-    from ddp_callbacks.verification import verify_gradient
-
-__all__ = [
-    "BatchNormSynchronizer",
-    "CheckpointFile",
-    "CrossEntropyWeight",
-    "DiLoCo",
-    "GradientSynchronizer",
-    "LocalSGD",
-    "ParameterAverager",
-    "PowerSGD",
-    "Preemption",
-    "Share",
-    "__version__",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "get_rank",
-    "get_world_size",
-    "join_process_group",
-    "leave_process_group",
-    "load_checkpoint",
-    "merge_buffers",
-    "resumable_loader",
-    "save_checkpoint",
-    "seed_by_rank",
-    "shard_loader",
-    "spawn",
-    "verify_gradient",
-    "with_shares",
-]
+    from ddp_callbacks.batch_norm import BatchNormSynchronizer as BatchNormSynchronizer
+    from ddp_callbacks.checkpoints.file import CheckpointFile as CheckpointFile
+    from ddp_callbacks.checkpoints.own_loop import load_checkpoint as load_checkpoint
+    from ddp_callbacks.checkpoints.own_loop import save_checkpoint as save_checkpoint
+    from ddp_callbacks.comm.compression import PowerSGD as PowerSGD
+    from ddp_callbacks.cross_entropy import CrossEntropyWeight as CrossEntropyWeight
+    from ddp_callbacks.data.random_state import seed_by_rank as seed_by_rank
+    from ddp_callbacks.data.resuming import resumable_loader as resumable_loader
+    from ddp_callbacks.data.sharding import shard_loader as shard_loader
+    from ddp_callbacks.data.sharding import with_shares as with_shares
+    from ddp_callbacks.data.shares import Share as Share
+    from ddp_callbacks.gradients import GradientSynchronizer as GradientSynchronizer
+    from ddp_callbacks.local_sgd import DiLoCo as DiLoCo
+    from ddp_callbacks.local_sgd import LocalSGD as LocalSGD
+    from ddp_callbacks.local_sgd import ParameterAverager as ParameterAverager
+    from ddp_callbacks.process_group.membership import get_rank as get_rank
+    from ddp_callbacks.process_group.membership import get_world_size as get_world_size
+    from ddp_callbacks.process_group.membership import join_process_group as join_process_group
+    from ddp_callbacks.process_group.membership import leave_process_group as leave_process_group
+    from ddp_callbacks.process_group.preemption import Preemption as Preemption
+    from ddp_callbacks.process_group.spawn import spawn as spawn
+    from ddp_callbacks.replicas import broadcast_optimizer_state as broadcast_optimizer_state
+    from ddp_callbacks.replicas import broadcast_parameters as broadcast_parameters
+    from ddp_callbacks.replicas import merge_buffers as merge_buffers
+    from ddp_callbacks.verification import verify_gradient as verify_gradient
 
 _HOMES = {
     "BatchNormSynchronizer": "batch_norm",
@@ -91,6 +66,8 @@ _HOMES = {
     "verify_gradient": "verification",
     "with_shares": "data.sharding",
 }
+
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

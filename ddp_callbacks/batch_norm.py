@@ -29,7 +29,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,7 +83,7 @@ class BatchNormSynchronizer:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._made: dict[type, type] = {}
-        self._layers: dict[BatchNorm, _Layer] = {}
+        self._layers: dict[BatchNorm, LayerStatistics] = {}
         if get_world_size(process_group) == 1:
             return
         layers = _find_layers(module)
@@ -95,7 +94,7 @@ class BatchNormSynchronizer:
         group = _own_group(resolve_group(process_group))
         sums = SmallSums(group, device)
         for name, layer in layers.items():
-            self._layers[layer] = _Layer(counts or _always, LayerStatistics(name, sums))
+            self._layers[layer] = LayerStatistics(name, sums, counts or _always)
         for layer in self._layers:
             layer.__class__ = self._synchronized(type(layer))
 
@@ -151,7 +150,7 @@ class SynchronizedLayer:
 
     is_synchronized = True
     original: type
-    states: dict[Any, _Layer]  # on the class: the layer itself gets no attributes
+    states: dict[Any, LayerStatistics]  # on the class: the layer itself gets no attributes
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         """The layer's forward, as in torch."""
@@ -173,25 +172,6 @@ class SynchronizedLayer:
         reduced: Any = super().__reduce_ex__(1)  # from 2 on, pickle requires the object's class
         function, arguments, *rest = reduced
         return function, tuple(self.original if entry is type(self) else entry for entry in arguments), *rest
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """State of a synchronized layer that is kept outside the module.
-
-    Attributes:
-        counts: Returns whether this rank's batch counts.
-        statistics: Its exchanges.
-    """
-
-    counts: Callable[[], bool]
-    statistics: LayerStatistics
-
-    @torch.no_grad()
-    def join(self, input: torch.Tensor) -> GlobalBatch:
-        """Exchange the statistics. A collective."""
-        size = input.numel() // input.shape[1] if input.numel() and self.counts() else 0
-        return self.statistics.join(input, size)
 
 
 @torch.no_grad()

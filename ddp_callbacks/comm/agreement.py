@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.checksums import is_dense
+from ddp_callbacks.comm.checksums import ADDRESS, is_dense
 from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.process_group import get_world_size, resolve_group
@@ -87,7 +87,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     settings = {"optimizer": type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
-        settings |= {f"optimizer group {index}: {key}": _plain(value) for key, value in options.items()}
+        settings |= {f"optimizer group {index}: {key}": _text_of(value) for key, value in options.items()}
         settings[f"optimizer group {index}: number of parameters"] = str(len(group["params"]))
     return settings
 
@@ -96,14 +96,6 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _plain(value: Any) -> str:
-    """Replace objects other than plain data by their class, as their text differs between processes."""
-    if isinstance(value, torch.Tensor):
-        return str(value.tolist())
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_plain, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{_plain(key)}: {_plain(item)}' for key, item in value.items())}}}"
-    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device):
-        return str(value)
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+def _text_of(value: Any) -> str:
+    """Without addresses, which differ between processes."""
+    return ADDRESS.sub("", str(value.tolist() if isinstance(value, torch.Tensor) else value))

@@ -9,6 +9,7 @@ may have one, or none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,13 +50,16 @@ class LayerStatistics:
     Args:
         name: For messages.
         sums: Shared by all layers.
+        counts: Returns whether this rank's batch counts.
     """
 
-    def __init__(self, name: str, sums: SmallSums) -> None:
-        self._name, self._sums = name, sums
+    def __init__(self, name: str, sums: SmallSums, counts: Callable[[], bool]) -> None:
+        self._name, self._sums, self._counts = name, sums, counts
 
-    def join(self, input: torch.Tensor, size: int) -> GlobalBatch:
-        """Exchange the statistics of ``size`` values per channel; 0: ``input`` doesn't count. A collective."""
+    @torch.no_grad()
+    def join(self, input: torch.Tensor) -> GlobalBatch:
+        """Exchange the statistics. A collective."""
+        size = input.numel() // input.shape[1] if input.numel() and self._counts() else 0
         rows = self._gather(input, size)
         sizes = rows[:, -1]
         total = int(sizes.sum()) if size < 2 else size  # or more
@@ -78,7 +82,7 @@ class LayerStatistics:
         return sums
 
     def _gather(self, input: torch.Tensor, size: int) -> torch.Tensor:
-        """Mean, variance and size of each rank: float64, shape ``[world_size, 2 * channels + 1]``.
+        """Mean, variance and size of each rank: float64, shape ``[world_size, 2 * channels + 1]``; zeros for size 0.
 
         An all-reduce of rows that are zero but for the rank's own: unlike an all-gather, every backend has it for GPUs.
         """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 _COLUMNS = 1024  # columns in which 8-byte words are summed; each has a different factor
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def checksum_of(value: Any, checksum: int = 0) -> int:
@@ -33,7 +33,7 @@ def checksum_of(value: Any, checksum: int = 0) -> int:
         value = sorted(map(checksum_of, value))  # texts have another order on each process
     if isinstance(value, list | tuple) and not all(type(entry) is int for entry in value):
         return functools.reduce(lambda found, entry: checksum_of(entry, found), value, zlib.crc32(b"[", checksum))
-    return zlib.crc32(_ADDRESS.sub("", repr(value)).encode(), checksum)
+    return zlib.crc32(ADDRESS.sub("", repr(value)).encode(), checksum)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

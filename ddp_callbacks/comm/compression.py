@@ -6,7 +6,6 @@ network alone; PowerSGD rounds each rank's gradient.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -35,8 +34,8 @@ class PowerSGD:
     It needs numpy.
 
     Raises:
-        ConfigurationError: ``rank`` or ``start`` is too small. At the start of a run: there is no numpy, or gradients
-            are on CPUs and torch sees a GPU.
+        ConfigurationError: ``rank`` or ``start`` is too small. At the start of a run: gradients are on CPUs and torch
+            sees a GPU.
     """
 
     rank: int = 4
@@ -82,17 +81,11 @@ def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.de
         return None, None
     if isinstance(compress, str):
         return _HOOKS[compress], group
-    _require_numpy()
     if on_cpu:
         _require_no_gpu()
         group = cpu_group(group)
     state = PowerSGDState(group, matrix_approximation_rank=compress.rank, start_powerSGD_iter=compress.start)
     return powerSGD_hook, state
-
-
-def _require_numpy() -> None:
-    if importlib.util.find_spec("numpy") is None:
-        raise ConfigurationError("compress=PowerSGD(...) needs numpy, which torch's hook imports: pip install numpy.")
 
 
 def _require_no_gpu() -> None:

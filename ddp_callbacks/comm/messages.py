@@ -24,7 +24,7 @@ from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import enter, launching, require_tags, tag_of, wait
 
 _HEAD = 8  # bytes for the length of a message
-_ROOM = 2048  # bytes of a message that all ranks of a process group send at once; what is longer follows
+_ROOM = 8192  # bytes of a message that all ranks of a process group send at once; what is longer follows
 _TAG = 4  # bytes for the tag of the purpose
 
 
