@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.process_group import ProcessGroupWork
-from ddp_callbacks.comm.protocol import Work
+from ddp_callbacks.comm.protocol import Work, alive
 from ddp_callbacks.comm.shared_memory import ALIGNMENT, SharedMemoryAllReduce, SharedMemoryWork
 from ddp_callbacks.process_group.failures import enter, wait
 from ddp_callbacks.process_group.presence import OWN_THREADS
@@ -130,9 +130,7 @@ class HierarchicalWork:
     def wait(self, doing: str) -> None:
         """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
         if not self._gathered.wait(_MOMENT):
-            group = self._group()
-            assert group is not None
-            wait(self, doing, group)
+            wait(self, doing, alive(self._group))
         if self._error is not None:
             raise self._error
         self._memory.finish(self._posted, doing)

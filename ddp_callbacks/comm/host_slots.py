@@ -17,6 +17,7 @@ import weakref
 import torch.distributed as dist
 
 from ddp_callbacks._torch import timeout_of
+from ddp_callbacks.comm.protocol import alive
 from ddp_callbacks.comm.semaphores import SemaphoreChannel
 from ddp_callbacks.process_group.failures import wait
 
@@ -65,10 +66,8 @@ class HostSlots:
         return self._channel.post()
 
     def _await(self, number: int, doing: str) -> None:
-        group = self._group()
-        assert group is not None
         while (missing := self._channel.missing(number)) is not None:
-            wait(missing, doing, group)
+            wait(missing, doing, alive(self._group))
 
     def _read(self, index: int, number: int, whole: bytearray) -> int:
         """Append the next part of a rank's message; return the length of the message."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +18,7 @@ from ddp_callbacks._torch import all_gather_flat
 from ddp_callbacks.comm.cpu_group import cpu_group
 from ddp_callbacks.comm.host_slots import HostSlots
 from ddp_callbacks.comm.hosts import OPENING, Hosts, open_hosts
+from ddp_callbacks.comm.protocol import alive
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import enter, launching, require_tags, tag_of, wait
 
@@ -41,7 +40,7 @@ def all_gather_bytes(message: bytes, doing: str, group: dist.ProcessGroup | None
         PeerError: Another rank failed, died or went silent.
     """
     group = cpu_group(resolve_group(group))
-    messenger = _open(group).messenger
+    _, messenger = _open(group)
     enter(doing)
     try:
         gathered = messenger.gather(tag_of(doing).to_bytes(_TAG, "little") + message, doing)
@@ -51,11 +50,6 @@ def all_gather_bytes(message: bytes, doing: str, group: dist.ProcessGroup | None
         raise
     require_tags([int.from_bytes(found[:_TAG], "little") for found in gathered], doing, group)
     return [found[_TAG:] for found in gathered]
-
-
-class _Messenger(Protocol):
-    def gather(self, message: bytes, doing: str) -> list[bytes]:
-        """Every rank's message, of any length, in rank order. Blocks until all have called it."""
 
 
 class GroupMessenger:
@@ -69,9 +63,11 @@ class GroupMessenger:
         self._group, self._whole = weakref.ref(group), weakref.ref(whole or group)
 
     def gather(self, message: bytes, doing: str) -> list[bytes]:
-        """See :class:`_Messenger`. What does not fit into the first round is broadcast by each rank that has more."""
-        group, whole = self._group(), self._whole()
-        assert group is not None and whole is not None
+        """Every rank's message, of any length, in rank order. Blocks until all have called it.
+
+        What does not fit into the first round is broadcast by each rank that has more.
+        """
+        group, whole = alive(self._group), alive(self._whole)
         size = _HEAD + _ROOM
         begin = bytearray((len(message).to_bytes(_HEAD, "little") + message[:_ROOM]).ljust(size, b"\0"))
         received = bytearray(size * group.size())
@@ -100,7 +96,7 @@ class HostMessenger:
         self._between = None if hosts.leaders is None else GroupMessenger(hosts.leaders, group)
 
     def gather(self, message: bytes, doing: str) -> list[bytes]:
-        """See :class:`_Messenger`."""
+        """As :meth:`GroupMessenger.gather`."""
         own = self._slots.gather(message, doing)
         if len(self._hosts) == 1:
             return own
@@ -110,26 +106,21 @@ class HostMessenger:
         return [by_rank[rank] for rank in range(len(by_rank))]
 
 
-@dataclass(frozen=True)
-class _Opened:
-    hosts: Hosts
-    messenger: _Messenger
-
-
-_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Opened] = weakref.WeakKeyDictionary()
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Hosts, GroupMessenger | HostMessenger]]
+_opened = weakref.WeakKeyDictionary()
 
 
 def hosts_of(group: dist.ProcessGroup) -> Hosts:
     """Which ranks of ``group`` share a host, and its memory. The first call for a group is a collective."""
-    return _open(cpu_group(group)).hosts
+    return _open(cpu_group(group))[0]
 
 
-def _open(group: dist.ProcessGroup) -> _Opened:
+def _open(group: dist.ProcessGroup) -> tuple[Hosts, GroupMessenger | HostMessenger]:
     if group not in _opened:
         enter(OPENING)
         by_group = GroupMessenger(group)
         hosts = open_hosts(group, by_group.gather)
-        _opened[group] = _Opened(hosts, by_group if hosts.slots is None else HostMessenger(group, hosts, hosts.slots))
+        _opened[group] = hosts, by_group if hosts.slots is None else HostMessenger(group, hosts, hosts.slots)
     return _opened[group]
 
 

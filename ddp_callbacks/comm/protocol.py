@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from ddp_callbacks._torch import outside_inference_mode
 
+T = TypeVar("T")
 Allocator = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
@@ -48,6 +50,13 @@ class AllReduce(Protocol):
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat tensor in this process's own memory."""
     return torch.empty(numel, dtype=dtype, device=device)
+
+
+def alive(reference: weakref.ref[T]) -> T:
+    """What it refers to: what hangs on a process group is not used after its end."""
+    found = reference()
+    assert found is not None
+    return found
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ddp_callbacks._torch import outside_inference_mode, timeout_of
 from ddp_callbacks.comm import memfd
-from ddp_callbacks.comm.protocol import as_real
+from ddp_callbacks.comm.protocol import alive, as_real
 from ddp_callbacks.comm.segments import Place, Segments
 from ddp_callbacks.comm.semaphores import LINE, SemaphoreChannel
 from ddp_callbacks.errors import ConfigurationError, MismatchError
@@ -192,9 +192,7 @@ class SharedMemoryAllReduce:
 
     def _require_same(self, tags: list[int], doing: str) -> None:
         if tags.count(tags[0]) < len(tags):
-            group = self._group()
-            assert group is not None
-            require_tags(tags, doing, group, self.local_ranks.ranks)
+            require_tags(tags, doing, alive(self._group), self.local_ranks.ranks)
 
     def _require_size(self, index: int, nbytes: int, own: int) -> None:
         if nbytes != own:
@@ -209,16 +207,13 @@ class SharedMemoryAllReduce:
         try:
             return memfd.map_bytes(self.local_ranks.pids[index], fd)
         except (OSError, RuntimeError) as error:
-            group, dead = self._group(), self._posted.dead()
-            assert group is not None
+            dead = self._posted.dead()
             text = f"the memory of rank {self.local_ranks.ranks[index]} cannot be opened: {error}"
-            raise diagnose(group, doing, ProcessEnded(dead) if dead else RuntimeError(text)) from error
+            raise diagnose(alive(self._group), doing, ProcessEnded(dead) if dead else RuntimeError(text)) from error
 
     def _await(self, channel: SemaphoreChannel, number: int, doing: str) -> None:
-        group = self._group()
-        assert group is not None
         while (missing := channel.missing(number)) is not None:
-            wait(missing, doing, group)
+            wait(missing, doing, alive(self._group))
 
     def _entry(self, index: int, number: int) -> tuple[Place, int]:
         slot = self._slot(index, number)

@@ -14,7 +14,7 @@ from ddp_callbacks.comm.cpu_group import cpu_group
 from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce, SummingThreads
 from ddp_callbacks.comm.messages import hosts_of
 from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
-from ddp_callbacks.comm.protocol import AllReduce, allocate
+from ddp_callbacks.comm.protocol import AllReduce, alive, allocate
 from ddp_callbacks.errors import say
 
 _say_once = functools.cache(say)
@@ -70,7 +70,7 @@ class Topology:
     def all_reduce(self, dtype: torch.dtype | None = None) -> AllReduce:
         """The fastest all-reduce; rounded to ``dtype`` between nodes. A collective."""
         if self.memory is None:
-            return ProcessGroupAllReduce(self._resolved(), allocate, dtype)
+            return ProcessGroupAllReduce(alive(self._group), allocate, dtype)
         if self.on_one_node:
             return self.memory
         leaders, threads = self.open()
@@ -79,15 +79,10 @@ class Topology:
     def open(self) -> tuple[dist.ProcessGroup | None, SummingThreads]:
         """What sums between nodes: the leaders of this rank's shard, if it has one. A collective on first use."""
         if self._threads is None:
-            group = self._resolved()
+            group = alive(self._group)
             shards = list(zip(*self.nodes, strict=False))  # as many as the smallest node has ranks
             self._leaders, self._threads = new_subgroup(shards, group), SummingThreads(group)
         return self._leaders, self._threads
-
-    def _resolved(self) -> dist.ProcessGroup:
-        group = self._group()
-        assert group is not None
-        return group
 
     def _describe(self, problem: str) -> str:
         if problem:

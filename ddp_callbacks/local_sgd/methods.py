@@ -12,11 +12,23 @@ from ddp_callbacks.errors import ConfigurationError
 
 
 class _Method:
-    """Of synchronizing every few steps.
+    """Of synchronizing every few steps: SGD on the averaged pseudo-gradient, with Nesterov momentum if there is any.
 
     It is no dataclass: of two that have no other base, jsonargparse takes the first whose fields fit, whatever class a
     YAML names.
     """
+
+    outer_lr = 1.0
+    outer_momentum = 0.0
+
+    def outer_optimizer(self, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
+        """The optimizer that takes the anchors to the next parameters.
+
+        Args:
+            anchors: The parameters at the start of the window.
+        """
+        momentum = self.outer_momentum
+        return torch.optim.SGD(anchors, lr=self.outer_lr, momentum=momentum, nesterov=momentum > 0)
 
 
 @dataclass(frozen=True)
@@ -34,14 +46,6 @@ class LocalSGD(_Method):
 
     def __post_init__(self) -> None:
         _check_every(self.every)
-
-    def outer_optimizer(self, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """The optimizer that sets the anchors to the mean of the parameters.
-
-        Args:
-            anchors: The parameters at the start of the window.
-        """
-        return torch.optim.SGD(anchors, lr=1.0)
 
 
 @dataclass(frozen=True)
@@ -73,15 +77,6 @@ class DiLoCo(_Method):
             raise ConfigurationError(
                 f"outer_momentum must be at least 0 and below 1, got {self.outer_momentum!r}; the paper's is 0.9."
             )
-
-    def outer_optimizer(self, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """SGD with Nesterov momentum on the anchors.
-
-        Args:
-            anchors: The parameters at the start of the window.
-        """
-        momentum = self.outer_momentum
-        return torch.optim.SGD(anchors, lr=self.outer_lr, momentum=momentum, nesterov=momentum > 0)
 
 
 Sync = Literal["every_step"] | LocalSGD | DiLoCo
