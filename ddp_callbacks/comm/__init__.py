@@ -6,7 +6,7 @@
 - :mod:`.collectives`: JSON, tensors and decisions to and from all ranks, in the format of :mod:`.codec`;
   :mod:`.agreement`: consistency checks; :mod:`.scalars`: a few numbers per step
 - :mod:`.protocol`: the interface of every all-reduce, ``AllReduce.launch() -> Work``
-- its implementations: :mod:`.process_group` (gloo, NCCL), :mod:`.shared_memory`, :mod:`.hierarchical`
+- its implementations: :mod:`.group_sums` (gloo, NCCL), :mod:`.shared_memory`, :mod:`.hierarchical`
 - :mod:`.topology`: which ranks share a node, and which all-reduce to use
 - :mod:`.batch_statistics`: the exchanges of batch normalization
 - :mod:`.buckets`, :mod:`.flat_buffer`: how gradients are grouped, and the memory that carries them;

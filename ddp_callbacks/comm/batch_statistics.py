@@ -1,7 +1,7 @@
 """The statistics of a global batch, for batch normalization: how the ranks exchange them, and the sums of backward.
 
 A variance computed from sums of squares loses digits if the mean is large. So the ranks gather their sizes, means and
-variances, and :func:`combine` joins them in float64; the cost grows with the number of ranks, as in torch's
+variances, and :func:`total_statistics` joins them in float64; the cost grows with the number of ranks, as in torch's
 ``SyncBatchNorm``. That class waits for a GPU to leave out ranks without samples; here they send zeros and have
 weight 0. The host looks at the sizes only where its own part has fewer than two values per channel: all ranks together
 may have one, or none.
@@ -70,7 +70,7 @@ class LayerStatistics:
         if total == 0:  # an empty batch changes nothing, as in torch
             mean, var = rows.new_zeros(input.shape[1]), rows.new_ones(input.shape[1])
             return GlobalBatch(self, False, True, sizes.sum(), mean, var)
-        return GlobalBatch(self, size > 0, False, *combine(rows))
+        return GlobalBatch(self, size > 0, False, *total_statistics(rows))
 
     def sum_gradients(self, sum_dy: torch.Tensor, sum_dy_xhat: torch.Tensor) -> torch.Tensor:
         """Sum both over all ranks: float64, shape ``[2, channels]``, valid until the next exchange. A collective."""
@@ -124,7 +124,7 @@ class SmallSums:
         self._all_reduce.launch(message, doing).wait(doing)
 
 
-def combine(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def total_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The size, mean and biased variance of all ranks together. Local.
 
     Args:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from ddp_callbacks.comm.buckets import Bucket
 from ddp_callbacks.comm.collectives import all_gather_tensors
 from ddp_callbacks.comm.compression import Compress, dtype_of, hook_of
+from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hooks import CommHook, FutureWork, GradBucket
-from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
 from ddp_callbacks.comm.protocol import allocate
 from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.process_group.failures import Launched, enter, launching, wait

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from ddp_callbacks.comm.checksums import memory_of
 from ddp_callbacks.comm.codec import Json, bytes_of, decode, encode, tensor_of
 from ddp_callbacks.comm.cpu_group import cpu_group
+from ddp_callbacks.comm.group_sums import ProcessGroupWork
 from ddp_callbacks.comm.messages import all_gather_bytes, hosts_of
-from ddp_callbacks.comm.process_group import ProcessGroupWork
 from ddp_callbacks.comm.subgroups import groups_so_far, make_subgroup
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import enter, launching, of_device, wait

@@ -28,7 +28,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.process_group import ProcessGroupWork
+from ddp_callbacks.comm.group_sums import ProcessGroupWork
 from ddp_callbacks.comm.protocol import Work, alive
 from ddp_callbacks.comm.shared_memory import ALIGNMENT, SharedMemoryAllReduce, SharedMemoryWork
 from ddp_callbacks.process_group.failures import enter, wait
@@ -49,7 +49,7 @@ class HierarchicalAllReduce:
         memory: Sums within this rank's node.
         leaders: The leaders of this rank's shard, one on each node; ``None`` on a rank that sums no shard.
         threads: That do the work; all hierarchical sums of a group use the same.
-        dtype: Between nodes, as in :class:`.process_group.ProcessGroupWork`.
+        dtype: Between nodes, as in :class:`.group_sums.ProcessGroupWork`.
     """
 
     def __init__(

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from ddp_callbacks.comm.collectives import new_subgroup
 from ddp_callbacks.comm.cpu_group import cpu_group
+from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce, SummingThreads
 from ddp_callbacks.comm.messages import hosts_of
-from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
 from ddp_callbacks.comm.protocol import AllReduce, alive, allocate
 from ddp_callbacks.errors import say
 

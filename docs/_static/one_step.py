@@ -28,8 +28,8 @@ from ddp_callbacks import get_rank
 from ddp_callbacks.comm import all_gather_json
 from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import Bucket
+from ddp_callbacks.comm.group_sums import ProcessGroupWork
 from ddp_callbacks.comm.hierarchical import HierarchicalWork
-from ddp_callbacks.comm.process_group import ProcessGroupWork
 from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
 from ddp_callbacks.gradients.reducer import Reducer
 

@@ -22,8 +22,8 @@ from ways import Way
 
 from ddp_callbacks.comm import hierarchical
 from ddp_callbacks.comm.collectives import new_subgroup
+from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce
-from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
 from ddp_callbacks.comm.protocol import AllReduce
 from ddp_callbacks.comm.topology import Topology
 from ddp_callbacks.errors import ConfigurationError, PeerError

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ddp_callbacks import GradientSynchronizer, environment, join_process_group
 from ddp_callbacks.comm import memfd
+from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.memfd import SWITCH
-from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
 from ddp_callbacks.comm.semaphores import SemaphoreChannel
 from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
 from ddp_callbacks.comm.topology import choose_all_reduce

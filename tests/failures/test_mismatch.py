@@ -23,7 +23,7 @@ from side_by_side import World, run_side_by_side
 
 from ddp_callbacks import join_process_group
 from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, any_rank, broadcast, broadcast_tensors
-from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
+from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.protocol import allocate
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.comm.topology import choose_all_reduce

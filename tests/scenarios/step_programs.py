@@ -25,8 +25,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import embedding
 from torch.utils.checkpoint import checkpoint
 
+from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.memfd import SWITCH
-from ddp_callbacks.comm.process_group import ProcessGroupAllReduce
 from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.gradients import GradientSynchronizer
 

@@ -30,9 +30,9 @@ from torch import nn
 
 from ddp_callbacks.comm.collectives import all_gather_json, all_reduce
 from ddp_callbacks.comm.compression import Compress
+from ddp_callbacks.comm.group_sums import ProcessGroupWork
 from ddp_callbacks.comm.hierarchical import CHUNK_NBYTES
 from ddp_callbacks.comm.hooks import GradBucket
-from ddp_callbacks.comm.process_group import ProcessGroupWork
 from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
 from ddp_callbacks.comm.topology import topology_of
 from ddp_callbacks.errors import ConfigurationError

@@ -36,8 +36,8 @@ from typing import Any
 
 import torch
 
+from ddp_callbacks.comm.group_sums import GATHERED_NBYTES
 from ddp_callbacks.comm.hierarchical import CHUNK_NBYTES
-from ddp_callbacks.comm.process_group import GATHERED_NBYTES
 from ddp_callbacks.errors import ConfigurationError
 
 _AT_A_TIME = 2  # chunks of an exact sum: gloo works with two threads
@@ -216,7 +216,7 @@ def wire_time(machine: Machine, layout: Layout, nbytes: float, half: bool = Fals
 
 
 def wire_traffic(layout: Layout, nbytes: float, half: bool = False, itemsize: int = 4) -> tuple[int, float]:
-    """Number of consecutive messages, and bytes that each host sends; see :mod:`ddp_callbacks.comm.process_group`."""
+    """Number of consecutive messages, and bytes that each host sends; see :mod:`ddp_callbacks.comm.group_sums`."""
     others, hosts = layout.hosts - 1, layout.hosts
     rounded = nbytes * 2 / itemsize if half else nbytes
     if rounded / layout.ranks_per_host * hosts <= GATHERED_NBYTES:
