@@ -46,7 +46,8 @@ class ProcessGroupWork:
         group: All ranks of it must start the same reductions in the same order.
         doing: The purpose, the same on every rank. A small sum carries it as a tag, so that mixing up different sums is
             an error.
-        dtype: Half precision: wider numbers are rounded to it, sent and summed; ``None`` rounds nothing.
+        dtype: Half precision: wider numbers are rounded to it and sent; gloo sums many of them in it, too. ``None``
+            rounds nothing.
     """
 
     def __init__(
@@ -80,10 +81,10 @@ class ProcessGroupWork:
             require_tags(self._gathered[:, :_TAG].view(torch.int64)[:, 0].tolist(), self._doing, self._group)
             rows = self._gathered[:, _TAG : _TAG + self._tensor.nbytes].view(self._tensor.dtype)
             first, second, *others = rows.unbind()
-            torch.add(first, second, out=self._tensor)
+            torch.add(first.to(self._result.dtype), second, out=self._result)
             for other in others:
-                self._tensor.add_(other)
-        if self._tensor is not self._result:
+                self._result.add_(other)
+        elif self._tensor is not self._result:
             self._result.copy_(self._tensor)
 
 
