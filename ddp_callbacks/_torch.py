@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from ddp_callbacks.versions import require_names
 
-__all__ = ["Backend", "BatchNorm", "Dropout", "TreeSpec", "tree_unflatten"]
+__all__ = ["Backend", "BatchNorm", "Dropout"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,9 +49,6 @@ PRIVATE = (
     "torch.nn.modules.batchnorm:_BatchNorm._check_input_dim(self, input)",
     "torch.nn.modules.dropout:_DropoutNd",
     "torch.optim.lr_scheduler:LRScheduler.step uses _opt_called",
-    "torch.utils._pytree:TreeSpec.flatten_up_to(self, tree)",
-    "torch.utils._pytree:tree_unflatten(leaves, treespec)",
-    "torch.utils._pytree:tree_flatten(tree)",
     "torch.utils.data:DataLoader.__iter__ uses _iterator",
     "torch.utils.data.dataloader:_BaseDataLoaderIter",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__ uses _index_queues",
@@ -69,7 +66,6 @@ try:
     from torch._C._distributed_c10d import Backend
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.nn.modules.dropout import _DropoutNd as Dropout
-    from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 except ImportError:
     require_torch()  # names the versions of torch that have it
@@ -130,11 +126,6 @@ def descriptor_of(storage: torch.UntypedStorage) -> int:
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source to the target at the same position, in one call."""
     torch._foreach_copy_(targets, sources)
-
-
-def leaf_spec() -> TreeSpec:
-    """The structure of a value that is no container."""
-    return tree_flatten(None)[1]
 
 
 # --- modules and loaders ------------------------------------------------------------------------------------------

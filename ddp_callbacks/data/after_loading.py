@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -127,17 +128,28 @@ class SlicingIterator(_WholeIterator):
 
 
 class TakingIterator(_WholeIterator):
-    """Takes every ``world_size``-th batch."""
+    """Takes every ``world_size``-th batch; of the last ones a padding batch, unless they are dealt out."""
+
+    def __init__(self, *args: Any, is_dealt: bool) -> None:
+        super().__init__(*args)
+        self._is_dealt = is_dealt
+        self._wholes = itertools.islice(self._all_wholes(), self._whole.limit)
+
+    def _all_wholes(self) -> Iterator[Any]:
+        while True:
+            try:
+                yield self._next_whole()
+            except StopIteration:
+                return
 
     def _take(self) -> tuple[Any, Share]:
-        turn = [self._next_whole()]
-        for _ in range(self._world_size - 1):
-            try:
-                turn.append(self._next_whole())
-            except StopIteration:
-                break
+        turn = list(itertools.islice(self._wholes, self._world_size))
         sizes = [size if (size := self._size(batch)) is not None else 1 for batch in turn]
         mine = self._rank < len(turn)
+        if not turn or (self._is_dealt and not mine):
+            raise StopIteration
+        if self._is_dealt:
+            return turn[self._rank], Share(sizes[self._rank], sizes[self._rank])
         return turn[self._rank if mine else 0], Share(sizes[self._rank] if mine else 0, sum(sizes))
 
 

@@ -6,6 +6,7 @@ division      what a rank gets of the order
 global        its slice of each batch; of a loader with ``batch_size=None``, of each list of indices, while single
               indices are taken in turn
 per_process   whole batches in turn
+dealt         the same, without padding at the end: for predictions
 own           the batches that its own sampler draws, a ``DistributedSampler``
 ============  =====================================================================================================
 """
@@ -38,7 +39,7 @@ from ddp_callbacks.data.workers import SeededIndices, StartingWorkers
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
-Division = Literal["global", "per_process", "own"]
+Division = Literal["global", "per_process", "dealt", "own"]
 
 _KEPT = 16  # of the last steps handed out; a host may have drawn this many that it has not used
 
@@ -118,6 +119,7 @@ class Part:
         current: The pass under way.
         start: Of the next pass, if the loader is resumable.
         starting: Its workers start.
+        limit: The number of batches to take of each pass; ``None``: all.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class Part:
         self.current: _Pass | None = None
         self.start: Start | None = None
         self.starting = StartingWorkers(None)
+        self.limit: int | None = None
         self._is_checked = division == "own" or self._world_size == 1
 
     def begin_pass(self) -> _Pass:
@@ -157,8 +160,10 @@ class Part:
         """The steps of this rank."""
         if self._division == "own":
             return (_Step(None, batch, 0, Share(self.count(batch), None)) for batch in order)
+        if self._division == "dealt":
+            return self._deal(itertools.islice(order, self.limit))
         if self._division == "per_process":
-            return self._turns(order)
+            return self._turns(itertools.islice(order, self.limit))
         return (self._slice(batch, order.drawn - 1) for batch in order)
 
     def _slice(self, batch: Any, number: int) -> _Step:
@@ -179,13 +184,19 @@ class Part:
             share = Share(sizes[rank] if is_mine else 0, sum(sizes))
             yield _Step(whole, turn[rank if is_mine else 0], sum(sizes[:rank]) if is_mine else 0, share)
 
+    def _deal(self, order: Iterator[Any]) -> Iterator[_Step]:
+        while turn := list(itertools.islice(order, self._world_size)):
+            if self.rank < len(turn):
+                size = self.count(turn[self.rank])
+                yield _Step(None, turn[self.rank], 0, Share(size, size))
+
     def count(self, batch: Any) -> int:
         """The number of samples that a batch of the sampler stands for."""
         return len(batch) if self.has_batches else 1
 
     @property
     def _batches_per_step(self) -> int:
-        return self._world_size if self._division == "per_process" else 1
+        return self._world_size if self._division in ("per_process", "dealt") else 1
 
     @property
     def is_over(self) -> bool:

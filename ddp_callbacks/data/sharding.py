@@ -65,17 +65,19 @@ class ShardedLoader:
     Args:
         loader: The user's loader; it is not changed.
         division: ``"global"`` or ``"per_process"``, see :func:`ddp_callbacks.shard_loader`; or ``"own"``: its sampler
-            gives each rank its part.
+            gives each rank its part; or ``"dealt"``, see :func:`deal_out`.
         group: ``None`` is the default group.
         at_least: See :func:`ddp_callbacks.shard_loader`.
 
     Attributes:
+        limit: The number of batches to take of each pass, if they are dealt out; ``None``: all.
         shares: Shares of the batches drawn so far that no caller has taken, oldest first.
     """
 
     def __init__(self, loader: Any, division: Division, group: dist.ProcessGroup | None, at_least: int) -> None:
         self.loader = loader
         self.shares: deque[Share] = deque()
+        self.limit: int | None = None
         self._running: weakref.ref[ShardedIterator] | None = None
         self._division = division
         self._group = group
@@ -122,9 +124,12 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         length = len(self.loader)
-        return -(-length // get_world_size(self._group)) if self._division == "per_process" else length
+        if self._division != "per_process" and self.limit is None:
+            return length
+        return -(-min(length, self.limit or length) // get_world_size(self._group))
 
     def __iter__(self) -> ShardedIterator:
+        self._source.limit = self.limit
         iterator = self._iterate(self._source)
         self._running = weakref.ref(iterator)
         self._passes += 1
@@ -133,8 +138,8 @@ class ShardedLoader:
     def _iterate(self, source: Part | Whole) -> ShardedIterator:
         if isinstance(source, Part):
             return PartIterator(source, self.shares)
-        if self._division == "per_process":
-            return TakingIterator(source, self._group, self.shares)
+        if self._division != "global":
+            return TakingIterator(source, self._group, self.shares, is_dealt=self._division == "dealt")
         is_first = self._passes == 0
         return SlicingIterator(source, self._group, self.shares, at_least=self._at_least, is_first=is_first)
 
@@ -200,11 +205,23 @@ def shard_loader(
             ``in_order=False``.
     """
     check_batch_size(batch_size)
+    return _part_of(loader, batch_size, group, at_least)
+
+
+def deal_out(loader: Any) -> Any:
+    """As :func:`shard_loader`, for predictions: rank r gets batch r, r + N and so on, whole. No rank gets padding.
+
+    Before :attr:`ShardedLoader.limit` is set, the length is that of the user's loader.
+    """
+    return _part_of(loader, "dealt", None, 1)
+
+
+def _part_of(loader: Any, division: Division, group: dist.ProcessGroup | None, at_least: int) -> Any:
     if get_world_size(group) == 1 or loader is None or isinstance(loader, ShardedLoader):
         return loader
     if is_distributed(loader):
-        if batch_size == "global" and get_rank(group) == 0:
-            warnings.warn(_LEFT_ALONE.format(name=name_of(loader)), stacklevel=2)
+        if division != "per_process" and get_rank(group) == 0:
+            warnings.warn(_LEFT_ALONE.format(name=name_of(loader)), stacklevel=3)
         return loader
     kinds = {
         (False, False): ShardedLoader,
@@ -212,7 +229,7 @@ def shard_loader(
         (True, False): StatefulShardedLoader,
         (True, True): StatefulShardedDataLoader,
     }
-    return kinds[has_state(loader), isinstance(loader, DataLoader)](loader, batch_size, group, at_least)
+    return kinds[has_state(loader), isinstance(loader, DataLoader)](loader, division, group, at_least)
 
 
 def is_distributed(loader: Any) -> bool:

@@ -41,6 +41,7 @@ class Whole:
         sources: What may have random generators.
         drawn: The number of batches that it has produced in this pass.
         is_over: The pass has no batch left.
+        limit: The number of batches to take of each pass; ``None``: all.
     """
 
     def __init__(self, loader: Any, group: dist.ProcessGroup | None) -> None:
@@ -49,6 +50,7 @@ class Whole:
         self._group = group
         self.drawn = 0
         self.is_over = False
+        self.limit: int | None = None
 
     def begin(self) -> SharedRandomState:
         """The state to draw from. A collective; call it before ``iter``."""

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from ddp_callbacks._torch import TreeSpec, leaf_spec
 from ddp_callbacks.lightning.packages import FABRIC, ROOTS
 from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.versions import require_names
@@ -69,13 +68,13 @@ PRIVATE = (
     "loops.fit_loop:_FitLoop._should_accumulate(self)",
     "loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx uses _last_val_time, _val_check_time_interval",
     "loops.evaluation_loop:_EvaluationLoop.__init__ uses _combined_loader, _results",
-    "loops.prediction_loop:_PredictionLoop.__init__ uses _combined_loader, _data_fetcher, _predictions, _results",
+    "loops.prediction_loop:_PredictionLoop.__init__ uses _combined_loader, _results",
     "loops.prediction_loop:_PredictionLoop.__init__ uses batch_progress, epoch_batch_indices",
     f"loops.prediction_loop:_PredictionLoop.{PREDICT_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
     f"loops.prediction_loop:_PredictionLoop.{BATCH_INDICES}(self, dataloader)",
     "loops.fetchers:_DataLoaderIterDataFetcher.__init__ uses _dataloader_idx",
     "loops.optimization.automatic:_AutomaticOptimization.output_result_cls.from_training_step_output",
-    "utilities.combined_loader:CombinedLoader.__init__ uses _mode, _spec",
+    "utilities.combined_loader:CombinedLoader.__init__ uses _mode",
     # what self.log records
     f"{_LOGGER}:_LoggerConnector.epoch_end_reached(self)",
     f"{_LOGGER}:_LoggerConnector.on_batch_end(self)",
@@ -335,12 +334,10 @@ def active_loader(trainer: Any) -> Any:
     return trainer._active_loop._combined_loader
 
 
-def loaders_of_batch(combined: Any, dataloader_idx: int) -> tuple[list[Any], TreeSpec]:
-    """The loaders that a batch of a ``CombinedLoader`` comes from, and how their batches make one."""
+def loaders_of_batch(combined: Any, dataloader_idx: int) -> list[Any]:
+    """The loaders that a batch of a ``CombinedLoader`` comes from."""
     loaders = list(combined.flattened)
-    if combined._mode == "sequential":
-        return loaders[dataloader_idx : dataloader_idx + 1], leaf_spec()
-    return loaders, combined._spec
+    return loaders[dataloader_idx : dataloader_idx + 1] if combined._mode == "sequential" else loaders
 
 
 def skips_backward(trainer: Any) -> bool:
@@ -363,18 +360,6 @@ def last_validation(trainer: Any) -> float:
 def set_last_validation(trainer: Any, time: float) -> None:
     """Let Lightning compare its clock with another time."""
     trainer._last_val_time = time
-
-
-def drawn_from(predict_loop: Any) -> int:
-    """The index of the loader that ``predict_step(dataloader_iter)`` has drawn from."""
-    index: int = predict_loop._data_fetcher._dataloader_idx
-    return index
-
-
-def predictions_of(predict_loop: Any) -> list[list[Any]]:
-    """What the prediction loop has collected, by loader."""
-    predictions: list[list[Any]] = predict_loop._predictions
-    return predictions
 
 
 # --- going on in the middle of a run ---------------------------------------------------------------------------------

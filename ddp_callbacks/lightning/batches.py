@@ -12,17 +12,15 @@ from typing import Any, Literal
 
 import torch
 
-from ddp_callbacks._torch import TreeSpec, tree_unflatten
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.cross_entropy import CrossEntropyWeight
-from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.resuming import resumable_loader
-from ddp_callbacks.data.sharding import ShardedLoader, length_of, shard_loader
+from ddp_callbacks.data.sharding import ShardedLoader, deal_out, length_of, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, common_size
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.process_group import get_rank, get_world_size
+from ddp_callbacks.process_group import get_world_size
 
 Weight = Callable[[Any], float | torch.Tensor]
 
@@ -49,14 +47,17 @@ def weight_function(weight: Literal["cross_entropy"] | Weight | None, module: to
 
 
 def shard(loader: Any, batch_size: BatchSize, name: str, at_least: int = 1, *, is_resumable: bool = False) -> Any:
-    """This rank's part of a loader. A collective.
+    """This rank's part of a loader; for predictions its whole batches. A collective.
 
     Args:
         at_least: See :func:`ddp_callbacks.shard_loader`.
         is_resumable: Whether a later run may go on in the middle of a pass.
     """
-    make = resumable_loader if is_resumable else shard_loader
-    sharded = make(loader, batch_size, at_least=at_least)
+    if name == "predict":
+        sharded = deal_out(loader)
+    else:
+        make = resumable_loader if is_resumable else shard_loader
+        sharded = make(loader, batch_size, at_least=at_least)
     if sharded is not loader:
         remedy = "Give every process the same data, or divide them yourself with a DistributedSampler."
         length = length_of(loader)
@@ -142,27 +143,24 @@ class Batches:
             return float(self.has_samples), 1.0
         return (1.0, float(get_world_size())) if self.total is None else (self.weight, self.total)
 
-    def take(self, batch: Any, loaders: list[Any], spec: TreeSpec, training: bool, has_loss: bool = True) -> Any:
-        """Note the share of a batch that comes from ``loaders``; the batch to compute.
-
-        A collective in training, and where the batch is one of several divided loaders.
+    def take(self, batch: Any, loaders: list[Any], training: bool, has_loss: bool = True) -> None:
+        """Note the share of a batch that comes from ``loaders``. A collective in training.
 
         Args:
-            spec: How the batches of the loaders make one.
             has_loss: Whether it is weighed; those of predictions are not.
+
+        Raises:
+            ConfigurationError: The loaders' batches are divided in different proportions.
         """
-        drawn = [_next_share(loader) for loader in loaders]
-        shares = [share for share in drawn if share is not None]
-        if len(shares) > 1 and self._are_unlike(shares):
-            batch, share = _on_rank_zero(batch, drawn, spec)
-        elif shares:
+        shares = [share for share in map(_next_share, loaders) if share is not None]
+        if shares:
+            _require_alike(shares)
             share = shares[0]
         else:
             size = common_size(batch)
             share = Share(1 if size is None else size, None)
         weight = self._own_weight(batch, share) if has_loss else float(share.local)
         self._set(share, weight, self._total(weight, share, training))
-        return batch
 
     def weigh(self, batch: Any, share: Share) -> tuple[float, float | None]:
         """What the loss of a part counts, and that of the whole, ``None`` where it is not known here. Local."""
@@ -190,11 +188,6 @@ class Batches:
     def _set(self, share: Share, weight: float, total: float | None) -> None:
         self.share, self.weight, self.total = share, weight, total
 
-    def _are_unlike(self, shares: list[Share]) -> bool:
-        """Whether some rank has different proportions of the loaders' batches."""
-        mine = len({share.local / share.total if share.total else None for share in shares}) > 1
-        return any(row[0] for row in self._exchange.exchange([float(mine)], "the shares of several loaders"))
-
     def _own_weight(self, batch: Any, share: Share) -> float:
         return weigh(batch, share, self._weight_of, "mean")[0]
 
@@ -211,13 +204,12 @@ def _next_share(loader: Any) -> Share | None:
     return loader.shares.popleft() if isinstance(loader, ShardedLoader) and loader.shares else None
 
 
-def _on_rank_zero(batch: Any, drawn: list[Share | None], spec: TreeSpec) -> tuple[Any, Share]:
-    """The whole batch on rank 0, which computes it alone; the others keep their parts as padding batches.
-
-    For batches of several loaders that are divided in different proportions, where no one number weighs the loss.
-    """
-    parts = spec.flatten_up_to(batch)
-    for index, (part, share) in enumerate(zip(parts, drawn, strict=True)):
-        if share is not None:
-            (parts[index],) = gather_outputs([part], [share.local])
-    return (tree_unflatten(parts, spec) if get_rank() == 0 else batch), Share(int(get_rank() == 0), 1)
+def _require_alike(shares: list[Share]) -> None:
+    """Raise unless this rank has the same proportion of each loader's batch."""
+    if len({share.local / share.total if share.total else None for share in shares}) > 1:
+        parts = ", ".join(f"{share.local} of {share.total}" for share in shares)
+        raise ConfigurationError(
+            "the batches of several loaders in one step must be divided in equal proportions, as one number weighs "
+            f"their loss, got {parts} samples for this process. Use batch sizes that are multiples of the number of "
+            "processes, and drop_last=True."
+        )

@@ -1,45 +1,34 @@
-"""Prediction: hooks and writers have this rank's part of each batch; what ``trainer.predict`` returns is whole."""
+"""Prediction: each rank computes whole batches in turn; what ``trainer.predict`` returns is that of all, in order.
+
+Hooks and writers have the batches of their rank, under the numbers that these have on one process.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.sharding import ShardedLoader
-from ddp_callbacks.lightning._lightning import (
-    BATCH_INDICES,
-    PREDICT_STEP,
-    drawn_from,
-    loader_of,
-    predictions_of,
-)
+from ddp_callbacks.lightning._lightning import BATCH_INDICES, PREDICT_STEP, loader_of
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.process_group import get_rank, get_world_size
 
 
 class Predictions:
     """The prediction loop of a Trainer while it runs.
 
-    A padding batch of a batch of which this rank has no sample is kept from prediction writers and from what the loop
-    collects for them, which have each row once.
-
     Args:
         trainer: Lightning's.
         batches: Those of the run.
-
-    Attributes:
-        sizes: Of this rank's parts, by loader.
-        examples: The first output, by loader.
     """
 
     def __init__(self, trainer: Any, batches: Batches) -> None:
-        self._trainer = trainer
         self._loop = trainer.predict_loop
         self._batches = batches
-        self.sizes: dict[int, list[int]] = {}  # of this rank's parts, by loader
-        self._output: Any = None  # the last, which may be that of a padding batch
-        self.examples: dict[int, Any] = {}  # the first output, by loader
         methods: dict[str, Callable[..., Any]] = {
             "run": self._run,
             "reset": self._reset,
@@ -53,57 +42,36 @@ class Predictions:
         for replaced in self._replaced:
             replaced.undo()
 
-    def end_step(self, output: Any) -> None:
-        """``predict_step`` has returned. A collective in the first batch of a loader, whose output shows what joins."""
-        self._batches.settle()
-        self._output = output
-        if self._batches.is_padding:
-            self._trainer.callbacks = [
-                each for each in self._trainer.callbacks if not hasattr(each, "write_on_batch_end")
-            ]
-        if not self._loop.batch_progress.current.processed and self._loop.return_predictions and self._is_divided(0):
-            gather_outputs([output], [self._batches.share.local])
-
     def _run(self, run: Callable[[], Any]) -> Any:
+        """What all ranks have predicted. A collective."""
         predictions = run()
         if predictions is None:
             return None
         if self._loop.num_dataloaders == 1:
-            return self._whole(0, predictions)
-        return [self._whole(index, own) for index, own in enumerate(predictions)]
+            return self._of_all(0, predictions)
+        return [self._of_all(index, own) for index, own in enumerate(predictions)]
 
     def _reset(self, reset: Callable[[], None]) -> None:
-        """Before the first batch; also behind runs that a search for a batch size has made inside of this one."""
-        self.sizes.clear()
-        self.examples.clear()
-        self._output = None
+        """Before the first batch."""
+        for loader, limit in zip(self._loaders(), self._loop.max_batches, strict=True):
+            if isinstance(loader, ShardedLoader):
+                loader.limit = None if limit == math.inf else limit
         reset()
 
     def _step(self, step: Callable[..., None], batch: Any, batch_idx: int, dataloader_idx: int, source: Any) -> None:
-        loop, callbacks = self._loop, self._trainer.callbacks
         if source is not None:
             self._batches.let_draw(self._loaders())  # predict_step(dataloader_iter)
-        try:
-            step(batch, batch_idx, dataloader_idx, source)
-        finally:
-            self._trainer.callbacks = callbacks
-        index = dataloader_idx if source is None else drawn_from(loop)
-        self.sizes.setdefault(index, []).append(self._batches.share.local)
-        self.examples.setdefault(index, self._output)
-        if self._batches.is_padding:
-            batches = len(self.sizes[index]) - self.sizes[index].count(0)
-            del predictions_of(loop)[index][batches:], loop.epoch_batch_indices[index][batches:]
+        elif self._is_divided(dataloader_idx):
+            batch_idx = batch_idx * get_world_size() + get_rank()
+        step(batch, batch_idx, dataloader_idx, source)
 
     def _indices(self, indices: Callable[[Any], Any], loader: Any) -> Any:
-        """Of this rank's part of each batch that was drawn."""
+        """Those of each batch that was drawn, by its number."""
         drawn = loader.indices if isinstance(loader, ShardedLoader) else None
-        return indices(loader) if drawn is None else drawn
+        return indices(loader) if drawn is None else dict(zip(itertools.count(get_rank(), get_world_size()), drawn))
 
-    def _whole(self, index: int, predictions: list[Any]) -> list[Any]:
-        if not self._is_divided(index):
-            return predictions
-        own, sizes = iter(predictions), self.sizes.get(index, [])
-        return gather_outputs([next(own) if size else self.examples[index] for size in sizes], sizes)
+    def _of_all(self, index: int, predictions: list[Any]) -> list[Any]:
+        return gather_outputs(predictions) if self._is_divided(index) else predictions
 
     def _is_divided(self, index: int) -> bool:
         return isinstance(self._loaders()[index], ShardedLoader)

@@ -130,14 +130,14 @@ class Run:
         self._batch_norm = BatchNormSynchronizer(self._model, counts=lambda: self.batches.has_samples)
 
     def begin_batch(self, batch: Any, dataloader_idx: int) -> Any:
-        """Note what this rank has of a batch; the batch to compute."""
+        """Note what this rank has of a batch; return the batch."""
         results = results_of(self._trainer)
         if results is not None and results.is_in_batch:
             return batch  # it is not the loop that asks
         training = self._trainer.training
         combined = active_loader(self._trainer)
-        loaders, spec = loaders_of_batch(combined, dataloader_idx)
-        batch = self.batches.take(batch, loaders, spec, training, not self._trainer.predicting)
+        loaders = loaders_of_batch(combined, dataloader_idx)
+        self.batches.take(batch, loaders, training, not self._trainer.predicting)
         if training:
             self._trained += self.batches.share.local
         meets = self._meets() if training else all(isinstance(loader, ShardedLoader) for loader in combined.flattened)
@@ -197,9 +197,9 @@ class Run:
             self._undo = None
             self._collections.end()
 
-    def end_prediction(self, output: Any) -> None:
-        """``predict_step`` has returned. A collective in the first batch of each run."""
-        self.predictions.end_step(output)
+    def end_prediction(self) -> None:
+        """``predict_step`` has returned."""
+        self.batches.settle()
         self.end_batch()
 
     def _begin_batch(self, joins_steps: bool) -> None:

@@ -205,7 +205,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
                 self._trainer, model, weight, self._reduction, self.results_class, self._local, self._synchronizer
             )
             self._is_to_verify, self._losses = self._verify is not None, LossWatch()
-            if self._syncs_batch_norm:
+            if self._syncs_batch_norm and not self._trainer.predicting:  # a rank then has whole batches
                 self._run.synchronize_batch_norm()
         if self._skip_batch is not None and self._trainer.state.fn == "fit":
             self._skipping = (
@@ -284,10 +284,10 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         return output
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's, of this rank's part of the batch. A collective in the first batch of a run."""
+        """As Lightning's."""
         output = super().predict_step(*args, **kwargs)
         if self._run is not None:
-            self._run.end_prediction(output)
+            self._run.end_prediction()
         return output
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

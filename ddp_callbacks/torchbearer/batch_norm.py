@@ -10,6 +10,7 @@ import torchbearer
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.torchbearer.base import SHARE, WEIGHS_LOSS, DistributedCallback, State, wrap_methods
+from ddp_callbacks.torchbearer.predictions import aggregator_of
 
 
 class SynchronizeBatchNorm(DistributedCallback):
@@ -41,7 +42,7 @@ class SynchronizeBatchNorm(DistributedCallback):
             wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict"), self._giving_back)
 
     def on_start(self, state: State) -> None:
-        if self.world_size == 1:
+        if self.world_size == 1 or aggregator_of(state) is not None:  # in predict() a rank has whole batches
             return
         state[WEIGHS_LOSS] = True
         self._synchronizer = BatchNormSynchronizer(

@@ -16,6 +16,7 @@ from ddp_callbacks.data.sharding import ShardedLoader, length_of, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
 from ddp_callbacks.torchbearer.base import RUN_RANDOM_STATE, SHARE, DistributedCallback, State, wrap_methods
 from ddp_callbacks.torchbearer.events import draw_alike
+from ddp_callbacks.torchbearer.predictions import aggregator_of
 
 DATA_KEYS = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA, torchbearer.TEST_DATA)
 STEPS_KEYS = (torchbearer.TRAIN_STEPS, torchbearer.VALIDATION_STEPS, torchbearer.TEST_STEPS)
@@ -85,9 +86,21 @@ class ShardData(DistributedCallback):
                 trial_state[key] = self._shard(data[0], data[1], needed)
                 trial_state[steps_key] = trial_state[key][1]
         # evaluate() and predict() have read the generator before this event; run() reads it afterwards.
-        if torchbearer.GENERATOR in state:
+        if aggregator_of(state) is not None:
+            self._deal_out(state)
+        elif torchbearer.GENERATOR in state:
             data = self._shard(state[torchbearer.GENERATOR], state[torchbearer.STEPS])
             state[torchbearer.GENERATOR], state[torchbearer.STEPS] = data
+
+    def _deal_out(self, state: State) -> None:
+        """Let ``predict()`` compute whole batches in turn."""
+        part, steps = (
+            shard_loader(state[torchbearer.GENERATOR], "per_process", self.process_group),
+            state[torchbearer.STEPS],
+        )
+        if isinstance(part, ShardedLoader) and steps is not None:
+            part.limit, state[torchbearer.GENERATOR] = steps, part
+            state[torchbearer.STEPS] = -(-steps // self.world_size)
 
     def _share_random_state(self, state: State) -> None:
         has_generator = any(data is not None and data[0] is not None for data in map(self._originals.get, DATA_KEYS))
@@ -148,6 +161,8 @@ class ShardData(DistributedCallback):
                 return share
         batch = (state[torchbearer.X], state.get(torchbearer.Y_TRUE))
         size = common_size(batch)
+        if iterator is None and aggregator_of(state) is not None:
+            return Share(int(self.rank == 0), 1)  # all compute the whole batch; rank 0's output counts
         is_own = iterator is not None and not isinstance(iterator, ShardedIterator)  # the part of a DistributedSampler
         if is_own or self.batch_size == "per_process":
             return Share(1 if size is None else size, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
 
 import torch.distributed as dist
 import torchbearer
@@ -16,36 +16,38 @@ from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of
 class GatherPredictions(DistributedCallback):
     """Make ``predict()`` return the rows of the whole data, in the loader's order, on every rank.
 
-    The model's output for a batch is a tensor with the samples along one dimension, or tensors in lists, tuples and
-    dicts. Every rank ends up with all rows. Objects other than tensors and plain data are pickled.
+    Each rank computes whole batches in turn, and every rank ends up with the outputs of all. Those that are no tensors
+    are pickled.
 
     Args:
         process_group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: The outputs for the parts of a batch cannot be joined; names their place and kind.
+        ConfigurationError: An output cannot be pickled.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(process_group)
-        self._counts: list[int] = []
+        self._is_mine: list[bool] = []
 
     def on_start_validation(self, state: State) -> None:
-        self._counts = []
+        self._is_mine = []
 
     def on_step_validation(self, state: State) -> None:
-        self._counts.append(share_of(state).local)
+        self._is_mine.append(share_of(state).local > 0)
 
     def on_end_validation(self, state: State) -> None:
-        aggregator = _aggregator(state[torchbearer.CALLBACK_LIST])
+        aggregator = aggregator_of(state)
         if self.world_size == 1 or aggregator is None:
             return
-        aggregator.predictions_list = gather_outputs(aggregator.predictions_list, self._counts, self.process_group)
+        mine = list(itertools.compress(aggregator.predictions_list, self._is_mine))
+        aggregator.predictions_list = gather_outputs(mine, self.process_group)
         aggregator.on_end_validation(state)
 
 
-def _aggregator(callbacks: Any) -> AggregatePredictions | None:
+def aggregator_of(state: State) -> AggregatePredictions | None:
     """The callback that ``predict()`` injects; ``None`` in other passes."""
+    callbacks = state[torchbearer.CALLBACK_LIST]
     while isinstance(callbacks, CallbackListInjection):
         if isinstance(callbacks.callback, AggregatePredictions):
             return callbacks.callback

@@ -503,10 +503,10 @@ class TwoValidations(Net):
 @scenario
 def several_loaders(strategy: Any) -> Any:
     def combined(mode: str) -> Any:
-        a, b = loader(22, 4, shuffle=True), loader(13, 4, 5, shuffle=True)
+        a, b = loader(27, 6, shuffle=True, drop_last=True), loader(13, 6, 5, shuffle=True, drop_last=True)
         return fit(strategy, TwoSources(), CombinedLoader({"a": a, "b": b}, mode))
 
-    streams = {"a": DataLoader(Stream(22), 4), "b": DataLoader(Stream(13), 4)}
+    streams = {"a": DataLoader(Stream(24), 12), "b": DataLoader(Stream(36), 12)}
     return {mode: combined(mode) for mode in ("min_size", "max_size_cycle", "max_size")} | {
         "streams": fit(strategy, TwoSources(), streams),
         "validations": fit(strategy, TwoValidations(), loader(), [loader(13, 5, 9), loader(7, 4, 8)]),
