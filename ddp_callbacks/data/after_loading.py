@@ -1,4 +1,4 @@
-"""Division after loading: every rank produces the whole batch and keeps its slice, or takes batches in turn."""
+"""Division after loading: every rank produces the whole batch and keeps its slice, or takes whole batches in turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.nested import arrays_in, name_of, warn_of_turns
+from ddp_callbacks.data.nested import arrays_in, name_of, undividable
 from ddp_callbacks.data.shares import Share, WholeBatch, common_size, slice_batch, slice_samples, uneven_bounds
 from ddp_callbacks.data.whole import Whole, checksum_of_content
 from ddp_callbacks.data.workers import StartingWorkers
@@ -98,11 +98,11 @@ class _WholeIterator(ShardedIterator):
 
 
 class SlicingIterator(_WholeIterator):
-    """Keeps this rank's slice of every tensor; reports batches that it cannot slice in the first pass."""
+    """Keeps this rank's slice of every tensor."""
 
-    def __init__(self, *args: Any, at_least: int, is_first: bool) -> None:
+    def __init__(self, *args: Any, at_least: int) -> None:
         super().__init__(*args)
-        self._at_least, self._is_first = at_least, is_first
+        self._at_least = at_least
 
     def _take(self) -> tuple[Any, Share]:
         batch = self._next_whole()
@@ -110,21 +110,13 @@ class SlicingIterator(_WholeIterator):
         if self._world_size == 1:
             part, share = batch, Share(size or 1, size or 1)
         elif size is None:
-            if self._position == 0 and self._rank == 0 and self._is_first:
-                self._warn(batch)
-            part, share = batch, Share(int(self._position % self._world_size == self._rank), 1)
+            shapes = ", ".join(str(list(array.shape)) for array in itertools.islice(arrays_in(batch), 4))
+            why = "is taken for one sample" if self._items_are_samples else "has no common first dimension"
+            raise undividable(self._name, f"({type(batch).__name__}: {shapes or 'no tensors'}) {why}")
         else:
             part, share = slice_batch(batch, size, self._rank, self._world_size, self._at_least)
         self._keep(batch, part, share)
         return part, share
-
-    def _warn(self, batch: Any) -> None:
-        shapes = ", ".join(str(list(array.shape)) for array in itertools.islice(arrays_in(batch), 4))
-        why = f"({type(batch).__name__}: {shapes or 'no tensors'}) has no common first dimension to divide"
-        if isinstance(self._whole.loader, DataLoader):
-            warn_of_turns(self._name, why)
-        else:
-            warn_of_turns(self._name, why, "Give a DataLoader")
 
 
 class TakingIterator(_WholeIterator):

@@ -3,8 +3,7 @@
 ============  =====================================================================================================
 division      what a rank gets of the order
 ============  =====================================================================================================
-global        its slice of each batch; of a loader with ``batch_size=None``, of each list of indices, while single
-              indices are taken in turn
+global        its slice of each batch; of a loader with ``batch_size=None``, of each list of indices
 per_process   whole batches in turn
 dealt         the same, without padding at the end: for predictions
 own           the batches that its own sampler draws, a ``DistributedSampler``
@@ -30,7 +29,7 @@ from torch.utils.data import (
 from ddp_callbacks._torch import copied_loader, keeps_iterator, replace_batch_sampler, replace_sampler
 from ddp_callbacks.data.global_state import digest_of
 from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.nested import name_of, warn_of_turns
+from ddp_callbacks.data.nested import name_of, undividable
 from ddp_callbacks.data.order import Order, Start
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.data.same_data import require_same_data
@@ -164,12 +163,13 @@ class Part:
             return self._deal(itertools.islice(order, self.limit))
         if self._division == "per_process":
             return self._turns(itertools.islice(order, self.limit))
-        return (self._slice(batch, order.drawn - 1) for batch in order)
+        if self.has_batches:
+            return map(self._slice, order)
+        if self._world_size > 1:
+            raise undividable(name_of(self.loader), "(one index at a time) is taken for one sample (batch_size=None)")
+        return (_Step(batch, batch, 0, Share(1, 1)) for batch in order)
 
-    def _slice(self, batch: Any, number: int) -> _Step:
-        if not self.has_batches:
-            is_mine = number % self._world_size == self.rank
-            return _Step(batch, batch, 0, Share(int(is_mine), 1))
+    def _slice(self, batch: Any) -> _Step:
         start, end = slice_bounds(len(batch), self.rank, self._world_size, self._at_least)
         # The padding batch is the whole batch. It has too few samples for all ranks, but as many as a single process
         # sees.
@@ -212,17 +212,10 @@ class Part:
         return {"batches": used} | order.position(min(used * of_step, order.drawn))
 
     def check_data(self) -> None:
-        """Raise unless the cheap-to-compare properties of the data set are equal on all ranks. Once per loader.
-
-        Also warn if it gives sample by sample.
-        """
-        if self._is_checked:
-            return
-        self._is_checked = True
-        dataset, name = self.loader.dataset, name_of(self.loader)
-        if not self.has_batches and self._division == "global" and self.rank == 0:
-            warn_of_turns(name, "(one index at a time) is taken for one sample (batch_size=None)", "Give a batch_size")
-        require_same_data(dataset, name, self.group)
+        """Raise unless the cheap-to-compare properties of the data set are equal on all ranks. Once per loader."""
+        if not self._is_checked:
+            self._is_checked = True
+            require_same_data(self.loader.dataset, name_of(self.loader), self.group)
 
 
 def require_kept(used: int, least: int, handed_out: int) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+
+from ddp_callbacks.errors import ConfigurationError
 
 
 def is_array(value: Any) -> bool:
@@ -40,13 +41,12 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def warn_of_turns(name: str, why: str, remedy: str = "Yield tensors that all have the samples in front") -> None:
-    """Each batch of a loader is computed by one process."""
-    warnings.warn(
-        f"A batch of {name} {why}, so each is computed by one process in turn: correct, but no faster than one "
-        f"process. {remedy}; or a data set with samples by index, of which each process loads its own; or "
-        'batch_size="per_process".',
-        stacklevel=4,
+def undividable(name: str, why: str) -> ConfigurationError:
+    """The error of a loader whose batches have no parts."""
+    return ConfigurationError(
+        f"a batch of {name} {why}, so it cannot be divided among the processes. Yield tensors that all have the "
+        "samples in front, or give a DataLoader with samples by index a batch_size. Or let each process take whole batches in "
+        'turn: batch_size="per_process".'
     )
 
 

@@ -11,7 +11,6 @@ map-style ``DataLoader``        before loading: a rank loads only its samples (:
                                 that rank 0 draws (:mod:`.order`)
 any other iterable of batches,  after loading: every rank produces the whole batch under rank 0's random state and
 any loader with a state_dict    keeps its slice of every tensor (:mod:`.after_loading`)
-batch that can't be sliced      one rank computes it, each in turn
 ``DistributedSampler`` inside   not divided: it is this rank's part already
 ==============================  =======================================================================================
 
@@ -140,8 +139,7 @@ class ShardedLoader:
             return PartIterator(source, self.shares)
         if self._division != "global":
             return TakingIterator(source, self._group, self.shares, is_dealt=self._division == "dealt")
-        is_first = self._passes == 0
-        return SlicingIterator(source, self._group, self.shares, at_least=self._at_least, is_first=is_first)
+        return SlicingIterator(source, self._group, self.shares, at_least=self._at_least)
 
 
 class ShardedDataLoader(ShardedLoader, DataLoader[Any]):  # type: ignore[misc]

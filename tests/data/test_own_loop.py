@@ -158,19 +158,28 @@ def time_first(rows: list[Any]) -> torch.Tensor:
     return torch.stack([torch.stack([row[0], row[0], row[0]]) for row in rows], dim=1)
 
 
+def ragged(rows: list[Any]) -> Any:
+    return torch.zeros(len(rows)), torch.zeros(3)
+
+
 UNDIVIDED: dict[str, dict[str, Any]] = {
     r"^samples must lie along the first dimension of a batch, which is divided, .*"
     r"with batch_size=8\. Let collate_fn put the samples first": {"collate_fn": time_first},
     r"^DataLoader\(in_order=False\) must be in_order=True here": {"num_workers": 1, "in_order": False},
+    r"^a batch of Stream \(.*\) has no common first dimension, so it cannot be divided among the processes\. "
+    r'Yield tensors that all have the samples in front, .*batch_size="per_process"': {"collate_fn": ragged},
 }
 
 
 @WORLD
 def test_batches_that_cannot_be_divided_are_refused_with_the_remedy() -> None:
-    """Loaders refuse batches with time first and unordered streams."""
+    """Loaders refuse batches that they can't divide, and unordered streams."""
     for says, options in UNDIVIDED.items():
         with pytest.raises(ConfigurationError, match=f"(?s){says}"):
             next(iter(shard_loader(DataLoader(Stream(), BATCH_SIZE, **options))))
+    for one_by_one in (DataLoader(NUMBERS, batch_size=None), TensorDataset(torch.ones(4))):
+        with pytest.raises(ConfigurationError, match=r"is taken for one sample.* a batch_size\. Or let"):
+            next(iter(shard_loader(one_by_one)))
 
 
 def leave_a_loop(dataset: Any) -> int:

@@ -92,7 +92,13 @@ def assert_goes_on(before: Way, after: Way, seed: str = "") -> None:
         assert [rank[place][1] for rank in results] == [rank[place][2] for rank in results], f"{where}: loaded anew"
 
 
-@pytest.mark.parametrize(("name", "how"), [("distributed", "global"), ("shuffle", "per_process")])
+BOUND = [
+    ("distributed", "global"),
+    *((name, "per_process") for name in ("shuffle", "one by one", "one by one, workers")),
+]
+
+
+@pytest.mark.parametrize(("name", "how"), BOUND)
 def test_batches_of_each_process_go_on_with_as_many_alone(name: str, how: str) -> None:
     """Per-process batches resume on as many processes alone."""
     ranks = run_distributed(draw, 2, TWO, [name], True, "", how)

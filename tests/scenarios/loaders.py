@@ -115,7 +115,6 @@ WORKERS: dict[str, Callable[[], Any]] = {
     "workers": lambda: DataLoader(Data(), BATCH_SIZE, shuffle=True, num_workers=2),
     "persistent": lambda: DataLoader(Data(), BATCH_SIZE, shuffle=True, num_workers=2, persistent_workers=True),
     "stream, workers": lambda: DataLoader(Stream(), BATCH_SIZE, num_workers=2, persistent_workers=True),
-    "one by one, workers": lambda: DataLoader(Data(), None, shuffle=True, num_workers=1),
 }
 
 OTHERS: dict[str, Callable[[], Any]] = {
@@ -123,7 +122,6 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "lazy": lambda: DataLoader(Data(), batch_sampler=Lazy()),
     "lazy, own generator": lambda: DataLoader(Data(), batch_sampler=Lazy(np.random.default_rng(2))),
     "stream": lambda: DataLoader(Stream(), BATCH_SIZE),
-    "one by one": lambda: DataLoader(Data(), batch_size=None, shuffle=True),
     "batches as samples": lambda: DataLoader(
         Data(), batch_size=None, sampler=BatchSampler(RandomSampler(range(SAMPLES)), BATCH_SIZE, False)
     ),
@@ -132,6 +130,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "stateful stream": lambda: stateful(Stream()),
 }
 BOUND: dict[str, Callable[[], Any]] = {
+    "one by one": lambda: DataLoader(Data(), batch_size=None, shuffle=True),
+    "one by one, workers": lambda: DataLoader(Data(), None, shuffle=True, num_workers=1),
     "distributed": lambda: DataLoader(
         data := Data(), BATCH_SIZE, sampler=DistributedSampler(data, get_world_size(), get_rank()), num_workers=1
     ),
@@ -173,7 +173,6 @@ def rows_of(batches: Any, number: int | None = None) -> tuple[Rows, int]:
 
 def begin(name: str, how: Any, seed: int) -> tuple[Any, RunRandomState]:
     seed_all(seed)
-    warnings.filterwarnings("ignore", "A batch of Data .* is taken for one sample")
     loader, run = resumable_loader(LOADERS[name](), how), RunRandomState()
     run.synchronize()
     return loader, run

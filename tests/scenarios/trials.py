@@ -24,7 +24,6 @@ import torchbearer
 from torch import nn
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     IterableDataset,
     Sampler,
     TensorDataset,
@@ -299,67 +298,11 @@ def iterable_dataset(extra: Extra) -> Any:
     return [first, workers]
 
 
-class Sample(nn.Module):
-    """Takes a sample without a batch dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x.view(-1, FEATURES))
-
-
-@exact
-def bare_tensor_dataset(extra: Extra) -> Any:
-    torch.manual_seed(2)
-    made = trial(extra(), model=Sample().double(), criterion=lambda p, t: nn.functional.cross_entropy(p, t.view(-1)))
-    x, y = data(9).tensors
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="A batch of TensorDataset .* has no common first dimension")
-        return train(made, TensorDataset(x, y.view(-1, 1)))
-
-
 @exact
 def batches_that_are_made_already(extra: Extra) -> Any:
     batches = list(DataLoader(data(30), 7))
     listed = train(trial(extra()), batches, list(DataLoader(data(11, 9), 4)))
     return [listed, train(trial(extra()), DataLoader(batches, batch_size=None, shuffle=True))]
-
-
-class Sequences(Dataset[Any]):
-    """Each entry is one sample: vectors over time, and a target for each time."""
-
-    def __init__(self) -> None:
-        x, y = data(40).tensors
-        lengths = [5, 3, 6, 4, 2, 5, 3]
-        self.rows = list(zip(x.split([*lengths, 12]), y.split([*lengths, 12]), strict=True))[:-1]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
-
-
-class OverTime(nn.Module):
-    """What it says of a time depends on all before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x.cumsum(0))
-
-
-@scenario
-def samples_one_by_one(extra: Extra) -> Any:
-    torch.manual_seed(2)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="A batch of Sequences .* is taken for one sample")
-        loader = DataLoader(Sequences(), batch_size=None, shuffle=True)
-        return train(trial(extra(), model=OverTime()), loader, DataLoader(Sequences(), batch_size=None))
 
 
 @exact
