@@ -40,8 +40,6 @@ from ddp_callbacks.process_group import get_rank, get_world_size
 
 Division = Literal["global", "per_process", "dealt", "own"]
 
-_KEPT = 16  # of the last steps handed out; a host may have drawn this many that it has not used
-
 
 @dataclass(frozen=True)
 class _Step:
@@ -143,15 +141,10 @@ class Part:
 
     def begin_pass(self) -> _Pass:
         """The pass that begins. Local: its first ``next`` is a collective."""
-        ahead = self.loader.num_workers * (self.loader.prefetch_factor or 0)
-        order = Order(
-            self.sources[1],
-            self.sources,
-            self.group,
-            is_shared=self._division != "own",
-            kept=(_KEPT + ahead) * self._batches_per_step,
-            start=self.start,
-        )
+        position = self.start.position if self.start else None
+        used = self._batches_in(position["batches"], position["drawn"]) if position else 0
+        is_shared = self._division != "own"
+        order = Order(self.sources[1], self.sources, self.group, is_shared=is_shared, start=self.start, used=used)
         self.current = _Pass(self, order, self.start)
         return self.current
 
@@ -194,9 +187,8 @@ class Part:
         """The number of samples that a batch of the sampler stands for."""
         return len(batch) if self.has_batches else 1
 
-    @property
-    def _batches_per_step(self) -> int:
-        return self._world_size if self._division in ("per_process", "dealt") else 1
+    def _batches_in(self, steps: int, drawn: int) -> int:
+        return min(steps * self._world_size, drawn) if self._division == "per_process" else steps
 
     @property
     def is_over(self) -> bool:
@@ -206,10 +198,7 @@ class Part:
     def position(self, batches: int | None) -> dict[str, Any]:
         """The state of the pass under way."""
         assert self.current is not None
-        steps, order = self.current.used, self.current.order
-        used, of_step = steps if batches is None else batches, self._batches_per_step
-        require_kept(used, -((order.kept - order.drawn) // of_step), steps)
-        return {"batches": used} | order.position(min(used * of_step, order.drawn))
+        return {"batches": used_of(batches, self.current.used)} | self.current.order.position()
 
     def check_data(self) -> None:
         """Raise unless the cheap-to-compare properties of the data set are equal on all ranks. Once per loader."""
@@ -218,13 +207,14 @@ class Part:
             require_same_data(self.loader.dataset, name_of(self.loader), self.group)
 
 
-def require_kept(used: int, least: int, handed_out: int) -> None:
-    """Raise unless the position after ``used`` batches is known."""
-    if not least <= used <= handed_out:
+def used_of(batches: int | None, handed_out: int) -> int:
+    """The number of batches used, of which ``None`` means all that were handed out."""
+    if batches is not None and not 0 <= batches <= handed_out:
         raise ConfigurationError(
-            f"batches must be the number of batches used in this pass, at most {handed_out}, which were handed out, "
-            f"and at least {least}, got {used}."
+            f"batches must be the number of batches used in this pass, of which {handed_out} were handed out, got "
+            f"{batches}."
         )
+    return handed_out if batches is None else batches
 
 
 class PartIterator(ShardedIterator):

@@ -45,8 +45,8 @@ def undividable(name: str, why: str) -> ConfigurationError:
     """The error of a loader whose batches have no parts."""
     return ConfigurationError(
         f"a batch of {name} {why}, so it cannot be divided among the processes. Yield tensors that all have the "
-        "samples in front, or give a DataLoader with samples by index a batch_size. Or let each process take whole batches in "
-        'turn: batch_size="per_process".'
+        "samples in front, or give a DataLoader with samples by index a batch_size. Or let each process take whole "
+        'batches in turn: batch_size="per_process".'
     )
 
 

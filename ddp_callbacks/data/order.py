@@ -28,6 +28,7 @@ from ddp_callbacks.process_group import get_rank, get_world_size
 
 _INDICES = 4096  # in a block
 _DOING = "the order of the batches"
+_BEGINNING: Mapping[str, Any] = {"drawn": 0, "last": {"keys": []}, "seed": 0, "begin": None}
 
 
 class Start(NamedTuple):
@@ -53,6 +54,9 @@ class _Draws:
         sampler: Yields the indices of each batch.
         sources: What may have random generators: the loader and its samplers.
         begin: The random states to draw from; ``None``: those of this moment.
+
+    Attributes:
+        ahead: The batches of the next block, if they have been drawn.
     """
 
     def __init__(self, sampler: Any, sources: Sequence[object], begin: RandomStates | None) -> None:
@@ -63,6 +67,7 @@ class _Draws:
         self._state = OwnRandomState()
         self._batches: Iterator[Any] = iter(())
         self._is_fixed = False
+        self.ahead: list[Any] = []
         self._may_draw_at_end = bool(generators_of(sources))
 
     def start(self, number: int) -> None:
@@ -75,7 +80,16 @@ class _Draws:
         with self._state.drawing():
             return list(itertools.islice(self._batches, count))
 
-    def count_ahead(self, drawn: int) -> int:
+    def take_block(self, drawn: int) -> tuple[list[Any], bool]:
+        """The next batches, after ``drawn``, and whether they are the last."""
+        if self.ahead:
+            ahead, self.ahead = self.ahead, []
+            return ahead, False
+        count = self._count(drawn)
+        batches = self.take(count)
+        return batches, len(batches) < count
+
+    def _count(self, drawn: int) -> int:
         """The number of batches that can be drawn at once, so that no one can tell."""
         if not self._is_fixed:
             return 1
@@ -96,11 +110,11 @@ class Order(Iterator[Any]):
         sources: What may have random generators: the loader and its samplers. All ranks have rank 0's states.
         group: Of the ranks; ``None`` is the default group.
         is_shared: Rank 0 draws for all ranks. Otherwise each draws for itself.
-        kept: The number of batches that may have been drawn and not used.
         start: Of a resumable loader.
+        used: The number of batches that an earlier run has used.
 
     Attributes:
-        drawn: The number of batches that ``next`` has returned; an earlier run's count.
+        drawn: The number of batches that the sampler has yielded, with those of an earlier run.
         seed: For the workers; from the first batch on.
     """
 
@@ -111,26 +125,19 @@ class Order(Iterator[Any]):
         group: dist.ProcessGroup | None,
         *,
         is_shared: bool,
-        kept: int,
         start: Start | None,
+        used: int,
     ) -> None:
         self._sampler, self._sources, self._group, self._start = sampler, sources, group, start
         self._is_sent = is_shared and get_world_size(group) > 1
         self._runs_sampler = not self._is_sent or get_rank(group) == 0
         self._draws: _Draws | None = None
         self._has_begun = self._is_over = False
-        self.drawn, self.seed = 0, 0
-        self._returned: deque[Any] = deque(maxlen=kept)
         self._waiting: deque[Any] = deque()
-        if start is not None and start.position is not None:
-            self._go_to(start.position)
-
-    def _go_to(self, position: Mapping[str, Any]) -> None:
-        self.drawn, self.seed = position["used"], position["seed"]
-        tail, left = _unpacked(position["tail"]), position["drawn"] - position["used"]
-        self._returned.extend(tail[: len(tail) - left])
-        self._waiting.extend(tail[len(tail) - left :])
-        self._is_over = position["is_over"]
+        position = (start.position if start else None) or _BEGINNING
+        self._begin, self.seed = position["begin"], position["seed"]
+        self.drawn, self._last = position["drawn"], _unpacked(position["last"])
+        self._again = self.drawn - used  # batches that were drawn, not used, and are drawn again
 
     def begin(self) -> None:
         """Let rank 0 go to where an earlier run was. Local."""
@@ -139,30 +146,32 @@ class Order(Iterator[Any]):
         self._has_begun = True
         if not self._runs_sampler:
             return
-        start, position = self._start, (self._start.position if self._start else None) or {}
+        start = self._start
         begin = start.before if start and start.draws_from_before else None
-        if position.get("begin"):
-            begin = RandomStates.from_plain(position["begin"])
+        if self._begin:
+            begin = RandomStates.from_plain(self._begin)
         self._draws = _Draws(self._sampler, self._sources, begin)
+        self._begin = self._draws.begin.plain()
         self.seed = self.seed or self._draws.begin.seed(start.number if start else 0)
-        if not position.get("drawn"):
+        if start is None or not self.drawn:
             self._draws.start(0)
-        elif start is not None:
-            self._skip(position)
+        else:
+            self._draw_again(self._draws)
             start.before.put_back(self._sources)
 
-    def _skip(self, position: Mapping[str, Any]) -> None:
-        assert self._draws is not None
-        last = position["drawn"] - 1
-        self._draws.start(last)
-        again, expected = self._draws.take(1), _unpacked(position["tail"])[-1:]
-        if checksum_of(_unpacked(_packed(again, self._sampler))) != checksum_of(expected):
+    def _draw_again(self, draws: _Draws) -> None:
+        count = max(1, self._again)
+        draws.start(self.drawn - count)
+        again = draws.take(count)
+        if checksum_of(_unpacked(_packed(again[-1:], self._sampler))) != checksum_of(self._last):
             raise ConfigurationError(
-                f"{name_of_sampler(self._sampler)} does not draw the batches of the run that was saved: batch {last} "
-                f"of the pass has the indices {again[:1]}, and had {expected}. Go on with the data set, the batch size "
-                "and the sampler of that run, and take its randomness from torch's, Python's or NumPy's global random "
-                "state, or from generators that are its attributes. If it depends on the epoch, call set_epoch."
+                f"{name_of_sampler(self._sampler)} does not draw the batches of the run that was saved: batch "
+                f"{self.drawn - 1} of the pass has the indices {again[-1:]}, and had {self._last}. Go on with the data "
+                "set, the batch size and the sampler of that run, and take its randomness from torch's, Python's or "
+                "NumPy's global random state, or from generators that are its attributes. If it depends on the epoch, "
+                "call set_epoch."
             )
+        draws.ahead = again[: self._again]
 
     def __next__(self) -> Any:
         self.begin()
@@ -170,18 +179,18 @@ class Order(Iterator[Any]):
             self._fetch()
         if not self._waiting:
             raise StopIteration
-        batch = self._waiting.popleft()
-        self._returned.append(batch)
-        self.drawn += 1
-        return batch
+        return self._waiting.popleft()
 
     def _fetch(self) -> None:
-        batches: list[Any] = []
+        block: list[Any] = []
         if self._draws is not None:
-            count = self._draws.count_ahead(self.drawn)
-            batches = self._draws.take(count)
-            self._is_over = len(batches) < count
-        self._waiting.extend(self._exchanged(batches) if self._is_sent else batches)
+            block, self._is_over = self._draws.take_block(self.drawn)
+        self._waiting.extend(self._exchanged(block) if self._is_sent else block)
+        if self._again:
+            self._again = 0
+        elif self._waiting:
+            self.drawn += len(self._waiting)
+            self._last = [self._waiting[-1]]
 
     def _exchanged(self, batches: list[Any]) -> list[Any]:
         """Rank 0's batches. A collective."""
@@ -206,29 +215,13 @@ class Order(Iterator[Any]):
             return str(error)
         return [packed, self._is_over, self.seed, states_of_generators(self._sources)]
 
-    @property
-    def kept(self) -> int:
-        """The number of batches before ``drawn`` that a position may begin at."""
-        return len(self._returned)
-
-    def position(self, used: int) -> dict[str, Any]:
-        """Where the pass is: plain data and tensors. Local.
+    def position(self) -> dict[str, Any]:
+        """Where the sampler is: plain data and tensors. Local.
 
         It is equal on all ranks, except for ``begin``, which rank 0 needs to run the sampler again.
-
-        Args:
-            used: The number of batches that have been used.
         """
-        drawn = self.drawn + len(self._waiting)
-        tail = [*self._returned, *self._waiting][-max(1, drawn - used) :]
-        return {
-            "used": used,
-            "drawn": drawn,
-            "tail": _packed(tail, self._sampler),
-            "is_over": self._is_over,
-            "seed": self.seed,
-            "begin": self._draws.begin.plain() if self._draws else None,
-        }
+        last = _packed(self._last, self._sampler)
+        return {"drawn": self.drawn, "last": last, "seed": self.seed, "begin": self._begin}
 
 
 def _packed(batches: list[Any], sampler: Any) -> dict[str, Any]:

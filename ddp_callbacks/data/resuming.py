@@ -27,7 +27,7 @@ from ddp_callbacks.data.global_state import (
 from ddp_callbacks.data.order import Start
 from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader, is_distributed
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size
-from ddp_callbacks.data.whole import ResumableWhole, resumable_whole
+from ddp_callbacks.data.whole import Whole, resumable_whole
 from ddp_callbacks.data.workers import keep_workers
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -49,7 +49,8 @@ class Resumable:
     _group: dist.ProcessGroup | None
     _division: Any
     _passes: int
-    _source: Any  # a Part or a ResumableWhole
+    _batches_per_step: int
+    _source: Any  # a Part or a Whole
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -58,8 +59,8 @@ class Resumable:
         if isinstance(self._source.loader, DataLoader):
             keep_workers(self._source.loader)
 
-    def _whole(self) -> ResumableWhole:
-        return resumable_whole(self.loader, self._group)
+    def _whole(self) -> Whole:
+        return resumable_whole(self.loader, self._group, self._batches_per_step)
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
         """Where this rank is in the pass under way, and its generators' states: plain data and tensors. Local.
@@ -72,18 +73,17 @@ class Resumable:
                 that draws ahead has used fewer.
 
         Raises:
-            ConfigurationError: More batches than that were handed out, or many fewer.
+            ConfigurationError: Fewer batches than that were handed out.
         """
         under_way = self.iterator is not None and not self._source.is_over
         position = self._resumed
         if position is None and under_way:
             position = self._source.position(batches)
-        generators = [plain_state(state) for state in states_of_generators(self._source.sources)]
         return self._about() | {
             "rank": get_rank(self._group),
             "world_size": get_world_size(self._group),
             "passes": self._passes - (self._resumed is None and under_way),
-            "generators": (position or {}).get("generators", generators),
+            "generators": [plain_state(state) for state in states_of_generators(self._source.sources)],
             "has_workers": self._had_workers or self._keeps_workers(),
             "data": [plain_state(get_state_of(generator)) for generator in self._generators_of_data()],
             "pass": position,

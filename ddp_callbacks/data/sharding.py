@@ -85,7 +85,11 @@ class ShardedLoader:
         self._source: Part | Whole = divide_before_loading(loader, division, group, at_least) or self._whole()
 
     def _whole(self) -> Whole:
-        return Whole(self.loader, self._group)
+        return Whole(self.loader, self._group, self._batches_per_step)
+
+    @property
+    def _batches_per_step(self) -> int:
+        return get_world_size(self._group) if self._division == "per_process" else 1
 
     def __reduce__(self) -> Any:
         """A copy or pickle uses the default group and starts from the beginning."""
@@ -123,9 +127,9 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         length = len(self.loader)
-        if self._division != "per_process" and self.limit is None:
-            return length
-        return -(-min(length, self.limit or length) // get_world_size(self._group))
+        if self._division == "dealt":
+            return length if self.limit is None else -(-min(length, self.limit) // get_world_size(self._group))
+        return -(-min(length, self.limit or length) // self._batches_per_step)
 
     def __iter__(self) -> ShardedIterator:
         self._source.limit = self.limit

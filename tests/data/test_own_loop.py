@@ -177,7 +177,7 @@ def test_batches_that_cannot_be_divided_are_refused_with_the_remedy() -> None:
     for says, options in UNDIVIDED.items():
         with pytest.raises(ConfigurationError, match=f"(?s){says}"):
             next(iter(shard_loader(DataLoader(Stream(), BATCH_SIZE, **options))))
-    for one_by_one in (DataLoader(NUMBERS, batch_size=None), TensorDataset(torch.ones(4))):
+    for one_by_one in (DataLoader(samples(), batch_size=None), samples()):
         with pytest.raises(ConfigurationError, match=r"is taken for one sample.* a batch_size\. Or let"):
             next(iter(shard_loader(one_by_one)))
 
