@@ -83,6 +83,10 @@ class ShardedLoader:
         self._passes = 0
         self._at_least = at_least
         self._source: Part | Whole = divide_before_loading(loader, division, group, at_least) or self._whole()
+        if has_state(loader) and not has_state(type(self)):
+            # As attributes, as protocols look for them. Every rank draws all batches of such a loader: its state is
+            # that of a single process, the same on all ranks, and can be loaded with any number of ranks.
+            self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
 
     def _whole(self) -> Whole:
         return Whole(self.loader, self._group, self._batches_per_step)
@@ -159,31 +163,6 @@ class ShardedDataLoader(ShardedLoader, DataLoader[Any]):  # type: ignore[misc]
         self.end()
 
 
-class _Stateful:
-    """Of a sharded loader whose loader has a ``state_dict``: that of a single process, and the same on all ranks.
-
-    Every rank draws all batches of such a loader, so a state can be loaded with any number of ranks.
-    """
-
-    loader: Any
-
-    def state_dict(self) -> Any:
-        """The loader's: of all batches that have been drawn."""
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """As the loader's; the next pass goes on from there. Give all ranks the same state."""
-        self.loader.load_state_dict(state)
-
-
-class StatefulShardedLoader(_Stateful, ShardedLoader):
-    """A sharded loader that can be resumed."""
-
-
-class StatefulShardedDataLoader(_Stateful, ShardedDataLoader):  # type: ignore[misc]
-    """A sharded ``DataLoader`` that can be resumed, such as torchdata's ``StatefulDataLoader``."""
-
-
 def shard_loader(
     loader: Any, batch_size: BatchSize = "global", group: dist.ProcessGroup | None = None, at_least: int = 1
 ) -> Any:
@@ -225,13 +204,8 @@ def _part_of(loader: Any, division: Division, group: dist.ProcessGroup | None, a
         if division != "per_process" and get_rank(group) == 0:
             warnings.warn(_LEFT_ALONE.format(name=name_of(loader)), stacklevel=3)
         return loader
-    kinds = {
-        (False, False): ShardedLoader,
-        (False, True): ShardedDataLoader,
-        (True, False): StatefulShardedLoader,
-        (True, True): StatefulShardedDataLoader,
-    }
-    return kinds[has_state(loader), isinstance(loader, DataLoader)](loader, division, group, at_least)
+    kind = ShardedDataLoader if isinstance(loader, DataLoader) else ShardedLoader
+    return kind(loader, division, group, at_least)
 
 
 def is_distributed(loader: Any) -> bool:

@@ -9,10 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import multiprocessing
-import os
 import signal
-import subprocess
-import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import Any
@@ -22,14 +19,13 @@ from torch.utils.data import DataLoader
 from ddp_callbacks.data.global_state import seed_global
 
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
-_IS_SUPPORTED = hasattr(signal, "sigwaitinfo")
+_IS_SUPPORTED = hasattr(signal, "pthread_sigmask")
 
 
 class WorkerStart:
-    """A ``worker_init_fn``: the worker then ends on SIGTERM by the process that started it, not by others.
+    """A ``worker_init_fn``: the worker then leaves these signals unheard. It ends when its loader has ended.
 
-    The signals are blocked, as only a thread that waits for them learns who has sent them. Programs that the worker
-    starts by ``subprocess`` do not inherit that.
+    They are handled, not ignored: programs that the worker starts do not inherit that.
 
     Args:
         init: The user's ``worker_init_fn``.
@@ -39,36 +35,15 @@ class WorkerStart:
         self.init = init
 
     def __call__(self, worker: int) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        _start_programs_unblocked()
-        threading.Thread(target=_await_parent, name="signals", daemon=True).start()
+        for number in _SIGNALS:
+            signal.signal(number, _leave_unheard)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if self.init is not None:
             self.init(worker)
 
 
-def _start_programs_unblocked() -> None:
-    """Unblock the signals while this process starts a program; one that comes meanwhile is ignored."""
-    for number in _SIGNALS:
-        signal.signal(number, lambda *_: None)
-    start = subprocess.Popen.__init__
-
-    @functools.wraps(start)
-    def unblocked(*args: Any, **options: Any) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        try:
-            start(*args, **options)
-        finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-    subprocess.Popen.__init__ = unblocked  # type: ignore[method-assign]
-
-
-def _await_parent() -> None:
-    while True:
-        received = signal.sigwaitinfo(_SIGNALS)
-        parent = multiprocessing.parent_process()  # not os.getppid(): with a fork server that is the server
-        if received.si_signo == signal.SIGTERM and parent is not None and received.si_pid == parent.pid:
-            os._exit(0)  # as torch's own handler
+def _leave_unheard(number: int, frame: object) -> None:
+    pass
 
 
 def keep_workers(loader: DataLoader[Any]) -> None:
@@ -98,16 +73,15 @@ def _arrive(indices: Any, seed: int) -> Any:
 
 @functools.cache
 def _end_workers_at_exit() -> None:
-    """``multiprocessing`` terminates daemons once and waits for them; a worker that starts a program may miss that."""
-    atexit.register(_terminate_daemons)
+    """``multiprocessing`` would send them SIGTERM, and wait for them."""
+    atexit.register(_kill_daemons)
 
 
-def _terminate_daemons() -> None:
-    daemons = [process for process in multiprocessing.active_children() if process.daemon]
-    for process in daemons:
-        process.terminate()
-    for process in daemons:
-        process.join(1)
+def _kill_daemons() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would report them
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 class StartingWorkers:

@@ -43,16 +43,6 @@ def test_a_program_that_a_worker_of_a_resumable_loader_terminates_ends() -> None
     assert [batch.tolist() for batch in loader] == [[-signal.SIGTERM] * 2] * 2
 
 
-def test_a_worker_that_has_started_programs_ends_by_the_signal_of_its_process() -> None:
-    loader = resumable_loader(DataLoader(Programs(), 2, num_workers=1, persistent_workers=True))
-    assert len(list(loader)) == 2
-    (worker,) = multiprocessing.active_children()
-    worker.terminate()
-    worker.join(30)
-    assert worker.exitcode == 0
-    loader.end()
-
-
 class Repeated:
     """A batch sampler that does not end."""
 
