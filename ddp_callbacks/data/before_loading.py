@@ -80,10 +80,9 @@ class _Pass(Iterator[Any]):
 
     def __next__(self) -> Any:
         self._part.starting.end()
+        self._part.check_data()
         step = next(self._steps)
-        if self.first is None:
-            self.first = step
-            self._part.check_data()
+        self.first = self.first or step
         self.shares.append(step.share)
         if self._part.keeps_indices:
             self.indices.append(list(step.part) if step.share.local else [])

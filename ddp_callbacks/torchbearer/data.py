@@ -93,14 +93,14 @@ class ShardData(DistributedCallback):
             state[torchbearer.GENERATOR], state[torchbearer.STEPS] = data
 
     def _deal_out(self, state: State) -> None:
-        """Let ``predict()`` compute whole batches in turn."""
-        part, steps = (
-            shard_loader(state[torchbearer.GENERATOR], "per_process", self.process_group),
-            state[torchbearer.STEPS],
-        )
-        if isinstance(part, ShardedLoader) and steps is not None:
+        """Let ``predict()`` compute whole batches in turn. A Trial may begin a loader again to get all its steps."""
+        loader, steps = state[torchbearer.GENERATOR], state[torchbearer.STEPS]
+        part = shard_loader(loader, "per_process", self.process_group)
+        if isinstance(part, ShardedLoader) and steps:
+            length = length_of(loader) or steps
+            passes, rest = divmod(steps, length)
+            state[torchbearer.STEPS] = passes * -(-length // self.world_size) + -(-rest // self.world_size)
             part.limit, state[torchbearer.GENERATOR] = steps, part
-            state[torchbearer.STEPS] = -(-steps // self.world_size)
 
     def _share_random_state(self, state: State) -> None:
         has_generator = any(data is not None and data[0] is not None for data in map(self._originals.get, DATA_KEYS))

@@ -41,7 +41,8 @@ class GatherPredictions(DistributedCallback):
         if self.world_size == 1 or aggregator is None:
             return
         mine = list(itertools.compress(aggregator.predictions_list, self._is_mine))
-        aggregator.predictions_list = gather_outputs(mine, self.process_group)
+        limit = getattr(state[torchbearer.GENERATOR], "limit", None)
+        aggregator.predictions_list = gather_outputs(mine, self.process_group)[:limit]
         aggregator.on_end_validation(state)
 
 
