@@ -26,7 +26,6 @@ from ddp_callbacks.data.global_state import (
     plain_global_state,
     plain_state,
     restore_global_state,
-    same_part,
     same_state,
     seed_global,
     set_generators,
@@ -157,112 +156,91 @@ class RunRandomState:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self._rank = get_rank(group)
-        self._shared: State | None = None  # between the first synchronize and the end
-        self._sent: State | None = None  # what all ranks have last got
-        self._in_batch: State | None = None  # follows from what was sent until it is drawn from
-        self._own: State | None = None  # while all ranks draw alike; None if rank 0's state is the shared one
+        self._states: dict[str, State] = {}  # "own", "shared", "in_batch"; empty if the ranks draw from one
+        self._current = "own"  # the one that is the global state now; what is kept of it is out of date
         self.is_fresh = False
-        self._is_alike = False
-        self._is_in_batch = False  # of the two ways to be alike, this one draws from _in_batch
 
     @property
     def is_open(self) -> bool:
         """Whether the ranks have distinct states, as they do between the first :meth:`synchronize` and :meth:`end`."""
-        return self._shared is not None
+        return bool(self._states)
 
     def synchronize(self) -> None:
         """Share rank 0's state from here on; the other ranks derive theirs from it. A collective.
 
         Everything after this depends only on rank 0's state, so a run can resume from it.
         """
-        if get_world_size(self._group) == 1:
-            return
-        self.accept(_of_rank_0(self.offer(), self._group))
+        if get_world_size(self._group) > 1:
+            self.accept(_of_rank_0(self.offer(), self._group))
 
     def offer(self) -> Any:
         """What rank 0 sends of its state, as tensors and plain data; another message may carry it. Local."""
-        return _news(get_global_state(False), self._sent or ()) if self._rank == 0 else None
+        return _sendable(get_global_state(False)) if self._rank == 0 else None
 
     def accept(self, offered: Any) -> None:
         """As :meth:`synchronize`, with what rank 0 has offered at this moment. Local; every rank calls it."""
-        current = get_global_state(False)
-        self._sent = current if self._rank == 0 else _updated(self._sent or current, offered)
-        self._shared, self._in_batch, self._own = self._sent, None, None
-        if self._rank:
-            seed_global(f"{self._rank}", checksum_of_state(self._shared))
-            self._own = get_global_state(False)
-        set_global_state(self._shared if self._is_alike or self._own is None else self._own)
+        shared = get_global_state(False) if self._rank == 0 else _received(offered)
+        self._states = self._derived(shared)
+        set_global_state(self._states[self._current])
         self.is_fresh = True
 
     def end(self) -> None:
         """Leave the shared state in place on all ranks. Local."""
-        if self._shared is not None and not self._is_alike:
-            set_global_state(self._shared)
-        self._shared = self._sent = self._in_batch = None
+        if self.is_open and self._current == "own":
+            set_global_state(self._states["shared"])
+        self._states = {}
 
     @contextmanager
     def alike(self) -> Iterator[None]:
         """Draw the same on all ranks inside. Local, no communication; every rank must draw the same amount."""
-        if self._is_alike:
+        if self._current != "own":
             yield
             return
-        self._is_alike = True
-        self._enter()
+        # A single process has but one state: as long as rank 0's own is the shared one, both advance.
+        is_one = self._rank == 0 and (not self.is_open or same_state(get_global_state(False), self._states["shared"]))
         try:
-            yield
+            with self._drawing_from("shared"):
+                yield
         finally:
-            self._is_alike = False
-            self._leave()
+            self.is_fresh = False
+            if is_one and self.is_open:
+                set_global_state(self._states["shared"])
 
     @contextmanager
     def alike_in_batch(self) -> Iterator[None]:
         """Like :meth:`alike`, within a batch: draw from a separate state, since rank 0's has advanced by then."""
-        if self._is_alike or self._shared is None:
+        with self._drawing_from("in_batch" if self._current == "own" else self._current):
             yield
-            return
-        self._own, in_batch = get_global_state(False), self._of_batch()
-        self._is_alike, self._is_in_batch = True, True
-        set_global_state(in_batch)
-        try:
-            yield
-        finally:
-            self._is_alike, self._is_in_batch, self._in_batch = False, False, get_global_state(False)
-            set_global_state(self._own or self._shared)  # an evaluation in the batch has synchronized them
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Inside :meth:`alike_in_batch`, draw from this rank's state."""
-        if not self._is_alike or self._own is None:
+        with self._drawing_from("own"):
             yield
-            return
-        kept = "_in_batch" if self._is_in_batch else "_shared"
-        setattr(self, kept, get_global_state(False))
-        self._is_alike = False
-        set_global_state(self._own)
+
+    @contextmanager
+    def _drawing_from(self, name: str) -> Iterator[None]:
+        before = self._current
+        self._switch(name)
         try:
             yield
         finally:
-            self._own, self._is_alike = get_global_state(False), True
-            set_global_state(getattr(self, kept))
+            self._switch(before)
+
+    def _switch(self, name: str) -> None:
+        if self.is_open and name != self._current:
+            self._states[self._current] = get_global_state(False)
+            set_global_state(self._states[name])
+        self._current = name
 
     def state_dict(self) -> dict[str, Any]:
         """The random state of this rank, as tensors and plain data. Local.
 
         It is that between the hooks, wherever this is called: in :meth:`alike`, :meth:`alike_in_batch`, :meth:`apart`.
         """
-        current = get_global_state(False)
-        own, shared, in_batch = current, self._shared, self._of_batch() if self.is_open else None
-        if self._is_in_batch and self._is_alike:
-            own, in_batch = self._own or current, current
-        elif self._is_alike and shared is not None:
-            own, shared = self._own or current, current
-        return {
-            "rank": self._rank,
-            "world_size": get_world_size(self._group),
-            "own": plain_state(own),
-            "shared": plain_state(shared) if shared else None,
-            "in_batch": plain_state(in_batch) if in_batch else None,
-        }
+        states = self._states | {self._current if self.is_open else "own": get_global_state(False)}
+        plain_states = {name: plain_state(state) for name, state in states.items()}
+        return {"rank": self._rank, "world_size": get_world_size(self._group)} | plain_states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the random state of a :meth:`state_dict`. Local; every rank calls it.
@@ -273,32 +251,22 @@ class RunRandomState:
             state: This rank's. If it was saved by another number of ranks, rank 0's on every rank: the other ranks
                 derive theirs from it.
         """
-        own = tuple(state["own"])
-        shared = tuple(state["shared"] or own)
-        world_size, is_derived = get_world_size(self._group), state["rank"] != self._rank
-        if world_size > 1 and (is_derived or state["in_batch"] is None):
-            own = self._derived(own, shared)
-        if world_size > 1 and (self.is_open or state["shared"]):
-            self._shared, self._sent, self.is_fresh = shared, None, False
-            self._in_batch = tuple(state["in_batch"] or self._seeded("hooks of a batch", shared))
-        if self._is_alike and self._is_in_batch:
-            self._own, current = own, self._in_batch or own
-        elif self._is_alike and self._shared is not None:
-            self._own, current = own, self._shared
-        else:
-            current = own
-        restore_global_state(current)
+        saved = {name: tuple(state[name]) for name in ("own", "shared", "in_batch") if name in state}
+        if get_world_size(self._group) == 1:
+            restore_global_state(saved["own"])
+            return
+        derived = self._derived(saved.get("shared", saved["own"]))
+        states = derived | saved
+        if self._rank and (state["rank"] != self._rank or "shared" not in saved):
+            states["own"] = derived["own"]
+        if self.is_open or "shared" in saved:
+            self._states, self.is_fresh = states, False
+        restore_global_state(states[self._current] if self.is_open else states["own"])
 
-    def _of_batch(self) -> State:
-        """What :meth:`alike_in_batch` draws from next."""
-        if self._in_batch is None:
-            assert self._sent is not None
-            self._in_batch = self._seeded("hooks of a batch", self._sent)
-        return self._in_batch
-
-    def _derived(self, own: State, shared: State) -> State:
-        """This rank's state after that of rank 0."""
-        return own if self._rank == 0 else self._seeded(f"{self._rank}", shared)
+    def _derived(self, shared: State) -> dict[str, State]:
+        """This rank's states that follow from the shared one."""
+        own = self._seeded(f"{self._rank}", shared) if self._rank else shared
+        return {"own": own, "shared": shared, "in_batch": self._seeded("hooks of a batch", shared)}
 
     @staticmethod
     def _seeded(salt: str, shared: State) -> State:
@@ -308,29 +276,13 @@ class RunRandomState:
         set_global_state(before)
         return seeded
 
-    def _enter(self) -> None:
-        if self._shared is None:
-            return
-        self._own = get_global_state(False)
-        if self._rank == 0 and same_state(self._own, self._shared):
-            self._own = None
-        else:
-            set_global_state(self._shared)
-
-    def _leave(self) -> None:
-        if self._shared is None:
-            return
-        self._shared, self.is_fresh = get_global_state(False), False
-        if self._own is not None:
-            set_global_state(self._own)
-
 
 def _broadcast(states: list[State], group: dist.ProcessGroup | None) -> list[State]:
     """Rank 0's states. A collective."""
     if get_rank(group) == 0:
-        _of_rank_0([_news(state) for state in states], group)
+        _of_rank_0(list(map(_sendable, states)), group)
         return states
-    return [_updated(state, news) for state, news in zip(states, _of_rank_0(None, group), strict=True)]
+    return list(map(_received, _of_rank_0(None, group)))
 
 
 def _of_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:
@@ -340,17 +292,11 @@ def _of_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:
     return unpack(*broadcast_tensors(header, tensors, "the random state", group))
 
 
-def _news(state: State, known: State = ()) -> list[list[Any]]:
-    """The parts of ``state`` that are not those of ``known``, each with its place."""
-    news = [place for place, part in enumerate(state) if place >= len(known) or not same_part(part, known[place])]
-    parts = [state[place] for place in news]
-    sent = [part if isinstance(part, torch.Tensor) else json.dumps(plain(part)) for part in parts]
-    return [list(pair) for pair in zip(news, sent, strict=True)]
+def _sendable(state: State) -> list[Any]:
+    """As tensors and texts."""
+    return [part if isinstance(part, torch.Tensor) else json.dumps(plain(part)) for part in state]
 
 
-def _updated(state: State, news: list[list[Any]]) -> State:
-    """Inverse of :func:`_news`: the whole state, given what is known of it."""
-    parts = list(state)
-    for place, part in news:
-        parts[place] = part if isinstance(part, torch.Tensor) else as_tuples(json.loads(part))
-    return tuple(parts)
+def _received(parts: list[Any]) -> State:
+    """Inverse of :func:`_sendable`."""
+    return tuple(part if isinstance(part, torch.Tensor) else as_tuples(json.loads(part)) for part in parts)
