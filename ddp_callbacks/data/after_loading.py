@@ -137,12 +137,12 @@ class TakingIterator(_WholeIterator):
     def _take(self) -> tuple[Any, Share]:
         turn = list(itertools.islice(self._wholes, self._world_size))
         sizes = [size if (size := self._size(batch)) is not None else 1 for batch in turn]
-        mine = self._rank < len(turn)
-        if not turn or (self._is_dealt and not mine):
+        if self._rank < len(turn):
+            local = sizes[self._rank]
+            return turn[self._rank], Share(local, local if self._is_dealt else sum(sizes))
+        if not turn or self._is_dealt:
             raise StopIteration
-        if self._is_dealt:
-            return turn[self._rank], Share(sizes[self._rank], sizes[self._rank])
-        return turn[self._rank if mine else 0], Share(sizes[self._rank] if mine else 0, sum(sizes))
+        return turn[0], Share(0, sum(sizes))
 
 
 def _yields_samples(loader: Any) -> bool:

@@ -48,6 +48,7 @@ from trainers import (
     SCENARIOS,
     Net,
     Normalized,
+    Stream,
     Within,
     data,
     fail,
@@ -413,7 +414,8 @@ def parts_of_the_data(strategy: Any) -> Any:
     made, module = trainer(strategy, limit_test_batches=0.5, limit_predict_batches=2), Net()
     return [
         made.test(module, loader(29, 8), verbose=False),
-        made.predict(module, [loader(13, 5, 9), loader(4, 4, 9)]),
+        made.predict(module, [loader(13, 5, 9), loader(4, 4, 9), DataLoader(Stream(11), 4)]),
+        trainer(strategy).predict(module, DataLoader(Stream(11), 4)),
     ]
 
 
