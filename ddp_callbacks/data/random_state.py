@@ -158,6 +158,7 @@ class RunRandomState:
         self._rank = get_rank(group)
         self._states: dict[str, State] = {}  # "own", "shared", "in_batch"; empty if the ranks draw from one
         self._current = "own"  # the one that is the global state now; what is kept of it is out of date
+        self._is_one = False  # rank 0's own is the shared one: both advance, as a single process has but one
         self.is_fresh = False
 
     @property
@@ -182,7 +183,7 @@ class RunRandomState:
         shared = get_global_state(False) if self._rank == 0 else _received(offered)
         self._states = self._derived(shared)
         set_global_state(self._states[self._current])
-        self.is_fresh = True
+        self._is_one, self.is_fresh = self._rank == 0, True
 
     def end(self) -> None:
         """Leave the shared state in place on all ranks. Local."""
@@ -196,14 +197,13 @@ class RunRandomState:
         if self._current != "own":
             yield
             return
-        # A single process has but one state: as long as rank 0's own is the shared one, both advance.
-        is_one = self._rank == 0 and (not self.is_open or same_state(get_global_state(False), self._states["shared"]))
+        self._is_one = self._rank == 0 and self.is_open and same_state(get_global_state(False), self._states["shared"])
         try:
             with self._drawing_from("shared"):
                 yield
         finally:
             self.is_fresh = False
-            if is_one and self.is_open:
+            if self._is_one and self.is_open:
                 set_global_state(self._states["shared"])
 
     @contextmanager
