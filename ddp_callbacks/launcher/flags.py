@@ -27,6 +27,9 @@ FORWARDED = (
 )
 
 
+_PROCESSES_HELP = "processes on each node: a number, auto, cpu, gpu or xpu (default: one per GPU or CPU socket)"
+
+
 def _ranks(text: str) -> frozenset[int] | None:
     if text == "all":
         return None
@@ -45,7 +48,7 @@ def _positive(text: str) -> float:
     return value
 
 
-def _patience(text: str) -> float:
+def _seconds(text: str) -> float:
     if not text.replace(".", "", 1).isdigit() or float(text) < 2:
         raise ArgumentTypeError(f"takes seconds, at least 2, got {text!r}")
     return float(text)
@@ -126,125 +129,43 @@ class Flag:
 
 
 NODES = (
-    Flag(
-        "-H --hosts",
-        "the nodes, named as for ssh; rank 0 runs on the first. SLOTS is the number of processes on that node; "
-        "--nproc-per-node overrides it. Default: one per GPU, or one per CPU socket if there is no GPU",
-        "HOST[:SLOTS],...",
-        usual=True,
-    ),
+    Flag("-H --hosts", "the nodes, named as for ssh; rank 0 runs on the first", "HOST[:SLOTS],...", usual=True),
     Flag("--hostfile", "the same from a file; lines may also set python= and chdir=", "FILE", usual=True),
-    Flag(
-        "--rsh",
-        "reach the nodes with this command instead of ssh. It must run /bin/sh on the node and pass on input and "
-        "output: srun (short for the right words), blaunch, or 'kubectl exec -i {host} --', for example. Without "
-        "{host}, the name of the node is appended. Default in a Slurm job whose nodes ssh cannot reach: srun",
-        "COMMAND",
-    ),
+    Flag("--rsh", "reaches the nodes instead of ssh: srun, blaunch, or 'kubectl exec -i {host} --', say", "COMMAND"),
     Flag("--python", "Python interpreter on the nodes (default: path of this one)", "PATH"),
     Flag("--chdir", "working directory on the nodes (default: the current one)", "DIR"),
-    Flag(
-        "--setup",
-        "a command for bash that goes before the processes on every node: --setup 'source venv/bin/activate && module "
-        "load cuda'. With --python python they run the Python that it puts first in PATH",
-        "COMMAND",
-        "",
-    ),
+    Flag("--setup", "goes before each process, in bash: 'source env.sh && module load cuda'", "COMMAND", ""),
 )
 START = (
-    Flag(
-        "-x",
-        "pass this variable to every process; without =VALUE, with its value on this machine; 'WANDB_*' passes all "
-        "that begin so. Repeatable. "
-        f"Settings of the libraries are always passed: {', '.join(f'{name}*' for name in FORWARDED)}",
-        "NAME[=VALUE]",
-        usual=True,
-        repeats=True,
-    ),
-    Flag(
-        "--auto",
-        "train an unedited script on all processes: a Lightning Trainer with the default strategy, a Torchbearer Trial",
-        usual=True,
-    ),
+    Flag("-x", "a variable for every process; 'WANDB_*' for several", "NAME[=VALUE]", usual=True, repeats=True),
+    Flag("--auto", "an unedited script trains on all: a Lightning Trainer, a Torchbearer Trial", usual=True),
     Flag("--dry-run", "print what would run on each node, and start nothing", usual=True),
-    Flag(
-        "--bind",
-        "core: each process gets cores of its own, an equal part of the node's; numa: the cores of a NUMA node, or a "
-        "part of them; its memory is then near them. Default: none",
-        "|".join(KINDS),
-        "none",
-        _binding,
-    ),
-    Flag(
-        "--heartbeat-timeout",
-        "declare a node lost after this many silent seconds and stop the job; an elastic job continues without it "
-        f"(default: {PATIENCE:g}, which survives a network outage of 10 seconds)",
-        "SECONDS",
-        PATIENCE,
-        _patience,
-    ),
+    Flag("--bind", "gives each process cores of its own, or those of a NUMA node", "|".join(KINDS), "none", _binding),
+    Flag("--heartbeat-timeout", f"a node is lost after (default: {PATIENCE:g})", "SECONDS", PATIENCE, _seconds),
 )
 END = (
-    Flag(
-        "--grace",
-        "time for a checkpoint: when ddprun is asked to stop, all processes get the signal, and this much later "
-        f"everything is ended by force (default: {GRACE:g}). With this flag, the signal waits for a process that does "
-        "not handle it yet",
-        "SECONDS",
-        None,
-        _positive,
-        usual=True,
-    ),
-    Flag(
-        "--time-limit",
-        "end the job after this time; it is asked to stop by SIGTERM, --grace earlier (default with --grace: the "
-        "end of the Slurm or PBS job, where it can be found)",
-        "SECONDS",
-        None,
-        _positive,
-    ),
-    Flag(
-        "--requeue",
-        f"after a preemption (all processes exited with {EXIT_PREEMPTED}), requeue the Slurm or PBS job. "
-        "Elsewhere start again, unless Ctrl-C, SIGTERM or SIGHUP stopped ddprun",
-    ),
+    Flag("--grace", "time for a checkpoint when it is asked to stop", "SECONDS", type=_positive, usual=True),
+    Flag("--time-limit", "end after this time; it is asked to stop --grace earlier", "SECONDS", type=_positive),
+    Flag("--requeue", f"start again, or requeue the job, if all processes exited with {EXIT_PREEMPTED}"),
 )
 OUTPUT = (
-    Flag(
-        "--show-ranks",
-        "ranks whose output is shown: 0,3 or all (default: 0). The output of every rank is also saved on this "
-        "machine, in --log-dir (default: ddprun-logs)",
-        "RANKS",
-        "0",
-        _ranks,
-        usual=True,
-    ),
+    Flag("--show-ranks", "ranks whose output is shown: 0,3 or all (default: 0)", "RANKS", "0", _ranks, usual=True),
     Flag("--no-prefix", "don't start each line with [node:rank]"),
 )
 TORCHRUN = (
     Flag("--nnodes", "number of nodes, or MIN:MAX for an elastic job", "N", "", _nodes),
-    Flag(
-        "--nproc-per-node", "processes on each node: a number, auto, cpu, gpu or xpu", "N", "", _processes, usual=True
-    ),
+    Flag("--nproc-per-node", _PROCESSES_HELP, "N", "", _processes, usual=True),
     Flag("--max-restarts", "restart all up to this many times after a failure", "N", 0, _count, usual=True),
     Flag("--monitor-interval", "has no effect: ddprun notices every end at once", "SECONDS", 0.1, float),
-    Flag(
-        "--shutdown-timeout",
-        f"from SIGTERM to SIGKILL when the processes are ended (default: {GRACE:g})",
-        "SECONDS",
-        GRACE,
-        float,
-    ),
+    Flag("--shutdown-timeout", f"from SIGTERM to SIGKILL (default: {GRACE:g})", "SECONDS", GRACE, float),
     Flag("--standalone", "has no effect: without nodes, ddprun runs on this machine only"),
     Flag("--module -m", "run SCRIPT as a module, like python -m", usual=True),
     Flag("--no-python", "run SCRIPT as a program, without Python"),
-    Flag("--log-dir", "directory for the output (default: ddprun-logs)", "DIR", "ddprun-logs", usual=True),
+    Flag("--log-dir", "saves the output of every rank (default: ddprun-logs)", "DIR", "ddprun-logs", usual=True),
     Flag("--tee -t", "anything but 0 shows the output of every rank, like --show-ranks all", "N", "0"),
     Flag("--role", "name of the processes' role", "NAME", "default"),
     Flag("--rdzv-id", "name of the job", "NAME", "none"),
-    Flag(
-        "--master-addr", "where the processes meet: an address of the first node (default: on the way to it)", "ADDRESS"
-    ),
+    Flag("--master-addr", "where the processes meet: an address of the first node", "ADDRESS"),
     Flag("--master-port", "port there (default: a free one)", "PORT", 0, _count),
 )
 GROUPS = {"nodes": NODES, "start": START, "end": END, "output": OUTPUT, "flags that are torchrun's, too": TORCHRUN}
