@@ -13,6 +13,9 @@ from ddp_callbacks.schedulers import DEFAULT_PORT, number, number_on_host, read_
 SECRET = "DDP_CALLBACKS_SECRET"
 """Environment variable: a secret that all processes of the job know. Without it, rank 0 makes one for its store."""
 
+ENDED = "ddp_callbacks/ended"
+"""Key of the store in which the processes meet: the ranks that have exited with code 0, as ``ddprun`` knows."""
+
 
 @dataclass(frozen=True)
 class WorkerEnv:

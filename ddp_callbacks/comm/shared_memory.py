@@ -192,7 +192,7 @@ class SharedMemoryAllReduce:
 
     def _require_same(self, tags: list[int], doing: str) -> None:
         if tags.count(tags[0]) < len(tags):
-            require_tags(tags, doing, alive(self._group), self.local_ranks.ranks)
+            require_tags(tags, doing, alive(self._group))
 
     def _require_size(self, index: int, nbytes: int, own: int) -> None:
         if nbytes != own:

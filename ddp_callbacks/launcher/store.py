@@ -1,24 +1,28 @@
 """Host the store in which the ranks meet, on a socket that already listens: ``store.py ADDRESS PORT DESCRIPTOR``.
 
 A process of its own, because the node's program does without torch, and the store must outlive each rank. It listens on
-one address; torch's own listen on all interfaces (pytorch issue 173909). The node's program kills it.
+one address; torch's own listen on all interfaces (pytorch issue 173909). The node's program kills it, and says before
+which ranks have exited with code 0: others may still wait for these to join.
 """
 
 from __future__ import annotations
 
-import signal
 import sys
 
 import torch.distributed as dist
 
+from ddp_callbacks.environment import ENDED
+
 
 def main() -> None:
     address, port, descriptor = sys.argv[1:]
-    store = dist.TCPStore(  # noqa: F841, it lives as long as its name
+    store = dist.TCPStore(
         address, int(port), is_master=True, wait_for_workers=False, master_listen_fd=int(descriptor)
     )
-    while True:
-        signal.pause()
+    ended = ""
+    for line in sys.stdin:
+        ended += line
+        store.set(ENDED, ended)
 
 
 if __name__ == "__main__":

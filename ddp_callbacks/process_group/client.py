@@ -16,7 +16,7 @@ from ddp_callbacks.process_group.connection import Connection, Message
 from ddp_callbacks.process_group.server import THREAD
 
 TICK = 0.5  # seconds between two calls of ``tick``
-_PATIENCE = 30.0  # seconds in which rank 0 must be reached once its address is known
+_PAUSE = 0.02  # seconds between two attempts to connect
 _LEAVES = 2.0  # seconds that we wait for the thread to end
 
 
@@ -42,10 +42,17 @@ class Client:
     Args:
         owner: Whom it serves.
         hello: The first message.
+        patience: Seconds within which rank 0 must be reached once its address is known.
+
+    Attributes:
+        problem: Why it could not be reached.
     """
 
-    def __init__(self, owner: Owner, hello: Message) -> None:
-        self._owner, self._hello = owner, hello
+    def __init__(self, owner: Owner, hello: Message, patience: float) -> None:
+        self._owner, self._hello, self._patience = owner, hello, patience
+        self.problem = ""
+        self._since = 0.0  # when its address became known
+        self._is_over = False  # whether there is no further attempt to connect
         self._unsent: deque[Message] = deque()  # without a connection, or while this thread sends another one
         self._is_sending = False
         self._connection: Connection | None = None
@@ -82,50 +89,47 @@ class Client:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store's host has died
-            if connection := self._connect():
-                with contextlib.closing(connection):
-                    self._listen(connection)
-                while not self._is_closing.wait(TICK) and self._owner.tick():
-                    pass  # rank 0 has gone; this rank may still wait for its GPU
+        try:
+            while not self._is_over and not self._is_closing.wait(_PAUSE) and self._owner.tick():
+                self._serve()
+        except RuntimeError as error:  # the store's host has died
+            self._owner.lose_server(str(error))
+        while not self._is_closing.wait(TICK) and self._owner.tick():
+            pass  # rank 0 has gone; this rank may still wait for its GPU
 
-    def _connect(self) -> Connection | None:
-        """Connect as soon as rank 0 listens; ``None`` if this end closes before."""
-        until = float("inf")
-        while not self._is_closing.wait(0.02) and self._owner.tick():
-            if (address := self._owner.find_server()) is None:
-                continue
-            until = min(until, time.monotonic() + _PATIENCE)
-            try:
-                sock = socket.create_connection((address["host"], address["port"]), timeout=5)
-            except OSError as error:
-                if time.monotonic() > until:
-                    self._owner.lose_server(f"{address['host']} port {address['port']} cannot be reached: {error}")
-                    return None
-            else:
-                return self._greet(Connection(sock, 0), os.environ.get(SECRET) or address["secret"])
-        return None
+    def _serve(self) -> None:
+        """Connect if rank 0 listens, and pass on what comes, until one end closes."""
+        if (address := self._owner.find_server()) is None:
+            return
+        self._since = self._since or time.monotonic()
+        try:
+            sock = socket.create_connection((address["host"], address["port"]), timeout=5)
+            with contextlib.closing(Connection(sock, 0)) as connection:
+                self._greet(connection, os.environ.get(SECRET) or address["secret"])
+                self._listen(connection)
+        except (OSError, ValueError) as error:
+            self.problem = str(error)
+            if not self._is_over:  # the address can be that of an earlier attempt, which the store still holds
+                self.problem = f"{address['host']} port {address['port']} cannot be reached: {error}"
+                self._connection, self._is_over = None, time.monotonic() - self._since > self._patience
+            if self._is_over and not self._is_closing.is_set():
+                self._owner.lose_server(self.problem)
 
-    def _greet(self, connection: Connection, secret: str) -> Connection:
+    def _greet(self, connection: Connection, secret: str) -> None:
         with self._lock:
             self._unsent.appendleft({**self._hello, "secret": secret})
             self._send_all(connection)
             self._connection = connection
-        return connection
 
     def _listen(self, connection: Connection) -> None:
-        """Pass on what comes, until one end closes."""
         selector = selectors.PollSelector()
         selector.register(connection, selectors.EVENT_READ)
-        try:
-            while not self._is_closing.is_set() and self._owner.tick():
-                end = time.monotonic() + TICK
-                while selector.select(max(0.0, end - time.monotonic())):
-                    for message in connection.receive():
-                        self._owner.hear(message)
-                        if message["event"] == "closing":
-                            return
-                connection.check_silence()
-        except (OSError, ValueError) as error:
-            if not self._is_closing.is_set():
-                self._owner.lose_server(str(error))
+        while not self._is_closing.is_set() and self._owner.tick():
+            end = time.monotonic() + TICK
+            while selector.select(max(0.0, end - time.monotonic())):
+                for message in connection.receive():
+                    self._is_over = True  # rank 0 knows this rank, and does so once
+                    self._owner.hear(message)
+                    if message["event"] == "closing":
+                        return
+            connection.check_silence()

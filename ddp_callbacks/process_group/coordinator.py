@@ -4,7 +4,8 @@ A state machine in rank 0 without threads, sockets or a clock: each event is a c
 messages that follow. What a rank says (``event``), and what it hears:
 
 ==============  ===================================================================================================
-``join``        its name and host; all hear the ``names`` when the last has joined
+``join``        its name and host; those who have joined hear which are ``missing``, and all hear the ``names`` when the
+                last has joined
 ``wait``        it has waited long, and where (:class:`Stand`), or this broke. It may hear that ranks are ``absent``, as
                 they have left; or, where it broke, ``because`` where the others are
 ``done``        this wait has ended
@@ -112,6 +113,7 @@ class Coordinator:
     def __init__(self, size: int) -> None:
         self._ranks = list(range(size))
         self._names: dict[int, str] = {}
+        self._counted = 0  # ranks that had joined when those heard which are missing
         self._waits: dict[tuple[int, str], _Wait] = {}
         self._places: dict[int, tuple[float, Message]] = {}
         self._asked: dict[int, float] = {}
@@ -147,6 +149,10 @@ class Coordinator:
 
     def tick(self, now: float) -> Sent:
         """What follows from the time."""
+        if self._counted < len(self._names) < len(self._ranks):
+            self._counted = len(self._names)
+            missing = [rank for rank in self._ranks if rank not in self._names]
+            self._send(list(self._names), {"event": "missing", "ranks": missing})
         waiting = {rank for rank, _ in self._waits}
         for (rank, _), wait in self._waits.items():
             if not wait.broke and now - wait.since >= GRACE and now - wait.asked >= _SELDOM:

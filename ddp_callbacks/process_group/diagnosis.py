@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ddp_callbacks.errors import MismatchError, PeerError
 from ddp_callbacks.process_group.connection import Message
 from ddp_callbacks.process_group.coordinator import GRACE, Stand
-from ddp_callbacks.process_group.presence import Presence, describe, names, presence
+from ddp_callbacks.process_group.presence import Presence, presence
 
 
 class ProcessEnded(RuntimeError):
@@ -23,9 +23,9 @@ class ProcessEnded(RuntimeError):
 def look(here: Presence, stand: Stand, begins: bool) -> None:
     """Raise if this rank has heard that the wait cannot succeed any more."""
     if end := here.end_of_run(begins):
-        raise error_of(end, stand.doing)
+        raise error_of(here, end, stand.doing)
     if ranks := _absent(here, stand):
-        raise _left(ranks, stand.doing)
+        raise _left(here, ranks, stand.doing)
 
 
 def _absent(here: Presence, stand: Stand) -> list[int]:
@@ -43,58 +43,58 @@ def diagnose(group: dist.ProcessGroup, doing: str, error: Exception) -> PeerErro
     with here.waiting(stand, broke=True):
         heard.wait_for(lambda: here.end_of_run() or doing in heard.words or heard.closing, GRACE + 1)
     if end := here.end_of_run():
-        return error_of(end, doing, f" First error: {error}")
+        return error_of(here, end, doing, f" First error: {error}")
     if heard.closing and not stand.concerns(0):
-        return _unknown(group, doing, error)
+        return _unknown(here, group, doing, error)
     if heard.closing or _absent(here, stand):
-        return _left(_absent(here, stand) or [0], doing)
-    return _late(stand, heard.words.get(doing, {}).get("places", []), error)
+        return _left(here, _absent(here, stand) or [0], doing)
+    return _late(here, stand, heard.words.get(doing, {}).get("places", []), error)
 
 
-def error_of(end: Message, doing: str, first_error: str = "") -> PeerError | MismatchError:
+def error_of(here: Presence, end: Message, doing: str, first_error: str = "") -> PeerError | MismatchError:
     """The error for the end of a run, in a wait for ``doing``."""
     if end["kind"] == "mismatch":
         return MismatchError(end["text"])
     if end["kind"] == "gone":
         why = f" ({end['why']})" if "why" in end else ""
         return PeerError(
-            f"{names(end['ranks'])} died or went silent{why} while {describe(dist.get_rank())} was waiting for "
+            f"{here.describe(*end['ranks'])} died or went silent{why} while {here.name} was waiting for "
             f"{doing}. Check the output of that process and the kernel log of its host (out of memory, power, "
             f"network).{first_error}"
         )
     report = end["report"]
     return PeerError(
-        f"{describe(report['rank'])} failed with {report['type']}: {report['message']}\n"
-        f"This is {describe(dist.get_rank())}, which stops because the run cannot continue without it. "
+        f"{here.describe(report['rank'])} failed with {report['type']}: {report['message']}\n"
+        f"This is {here.name}, which stops because the run cannot continue without it. "
         f"The other rank's traceback:\n{report['traceback']}"
     )
 
 
-def _unknown(group: dist.ProcessGroup, doing: str, error: Exception) -> PeerError | MismatchError:
+def _unknown(here: Presence, group: dist.ProcessGroup, doing: str, error: Exception) -> PeerError | MismatchError:
     """The error if rank 0, which takes no part, has left before."""
     own = group.rank()
     ended = error.ranks if isinstance(error, ProcessEnded) else {rank for rank in range(group.size()) if rank != own}
     why = "" if len(ended) == 1 else "one of them; rank 0, which would know which, has left"
     end = {"kind": "gone", "ranks": [dist.get_global_rank(group, rank) for rank in ended]}
-    return error_of(end | ({"why": why} if why else {}), doing, f" First error: {error}")
+    return error_of(here, end | ({"why": why} if why else {}), doing, f" First error: {error}")
 
 
-def _left(ranks: Sequence[int], doing: str) -> PeerError:
+def _left(here: Presence, ranks: Sequence[int], doing: str) -> PeerError:
     return PeerError(
-        f"{names(ranks)} left the run while {describe(dist.get_rank())} still waits for {doing}. Every "
+        f"{here.describe(*ranks)} left the run while {here.name} still waits for {doing}. Every "
         "rank must make the same calls (run, evaluate and predict too) the same number of times."
     )
 
 
-def _late(stand: Stand, places: Sequence[tuple[int, Message]], error: Exception) -> PeerError:
+def _late(here: Presence, stand: Stand, places: Sequence[tuple[int, Message]], error: Exception) -> PeerError:
     """The error if all ranks are alive: one is late, or a connection broke."""
     late = [
-        f" {describe(rank)} is not in any collective of ddp_callbacks: it last was in {place['last']}, and is at "
+        f" {here.describe(rank)} is not in any collective of ddp_callbacks: it last was in {place['last']}, and is at "
         f"{place['line']}."
         for rank, place in places
         if not place["waits"] and (not stand.turn or stand.misses(rank, place["recent"]))
     ]
     return PeerError(
-        f"{describe(dist.get_rank())} waited for {stand.doing} in vain, though every rank is alive: one did not come "
+        f"{here.name} waited for {stand.doing} in vain, though every rank is alive: one did not come "
         f"within the timeout, or a connection broke.{''.join(late)} First error: {error}"
     )

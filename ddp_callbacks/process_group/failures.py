@@ -25,12 +25,10 @@ from ddp_callbacks.process_group.coordinator import LINGER as LINGER
 from ddp_callbacks.process_group.diagnosis import diagnose as diagnose
 from ddp_callbacks.process_group.diagnosis import error_of, look
 from ddp_callbacks.process_group.presence import (
-    Presence,
     describe,
     found,
     is_aborted,
     is_beside_training,
-    names,
     presence,
 )
 from ddp_callbacks.process_group.presence import (
@@ -181,32 +179,23 @@ def tag_of(doing: str) -> int:
     return zlib.crc32(doing.encode())
 
 
-def require_tags(tags: Sequence[float], doing: str, group: dist.ProcessGroup, ranks: Sequence[int] = ()) -> None:
+def require_tags(tags: Sequence[float], doing: str, group: dist.ProcessGroup) -> None:
     """Raise :class:`MismatchError` unless all tags are equal. Every rank that took part must call it.
 
     Args:
         tags: :func:`tag_of` of each rank's exchange.
-        doing: The purpose of this rank's exchange.
-        ranks: The ranks in ``group`` of these tags; all if empty.
+        doing: The purpose of this rank's exchange, which it has entered.
+        group: The group of the ranks.
     """
     if all(tag == tags[0] for tag in tags):
         return
-    here, members = presence(), [dist.get_global_rank(group, rank) for rank in ranks or range(group.size())]
-    named = here.gather(f"names/{here.run}/{zlib.crc32(str(tags).encode())}", doing, sorted(members))
-    here.heard.wait_for(lambda: named.values or here.end_of_run(), LINGER)
-    by_name: dict[str, list[int]] = {}
-    for rank, name in zip(sorted(members), named.values, strict=False):
-        by_name.setdefault(name, []).append(rank)
-    texts = [f"{names(some)} exchange{'s' * (len(some) == 1)} {name}" for name, some in by_name.items()]
-    raise _mismatch(here, ", while ".join(texts) or f"{describe(dist.get_rank())} exchanges {doing}, others do not")
-
-
-def _mismatch(here: Presence, text: str) -> PeerError | MismatchError:
-    """The error that all ranks raise: the first that has ended the run."""
+    here = presence()
     here.failed = True
-    here.send({"event": "end", "run": here.run, "what": {"kind": "mismatch", "text": f"{text}. {REMEDY}"}})
-    end: Any = here.heard.wait_for(here.end_of_run, LINGER)
-    return error_of(end, "other ranks") if end else MismatchError(f"{text}. {REMEDY}")
+    with here.waiting(here.stand(doing, group)):  # so rank 0 sees that they wait for each other
+        end: Any = here.heard.wait_for(here.end_of_run, LINGER)
+    if end:
+        raise error_of(here, end, doing)
+    raise MismatchError(f"{here.name} exchanges {doing}, others do not. {REMEDY}")
 
 
 # --- slices -----------------------------------------------------------------------------------------------------------

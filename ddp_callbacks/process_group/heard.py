@@ -21,6 +21,8 @@ class Heard:
     Attributes:
         ends: What has ended runs, by their number.
         words: What rank 0 has said last about a wait, by its purpose.
+        missing: The ranks that have not joined yet.
+        names: Of all ranks, once all have joined.
         closing: What rank 0 said when it left, after which nothing more is heard.
     """
 
@@ -28,7 +30,8 @@ class Heard:
         self.ends: dict[int, Message] = {}
         self.words: dict[str, Message] = {}
         self.closing: Message | None = None
-        self._names: list[str] = []
+        self.missing: list[int] = []
+        self.names: list[str] = []
         self._gatherings: weakref.WeakValueDictionary[str, Gathering] = weakref.WeakValueDictionary()
         self._count = 0
         self._news = threading.Condition()
@@ -40,7 +43,9 @@ class Heard:
             if event == "end":
                 self.ends.setdefault(message["run"], message)
             elif event == "names":
-                self._names = message["names"]
+                self.names = message["names"]
+            elif event == "missing":
+                self.missing = message["ranks"]
             elif event == "gathered" and (gathering := self._gatherings.get(message["name"])):
                 gathering.values = message["values"]
             elif event in ("absent", "because"):
@@ -75,7 +80,7 @@ class Heard:
 
     def name_of(self, rank: int) -> str:
         """``rank 1 (host node2, pid 4711)``; shorter where the ranks have not heard of each other."""
-        names = self.wait_for(lambda: self._names or self.closing or self.ends, _NAMES) and self._names
+        names = self.wait_for(lambda: self.names or self.closing or self.ends, _NAMES) and self.names
         return names[rank] if names else f"rank {rank}"
 
 

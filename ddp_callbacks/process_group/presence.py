@@ -9,12 +9,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import socket
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -42,10 +43,12 @@ OWN_THREADS = "ddp_callbacks"
 """Prefix of the names of this library's threads. Training does not wait for what they wait for."""
 
 _ADDRESS = "control"
+_PATIENCE = 30.0  # seconds in which rank 0 must be reached
 _RECENT = 32  # recent kinds of exchanges that a rank tells
 _KINDS = 1024  # kinds of exchanges that a rank counts
 _presences: weakref.WeakKeyDictionary[dist.ProcessGroup, Presence] = weakref.WeakKeyDictionary()
 _alive: weakref.WeakSet[Presence] = weakref.WeakSet()
+_joining: list[Presence] = []  # whose default group is not formed yet
 
 
 class Presence:
@@ -63,12 +66,12 @@ class Presence:
         beginning: The positions of all ranks at the begin of the next run, once this rank has come there.
         asked: The notes of the gatherings that all were asked for, by name.
         answers: This rank's part in those that it takes no other part in, by name.
-        store: The store of the default group in which the run began, below this library's prefix.
+        rank: Of this process in the default group.
         responders: By the first word of a name: called by the thread, with the name, if this rank is asked for a part.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.pid, self.run = os.getpid(), 0
+    def __init__(self, store: dist.Store, rank: int, size: int, part: str = "", patience: float = _PATIENCE) -> None:
+        self.pid, self.rank, self.run = os.getpid(), rank, 0
         self.last = "nothing yet"
         self.failed = self.aborted = False
         self.alone_in: str | None = None
@@ -84,15 +87,24 @@ class Presence:
         self._aborting = threading.RLock()
         self.heard = Heard()
         self._world: weakref.ref[dist.ProcessGroup] | None = None
-        self.settle_in(group)
         make_forks_wait()
-        self.store, rank = dist.PrefixStore("ddp_callbacks", store_of(group)), group.rank()
-        self._server = Server(group.size(), self.store) if rank == 0 else None
+        self._meeting, self._part = dist.PrefixStore("ddp_callbacks", store), part
+        self._server = Server(size, store) if rank == 0 else None
         if self._server is not None:
-            self.store.set(_ADDRESS, json.dumps(self._server.address))
-        hello = {"event": "join", "rank": rank, "name": _own_name(rank)}
-        self._client = Client(self, hello)
+            self._meeting.set(_ADDRESS, json.dumps(self._server.address | {"part": part}))
+        self.name = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
+        self._client = Client(self, {"event": "join", "rank": rank, "name": self.name}, patience)
         _alive.add(self)
+
+    @property
+    def store(self) -> dist.Store:
+        """A part of the store that no earlier attempt has used, once all have joined."""
+        return dist.PrefixStore(self._part, self._meeting)
+
+    @property
+    def problem(self) -> str:
+        """Why rank 0 could not be reached."""
+        return self._client.problem
 
     def settle_in(self, group: dist.ProcessGroup) -> None:
         """From now on, ``group`` is the default group of this rank."""
@@ -104,6 +116,10 @@ class Presence:
     def move_out(self) -> None:
         """Stay when the default group goes: this rank forms another one."""
         self._world = None
+
+    def describe(self, *ranks: int) -> str:
+        """``rank 1 (host node2, pid 4711), rank 2 (...)`` for global ranks; shorter if less is known."""
+        return ", ".join(self.name if rank == self.rank else self.heard.name_of(rank) for rank in sorted(ranks))
 
     def send(self, message: Message) -> None:
         """Tell rank 0. Hardly blocks; any thread, and a signal's handler, may call it."""
@@ -220,11 +236,17 @@ class Presence:
         if not self._has_left:
             self.end_run()
             self._say_farewell()
-            self._client.close()
+        self.close()
+
+    def close(self) -> None:
+        """End the threads; to the others, this rank has died, unless it has said that it leaves."""
+        self._client.close()
         if self._server is not None:
             self._server.stop()
             self._server.join()
-        vars(self).pop("store", None)  # one in a file removes it with its last user
+        vars(self).pop("_meeting", None)  # a store in a file removes it with its last user
+        if self in _joining:
+            _joining.remove(self)
 
     def _say_farewell(self) -> None:
         self._has_left = True
@@ -235,7 +257,11 @@ class Presence:
 
     def find_server(self) -> Message | None:
         """See :class:`.client.Owner`."""
-        return json.loads(self.store.get(_ADDRESS)) if self.store.check([_ADDRESS]) else None
+        if not self._meeting.check([_ADDRESS]):
+            return None
+        address: Message = json.loads(self._meeting.get(_ADDRESS))
+        self._part = address["part"]
+        return address
 
     def hear(self, message: Message) -> None:
         """See :class:`.client.Owner`."""
@@ -267,12 +293,11 @@ class Presence:
             self._say_farewell()
             if self._server is not None:
                 self._server.stop()
-            return False
         is_quiet = self._entered == self._seen and not self._waits
         self._seen = self._entered
         if is_quiet and self.end_of_run() and any(map(accelerators_of, known_groups())):
             self.abort_failed_run()
-        return True
+        return not self._has_left
 
     def _recent(self) -> dict[str, int]:
         return dict(list(self._counts.items())[-_RECENT:])
@@ -286,9 +311,18 @@ class Presence:
 
 def presence() -> Presence:
     """The presence of this process in the default group, which must exist."""
-    world = dist.group.WORLD
-    assert world is not None
-    return _presences.get(world) or Presence(world)
+    here, world = found(), dist.group.WORLD
+    if here is None:
+        assert world is not None
+        here = _joining.pop() if _joining else Presence(store_of(world), world.rank(), world.size())
+        here.settle_in(world)
+    return here
+
+
+def join(store: dist.Store, rank: int, size: int, part: str) -> Presence:
+    """A presence, before the default group is formed whose it will be."""
+    _joining[:] = [Presence(store, rank, size, part, math.inf)]
+    return _joining[0]
 
 
 def found() -> Presence | None:
@@ -326,16 +360,7 @@ def is_beside_training() -> bool:
 
 def describe(rank: int) -> str:
     """``rank 1 (host node2, pid 4711)`` for a global rank; shorter if less is known."""
-    return _own_name(rank) if rank == dist.get_rank() else presence().heard.name_of(rank)
-
-
-def names(ranks: Sequence[int]) -> str:
-    """Describe several ranks."""
-    return ", ".join(describe(rank) for rank in sorted(ranks))
-
-
-def _own_name(rank: int) -> str:
-    return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
+    return presence().describe(rank)
 
 
 @atexit.register

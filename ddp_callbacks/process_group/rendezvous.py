@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -15,15 +16,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_callbacks.environment import WorkerEnv
+from ddp_callbacks.environment import ENDED, WorkerEnv
 from ddp_callbacks.errors import ConfigurationError, RendezvousError, say
 from ddp_callbacks.network import address_for_others, addresses_of, is_loopback, route_to
+from ddp_callbacks.process_group.coordinator import FOREVER
+from ddp_callbacks.process_group.presence import Presence, join
 from ddp_callbacks.schedulers import hosts_of_job
 
 BIND = "DDP_CALLBACKS_BIND"
 """Environment variable: the address on which rank 0's store listens, if not MASTER_ADDR. 0.0.0.0: all interfaces."""
 
 _PATIENCE = 10.0  # seconds after which rank 0 prints the ranks it waits for
+_LOOK = 0.5  # seconds between two looks at what has happened
 
 
 def meet(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
@@ -33,20 +37,27 @@ def meet(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
 
     Raises:
         ConfigurationError: Processes on other hosts cannot reach the address.
-        RendezvousError: Nothing answers there, or a rank did not come within ``timeout``.
+        RendezvousError: Nothing answers there, or a rank died or exited before it came, or did not come within
+            ``timeout``.
     """
     end = time.monotonic() + timeout.total_seconds()
     try:
         env = at_reachable_address(env, timeout)
         store = _open_store(env, timedelta(seconds=max(end - time.monotonic(), 1)))
         store.set_timeout(timeout)
-        return env, _await_all(dist.PrefixStore("ddp_callbacks", store), env, timeout, end)
     except (dist.DistError, OSError) as error:
         raise RendezvousError(
             f"rank {env.rank} on host {socket.gethostname()} could not meet the other {env.world_size - 1} at "
             f"{_where(env)} within {timeout.total_seconds():g} s. Check that rank 0 runs on that address, that "
             f"the port is free there and open in the firewall. Cause: {str(error).splitlines()[0]}"
         ) from error
+    here = join(store, env.rank, env.world_size, uuid.uuid4().hex)
+    try:
+        _await_all(here, store, env, timeout, end)
+    except BaseException:
+        here.close()
+        raise
+    return env, here.store
 
 
 def at_reachable_address(env: WorkerEnv, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> WorkerEnv:
@@ -152,65 +163,32 @@ def _bind(listener: socket.socket, address: tuple[Any, ...]) -> None:
         ) from error
 
 
-def _await_all(store: dist.Store, env: WorkerEnv, timeout: timedelta, end: float) -> dist.Store:
-    """Wait until every rank has come; return their part of the store. If ranks are missing, the error names them.
+def _await_all(here: Presence, store: dist.Store, env: WorkerEnv, timeout: timedelta, end: float) -> None:
+    """Wait until every rank has come; the error names those that are missing.
 
-    A store can hold keys of an earlier attempt: an agent keeps it when it restarts its workers, and a file can be left
-    over. So rank 0 opens a new part and admits the processes that it has seen there; each knows itself by its ticket.
-    (TORCHELASTIC_RESTART_COUNT does not help: torchrun counts separately on each node.)
+    A store can hold the address of an earlier attempt's rank 0: an agent keeps it when it restarts its workers, and a
+    file can be left over. Nobody answers there, so a rank looks again until rank 0 has answered.
     """
-    ticket = uuid.uuid4().hex
-    if env.rank == 0:
-        store.set("part", ticket)
-    part, missing, say_at = None, set[int](), time.monotonic() + _PATIENCE
-    try:
-        while time.monotonic() < end:
-            opened = _read(store, "part")
-            if opened is not None and (part is None or part.name != opened):
-                part = _Part(opened, store, env.world_size)
-                part.store.set(f"present/{env.rank}", ticket)
-            if env.rank == 0 and time.monotonic() > say_at:
-                say(f"rank 0 is waiting at {_where(env)} for {_ranks(missing)} of {env.world_size}")
-                say_at = end
-            if part is not None:
-                missing = part.admit() if env.rank == 0 else part.missing()
-                if ticket in (_read(part.store, "admitted") or "").split(","):
-                    return part.store
-            time.sleep(0.05)
-    except dist.DistError as error:
-        if part is None:
-            raise  # the first check failed, so nothing is known
-        raise _never_came(missing or {0}, env, "before rank 0, which hosts the store, gave up or died") from error
-    raise _never_came(missing or {0}, env, f"within {timeout.total_seconds():g} s")
+    heard, say_at = here.heard, time.monotonic() + _PATIENCE
+    while not heard.wait_for_news(lambda: heard.names, _LOOK):
+        missing = set(heard.missing) or ({0} if env.rank else set(range(1, env.world_size)))
+        if gone := heard.ends.get(FOREVER):
+            raise _never_came(missing, env, f": {_ranks(set(gone['ranks']))} gave up or died")
+        if ended := missing & _ended(store):
+            raise _never_came(ended, env, ", but exited with code 0")
+        now = time.monotonic()
+        if now > end:
+            raise _never_came(missing, env, f" within {timeout.total_seconds():g} s", here.problem)
+        if env.rank == 0 and now > say_at:
+            say(f"rank 0 is waiting at {_where(env)} for {_ranks(missing)} of {env.world_size}")
+            say_at = end
 
 
-class _Part:
-    """The part of a store that one rank 0 has opened."""
-
-    def __init__(self, name: str, store: dist.Store, world_size: int) -> None:
-        self.name = name
-        self.store = dist.PrefixStore(name, store)
-        self._tickets: dict[int, str | None] = dict.fromkeys(range(world_size))
-
-    def admit(self) -> set[int]:
-        """On rank 0: the missing ranks; admit all once none is missing."""
-        for rank, found in self._tickets.items():
-            if found is None:
-                self._tickets[rank] = _read(self.store, f"present/{rank}")
-        missing = {rank for rank, found in self._tickets.items() if found is None}
-        self.store.set("missing", ",".join(map(str, sorted(missing))))
-        if not missing:
-            self.store.set("admitted", ",".join(map(str, self._tickets.values())))
-        return missing
-
-    def missing(self) -> set[int]:
-        """On the other ranks: the ranks that rank 0 still misses."""
-        return {int(rank) for rank in (_read(self.store, "missing") or "").split(",") if rank}
-
-
-def _read(store: dist.Store, key: str) -> str | None:
-    """Read a key without blocking."""
-    return store.get(key).decode() if store.check([key]) else None
+def _ended(store: dist.Store) -> set[int]:
+    """The ranks of which ddprun has said that they have ended."""
+    with contextlib.suppress(dist.DistError):  # its host has died; the thread of ``here`` says so
+        return {int(rank) for rank in store.get(ENDED).split()} if store.check([ENDED]) else set()
+    return set()
 
 
 def _ranks(ranks: set[int]) -> str:
@@ -225,8 +203,10 @@ def _ranks(ranks: set[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {text}"
 
 
-def _never_came(missing: set[int], env: WorkerEnv, when: str) -> RendezvousError:
+def _never_came(missing: set[int], env: WorkerEnv, why: str, problem: str = "") -> RendezvousError:
+    cause = f" {problem}." if problem else ""
     return RendezvousError(
-        f"{_ranks(missing)} of {env.world_size} did not join at {_where(env)} {when}; rank {env.rank} on "
-        f"host {socket.gethostname()} waited. Start every rank, each with a different number, or lower world_size."
+        f"{_ranks(missing)} of {env.world_size} did not join at {_where(env)}{why}; rank {env.rank} on "
+        f"host {socket.gethostname()} waited.{cause} Start every rank, each with a different number, and let each "
+        "join, or lower world_size."
     )

@@ -104,9 +104,11 @@ def happens(what):
     if what == "slow to exit":
         atexit.register(time.sleep, 8)
         raise ValueError("the data are gone")
-    if what == "left":
+    if what in ("left", "exited before it joined"):
         os._exit(0)
 
+if os.environ["RANK"] == "1":
+    happens(sys.argv[1] + " before it joined")
 join_process_group()
 for step in range(10_000):
     settings = {"lr": 0.1}
@@ -125,6 +127,8 @@ WHO = {
     r"Ranks: rank 0 \(.*\), rank 1 \(.*\)\.",
     "left": r"rank 1 on localhost exited with code 0 first. rank 0 on localhost reports: "
     r"ddp_callbacks.errors.PeerError: rank 1 \(.*",
+    "exited": r"rank 0 on localhost failed with exit code 1: ddp_callbacks.errors.RendezvousError: rank 1 of 2 did not "
+    r"join at 127.0.0.1:\d+, but exited with code 0; rank 0 on host \S+ waited\..*",
 }
 
 

@@ -202,10 +202,12 @@ def test_what_ranks_hear_after_each_event(name: str) -> None:
 
 def test_a_rank_that_joins_late_hears_what_has_happened() -> None:
     made = Coordinator(2)
+    made.receive(0, {"event": "join", "name": "early"}, 0.0)
+    assert made.tick(1.0) == [(0, {"event": "missing", "ranks": [1]})] and made.tick(2.0) == []
     made.receive(0, failure(0, 0), 0.0)
     made.receive(0, ask("why"), 0.0)
-    sent = made.receive(1, {"event": "join", "name": "late"}, 1.0)
-    assert [message["event"] for rank, message in sent if rank == 1] == ["end", "asked"]
+    sent = made.receive(1, {"event": "join", "name": "late"}, 3.0)
+    assert [message["event"] for rank, message in sent if rank == 1] == ["end", "asked", "names"]
 
 
 # --- connections ------------------------------------------------------------------------------------------------------

@@ -146,6 +146,12 @@ class Node:
         if not self._unread:
             self._close_input()
 
+    def do_ended(self, rank: int) -> None:
+        """Write into the store, which is here, that a rank has exited with code 0; others may wait for it to join."""
+        if self._store is not None and self._store.stdin is not None:
+            with suppress(BrokenPipeError):
+                os.write(self._store.stdin.fileno(), b"%d\n" % rank)
+
     def do_halt(self, port: int, seconds: float) -> None:
         """End the ranks, report it, and wait for others to be started; the first node listens anew, on ``port``."""
         self._next_port = port
@@ -179,7 +185,7 @@ class Node:
             return
         port, descriptor = str(self._listener.getsockname()[1]), self._listener.fileno()
         words = [*words, self._address.encode(), port.encode(), str(descriptor).encode()]
-        streams = (subprocess.DEVNULL, subprocess.DEVNULL, subprocess.PIPE)
+        streams = (subprocess.PIPE, subprocess.DEVNULL, subprocess.PIPE)
         self._store = start(words, streams, keep=(descriptor,), ignored=_REQUESTS)
         self._ending.spare(self._store.pid)
 
