@@ -13,6 +13,9 @@ from ddp_callbacks.schedulers import DEFAULT_PORT, number, number_on_host, read_
 SECRET = "DDP_CALLBACKS_SECRET"
 """Environment variable: a secret that all processes of the job know. Without it, rank 0 makes one for its store."""
 
+HEARTBEAT_TIMEOUT = "DDP_CALLBACKS_HEARTBEAT_TIMEOUT"
+"""Environment variable: seconds of silence after which the processes give up a machine; default 10."""
+
 ENDED = "ddp_callbacks/ended"
 """Key of the store in which the processes meet: the ranks that have exited with code 0, as ``ddprun`` knows."""
 
@@ -99,14 +102,31 @@ def worker_env(
     world_size: int | None = None,
     host: str | None = None,
     port: int | None = None,
+    init_method: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> WorkerEnv:
     """The explicit arguments if given, otherwise :meth:`WorkerEnv.from_environ`.
 
+    Args:
+        rank, world_size: With ``init_method``, the default is RANK and WORLD_SIZE.
+        host, port: Where to meet; the default port is 29500.
+        init_method: Where to meet, instead: ``tcp://HOST:PORT`` (IPv6 in brackets) or ``file:///ABSOLUTE/PATH``.
+            ``env://`` is the same as ``None``.
+        environ: The variables.
+
     Raises:
-        ConfigurationError: Only one of ``rank`` and ``world_size`` is given, or a value is out of range.
+        ConfigurationError: Only one of ``rank`` and ``world_size`` is given, there are two places to meet or none, or a
+            value is out of range.
     """
-    if rank is None and world_size is None:
+    file, hint = None, ""
+    if init_method is not None and init_method != "env://":
+        if host is not None or port is not None:
+            raise ConfigurationError(f"init_method={init_method!r} and host or port both say where to meet. Pass one.")
+        host, port, file = _parse_url(init_method)
+        hint = f" or as the variables RANK and WORLD_SIZE, with init_method={init_method!r}"
+        if rank is None and world_size is None:
+            rank, world_size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
+    elif rank is None and world_size is None:
         if host is not None or port is not None:
             raise ConfigurationError(
                 f"host={host!r} and port={port!r} were given without rank and world_size. Pass all of them, or none "
@@ -115,10 +135,10 @@ def worker_env(
         return WorkerEnv.from_environ(environ)
     if rank is None or world_size is None:
         raise ConfigurationError(
-            f"rank and world_size must be given together, got rank={rank} and world_size={world_size}."
+            f"rank and world_size must be given together{hint}, got rank={rank} and world_size={world_size}."
         )
     rank, world_size = _integer("rank", rank), _integer("world_size", world_size)
-    if host is None and world_size > 1:
+    if host is None and file is None and world_size > 1:
         raise ConfigurationError(
             f"host must be given with rank={rank} and world_size={world_size}: the address of rank 0, the same on "
             "every process."
@@ -129,37 +149,19 @@ def worker_env(
         local_rank=number(environ, "LOCAL_RANK") or 0,
         host=host,
         port=(None if host is None else DEFAULT_PORT) if port is None else _integer("port", port),
+        file=file,
         several_hosts=_several_hosts(world_size, environ),
     )
 
 
-def worker_env_of(init_method: str, rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> WorkerEnv:
-    """The place of a process that meets the others at ``tcp://HOST:PORT`` (IPv6 in brackets) or ``file://PATH``.
-
-    Raises:
-        ConfigurationError: The URL has neither form, or rank and world size are unknown.
-    """
+def _parse_url(init_method: str) -> tuple[str | None, int | None, str | None]:
+    """Host and port, or a file."""
     kind, _, rest = init_method.partition("://")
-    if rank is None and world_size is None:
-        rank, world_size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
-    if rank is None or world_size is None:
-        raise ConfigurationError(
-            f"init_method={init_method!r} needs rank and world_size, as arguments or as the variables RANK and "
-            "WORLD_SIZE."
-        )
-    local_rank = number(environ, "LOCAL_RANK") or 0
     host, colon, port = rest.rpartition(":")
     if kind == "tcp" and host and colon and port.isdigit():
-        return WorkerEnv(
-            rank,
-            world_size,
-            local_rank,
-            host.removeprefix("[").removesuffix("]"),
-            int(port),
-            several_hosts=_several_hosts(world_size, environ),
-        )
+        return host.removeprefix("[").removesuffix("]"), int(port), None
     if kind == "file" and rest.startswith("/"):
-        return WorkerEnv(rank, world_size, local_rank, file=rest)
+        return None, None, rest
     raise ConfigurationError(
         f"init_method must be env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH, got {init_method!r}."
     )

@@ -16,7 +16,7 @@ from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
 from ddp_callbacks.launcher.node.binding import KINDS
 from ddp_callbacks.launcher.node.ending import GRACE
 
-PATIENCE = 30.0
+PATIENCE = 10.0
 """Seconds without a heartbeat until a connection counts as lost. TCP retries after 6 and 13 seconds of silence."""
 
 # Variables that all nodes get: these prefixes configure libraries that take part in training.

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_callbacks.environment import SECRET
+from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET
 from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
 from ddp_callbacks.launcher.node.ending import GRACE
 from ddp_callbacks.launcher.plan import Job
@@ -25,6 +25,7 @@ from ddp_callbacks.versions import how_to_install_this
 _PLACE_TIMEOUT = 25.0  # seconds for a node's facts, on a slow disk
 _REACH_TIMEOUT = 5.0  # seconds for a node to connect to the first one
 _LOOK = 0.25  # seconds between two checks of the time while nothing comes
+_LATER = 2.0  # seconds after which the ranks give up a machine, too: the launcher comes first, as it can go on without
 _CUT = 2.0  # seconds from the last force on the nodes until the last connection is cut
 SAME = 3.0  # seconds within which further signals mean the same: a scheduler may send several, and to a script, too
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -304,7 +305,8 @@ class Launch:
                 raise CannotStart([f"{other.plan.name} and {node.plan.name} are the same machine. {once}."])
 
     def _check(self, node: Connection) -> None:
-        variables = {SECRET: self._secret, **self.job.forwarded, **self.job.environ}
+        patience = f"{self.job.heartbeat_timeout + _LATER:g}"
+        variables = {SECRET: self._secret, HEARTBEAT_TIMEOUT: patience, **self.job.forwarded, **self.job.environ}
         node.greet(self.limits.grace)
         environ = {as_hex(name): as_hex(value) for name, value in variables.items()}
         node.ask("enter", cwd=as_hex(node.plan.cwd), environ=environ)

@@ -99,7 +99,7 @@ class Job:
     shown: frozenset[int] | None = None
     prefix: bool = True
     log_dir: str = "ddprun-logs"
-    heartbeat_timeout: float = 30.0
+    heartbeat_timeout: float = 10.0
     kill_after: float = 2.5
     grace: float | None = None
     time_limit: float | None = None

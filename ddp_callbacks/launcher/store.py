@@ -16,9 +16,7 @@ from ddp_callbacks.environment import ENDED
 
 def main() -> None:
     address, port, descriptor = sys.argv[1:]
-    store = dist.TCPStore(
-        address, int(port), is_master=True, wait_for_workers=False, master_listen_fd=int(descriptor)
-    )
+    store = dist.TCPStore(address, int(port), is_master=True, wait_for_workers=False, master_listen_fd=int(descriptor))
     ended = ""
     for line in sys.stdin:
         ended += line

@@ -15,12 +15,13 @@ import struct
 import weakref
 from typing import Any, TypeAlias
 
+from ddp_callbacks.environment import HEARTBEAT_TIMEOUT
 from ddp_callbacks.errors import ConfigurationError, say
 
 Message: TypeAlias = dict[str, Any]
 
-WARNING, TIMEOUT = "DDP_CALLBACKS_HEARTBEAT_WARNING", "DDP_CALLBACKS_HEARTBEAT_TIMEOUT"
-"""Environment variables: seconds of silence after which a machine is mentioned (default 5), and given up (10)."""
+WARNING = "DDP_CALLBACKS_HEARTBEAT_WARNING"
+"""Environment variable: seconds of silence after which a machine is mentioned; default 5."""
 
 _SENDS = 2.0  # seconds in which a kernel takes a message, unless its process does not read for long
 _LIMIT = 1 << 22  # bytes of a message; that of the begin of a run has some 60 for each rank
@@ -59,13 +60,13 @@ class Connection:
         rank: The rank at the other end.
 
     Raises:
-        ConfigurationError: :data:`WARNING` or :data:`TIMEOUT` holds no positive number.
+        ConfigurationError: :data:`WARNING` or :data:`.HEARTBEAT_TIMEOUT` holds no positive number.
     """
 
     def __init__(self, sock: socket.socket, rank: int) -> None:
         self.rank = rank
         self._socket, self._received = close_in_children(sock), b""
-        self._warning, self._timeout = _seconds(WARNING, "5"), _seconds(TIMEOUT, "10")
+        self._warning, self._timeout = _seconds(WARNING, "5"), _seconds(HEARTBEAT_TIMEOUT, "10")
         self._is_silent = False
         sock.settimeout(_SENDS)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import require_torch
-from ddp_callbacks.environment import WorkerEnv, worker_env, worker_env_of
+from ddp_callbacks.environment import WorkerEnv, worker_env
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.failures import announce_join, report_end
 from ddp_callbacks.process_group.gpu import select_gpu
@@ -94,7 +94,7 @@ def join_process_group(
         return env
     device = None if device is None else torch.device(device)
     chosen = _choose_backend(backend, device)
-    env = _place(rank, world_size, host, port, init_method)
+    env = worker_env(rank, world_size, host, port, init_method)
     if env.world_size == 1:
         if chosen == _MPI4PY:  # where its launcher is unknown, each process would train alone
             import_module("ddp_callbacks.mpi").start(0, 1)
@@ -108,16 +108,6 @@ def join_process_group(
     _report_uncaught_exceptions()
     form_group(chosen, store, env.rank, env.world_size, timeout)
     return env
-
-
-def _place(
-    rank: int | None, world_size: int | None, host: str | None, port: int | None, init_method: str | None
-) -> WorkerEnv:
-    if init_method is None or init_method == "env://":
-        return worker_env(rank, world_size, host, port)
-    if host is not None or port is not None:
-        raise ConfigurationError(f"init_method={init_method!r} and host or port both say where to meet. Pass one.")
-    return worker_env_of(init_method, rank, world_size, os.environ)
 
 
 def leave_process_group() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ddp_callbacks.environment import worker_env_of
+from ddp_callbacks.environment import worker_env
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError, Preempted
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group, leave_process_group
 from ddp_callbacks.process_group.failures import report_end
@@ -67,7 +67,7 @@ def spawn(
     ]
     with _address(init_method, nnodes) as where:
         for place in places:
-            worker_env_of(where, None, None, place)  # raises here rather than in the new processes
+            worker_env(init_method=where, environ=place)  # raises here rather than in the new processes
         options: dict[str, Any] = {"nprocs": nprocs, "join": False, "start_method": _start_method()}
         context = mp.start_processes(_run, (fn, args, places, where, backend, timeout), **options)
         with _passing_signals_on(context.pids()) as passed:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddp_callbacks.environment import SECRET
+from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group.connection import TIMEOUT, Connection
+from ddp_callbacks.process_group.connection import Connection
 from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY, Coordinator, Stand
 from ddp_callbacks.process_group.server import Server
 
@@ -277,7 +277,7 @@ def test_a_secret_of_the_launcher_s_is_not_in_the_store(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1"])
 def test_a_limit_of_silence_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(TIMEOUT, value)
+    monkeypatch.setenv(HEARTBEAT_TIMEOUT, value)
     first, second = socket.socketpair()
-    with first, second, pytest.raises(ConfigurationError, match=f"{TIMEOUT} must be a positive number"):
+    with first, second, pytest.raises(ConfigurationError, match=f"{HEARTBEAT_TIMEOUT} must be a positive number"):
         Connection(first, 0)
