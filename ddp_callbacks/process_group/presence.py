@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import math
 import os
 import socket
 import threading
@@ -46,9 +45,7 @@ _ADDRESS = "control"
 _PATIENCE = 30.0  # seconds in which rank 0 must be reached
 _RECENT = 32  # recent kinds of exchanges that a rank tells
 _KINDS = 1024  # kinds of exchanges that a rank counts
-_presences: weakref.WeakKeyDictionary[dist.ProcessGroup, Presence] = weakref.WeakKeyDictionary()
-_alive: weakref.WeakSet[Presence] = weakref.WeakSet()
-_joining: list[Presence] = []  # whose default group is not formed yet
+_current: Presence | None = None  # the last one of this process
 
 
 class Presence:
@@ -70,7 +67,7 @@ class Presence:
         responders: By the first word of a name: called by the thread, with the name, if this rank is asked for a part.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, part: str = "", patience: float = _PATIENCE) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, part: str, patience: float) -> None:
         self.pid, self.rank, self.run = os.getpid(), rank, 0
         self.last = "nothing yet"
         self.failed = self.aborted = False
@@ -83,7 +80,7 @@ class Presence:
         self._counts: dict[str, int] = {}
         self._entered = self._seen = 0
         self._waits = 0
-        self._is_over = self._has_left = False
+        self._is_over = self._has_left = self._moves = False
         self._aborting = threading.RLock()
         self.heard = Heard()
         self._world: weakref.ref[dist.ProcessGroup] | None = None
@@ -93,29 +90,26 @@ class Presence:
         if self._server is not None:
             self._meeting.set(_ADDRESS, json.dumps(self._server.address | {"part": part}))
         self.name = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
-        self._client = Client(self, {"event": "join", "rank": rank, "name": self.name}, patience)
-        _alive.add(self)
+        self.client = Client(self, {"event": "join", "rank": rank, "name": self.name}, patience)
 
     @property
     def store(self) -> dist.Store:
         """A part of the store that no earlier attempt has used, once all have joined."""
         return dist.PrefixStore(self._part, self._meeting)
 
-    @property
-    def problem(self) -> str:
-        """Why rank 0 could not be reached."""
-        return self._client.problem
+    def is_in(self, world: dist.ProcessGroup | None) -> bool:
+        """Whether ``world`` is its default group; the first one that there is becomes that."""
+        if self._world is None and world is not None and not self._has_left:
+            self.settle_in(world)
+        return self._world is not None and world is not None and self._world() is world
 
     def settle_in(self, group: dist.ProcessGroup) -> None:
         """From now on, ``group`` is the default group of this rank."""
-        for other in [other for other, here in _presences.items() if here is self]:
-            del _presences[other]
-        _presences[group] = self
-        self._world = weakref.ref(group)
+        self._world, self._moves = weakref.ref(group), False
 
     def move_out(self) -> None:
         """Stay when the default group goes: this rank forms another one."""
-        self._world = None
+        self._moves = True
 
     def describe(self, *ranks: int) -> str:
         """``rank 1 (host node2, pid 4711), rank 2 (...)`` for global ranks; shorter if less is known."""
@@ -123,7 +117,7 @@ class Presence:
 
     def send(self, message: Message) -> None:
         """Tell rank 0. Hardly blocks; any thread, and a signal's handler, may call it."""
-        self._client.send(message)
+        self.client.send(message)
 
     # --- exchanges and runs -------------------------------------------------------------------------------------------
 
@@ -145,6 +139,10 @@ class Presence:
         self.last = doing
         self._entered += 1
 
+    def turn(self, doing: str) -> int:
+        """How often this rank has entered this exchange in this run: for gradients, the number of the step."""
+        return self._counts.get(doing, 0)
+
     def position(self) -> list[int]:
         """Numbers that are equal on all ranks if they are in step."""
         counts = json.dumps(sorted(self._counts.items()))
@@ -163,7 +161,7 @@ class Presence:
         """Where this rank is while it waits for ``doing``, for which it has ``started`` collectives of torch."""
         members = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
         sequence = sequence_number(dist.group.WORLD) - started
-        return Stand(self.run, doing, self._counts.get(doing, 0), members, self._recent(), sequence, compares)
+        return Stand(self.run, doing, self.turn(doing), members, self._recent(), sequence, compares)
 
     @contextlib.contextmanager
     def waiting(self, stand: Stand, broke: bool = False) -> Iterator[None]:
@@ -240,13 +238,12 @@ class Presence:
 
     def close(self) -> None:
         """End the threads; to the others, this rank has died, unless it has said that it leaves."""
-        self._client.close()
+        self._has_left = True
+        self.client.close()
         if self._server is not None:
             self._server.stop()
             self._server.join()
         vars(self).pop("_meeting", None)  # a store in a file removes it with its last user
-        if self in _joining:
-            _joining.remove(self)
 
     def _say_farewell(self) -> None:
         self._has_left = True
@@ -289,10 +286,12 @@ class Presence:
 
     def tick(self) -> bool:
         """Free a rank that waits for its GPU in vain; whether its group is still the default group."""
-        if self._world is not None and self._world() is not dist.group.WORLD and not self._has_left:
+        has_group = self._moves or self._world is None or self.is_in(dist.group.WORLD)
+        if not has_group and not self._has_left:
             self._say_farewell()
             if self._server is not None:
                 self._server.stop()
+            del self._meeting
         is_quiet = self._entered == self._seen and not self._waits
         self._seen = self._entered
         if is_quiet and self.end_of_run() and any(map(accelerators_of, known_groups())):
@@ -314,21 +313,28 @@ def presence() -> Presence:
     here, world = found(), dist.group.WORLD
     if here is None:
         assert world is not None
-        here = _joining.pop() if _joining else Presence(store_of(world), world.rank(), world.size())
+        here = join(store_of(world), world.rank(), world.size())
         here.settle_in(world)
     return here
 
 
-def join(store: dist.Store, rank: int, size: int, part: str) -> Presence:
-    """A presence, before the default group is formed whose it will be."""
-    _joining[:] = [Presence(store, rank, size, part, math.inf)]
-    return _joining[0]
+def join(store: dist.Store, rank: int, size: int, part: str = "", patience: float = _PATIENCE) -> Presence:
+    """A presence in the default group that is, or will be, formed in this store.
+
+    Args:
+        part: On rank 0, a part of the store that no other attempt has used.
+        patience: Seconds within which rank 0 must be reached once its address is in the store.
+    """
+    global _current
+    if _current is not None:
+        _current.leave()  # its group is gone
+    _current = Presence(store, rank, size, part, patience)
+    return _current
 
 
 def found() -> Presence | None:
     """As :func:`presence`, if there is one already."""
-    world = dist.group.WORLD
-    return None if world is None else _presences.get(world)
+    return _current if _current is not None and _current.is_in(dist.group.WORLD) else None
 
 
 def enter(doing: str) -> None:
@@ -366,6 +372,6 @@ def describe(rank: int) -> str:
 @atexit.register
 def _end_threads() -> None:
     """End the threads: returning from C++ during interpreter shutdown would abort the process."""
-    for here in list(_alive):
-        here.leave()
+    if _current is not None:
+        _current.leave()
     await_threads()

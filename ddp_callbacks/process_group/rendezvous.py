@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import socket
 import time
@@ -51,7 +52,7 @@ def meet(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
             f"{_where(env)} within {timeout.total_seconds():g} s. Check that rank 0 runs on that address, that "
             f"the port is free there and open in the firewall. Cause: {str(error).splitlines()[0]}"
         ) from error
-    here = join(store, env.rank, env.world_size, uuid.uuid4().hex)
+    here = join(store, env.rank, env.world_size, uuid.uuid4().hex, math.inf)
     try:
         _await_all(here, store, env, timeout, end)
     except BaseException:
@@ -178,7 +179,7 @@ def _await_all(here: Presence, store: dist.Store, env: WorkerEnv, timeout: timed
             raise _never_came(ended, env, ", but exited with code 0")
         now = time.monotonic()
         if now > end:
-            raise _never_came(missing, env, f" within {timeout.total_seconds():g} s", here.problem)
+            raise _never_came(missing, env, f" within {timeout.total_seconds():g} s", here.client.problem)
         if env.rank == 0 and now > say_at:
             say(f"rank 0 is waiting at {_where(env)} for {_ranks(missing)} of {env.world_size}")
             say_at = end

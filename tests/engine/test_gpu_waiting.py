@@ -190,7 +190,7 @@ def end_in_order(ends: list[int]) -> list[int]:
     accelerator, found = Accelerator(), []
     presence.known_groups = lambda: [group_of(accelerator)]  # type: ignore[attr-defined]
     for run in ends:
-        here = presence.Presence(dist.HashStore(), my_rank(), 2)
+        here = presence.join(dist.HashStore(), my_rank(), 2)
         here.abort_failed_run()
         assert not here.end_run()
         here.heard.note({"event": "end", "run": run, "kind": "gone", "ranks": [1]})
