@@ -1,7 +1,7 @@
 """Join and leave the process group, and detect failures of other ranks.
 
-- :mod:`.membership`: ``join_process_group``, ``leave_process_group``; :mod:`.rendezvous`: how the processes meet;
-  :mod:`.spawn`: starts processes; :mod:`.gpu`: which GPU a process takes, once it uses one
+- :mod:`.membership`: ``join_process_group``, ``leave_process_group``; :mod:`.rendezvous`: the processes meet in a store,
+  and connect to rank 0; :mod:`.spawn`: starts processes; :mod:`.gpu`: which GPU a process takes, once it uses one
 - :mod:`.failures`: waits in slices, and looks in between whether another rank has failed; :mod:`.diagnosis`: why a wait
   is in vain, or broke
 - The control channel: :mod:`.coordinator` decides in rank 0 who has failed, died or left, or waits in vain, and lists

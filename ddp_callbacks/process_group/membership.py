@@ -113,7 +113,8 @@ def join_process_group(
 def leave_process_group() -> None:
     """Leave the default group, if there is one, and tell the ranks that still wait for this one. Safe to call twice.
 
-    It does not wait for them, but for some milliseconds in which they hear that rank 0 leaves.
+    It does not wait for them, but for some milliseconds in which they hear that rank 0 leaves. Let rank 0 leave last:
+    without it, the others hear of no failure or deadlock among them, and learn of a death only by a broken connection.
     """
     if not _is_member():
         return
