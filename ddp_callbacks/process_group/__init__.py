@@ -1,13 +1,13 @@
 """Join and leave the process group, and detect failures of other ranks.
 
-- :mod:`.membership`: ``join_process_group``, ``leave_process_group``; :mod:`.rendezvous`: the processes meet in a store,
-  and connect to rank 0; :mod:`.spawn`: starts processes; :mod:`.gpu`: which GPU a process takes, once it uses one
+- :mod:`.membership`: ``join_process_group``, ``leave_process_group``; :mod:`.rendezvous`: processes meet by a store
+  and join at rank 0; :mod:`.spawn`: starts processes; :mod:`.gpu`: which GPU a process takes, once it uses one
 - :mod:`.failures`: waits in slices, and looks in between whether another rank has failed; :mod:`.diagnosis`: why a wait
   is in vain, or broke
 - The control channel: :mod:`.coordinator` decides in rank 0 who has failed, died or left, or waits in vain, and lists
   the messages; :mod:`.server`: the thread around it; :mod:`.connection`: one line of JSON is one message
-- :mod:`.presence`: a rank's end of it: what it has entered, says and does; :mod:`.client`: its thread; :mod:`.heard`:
-  what it has heard; :mod:`.program`: where the program is
+- :mod:`.presence`: a rank's end of it; :mod:`.client`: its thread; :mod:`.exchanges`: what it has entered;
+  :mod:`.heard`: what it has heard; :mod:`.program`: where the program is
 - :mod:`.votes`, :mod:`.moments`: what all ranks may want at the same moment, without a message where nobody wants it
 - :mod:`.preemption`: all ranks stop at the same moment, once one of them has been asked to
 - :mod:`.runs`: a failure ends one run; the next run starts afresh

@@ -57,7 +57,8 @@ def error_of(here: Presence, end: Message, doing: str, first_error: str = "") ->
         return MismatchError(end["text"])
     if end["kind"] == "gone":
         why = f" ({end['why']})" if "why" in end else ""
-        which = f", number {here.turn(doing)} of this run" if here.turn(doing) > 1 else ""
+        turn = here.exchanges.turn(doing)
+        which = f", number {turn} of this run" if turn > 1 else ""
         return PeerError(
             f"{here.describe(*end['ranks'])} died or went silent{why} while {here.name} was waiting for "
             f"{doing}{which}. Check the output of that process and the kernel log of its host (out of memory, power, "

@@ -25,10 +25,10 @@ from ddp_callbacks.process_group.coordinator import LINGER as LINGER
 from ddp_callbacks.process_group.diagnosis import diagnose as diagnose
 from ddp_callbacks.process_group.diagnosis import error_of, look
 from ddp_callbacks.process_group.presence import (
+    OWN_THREADS,
     describe,
     found,
     is_aborted,
-    is_beside_training,
     presence,
 )
 from ddp_callbacks.process_group.presence import (
@@ -131,7 +131,8 @@ def _wait_long(pending: Pending, doing: str, group: dist.ProcessGroup, run: int)
     started = int(isinstance(pending, dist.Work) and group is dist.group.WORLD)
     # At the next run, a rank waits for the others to give up the failed one.
     stand = here.stand(doing, group, started, compares=not (begins and here.failed))
-    with nullcontext() if is_beside_training() else here.waiting(stand):
+    is_beside_training = threading.current_thread().name.startswith(OWN_THREADS)
+    with nullcontext() if is_beside_training else here.waiting(stand):
         look(here, stand, begins)
         while not _wait_slice(pending):
             if _is_of_earlier_run(group, run):

@@ -13,7 +13,6 @@ import os
 import socket
 import threading
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -32,6 +31,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.client import Client
 from ddp_callbacks.process_group.connection import Message
 from ddp_callbacks.process_group.coordinator import FOREVER, Stand
+from ddp_callbacks.process_group.exchanges import Exchanges
 from ddp_callbacks.process_group.heard import Gathering, Heard
 from ddp_callbacks.process_group.moments import VOTE, Moments
 from ddp_callbacks.process_group.program import where
@@ -43,8 +43,6 @@ OWN_THREADS = "ddp_callbacks"
 
 _ADDRESS = "control"
 _PATIENCE = 30.0  # seconds in which rank 0 must be reached
-_RECENT = 32  # recent kinds of exchanges that a rank tells
-_KINDS = 1024  # kinds of exchanges that a rank counts
 _current: Presence | None = None  # the last one of this process
 
 
@@ -54,12 +52,13 @@ class Presence:
     Attributes:
         pid: The process that joined; a forked child has another id.
         run: The number of the run; the same on all ranks whenever they communicate.
-        last: The last exchange that this rank entered.
+        exchanges: What this rank has entered.
         failed: Whether this run has failed here.
         aborted: Whether what was pending on accelerators was aborted, so that results may be meaningless.
         alone_in: The part of the program that this rank runs without the others; ``None`` in all others.
         moments: Those of this run that this rank has behind it.
         preemptions: How many :class:`.preemption.Preemption` contexts this rank has entered.
+        moves: Whether it stays when the default group goes, as it forms another one.
         beginning: The positions of all ranks at the begin of the next run, once this rank has come there.
         asked: The notes of the gatherings that all were asked for, by name.
         answers: This rank's part in those that it takes no other part in, by name.
@@ -69,7 +68,7 @@ class Presence:
 
     def __init__(self, store: dist.Store, rank: int, size: int, part: str, patience: float) -> None:
         self.pid, self.rank, self.run = os.getpid(), rank, 0
-        self.last = "nothing yet"
+        self.exchanges = Exchanges()
         self.failed = self.aborted = False
         self.alone_in: str | None = None
         self.moments, self.preemptions = Moments(lambda name: self.put(name, False)), 0
@@ -77,10 +76,8 @@ class Presence:
         self.asked: dict[str, Any] = {}
         self.answers: dict[str, Any] = {}
         self.responders: dict[str, Callable[[str], None]] = {VOTE: self.moments.respond}
-        self._counts: dict[str, int] = {}
-        self._entered = self._seen = 0
-        self._waits = 0
-        self._is_over = self._has_left = self._moves = False
+        self._seen = self._waits = 0
+        self._is_over = self._has_left = self.moves = False
         self._aborting = threading.RLock()
         self.heard = Heard()
         self._world: weakref.ref[dist.ProcessGroup] | None = None
@@ -105,11 +102,7 @@ class Presence:
 
     def settle_in(self, group: dist.ProcessGroup) -> None:
         """From now on, ``group`` is the default group of this rank."""
-        self._world, self._moves = weakref.ref(group), False
-
-    def move_out(self) -> None:
-        """Stay when the default group goes: this rank forms another one."""
-        self._moves = True
+        self._world, self.moves = weakref.ref(group), False
 
     def describe(self, *ranks: int) -> str:
         """``rank 1 (host node2, pid 4711), rank 2 (...)`` for global ranks; shorter if less is known."""
@@ -132,27 +125,13 @@ class Presence:
                 f"{self.alone_in} runs on one process while the others wait for it, so it cannot take part in "
                 f"{doing}, for which all are needed. Do it in a hook that all processes call, such as setup."
             )
-        counts = self._counts
-        counts[doing] = counts.pop(doing, 0) + 1  # the latest is the last
-        if len(counts) > _KINDS:
-            del counts[next(iter(counts))]
-        self.last = doing
-        self._entered += 1
-
-    def turn(self, doing: str) -> int:
-        """How often this rank has entered this exchange in this run: for gradients, the number of the step."""
-        return self._counts.get(doing, 0)
-
-    def position(self) -> list[int]:
-        """Numbers that are equal on all ranks if they are in step."""
-        counts = json.dumps(sorted(self._counts.items()))
-        return [zlib.crc32(counts.encode()), sequence_number(dist.group.WORLD)]
+        self.exchanges.enter(doing)
 
     def begin(self, run: int) -> None:
         """Forget the run before."""
         with self._aborting:
             self.run, self.failed, self.aborted, self._is_over = run, False, False, False
-        self._counts.clear()
+        self.exchanges.forget()
         self.moments.begin(run)
         self.beginning = None
         self.heard.forget(run)
@@ -161,7 +140,8 @@ class Presence:
         """Where this rank is while it waits for ``doing``, for which it has ``started`` collectives of torch."""
         members = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
         sequence = sequence_number(dist.group.WORLD) - started
-        return Stand(self.run, doing, self.turn(doing), members, self._recent(), sequence, compares)
+        entered = self.exchanges
+        return Stand(self.run, doing, entered.turn(doing), members, entered.recent(), sequence, compares)
 
     @contextlib.contextmanager
     def waiting(self, stand: Stand, broke: bool = False) -> Iterator[None]:
@@ -241,14 +221,16 @@ class Presence:
         self._has_left = True
         self.client.close()
         if self._server is not None:
-            self._server.stop()
+            self._server.close()
             self._server.join()
         vars(self).pop("_meeting", None)  # a store in a file removes it with its last user
 
     def _say_farewell(self) -> None:
         self._has_left = True
-        farewell = {"run": self.run, "failed": self.failed, "recent": self._recent(), "answers": self.answers}
-        self.send({"event": "leave", **farewell})
+        farewell = {"run": self.run, "failed": self.failed, "recent": self.exchanges.recent()}
+        self.send({"event": "leave", "answers": self.answers, **farewell})
+        if self._server is not None:
+            self._server.close()
 
     # --- in the thread ------------------------------------------------------------------------------------------------
 
@@ -286,26 +268,21 @@ class Presence:
 
     def tick(self) -> bool:
         """Free a rank that waits for its GPU in vain; whether its group is still the default group."""
-        has_group = self._moves or self._world is None or self.is_in(dist.group.WORLD)
+        has_group = self.moves or self._world is None or self.is_in(dist.group.WORLD)
         if not has_group and not self._has_left:
             self._say_farewell()
-            if self._server is not None:
-                self._server.stop()
             del self._meeting
-        is_quiet = self._entered == self._seen and not self._waits
-        self._seen = self._entered
+        is_quiet = self.exchanges.entered == self._seen and not self._waits
+        self._seen = self.exchanges.entered
         if is_quiet and self.end_of_run() and any(map(accelerators_of, known_groups())):
             self.abort_failed_run()
         return not self._has_left
 
-    def _recent(self) -> dict[str, int]:
-        return dict(list(self._counts.items())[-_RECENT:])
-
     def _place(self) -> Message:
         function, line = where()
-        numbers = {"run": self.run, "sequence": sequence_number(dist.group.WORLD), "entered": self._entered}
-        place = {"last": self.last, "torch": function, "line": line}
-        return {"waits": bool(self._waits), "recent": self._recent(), **place, **numbers}
+        entered = {"last": self.exchanges.last, "recent": self.exchanges.recent()}
+        place = {"torch": function, "line": line, "sequence": sequence_number(dist.group.WORLD)}
+        return {"run": self.run, "waits": bool(self._waits), **entered, **place}
 
 
 def presence() -> Presence:
@@ -357,11 +334,6 @@ def is_aborted() -> bool:
     """Whether what was pending on accelerators was aborted in this run."""
     here = found()
     return here is not None and here.aborted
-
-
-def is_beside_training() -> bool:
-    """Whether this is one of the library's own threads."""
-    return threading.current_thread().name.startswith(OWN_THREADS)
 
 
 def describe(rank: int) -> str:

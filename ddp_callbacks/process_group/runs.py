@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ddp_callbacks._torch import backends_of, known_groups, timeout_of
+from ddp_callbacks._torch import backends_of, known_groups, sequence_number, timeout_of
 from ddp_callbacks.process_group.connection import Message
 from ddp_callbacks.process_group.failures import BEGIN, enter, wait
 from ddp_callbacks.process_group.presence import presence
@@ -40,7 +40,8 @@ def begin_run(group: dist.ProcessGroup | None = None) -> None:
     here = presence()
     enter(BEGIN)
     if here.beginning is None:  # once per run, even if waiting for the others is interrupted
-        mine = {"at": here.position(), "failed": here.failed, "aborted": here.end_run()}
+        position = [here.exchanges.checksum(), sequence_number(world)]  # equal on all ranks if they are in step
+        mine = {"at": position, "failed": here.failed, "aborted": here.end_run()}
         here.beginning = here.gather(f"begin/{here.run}", mine)
     positions = here.beginning
     wait(positions, BEGIN, world)
@@ -97,7 +98,7 @@ def _form_anew(run: int) -> None:
     store, backend, timeout = here.store, _backend_of(world), timeout_of(world)
     rank, size = dist.get_rank(), dist.get_world_size()
     here.failed = True  # on at least one rank, and collectives may be pending here
-    here.move_out()
+    here.moves = True
     destroy_groups()
     here.begin(run)
     prefix = dist.PrefixStore(f"{run}/group", store)

@@ -54,7 +54,7 @@ class Server:
         self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Rank 0 has left: let the thread tell the others, and end. Does not block."""
         self._is_closing.set()
 

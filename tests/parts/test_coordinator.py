@@ -218,7 +218,7 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.delenv(SECRET, raising=False)
     made = Server(2, dist.HashStore())
     yield made
-    made.stop()
+    made.close()
     made.join()
 
 
@@ -269,7 +269,7 @@ def test_a_secret_of_the_launcher_s_is_not_in_the_store(monkeypatch: pytest.Monk
     rank = Connection(connect(made), 0)
     rank.send({"event": "join", "rank": 0, "name": NAMES[0], "secret": "of the launcher"})
     rank.send({"event": "leave", "run": 0, "failed": False, "recent": {}, "answers": {}})
-    made.stop()
+    made.close()
     rank.end()
     rank.close()
     made.join()
