@@ -55,7 +55,8 @@ class WorkerEnv:
         if self.world_size > 1 and self.file is None and (self.host is None or self.port is None):
             raise ConfigurationError(
                 f"a world of {self.world_size} processes needs an address to meet at, got host {self.host!r} "
-                f"and port {self.port!r}. Set MASTER_ADDR and MASTER_PORT, start with torchrun, or pass host and port."
+                f"and port {self.port!r}. Set MASTER_ADDR and MASTER_PORT, start with torchrun, or pass host: the "
+                "address of rank 0, the same on every process."
             )
         if self.port is not None and not 0 < self.port < 65536:
             raise ConfigurationError(f"port must lie in [1, 65535], got {self.port}.")
@@ -118,31 +119,22 @@ def worker_env(
         ConfigurationError: Only one of ``rank`` and ``world_size`` is given, there are two places to meet or none, or a
             value is out of range.
     """
-    file, hint = None, ""
+    file = None
     if init_method is not None and init_method != "env://":
         if host is not None or port is not None:
             raise ConfigurationError(f"init_method={init_method!r} and host or port both say where to meet. Pass one.")
         host, port, file = _parse_url(init_method)
-        hint = f" or as the variables RANK and WORLD_SIZE, with init_method={init_method!r}"
         if rank is None and world_size is None:
             rank, world_size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
-    elif rank is None and world_size is None:
-        if host is not None or port is not None:
-            raise ConfigurationError(
-                f"host={host!r} and port={port!r} were given without rank and world_size. Pass all of them, or none "
-                "and start with torchrun."
-            )
+    elif (rank, world_size, host, port) == (None, None, None, None):
         return WorkerEnv.from_environ(environ)
     if rank is None or world_size is None:
         raise ConfigurationError(
-            f"rank and world_size must be given together{hint}, got rank={rank} and world_size={world_size}."
+            f"rank and world_size must be given together, and with a place to meet, got rank={rank}, "
+            f"world_size={world_size}, host={host!r}, port={port!r} and init_method={init_method!r}. Pass all, or none "
+            "and start with ddprun or torchrun."
         )
     rank, world_size = _integer("rank", rank), _integer("world_size", world_size)
-    if host is None and file is None and world_size > 1:
-        raise ConfigurationError(
-            f"host must be given with rank={rank} and world_size={world_size}: the address of rank 0, the same on "
-            "every process."
-        )
     return WorkerEnv(
         rank=rank,
         world_size=world_size,

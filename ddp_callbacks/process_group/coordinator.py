@@ -96,11 +96,11 @@ class _Wait:
 
 @dataclass
 class _Gathering:
-    """What these ranks have put; and the note with which they were asked for it, if they were."""
+    """What these ranks have put; and how they were asked for it, if they were."""
 
     members: list[int]
     values: dict[int, Any] = field(default_factory=dict)
-    note: Any = None
+    asked: Message | None = None
 
 
 class Coordinator:
@@ -127,8 +127,8 @@ class Coordinator:
             "wait": self._wait,
             "done": lambda rank, message, _: self._forget(rank, message["doing"]),
             "end": lambda _, message, __: self._end(message["run"], message["what"]),
-            "put": lambda rank, message, _: self._put(rank, message),
-            "ask": lambda _, message, __: self._ask_for(message["name"], message["members"], message["note"]),
+            "put": self._put,
+            "ask": self._ask_for,
             "place": self._place,
             "leave": self._leave,
         }
@@ -174,9 +174,9 @@ class Coordinator:
             self._ask_where([rank], now)
         for end in self._ends.values():
             self._send([rank], end)
-        for name, gathering in self._gatherings.items():
-            if gathering.note is not None and rank in gathering.members:
-                self._send([rank], {"event": "asked", "name": name, "note": gathering.note})
+        for gathering in self._gatherings.values():
+            if gathering.asked is not None and rank in gathering.members:
+                self._send([rank], gathering.asked)
         if len(self._names) == len(self._ranks):
             self._send(self._ranks, {"event": "names", "names": [self._names[each] for each in self._ranks]})
 
@@ -215,23 +215,20 @@ class Coordinator:
 
     # --- gatherings ---------------------------------------------------------------------------------------------------
 
-    def _put(self, rank: int, message: Message) -> None:
-        name, members = message["name"], message["members"]
-        self._gathering(name, members).values.setdefault(rank, message["value"])
-        if message["note"] is not None:
-            self._ask_for(name, members, message["note"])
-        self._complete(name)
+    def _put(self, rank: int, message: Message, _: float) -> None:
+        self._gathering(message).values.setdefault(rank, message["value"])
+        self._complete(message["name"])
 
-    def _ask_for(self, name: str, members: list[int] | None, note: Any) -> None:
+    def _ask_for(self, _: int, message: Message, __: float) -> None:
         """The first note counts."""
-        gathering = self._gathering(name, members)
-        if gathering.note is None:
-            gathering.note = note
-            self._send(gathering.members, {"event": "asked", "name": name, "note": note})
+        gathering, name = self._gathering(message), message["name"]
+        if gathering.asked is None:
+            gathering.asked = {"event": "asked", "name": name, "note": message["note"]}
+            self._send(gathering.members, gathering.asked)
             self._complete(name)
 
-    def _gathering(self, name: str, members: list[int] | None) -> _Gathering:
-        return self._gatherings.setdefault(name, _Gathering(members or self._ranks))
+    def _gathering(self, message: Message) -> _Gathering:
+        return self._gatherings.setdefault(message["name"], _Gathering(message["members"] or self._ranks))
 
     def _complete(self, name: str) -> None:
         """Tell all once the last has put; for ranks that have left, what they have left behind counts."""

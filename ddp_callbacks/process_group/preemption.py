@@ -171,7 +171,7 @@ class _Agreement:
 
     def request(self, reason: str) -> None:
         """Ask all ranks to stop; a signal's handler may call it."""
-        self._here.send({"event": "ask", "name": self._name, "members": self._members, "note": reason})
+        self._here.ask(self._name, reason, self._members)
 
     def pass_moment(self) -> str:
         """Let a moment pass, and return nothing; or the reason to stop at it."""

@@ -155,16 +155,20 @@ class Presence:
             self._waits -= 1
             self.send({"event": "done", "doing": stand.doing})
 
-    def put(self, name: str, value: Any, members: list[int] | None = None, note: Any = None) -> None:
-        """This rank's part of a gathering, once; with a ``note``, the others are asked for theirs."""
-        self.send({"event": "put", "name": name, "value": value, "members": members, "note": note})
+    def ask(self, name: str, note: Any, members: list[int] | None = None) -> None:
+        """Ask for the parts of a gathering; the first ``note`` counts. A signal's handler may call it."""
+        self.send({"event": "ask", "name": name, "members": members, "note": note})
 
-    def gather(self, name: str, value: Any, members: list[int] | None = None, note: Any = None) -> Gathering:
+    def put(self, name: str, value: Any, members: list[int] | None = None) -> None:
+        """This rank's part of a gathering, once."""
+        self.send({"event": "put", "name": name, "value": value, "members": members})
+
+    def gather(self, name: str, value: Any, members: list[int] | None = None) -> Gathering:
         """As :meth:`put`; returns what to wait for."""
         world = dist.group.WORLD
         assert world is not None
         gathering = self.heard.expect(name, timeout_of(world))
-        self.put(name, value, members, note)
+        self.put(name, value, members)
         return gathering
 
     # --- aborts -------------------------------------------------------------------------------------------------------

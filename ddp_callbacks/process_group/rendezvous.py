@@ -28,6 +28,7 @@ BIND = "DDP_CALLBACKS_BIND"
 """Environment variable: the address on which rank 0's store listens, if not MASTER_ADDR. 0.0.0.0: all interfaces."""
 
 _PATIENCE = 10.0  # seconds after which rank 0 prints the ranks it waits for
+_NAMED = 16  # ranks that an error lists
 _LOOK = 0.5  # seconds between two looks at what has happened
 
 
@@ -193,15 +194,9 @@ def _ended(store: dist.Store) -> set[int]:
 
 
 def _ranks(ranks: set[int]) -> str:
-    """``rank 3``, or ``ranks 1, 4-7``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'s' * (len(ranks) > 1)} {text}"
+    """``rank 3``, or ``ranks 1, 2, 4``; of many, the first ones."""
+    first = [str(rank) for rank in sorted(ranks)[:_NAMED]]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(first)}{', ...' * (len(ranks) > _NAMED)}"
 
 
 def _never_came(missing: set[int], env: WorkerEnv, why: str, problem: str = "") -> RendezvousError:

@@ -28,6 +28,8 @@ def is_unanimous(doing: str) -> bool:
     """
     world, here = dist.group.WORLD, presence()
     assert world is not None
-    votes = here.gather(here.moments.vote(), True, note=True)
+    name = here.moments.vote()
+    here.ask(name, None)
+    votes = here.gather(name, True)
     wait(votes, doing, world)
     return all(votes.values)

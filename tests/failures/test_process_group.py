@@ -184,8 +184,8 @@ def resolver(names: dict[str, str]) -> Callable[..., Any]:
 
 # What is missing: who waits at which address, for how many seconds, and what the error says.
 MISSING = {
-    "the others": (0, HOST, 1, "ranks 1-2 of 3 did not join at {place} within 1 s"),
-    "the others for long": (0, HOST, 11, "ranks 1-2 of 3 did not join at {place} within 11 s"),
+    "the others": (0, HOST, 1, "ranks 1, 2 of 3 did not join at {place} within 1 s"),
+    "the others for long": (0, HOST, 11, "ranks 1, 2 of 3 did not join at {place} within 11 s"),
     "rank 0": (1, HOST, 3, "could not meet the other 2 at {place} within 3 s. Check that rank 0 runs on that address"),
     "a port": (0, HOST, 30, "Address already in use"),
     "an address": (0, "192.0.2.1", 30, "192.0.2.1 is not an address of this machine"),  # reserved (RFC 5737)
@@ -193,7 +193,7 @@ MISSING = {
     "a name, on rank 1": (1, "no-such-host", 4, "{place} within 4 s"),
 }
 SAID = {
-    "the others for long": "rank 0 is waiting at {place} for ranks 1-2 of 3",
+    "the others for long": "rank 0 is waiting at {place} for ranks 1, 2 of 3",
     "a name": "the name no-such-host does not resolve yet (",
     "a name, on rank 1": "the name no-such-host does not resolve yet (",
 }

@@ -48,12 +48,12 @@ def place(**other: Any) -> dict[str, Any]:
     return {"event": "place", "place": quiet | {"moments": 0} | other}
 
 
-def put(name: str, value: Any, note: Any = None, members: list[int] | None = None) -> dict[str, Any]:
-    return {"event": "put", "name": name, "value": value, "members": members, "note": note}
+def put(name: str, value: Any, members: list[int] | None = None) -> dict[str, Any]:
+    return {"event": "put", "name": name, "value": value, "members": members}
 
 
-def ask(note: str) -> dict[str, Any]:
-    return {"event": "ask", "name": "s", "members": None, "note": note}
+def ask(note: Any, name: str = "s", members: list[int] | None = None) -> dict[str, Any]:
+    return {"event": "ask", "name": name, "members": members, "note": note}
 
 
 def failure(run: int, rank: int) -> dict[str, Any]:
@@ -162,23 +162,19 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
         (2, 1, put("x", "b"), to_all(event="gathered", name="x", values=["a", "b", "c"])),
     ],
     "one of two votes, and the other has let the moment pass": [
-        (1, 0, put("v", True, 7, [0, 2]), [(rank, {"event": "asked", "name": "v", "note": 7}) for rank in (0, 2)]),
+        (1, 0, ask(7, "v", [0, 2]), [(rank, {"event": "asked", "name": "v", "note": 7}) for rank in (0, 2)]),
+        (1, 0, put("v", True, [0, 2]), []),
         (
             2,
             2,
-            put("v", False, None, [0, 2]),
+            put("v", False, [0, 2]),
             [(rank, {"event": "gathered", "name": "v", "values": [True, False]}) for rank in (0, 2)],
         ),
     ],
     "two ask, and one has left with an answer": [
         (1, 1, leave(s=3), []),
-        (
-            2,
-            0,
-            {"event": "ask", "name": "s", "members": None, "note": "why"},
-            to_all(event="asked", name="s", note="why"),
-        ),
-        (2, 2, {"event": "ask", "name": "s", "members": None, "note": "too late"}, []),
+        (2, 0, ask("why"), to_all(event="asked", name="s", note="why")),
+        (2, 2, ask("too late"), []),
         (3, 0, put("s", 5), []),
         (3, 2, put("s", 4), to_all(event="gathered", name="s", values=[5, 3, 4])),
     ],

@@ -59,14 +59,14 @@ JOBS: list[Row] = [
 JOINS: list[Row] = [
     ({"rank": 1}, "given together", "rank=1", "world_size=None"),
     ({"world_size": 2, "host": "a"}, "given together", "rank=None", "world_size=2"),
-    ({"host": "node0"}, "without rank and world_size", "host='node0'", "torchrun"),
+    ({"host": "node0"}, "given together", "host='node0'", "torchrun"),
     ({"rank": "0", "world_size": 2, "host": "a"}, "rank must be an int", "'0' of type str", "type=int"),
     ({"rank": 0, "world_size": 2, "host": "a", "port": "80"}, "port must be an int", "'80'", "type=int"),
     ({"rank": True, "world_size": 2, "host": "a"}, "rank must be an int", "True of type bool"),
     ({"rank": 2, "world_size": 2, "host": "a"}, "rank must lie in [0, world_size)", "rank 2", "from 0 to 1"),
     ({"rank": -1, "world_size": 2, "host": "a"}, "rank must lie in [0, world_size)", "rank -1"),
     ({"rank": 0, "world_size": 0}, "world_size must be at least 1", "got 0"),
-    ({"rank": 1, "world_size": 2}, "host must be given with rank=1", "address of rank 0", "the same on every process"),
+    ({"rank": 1, "world_size": 2}, "needs an address to meet at", "address of rank 0", "the same on every process"),
     ({"rank": 0, "world_size": 2, "host": "a", "port": 0}, "port must lie in [1, 65535]", "got 0"),
     ({"backend": "mpi"}, "needs a torch that was built with MPI", "mpi4py", "leave out backend", "mpirun"),
 ]
