@@ -127,12 +127,12 @@ class Watch:
         rank.record = read_record(report["record"], ahead)
         # If we had ended the job, that may be the reason.
         rank.is_ours = self._launch.is_ending and rank.ended_by in (None, "SIGTERM", "SIGKILL")
-        if rank.code == 0 and not self._launch.is_ending:
-            self._launch.nodes[0].tell("ended", rank=report["rank"])  # others may wait for it to join
         if self._have_all_ended() and not self._can_restart():
             self._launch.end()
         elif rank.code and not self._launch.is_ending:
             self._take_failure(rank)
+        elif not self._launch.is_ending:
+            self._launch.nodes[0].tell("ended", rank=report["rank"])  # others may wait for it to join
 
     def _have_all_ended(self) -> bool:
         """Whether all ranks have ended; another node's may not even have started when the first ones end."""

@@ -20,9 +20,15 @@ class Launch:
 
     def __init__(self, job: Job) -> None:
         places = {"h1": {"processes": 1}, "h2": {"processes": 1}}
-        self.nodes: Any = [SimpleNamespace(plan=SimpleNamespace(name=name), place=places[name]) for name in places]
         self.job, self.limits, self.calls = job, Limits(), list[str]()
+        self.nodes: Any = [
+            SimpleNamespace(plan=SimpleNamespace(name=name), place=place, tell=self.tell)
+            for name, place in places.items()
+        ]
         self.is_ending, self.restarts, self.stopped_by, self.has_begun = False, 0, "", False
+
+    def tell(self, do: str, rank: int) -> None:
+        self.calls.append(f"{do}: {rank}")
 
     def halt(self, nodes: Any) -> None:
         self.calls.append(f"halt {len(nodes)}")
@@ -59,8 +65,8 @@ def halted(rank: int) -> tuple[int, dict[str, Any]]:
 BOTH = [started(0), started(1)]
 # The restarts that are left, what the hosts report, each by the number of its only rank, and what is done about it.
 REPORTS: dict[str, tuple[int, list[tuple[int, dict[str, Any]]], list[str]]] = {
-    "all are done": (0, [*BOTH, ended(0, 0), ended(1, 0)], ["end"]),
-    "one is done before the other has begun": (0, [started(0), ended(0, 0), started(1)], []),
+    "all are done": (0, [*BOTH, ended(0, 0), ended(1, 0)], ["ended: 0", "end"]),
+    "one is done before the other has begun": (0, [started(0), ended(0, 0), started(1)], ["ended: 0"]),
     "both have failed": (0, [*BOTH, ended(0, 3), ended(1, 1)], ["end"]),
     "one is asked": (0, [*BOTH, (1, {"asked": "SIGUSR1"}), ended(1, 75)], ["stop: SIGUSR1 on h2"]),
     "one was preempted": (0, [*BOTH, ended(1, 75)], ["stop: "]),
@@ -68,7 +74,7 @@ REPORTS: dict[str, tuple[int, list[tuple[int, dict[str, Any]]], list[str]]] = {
     "one has failed, and all start again": (
         1,
         [*BOTH, ended(1, 3), halted(1), ended(0, 143), halted(0), started(0), ended(0, 0), started(1)],
-        ["halt 2", "start 2 at 4000"],
+        ["halt 2", "start 2 at 4000", "ended: 0"],
     ),
     "it has failed once too often": (
         1,
