@@ -111,7 +111,8 @@ def _with_ours(callbacks: Sequence[Any]) -> list[Any]:
         return [*callbacks]
     from torchbearer.callbacks import CallbackList
 
-    from ddp_callbacks.torchbearer import DDPCallback, DistributedCallback
+    from ddp_callbacks.torchbearer import DDPCallback
+    from ddp_callbacks.torchbearer.base import DistributedCallback
 
     given = CallbackList([*callbacks]).callback_list  # without lists inside
     if any(isinstance(callback, DistributedCallback) for callback in given):

@@ -91,6 +91,8 @@ class BackwardHooks:
         call_at_end_of_backward(partial(self._end_of_graph_task, task))
 
     def _end_of_graph_task(self, task: _GraphTask) -> None:
+        if self._graph_task() is not task:
+            return  # of an earlier backward: its hook has stayed in a graph that was kept
         # Reentrant checkpointing runs a backward inside a node of another one; only the outermost one ends here.
         node = current_node()
         if node is None:

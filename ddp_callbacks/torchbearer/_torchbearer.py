@@ -5,8 +5,10 @@ Importing this raises :class:`ImportError` if the installed Torchbearer lacks on
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import torchbearer
 from torchbearer import bases
 from torchbearer.callbacks import Callback, Tqdm, checkpointers
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
-from torchbearer.metrics import EpochLambda, Metric
+from torchbearer.metrics import EpochLambda, Metric, RunningMean
 
 from ddp_callbacks.versions import require_names
 
@@ -32,6 +34,9 @@ PRIVATE = (
     "torchbearer.metrics:EpochLambda.__init__ uses _step, _final",
     "torchbearer.metrics:EpochLambda.process_train uses _y_pred, _y_true",
     "torchbearer.metrics:Mean.process uses _sum, _count",
+    "torchbearer.metrics:RunningMean._process_train(self, args)",
+    "torchbearer.metrics.aggregators:RunningMetric.process_train uses _process_train, _cache, _i, _result",
+    "torchbearer.metrics.aggregators:RunningMetric.process_train uses _batch_size, _step_size",
     "torchbearer.metrics:Var.process uses _sum, _sum_sq, _count",
     "torchbearer.trial:Trial._fit_pass(self, state)",
     "torchbearer.trial:Trial.run uses _fit_pass",
@@ -89,19 +94,58 @@ def rows_in(attributes: dict[str, Any]) -> list[torch.Tensor | None]:
     return [attributes["_y_pred"], attributes["_y_true"]]
 
 
-def is_running(aggregator: EpochLambda) -> bool:
-    """Whether an ``EpochLambda`` calls its function in the course of an epoch, too."""
-    return aggregator._step is aggregator._final
+@contextmanager
+def without_running(aggregator: EpochLambda) -> Iterator[None]:
+    """Have NaN for the running value of an ``EpochLambda`` inside, if it has one."""
+    step = aggregator._step
+    if step is aggregator._final:
+        aggregator._step = lambda *_: math.nan
+    try:
+        yield
+    finally:
+        aggregator._step = step
 
 
-def disable_running(aggregator: EpochLambda) -> None:
-    """Make the running value of an ``EpochLambda`` NaN."""
-    aggregator._step = lambda *_: math.nan
+WINDOW = ("_cache", "_i", "_result")
+"""What a ``RunningMean`` holds: the values of the last batches, the number of batches of the pass, and its value."""
 
 
-def enable_running(aggregator: EpochLambda) -> None:
-    """Undo :func:`disable_running`."""
-    aggregator._step = aggregator._final
+def window_of(aggregator: RunningMean) -> dict[str, Any]:
+    """What a ``RunningMean`` holds now; to go on from it, give it to :func:`run_on`."""
+    return {name: copy.copy(getattr(aggregator, name)) for name in WINDOW}
+
+
+@contextmanager
+def watching(aggregator: RunningMean, note: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+    """Call ``note`` with the input and the mean of each batch inside."""
+
+    def mean_of(batch: torch.Tensor) -> torch.Tensor:
+        mean: torch.Tensor = type(aggregator)._process_train(aggregator, batch)
+        note(batch, mean)
+        return mean
+
+    aggregator._process_train = mean_of
+    try:
+        yield
+    finally:
+        del aggregator._process_train
+
+
+def run_on(aggregator: RunningMean, window: dict[str, Any], steps: Sequence[int], means: Sequence[torch.Tensor]) -> Any:
+    """Let a ``RunningMean`` go on from ``window`` with the means of these batches of the pass; return its value then.
+
+    Means before the last :func:`batches_in_window` make no difference.
+    """
+    vars(aggregator).update({name: copy.copy(value) for name, value in window.items()})
+    for step, mean in zip(steps, means, strict=True):
+        aggregator._i = step
+        aggregator.process_train(mean)
+    return aggregator._result
+
+
+def batches_in_window(aggregator: RunningMean) -> int:
+    """How many of the last batches the value of a ``RunningMean`` may depend on."""
+    return int(aggregator._batch_size + aggregator._step_size)
 
 
 def metrics_within(metric: Metric) -> Iterator[Metric]:

@@ -19,6 +19,11 @@ from ddp_callbacks.process_group.failures import announce_join
 
 State: TypeAlias = Any  # torchbearer.State, a dict whose keys are torchbearer.StateKey
 
+CALLS = ("run", "evaluate", "predict")
+"""The methods of a Trial that are collectives."""
+
+DATA_KEYS = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA, torchbearer.TEST_DATA)
+
 SHARE = torchbearer.state_key("ddp_callbacks_share")
 """State key of this rank's :class:`ddp_callbacks.Share` of the current batch."""
 
@@ -85,6 +90,24 @@ def share_of(state: State) -> Share:
     return Share(common_size(state[torchbearer.X]) or 1, None)
 
 
+def flat_callbacks(callbacks: CallbackList) -> list[Callback]:
+    """All callbacks of a list, including those in nested lists."""
+    return [
+        inner for item in callbacks for inner in (flat_callbacks(item) if isinstance(item, CallbackList) else [item])
+    ]
+
+
+def handles(callback: Callback, events: tuple[str, ...]) -> bool:
+    """Whether a user's callback, not Torchbearer's, has one of these events."""
+    kind = type(callback)
+    is_decorated = kind.__module__ == "torchbearer.callbacks.decorators"  # made from a user's function
+    if kind.__module__.startswith(("torchbearer.", "ddp_callbacks.")) and not is_decorated:
+        return False
+    return any(
+        event in vars(callback) or getattr(kind, event, None) is not getattr(Callback, event) for event in events
+    )
+
+
 Made = TypeVar("Made")
 
 
@@ -106,7 +129,11 @@ Method: TypeAlias = Callable[..., Any]
 
 
 def wrap_methods(trial: Any, names: tuple[str, ...], wrapper: Callable[[Method], Method]) -> None:
-    """Wrap methods of this Trial object: Torchbearer has no event for an exception, and none before its printer."""
+    """Wrap methods of this Trial object: Torchbearer has no event for an exception, and none before its printer.
+
+    Args:
+        wrapper: For example what a function with ``@contextmanager`` has returned: each call is then inside of it.
+    """
     for name in names:
         method = getattr(trial, name)
         setattr(trial, name, functools.wraps(method)(wrapper(method)))

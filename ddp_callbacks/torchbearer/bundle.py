@@ -14,24 +14,23 @@ from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group
-from ddp_callbacks.torchbearer.batch_norm import SynchronizeBatchNorm
 from ddp_callbacks.torchbearer.data import ShardData
-from ddp_callbacks.torchbearer.decisions import AgreeToStop, CompareReplicas
 from ddp_callbacks.torchbearer.gradients import AllReduceGradients
 from ddp_callbacks.torchbearer.local_sgd import AverageParameters
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.predictions import GatherPredictions
-from ddp_callbacks.torchbearer.reports import ReportFailures
+from ddp_callbacks.torchbearer.replicas import BroadcastParameters, MergeBuffers, StopTogether, SynchronizeBatchNorm
 from ddp_callbacks.torchbearer.skipping import SkipBatch, SkipBatches, check_skip
-from ddp_callbacks.torchbearer.start import BroadcastParameters, MergeBuffers
-from ddp_callbacks.torchbearer.verification import VerifyGradient
 from ddp_callbacks.torchbearer.weights import Weight
 from ddp_callbacks.verification import Verify, check_verify
 
 
 class DDPCallback(CallbackList):  # type: ignore[misc]
-    """Train a Trial on many processes: a list of small callbacks, which you can also use separately.
+    """Train a Trial on many processes: a list of callbacks, each for one part of the work.
+
+    Some can also be used without the others: :class:`BroadcastParameters`, :class:`ShardData`,
+    :class:`AllReduceGradients`, :class:`ReduceMetrics` and :class:`RankZeroOutput`.
 
     Make it in every process. It joins the process group from torchrun's environment variables and blocks until all
     processes have joined (to pass rank, world size and address, call :func:`ddp_callbacks.join_process_group` first).
@@ -44,15 +43,22 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             :class:`ddp_callbacks.torchbearer.weights.LossWeight`.
         sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes
-            local steps, and parameters are averaged every few steps; see :class:`AverageParameters`.
+            local steps, and parameters are averaged every few steps and at the end of each training pass, so that
+            evaluations and checkpoints have the averaged model, equal on all processes. A sum as the loss is
+            multiplied by the number of processes, so that local steps are as long as those of a single one.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`; with another
             ``sync``, :class:`ddp_callbacks.ParameterAverager`.
-        verify: ``"first_batch"``: compare the gradient of the first batch with that of a single process; see
-            :class:`VerifyGradient`.
-        skip_batch: ``"non_finite"``: skip a training batch on all processes if its loss is NaN or infinite on one; see
-            :class:`SkipBatches`. ``None``: the loss spoils the parameters, and the first one is a warning.
-        sync_batchnorm: Whether BatchNorm layers use the statistics of the global batch; see
-            :class:`SynchronizeBatchNorm`. Otherwise each process normalizes by its part.
+        verify: See :class:`AllReduceGradients`.
+        skip_batch: ``"non_finite"``: skip a training batch on all processes if its loss is NaN or infinite on one,
+            which costs a small message in each step. The closure ends after ``on_criterion``, gradients are ``None``,
+            and metrics don't count the batch; rank 0 reports it. If all batches of an epoch are skipped, all processes
+            raise :class:`ddp_callbacks.errors.SkippedBatchError`. ``None``: the loss spoils the parameters, and the
+            first one is a warning.
+        sync_batchnorm: Whether BatchNorm layers use the statistics of the global batch, as by
+            :class:`ddp_callbacks.BatchNormSynchronizer`, until ``run``, ``evaluate`` or ``predict`` returns or raises.
+            A custom closure (``with_closure``) must then call ``on_criterion`` before the backward of each loss. With a
+            ``comm_hook``, all processes must use the same parameters in each backward. Otherwise each process
+            normalizes by its part.
         also_rank_zero: See ``also`` of :class:`RankZeroOutput`.
         process_group: ``None`` is the default group.
         timeout: How long to wait for the other processes to join, and for a silent process.
@@ -64,7 +70,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
 
     def __init__(
         self,
-        batch_size: BatchSize = "global",
+        batch_size: BatchSize | None = "global",
         *,
         weight: Weight | None = None,
         reduction: str | None = None,
@@ -83,26 +89,24 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         check_sync(sync, comm_hook=comm_hook, compress=compress, sync_batchnorm=sync_batchnorm)
         check_verify(verify, sync)
         check_skip(skip_batch, sync)
+        group = process_group
         if sync == "every_step":
             synchronize: Callback = AllReduceGradients(
-                weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, process_group
+                weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, verify, group
             )
         else:
-            synchronize = AverageParameters(sync, weight, reduction, bucket_cap_mb, compress, process_group)
+            synchronize = AverageParameters(sync, weight, reduction, bucket_cap_mb, compress, group)
         callbacks = [
-            ReportFailures(process_group),
-            BroadcastParameters(process_group),
-            *([SynchronizeBatchNorm(process_group)] if sync_batchnorm else []),
-            ShardData(batch_size, process_group),
-            MergeBuffers(process_group),
-            *([VerifyGradient(weight, reduction, process_group)] if verify else []),
-            *([SkipBatches(weight, reduction, process_group)] if skip_batch else []),
+            BroadcastParameters(group),
+            *([SynchronizeBatchNorm(group)] if sync_batchnorm else []),
+            ShardData(batch_size, group),
+            MergeBuffers(group),
+            *([SkipBatches(weight, reduction, group)] if skip_batch else []),
             synchronize,
-            ReduceMetrics(weight, reduction, process_group),
-            GatherPredictions(process_group),
-            CompareReplicas(process_group),
-            RankZeroOutput(also_rank_zero, process_group),
-            AgreeToStop(process_group),
+            ReduceMetrics(weight, reduction, group),
+            GatherPredictions(group),
+            RankZeroOutput(also_rank_zero, group),
+            StopTogether(group),
         ]
         if process_group is None:
             join_process_group(timeout=timeout)

@@ -1,12 +1,31 @@
-"""Give each rank its part of the data, and a matching random state."""
+"""Give each rank its part of the data, and a matching random state; flatten samples.
+
+Which of a Trial's events draw the same random numbers on all ranks:
+
+================================================  ====================================================================
+``on_sample``, ``on_forward``, ``on_criterion``   different per rank: they handle its part of the batch, and may augment
+the same of validation, ``on_step_validation``    likewise
+``on_backward``, ``on_step_training``             the same, if a user's callback handles them
+all others                                        the same: they may initialize or prune parameters
+================================================  ====================================================================
+
+An event that draws the same must run on all ranks and draw the same amount. If it doesn't (it runs only on rank 0), the
+ranks are synchronized again before the next event in ``_MEETING``, at the end of a pass by the message that merges its
+metrics.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 import torchbearer
+from torchbearer import Callback
+from torchbearer.callbacks import CallbackList
 
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.data.iterator import ShardedIterator
@@ -14,12 +33,26 @@ from ddp_callbacks.data.random_state import RunRandomState, broadcast_rng_state
 from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, length_of, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
-from ddp_callbacks.torchbearer.base import RUN_RANDOM_STATE, SHARE, DistributedCallback, State, wrap_methods
-from ddp_callbacks.torchbearer.events import draw_alike
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.torchbearer.base import (
+    CALLS,
+    DATA_KEYS,
+    RUN_RANDOM_STATE,
+    SHARE,
+    DistributedCallback,
+    State,
+    flat_callbacks,
+    handles,
+    wrap_methods,
+)
 from ddp_callbacks.torchbearer.predictions import aggregator_of
 
-DATA_KEYS = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA, torchbearer.TEST_DATA)
+Event: TypeAlias = Callable[[State], None]
+
 STEPS_KEYS = (torchbearer.TRAIN_STEPS, torchbearer.VALIDATION_STEPS, torchbearer.TEST_STEPS)
+_IN_BATCH = ("on_backward", "on_step_training")
+_MEETING = ("on_start_epoch", "on_end_training", "on_end_validation", "on_end")
+_ALIKE = (*_MEETING, "on_start", "on_start_training", "on_start_validation", "on_end_epoch", "on_checkpoint")
 
 
 class ShardData(DistributedCallback):
@@ -34,29 +67,33 @@ class ShardData(DistributedCallback):
 
     Args:
         batch_size: ``"global"``: the loader's batch is the global batch, divided among the ranks. ``"per_process"``:
-            each rank takes whole batches in turn, so a step has ``world_size`` batches.
+            each rank takes whole batches in turn, so a step has ``world_size`` batches. ``None``: the loaders are
+            divided already, for example by a data set that splits itself; each rank keeps its own.
         process_group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: ``batch_size`` is invalid.
+        ConfigurationError: ``batch_size`` is invalid, or it is ``None`` with :class:`Resume`.
     """
 
-    def __init__(self, batch_size: BatchSize = "global", process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, batch_size: BatchSize | None = "global", process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(process_group)
-        check_batch_size(batch_size)
-        self.batch_size: BatchSize = batch_size
+        if batch_size is not None:
+            check_batch_size(batch_size)
+        self.batch_size = batch_size
+        self.random_state: RunRandomState | None = None
+        """That of a run on several processes."""
         self._sharded: dict[int, tuple[Any, Any]] = {}
         self._originals: dict[Any, Any] = {}
-        self._random_state: RunRandomState | None = None
         self._is_resumable = False
-
-    @property
-    def random_state(self) -> RunRandomState | None:
-        """That of a run on several processes."""
-        return self._random_state
+        self._drawing: set[str] = set()  # those of _IN_BATCH that a user's callback handles
 
     def make_resumable(self) -> None:
         """From the next run on, use loaders that can go on in the middle of a pass, also with a single process."""
+        if self.batch_size is None:
+            raise ConfigurationError(
+                "Resume cannot know the position in loaders that are divided already (batch_size=None). Save the "
+                "Trial's state_dict at the end of epochs instead."
+            )
         if not self._is_resumable:
             self._is_resumable = True
             self._sharded.clear()  # of an evaluation before
@@ -64,11 +101,34 @@ class ShardData(DistributedCallback):
     def on_init(self, state: State) -> None:
         super().on_init(state)
         if self.world_size > 1:
-            self._random_state = RunRandomState(self.process_group)
-            draw_alike(state[torchbearer.CALLBACK_LIST], self._random_state)
-            wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict"), self._ending_alike)
+            self.random_state = RunRandomState(self.process_group)
+            self._draw_alike(state[torchbearer.CALLBACK_LIST], self.random_state)
+            wrap_methods(state[torchbearer.SELF], CALLS, _ending(self.random_state))
+
+    def _draw_alike(self, callbacks: CallbackList, random_state: RunRandomState) -> None:
+        """Let the events of this list draw as this module says. Local; afterwards the events are collectives."""
+        for name in (*_ALIKE, *_IN_BATCH):
+            alike = random_state.alike_in_batch if name in _IN_BATCH else random_state.alike
+            setattr(callbacks, name, self._drawing_alike(name, getattr(callbacks, name), random_state, alike))
+
+    def _drawing_alike(
+        self, name: str, event: Event, random_state: RunRandomState, alike: Callable[[], AbstractContextManager[None]]
+    ) -> Event:
+        @functools.wraps(event)
+        def drawing_alike(state: State) -> None:
+            if name in _IN_BATCH and name not in self._drawing:
+                event(state)
+                return
+            if name in _MEETING and random_state.is_open and not random_state.is_fresh:
+                random_state.synchronize()
+            with alike():
+                event(state)
+
+        return drawing_alike
 
     def on_start(self, state: State) -> None:
+        callbacks = flat_callbacks(state[torchbearer.CALLBACK_LIST])
+        self._drawing = {name for name in _IN_BATCH if any(handles(callback, (name,)) for callback in callbacks)}
         if self.world_size > 1 or self._is_resumable:
             self._divide_all(state)
         if self.world_size > 1:
@@ -86,7 +146,7 @@ class ShardData(DistributedCallback):
                 trial_state[key] = self._shard(data[0], data[1], needed)
                 trial_state[steps_key] = trial_state[key][1]
         # evaluate() and predict() have read the generator before this event; run() reads it afterwards.
-        if aggregator_of(state) is not None:
+        if self.batch_size is not None and aggregator_of(state) is not None:
             self._deal_out(state)
         elif torchbearer.GENERATOR in state:
             data = self._shard(state[torchbearer.GENERATOR], state[torchbearer.STEPS])
@@ -105,9 +165,9 @@ class ShardData(DistributedCallback):
     def _share_random_state(self, state: State) -> None:
         has_generator = any(data is not None and data[0] is not None for data in map(self._originals.get, DATA_KEYS))
         if has_generator or self.batch_size == "per_process":
-            assert self._random_state is not None
-            self._random_state.synchronize()
-            state[RUN_RANDOM_STATE] = self._random_state
+            assert self.random_state is not None
+            self.random_state.synchronize()
+            state[RUN_RANDOM_STATE] = self.random_state
         else:
             broadcast_rng_state(self.process_group)
 
@@ -125,25 +185,9 @@ class ShardData(DistributedCallback):
             state[torchbearer.SELF].state[key] = value
         self._originals = {}
 
-    def _ending_alike(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Restore the shared random state after a run, also after an exception that all ranks catch.
-
-        An evaluation in the middle of a run leaves the run its own.
-        """
-        random_state = self._random_state
-        assert random_state is not None
-
-        def ending_alike(*args: Any, **kwargs: Any) -> Any:
-            is_within_run = random_state.is_open
-            try:
-                return method(*args, **kwargs)
-            finally:
-                if not is_within_run:
-                    random_state.end()
-
-        return ending_alike
-
     def _shard(self, generator: Any, steps: int | None, needed: int = 1) -> tuple[Any, int | None]:
+        if self.batch_size is None:
+            return generator, steps
         if id(generator) not in self._sharded:
             divide = resumable_loader if self._is_resumable and generator is not None else shard_loader
             sharded = divide(generator, self.batch_size, self.process_group, needed)
@@ -164,7 +208,7 @@ class ShardData(DistributedCallback):
         if iterator is None and aggregator_of(state) is not None:
             return Share(int(self.rank == 0), 1)  # all compute the whole batch; rank 0's output counts
         is_own = iterator is not None and not isinstance(iterator, ShardedIterator)  # the part of a DistributedSampler
-        if is_own or self.batch_size == "per_process":
+        if is_own or self.batch_size != "global":
             return Share(1 if size is None else size, None)
         if size is None:
             return Share(int(self.rank == 0), 1)
@@ -175,3 +219,43 @@ class ShardData(DistributedCallback):
 
     def _samples_needed(self, state: State, generator: Any) -> int:
         return samples_needed(state[torchbearer.MODEL], getattr(generator, "batch_size", None), self.world_size)
+
+
+@contextmanager
+def _ending(random_state: RunRandomState) -> Iterator[None]:
+    """Restore the shared random state after a run, also after an exception that all ranks catch.
+
+    An evaluation in the middle of a run leaves the run its own.
+    """
+    is_within_run = random_state.is_open
+    try:
+        yield
+    finally:
+        if not is_within_run:
+            random_state.end()
+
+
+class Flatten(Callback):  # type: ignore[misc]
+    """Flatten each sample to one dimension, in training, validation and prediction.
+
+    ``state[X]`` of shape ``[batch, ...]`` becomes ``[batch, features]``. Tensors inside lists, tuples and dicts are
+    flattened too. Tensors with fewer than two dimensions are not changed.
+    """
+
+    def on_sample(self, state: State) -> None:
+        state[torchbearer.X] = flatten(state[torchbearer.X])
+
+    def on_sample_validation(self, state: State) -> None:
+        self.on_sample(state)
+
+
+def flatten(batch: Any) -> Any:
+    """Reshape every tensor in ``batch`` with two or more dimensions to ``[batch, features]``."""
+    if isinstance(batch, torch.Tensor):
+        return batch.flatten(start_dim=1) if batch.dim() > 1 else batch
+    if isinstance(batch, dict):
+        return {key: flatten(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        values = [flatten(value) for value in batch]
+        return values if isinstance(batch, list) else tuple(values)
+    return batch

@@ -12,9 +12,12 @@ from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
+from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.torchbearer._torchbearer import arguments_of, forward
 from ddp_callbacks.torchbearer.base import (
+    SHARE,
     WEIGHS_LOSS,
     DistributedCallback,
     LocalStates,
@@ -23,7 +26,7 @@ from ddp_callbacks.torchbearer.base import (
     share_of,
 )
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
-from ddp_callbacks.verification import LossWatch
+from ddp_callbacks.verification import LossWatch, Verify, check_verify, verify_gradient
 
 
 class AllReduceGradients(DistributedCallback):
@@ -34,11 +37,14 @@ class AllReduceGradients(DistributedCallback):
     Args:
         weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`.
+        verify: ``"first_batch"``: compare the gradient of each run's first batch with that of a single process. It
+            needs :class:`ShardData` in front.
         process_group: ``None`` is the default group.
 
     Raises:
         ConfigurationError: A setting is invalid. After a step: a custom closure (``with_closure``) filled gradients
             without a backward through the parameters, so they were never synchronized.
+        MismatchError: At the first batch: names the parameter whose gradient differs most, and a remedy.
     """
 
     def __init__(
@@ -49,11 +55,13 @@ class AllReduceGradients(DistributedCallback):
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
         compress: Compress = None,
+        verify: Verify | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(process_group)
         check_bucket_cap_mb(bucket_cap_mb)
         check_compress(compress, comm_hook)
+        check_verify(verify, "every_step")
         if comm_hook is not None:
             check_comm_hook(comm_hook)
         self._loss_weight = LossWeight(weight, reduction)
@@ -64,27 +72,29 @@ class AllReduceGradients(DistributedCallback):
             "compress": compress,
         }
         self._synchronizer: GradientSynchronizer | None = None
-        self._resumed: LocalStates | None = None  # until there is a synchronizer
         self._rounds_before = 0
         self._losses = LossWatch()
+        self._verify = verify
+        self._verifies_next = False
 
     def on_start(self, state: State) -> None:
         self._losses = LossWatch()
-        self._close()  # an earlier run may have raised before its end
+        self._verifies_next = self._verify is not None and self.world_size > 1
+        self.on_end(state)  # an earlier run may have raised before its end
 
     def on_start_training(self, state: State) -> None:
         if self._synchronizer is None:
             self._synchronizer = GradientSynchronizer(
                 state[torchbearer.MODEL], process_group=self.process_group, **self._options
             )
-            if self._resumed is not None:
-                self._load(self._synchronizer, self._resumed)
-                self._resumed = None
 
     def on_sample(self, state: State) -> None:
         synchronizer, share = in_training_pass(self._synchronizer), share_of(state)
+        if self._verifies_next:
+            self._verifies_next = False
+            _verify_first_batch(state, self._loss_weight, self.process_group)
         self._rounds_before = synchronizer.rounds
-        synchronizer.weigh(share.local, share.total)
+        synchronizer.weigh(share.local, share.total)  # for a closure that calls no on_criterion
 
     def on_criterion(self, state: State) -> None:
         synchronizer = in_training_pass(self._synchronizer)
@@ -116,24 +126,20 @@ class AllReduceGradients(DistributedCallback):
                 )
 
     def on_end(self, state: State) -> None:
-        self._close()
+        if self._synchronizer is not None:
+            self._synchronizer.close()
+            self._synchronizer = None
 
     def local_state(self, state: State) -> dict[str, Any]:
-        if self._synchronizer is not None:
-            return {"engine": self._synchronizer.state_dict()}
-        kept = self._resumed
-        return {"engine": kept.mine["engine"] if kept is not None and kept.is_same_world else None}
+        engine = None if self._synchronizer is None else self._synchronizer.state_dict()
+        return {"engine": engine, "verifies_next": self._verifies_next}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        if any(of_rank["engine"] is None for of_rank in states.of_ranks):
-            return  # no training has begun
-        if self._synchronizer is None:
-            self._resumed = states
-        else:
-            self._load(self._synchronizer, states)
-
-    def _load(self, synchronizer: GradientSynchronizer, states: LocalStates) -> None:
-        synchronizer.load_state_dict([of_rank["engine"] for of_rank in states.of_ranks])
+        self._verifies_next = states.mine["verifies_next"]
+        engines = [of_rank["engine"] for of_rank in states.of_ranks]
+        if None not in engines:  # else no training had begun
+            self.on_start_training(state)
+            in_training_pass(self._synchronizer).load_state_dict(engines)
 
     def _weigh_loss(self, synchronizer: GradientSynchronizer, state: State, weight: float, total: float | None) -> None:
         """Weight the backward of this loss at its root; the ranks' gradients are then averaged. A collective."""
@@ -142,7 +148,42 @@ class AllReduceGradients(DistributedCallback):
             total = float(all_reduce(own, "the weight of the loss", self.process_group))
         synchronizer.weigh_loss(state[torchbearer.LOSS], weight, total)
 
-    def _close(self) -> None:
-        if self._synchronizer is not None:
-            self._synchronizer.close()
-            self._synchronizer = None
+
+def _verify_first_batch(state: State, loss_weight: LossWeight, group: dist.ProcessGroup | None) -> None:
+    """Raise unless the ranks' gradients of the first batch add up to that of the global batch. A collective.
+
+    Each rank also computes model and criterion on the global batch, once or twice, without the Trial's other callbacks;
+    see :func:`ddp_callbacks.verify_gradient`.
+    """
+    iterator = state[torchbearer.ITERATOR]
+    if not isinstance(iterator, ShardedIterator):
+        raise ConfigurationError(
+            'verify="first_batch" needs a loader that is divided among the processes, to get its whole '
+            f"batch; got {type(iterator).__name__}. Give the Trial a DataLoader without a DistributedSampler."
+        )
+    first = iterator.first_batch()
+    scratch = torchbearer.State()
+    scratch.update(state)
+    scratch[SHARE] = first.share
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        return _loss_of(scratch, batch)
+
+    def weigh() -> tuple[float, float | None]:
+        return loss_weight.of(scratch)
+
+    verify_gradient(state[torchbearer.MODEL], loss_of, first.whole, first.part, weigh, group)
+
+
+def _loss_of(state: State, batch: Any) -> torch.Tensor:
+    """Compute the loss as Torchbearer's closure does."""
+    state[torchbearer.ITERATOR] = iter([batch])
+    state[torchbearer.SAMPLER](state)
+    forward(state)
+    criterion = state[torchbearer.CRITERION]
+    try:
+        loss = criterion(state)
+    except TypeError:
+        loss = criterion(*arguments_of(state[torchbearer.Y_PRED]), *arguments_of(state[torchbearer.Y_TRUE]))
+    state[torchbearer.LOSS] = loss
+    return loss  # type: ignore[no-any-return]

@@ -12,13 +12,11 @@ import torchbearer
 
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.compression import Compress, check_compress
-from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.local_sgd import (
     OUTER_MOMENTUM,
     DiLoCo,
     LocalSGD,
     ParameterAverager,
-    check_sync,
     set_gradients_aside,
 )
 from ddp_callbacks.torchbearer.base import DistributedCallback, LocalStates, State, in_training_pass, share_of
@@ -43,8 +41,6 @@ class AverageParameters(DistributedCallback):
         bucket_cap_mb, compress: See :class:`ddp_callbacks.ParameterAverager`.
         process_group: ``None`` is the default group.
 
-    Raises:
-        ConfigurationError: A setting is invalid.
     """
 
     def __init__(
@@ -59,9 +55,6 @@ class AverageParameters(DistributedCallback):
         super().__init__(process_group)
         check_bucket_cap_mb(bucket_cap_mb)
         check_compress(compress, None)
-        if not isinstance(sync, LocalSGD | DiLoCo):
-            raise ConfigurationError(f"sync must be LocalSGD(...) or DiLoCo(...), got {sync!r}.")
-        check_sync(sync, compress=compress)
         self._sync = sync
         self._loss_weight = LossWeight(weight, reduction)
         self._bucket_cap_mb, self._compress = bucket_cap_mb, compress
@@ -73,17 +66,17 @@ class AverageParameters(DistributedCallback):
         self._averager = None  # an earlier run may have raised before its end
 
     def on_start_training(self, state: State) -> None:
-        if self._averager is None:
-            self._averager = ParameterAverager(
-                state[torchbearer.MODEL],
-                self._sync,
-                state[torchbearer.OPTIMIZER],
-                bucket_cap_mb=self._bucket_cap_mb,
-                compress=self._compress,
-                process_group=self.process_group,
-            )
-        else:
+        if self._averager is not None:
             self._averager.outer_step()  # the window is empty; callbacks may have replaced the parameters
+            return
+        self._averager = ParameterAverager(
+            state[torchbearer.MODEL],
+            self._sync,
+            state[torchbearer.OPTIMIZER],
+            bucket_cap_mb=self._bucket_cap_mb,
+            compress=self._compress,
+            process_group=self.process_group,
+        )
 
     def on_sample(self, state: State) -> None:
         self._weight = float(share_of(state).local)

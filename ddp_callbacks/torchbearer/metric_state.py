@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, Var
+from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMean, Var
 
 from ddp_callbacks.checkpoints.attributes import encode, plain_attributes
 from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows, merge_batch_logs
-from ddp_callbacks.torchbearer._torchbearer import add_up, metrics_within, rows_in, set_rows
+from ddp_callbacks.torchbearer._torchbearer import add_up, metrics_within, rows_in, run_on, set_rows, window_of
 from ddp_callbacks.torchbearer.base import LocalStates
-from ddp_callbacks.torchbearer.metrics import LossMetric, MetricsPass, aggregators
+from ddp_callbacks.torchbearer.metrics import LossMetric, MetricsPass, aggregators, means_of_batches
 
 
 def kept_state(metric_list: MetricList) -> list[dict[str, Any]]:
@@ -71,17 +71,28 @@ class _Merging:
         self._rows = [recorded["rows"] for recorded in self._passes]
 
     def load(self, metric_list: MetricList, current: MetricsPass | None) -> None:
-        logs: list[list[Any] | None] = []
+        logs: list[list[Any]] = []
+        windows: dict[str, Any] = {}
         collected = 0
         for position, (aggregator, root) in enumerate(aggregators(metric_list)):
-            log = None
+            log: list[Any] = [[], [], []]
             if isinstance(aggregator, Mean | Var):
                 log = self._load_sums(aggregator, position, isinstance(root, LossMetric), current is None)
             elif isinstance(aggregator, EpochLambda):
                 collected = self._load_rows(aggregator) or collected
+            elif isinstance(aggregator, RunningMean):
+                self._load_window(aggregator, position, isinstance(root, LossMetric))
+                windows[str(position)] = window_of(aggregator)
             logs.append(log)
         if current is not None:
-            current.load_state_dict(self._recorded(logs, collected))
+            current.load_state_dict(self._recorded(logs, collected) | {"windows": windows})
+
+    def _load_window(self, aggregator: RunningMean, position: int, is_loss: bool) -> None:
+        """That of the whole batches, from which each rank goes on; that of a single process is there."""
+        logs = [BatchLog(*recorded["logs"][position]) for recorded in self._passes]
+        log = means_of_batches(logs, self._reduction if is_loss else "mean")
+        if log.steps:
+            run_on(aggregator, self._passes[0]["windows"][str(position)], log.steps, log.values)
 
     def _load_sums(self, aggregator: Mean | Var, position: int, is_loss: bool, is_alone: bool) -> list[Any]:
         is_first = self._states.rank == 0
@@ -108,7 +119,7 @@ class _Merging:
         place = self._places[id(aggregator)]
         return [state["metrics"][place] for state in self._states.of_ranks]
 
-    def _recorded(self, logs: list[list[Any] | None], collected: int) -> dict[str, Any]:
+    def _recorded(self, logs: list[list[Any]], collected: int) -> dict[str, Any]:
         """What rank 0 has recorded if it has had all samples, and another rank if it has had none."""
         is_first = self._states.rank == 0
         values = self._passes[0]["values"] if self._passes else {}

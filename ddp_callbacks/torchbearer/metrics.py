@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchbearer
-from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, MetricTree, Var
+from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, MetricTree, RunningMean, Var
 from torchbearer.metrics import Loss as _DecoratedLoss
 from torchbearer.metrics.aggregators import RunningMetric
 
 from ddp_callbacks.comm.codec import Json, pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_json, all_gather_tensors
-from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows, join_batch_logs
+from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows, join_batch_logs, merge_batch_logs
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.torchbearer._torchbearer import (
     add_up,
-    disable_running,
-    enable_running,
-    is_running,
+    batches_in_window,
     rows_of,
+    run_on,
     set_rows,
     sums_of,
+    watching,
+    window_of,
+    without_running,
 )
 from ddp_callbacks.torchbearer.base import RUN_RANDOM_STATE, DistributedCallback, State, share_of
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
@@ -39,8 +42,9 @@ class ReduceMetrics(DistributedCallback):
 
     This is exact for metrics built with Torchbearer's decorators: ``mean``, ``std``, ``var`` over values per sample or
     over one scalar per batch (taken as a mean over the batch's samples), and ``EpochLambda``, which sees all ranks'
-    rows in the loader's order. Before the epoch ends, ``running_*`` values are local, and an ``EpochLambda`` is NaN.
-    For any other metric whose value differs between the ranks, you get the mean weighted by samples, and a warning.
+    rows in the loader's order. ``running_mean`` (without ``dim``) ends a pass with the window of the whole batches.
+    Before the epoch ends, running values are those of this rank, and an ``EpochLambda`` is NaN. For any other metric
+    whose value differs between the ranks, you get the mean weighted by samples, and a warning.
 
     Args:
         weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`; used for the metrics of the loss.
@@ -98,43 +102,83 @@ class MetricsPass:
         self._local = 0  # samples of the current batch
         self._reduction = "mean"
         self._aggregators = list(aggregators(metric_list))
-        self._recorders = {id(a): _record(a, root, self) for a, root in self._aggregators if isinstance(a, Mean | Var)}
-        # A function of only some of the epoch's rows has no meaning, so the running value is NaN.
-        self._running = [a for a, _ in self._aggregators if isinstance(a, EpochLambda) and is_running(a)]
-        for aggregator in self._running:
-            disable_running(aggregator)
-        metric_list.process = self._process
-        metric_list.process_final = self._process_final
+        self._logs = [BatchLog() for _ in self._aggregators]
+        self._windows: dict[str, Any] = {
+            str(place): window_of(aggregator)
+            for place, (aggregator, _) in enumerate(self._aggregators)
+            if isinstance(aggregator, RunningMean)
+        }
+        self._restore = ExitStack()
+        for (aggregator, root), log in zip(self._aggregators, self._logs, strict=True):
+            self._record(aggregator, isinstance(root, LossMetric), log)
+        self._replace(metric_list, "process", self._process)
+        self._replace(metric_list, "process_final", self._process_final)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has recorded, as tensors and plain data; the metrics have their own sums and rows. Local."""
-        logs = [self._recorders.get(id(aggregator)) for aggregator, _ in self._aggregators]
         return {
             "step": self._step,
             "samples": self._samples,
             "rows": list(self._rows),
             "values": dict(self._values),
             "reduction": self._reduction,
-            "logs": [None if log is None else [log.steps, log.weights, log.values] for log in logs],
+            "logs": self._recorded(),
+            "windows": dict(self._windows),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the result of :meth:`state_dict`. Local."""
         self._step, self._samples, self._rows = state["step"], state["samples"], list(state["rows"])
         self._values, self._reduction = dict(state["values"]), state["reduction"]
-        for (aggregator, _), log in zip(self._aggregators, state["logs"], strict=True):
-            if log is not None:
-                recorder = self._recorders[id(aggregator)]
-                recorder.steps, recorder.weights, recorder.values = (list(column) for column in log)
+        self._windows = dict(state["windows"])
+        for log, saved in zip(self._logs, state["logs"], strict=True):
+            log.steps, log.weights, log.values = (list(column) for column in saved)
+
+    def _recorded(self) -> list[Any]:
+        """For a running mean only what its window needs."""
+        most = [batches_in_window(a) if isinstance(a, RunningMean) else len(self._rows) for a, _ in self._aggregators]
+        return [
+            [column[-length:] for column in (log.steps, log.weights, log.values)]
+            for log, length in zip(self._logs, most, strict=True)
+        ]
 
     def close(self) -> None:
         """Restore the metrics."""
-        self._list.__dict__.pop("process", None)
-        self._list.__dict__.pop("process_final", None)
-        for aggregator, _ in self._aggregators:
-            aggregator.__dict__.pop("process", None)
-        for aggregator in self._running:
-            enable_running(aggregator)
+        self._restore.close()
+
+    def _record(self, aggregator: Metric, is_loss: bool, log: BatchLog) -> None:
+        """Let scalars of a batch wait in ``log`` for those of the other ranks; values per sample can be summed here."""
+
+        def process(values: torch.Tensor) -> None:
+            if values.dim() == 0:
+                log.add(self._step, self._weight if is_loss else self._local, values)
+            else:
+                type(aggregator).process(aggregator, values)
+
+        def note(values: torch.Tensor, mean: torch.Tensor) -> None:
+            if mean.dim() == 0:
+                weight, total = self._sum_of(values, is_loss)
+                log.add(self._step, weight, total)
+
+        if isinstance(aggregator, Mean | Var):
+            self._replace(aggregator, "process", process)
+        elif isinstance(aggregator, RunningMean):
+            self._restore.enter_context(watching(aggregator, note))
+        elif isinstance(aggregator, EpochLambda):  # a function of only some of the epoch's rows has no meaning
+            self._restore.enter_context(without_running(aggregator))
+
+    def _sum_of(self, values: torch.Tensor, is_loss: bool) -> tuple[float, torch.Tensor]:
+        """What this rank adds to the mean of a batch: the number that is divided by, and the sum."""
+        if values.dim():
+            return values.numel(), values.sum()
+        weight = self._weight if is_loss else self._local
+        if is_loss and self._reduction == "sum":
+            return weight, values
+        return weight, values * weight if weight else torch.zeros_like(values)  # not NaN, the mean over nothing
+
+    def _replace(self, metric: Metric, name: str, method: Any) -> None:
+        setattr(metric, name, method)
+        self._restore.callback(vars(metric).pop, name, None)
 
     def _process(self, state: State) -> dict[str, Any]:
         self._step += 1
@@ -150,68 +194,67 @@ class MetricsPass:
             self._values = MetricList.process(self._list, state)
         return dict(self._values)
 
-    def log(self, aggregator: Metric, root: Metric, value: torch.Tensor) -> None:
-        """Keep a scalar of this batch until the end of the pass."""
-        weight = self._weight if isinstance(root, LossMetric) else float(self._local)
-        self._recorders[id(aggregator)].add(self._step, weight, value)
-
     def _process_final(self, state: State) -> dict[str, Any]:
+        self.close()
         random_state = state.get(RUN_RANDOM_STATE)
-        self._merge(random_state if random_state is not None and random_state.is_open else None)
-        for aggregator, _ in self._aggregators:
-            aggregator.__dict__.pop("process", None)
-        final = MetricList.process_final(self._list, state)
+        running = self._merge(random_state if random_state is not None and random_state.is_open else None)
+        final = running | MetricList.process_final(self._list, state)
         is_settled = not any(_may_differ(metric) for metric, _ in self._aggregators)
         return final if is_settled else _settle(final, self._samples, self._group)
 
-    def _merge(self, random_state: RunRandomState | None) -> None:
-        """Callbacks draw next, and the same on all ranks, so the random state travels along."""
-        mine = [self._export(aggregator) for aggregator, _ in self._aggregators]
+    def _merge(self, random_state: RunRandomState | None) -> dict[str, Any]:
+        """Merge the metrics; return the running values, which Torchbearer has no final value for.
+
+        Callbacks draw next, and the same on all ranks, so the random state travels along.
+        """
+        mine = [[_found_in(aggregator) for aggregator, _ in self._aggregators], self._recorded()]
         tensors: list[torch.Tensor] = []
         names = [aggregator.name for aggregator, _ in self._aggregators]
-        header: Json = [self._rows, names, pack([mine, random_state and random_state.offer()], tensors)]
+        header: Json = [self._rows, names, pack([*mine, random_state and random_state.offer()], tensors)]
         gathered = all_gather_tensors(header, tensors, "the merging of the metrics", self._group)
         rows, by_rank, packed = zip(*(header for header, _ in gathered), strict=True)
         if any(other != by_rank[0] for other in by_rank):
             raise MismatchError(_mismatch(list(by_rank)))
-        states, offered = zip(
-            *(unpack(own, parts) for own, (_, parts) in zip(packed, gathered, strict=True)), strict=True
-        )
+        unpacked = [unpack(one, parts) for one, (_, parts) in zip(packed, gathered, strict=True)]
+        found, logs, offered = zip(*unpacked, strict=True)
         if random_state is not None:
             random_state.accept(offered[0])
+        running: dict[str, Any] = {}
         for position, (aggregator, root) in enumerate(self._aggregators):
-            self._import(aggregator, root, [state[position] for state in states], list(rows))
-
-    def _export(self, aggregator: Metric) -> Any:
-        if isinstance(aggregator, Mean | Var):
-            log = self._recorders[id(aggregator)]
-            return [sums_of(aggregator), [log.steps, log.weights, log.values]]
-        if isinstance(aggregator, EpochLambda):
-            return rows_of(aggregator)
-        return None
-
-    def _import(self, aggregator: Metric, root: Metric, states: list[Any], rows: list[list[int]]) -> None:
-        if isinstance(aggregator, Mean | Var):
-            add_up(aggregator, [sums for sums, _ in states])
+            of_ranks = [own[position] for own in found]
             reduction = self._reduction if isinstance(root, LossMetric) else "mean"
-            for value in join_batch_logs([BatchLog(*log) for _, log in states], reduction):
-                type(aggregator).process(aggregator, value)
-        elif isinstance(aggregator, EpochLambda):
-            predictions, targets = ([own[column] for own in states] for column in (0, 1))
-            set_rows(aggregator, interleave_rows(predictions, rows), interleave_rows(targets, rows))
+            of_batches = [BatchLog(*own[position]) for own in logs]
+            if isinstance(aggregator, Mean | Var):
+                add_up(aggregator, of_ranks)
+                for value in join_batch_logs(of_batches, reduction):
+                    aggregator.process(value)
+            elif isinstance(aggregator, RunningMean) and any(log.steps for log in of_batches):
+                means = means_of_batches(of_batches, reduction)
+                running[aggregator.name] = run_on(aggregator, self._windows[str(position)], means.steps, means.values)
+            elif isinstance(aggregator, EpochLambda):
+                predictions, targets = zip(*of_ranks, strict=True)
+                set_rows(aggregator, interleave_rows(predictions, rows), interleave_rows(targets, rows))
+        return running
 
 
-def _record(aggregator: Metric, root: Metric, current: MetricsPass) -> BatchLog:
-    """Make ``aggregator`` log scalars instead of aggregating them; values per sample pass through."""
+def _found_in(aggregator: Metric) -> Any:
+    """What a metric has added up or collected on this rank."""
+    if isinstance(aggregator, Mean | Var):
+        return sums_of(aggregator)
+    return rows_of(aggregator) if isinstance(aggregator, EpochLambda) else None
 
-    def process(value: torch.Tensor) -> None:
-        if value.dim() == 0:
-            current.log(aggregator, root, value)
-        else:
-            type(aggregator).process(aggregator, value)
 
-    aggregator.process = process
-    return BatchLog()
+def means_of_batches(logs: Sequence[BatchLog], reduction: str) -> BatchLog:
+    """The values of the whole batches of which each rank has logged its sum for a running mean.
+
+    Args:
+        logs: One per rank.
+        reduction: ``"mean"``, or ``"sum"`` if the value of a batch is a sum.
+    """
+    log = merge_batch_logs(logs, "sum")
+    if reduction == "mean":
+        log.values = [total / weight for total, weight in zip(log.values, log.weights, strict=True)]
+    return log
 
 
 def aggregators(metric: Metric, root: Metric | None = None) -> Iterator[tuple[Metric, Metric]]:

@@ -18,8 +18,7 @@ from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 from ddp_callbacks.data.random_state import plain_global_state
 from ddp_callbacks.files import remove_leftovers, write_atomically
 from ddp_callbacks.torchbearer._torchbearer import Checkpointer
-from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, State, wrap_methods
-from ddp_callbacks.torchbearer.decisions import flat_callbacks
+from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, State, flat_callbacks, wrap_methods
 
 WRITERS = (Checkpointer, CSVLogger, AbstractTensorBoard, LiveLossPlot, ConsolePrinter, Tqdm)
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))

@@ -12,9 +12,8 @@ from torchbearer.callbacks import CallbackList
 from ddp_callbacks.checkpoints import Saved, require_same
 from ddp_callbacks.checkpoints.resume import ARGUMENTS, Content, ResumableRun, ResumeOptions
 from ddp_callbacks.errors import ConfigurationError, Preempted, say
-from ddp_callbacks.torchbearer.base import DistributedCallback, State, share_of, wrap_methods
+from ddp_callbacks.torchbearer.base import DistributedCallback, State, flat_callbacks, share_of, wrap_methods
 from ddp_callbacks.torchbearer.data import ShardData
-from ddp_callbacks.torchbearer.decisions import flat_callbacks
 from ddp_callbacks.torchbearer.position import BETWEEN, TRAINING, VALIDATION, Event, Position, enter_pass, skip_training
 from ddp_callbacks.torchbearer.run_state import RunState, describe_run
 

@@ -16,10 +16,9 @@ from ddp_callbacks.checkpoints.attributes import decode, encode, memory_of_model
 from ddp_callbacks.data.random_state import RunRandomState, set_global_state
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.torchbearer._torchbearer import advance_bar, metrics_within
-from ddp_callbacks.torchbearer.base import DistributedCallback, State
+from ddp_callbacks.torchbearer.base import DistributedCallback, State, flat_callbacks
 from ddp_callbacks.torchbearer.callback_state import CallbackStates, named
 from ddp_callbacks.torchbearer.data import ShardData
-from ddp_callbacks.torchbearer.decisions import flat_callbacks
 from ddp_callbacks.torchbearer.local_sgd import AverageParameters
 from ddp_callbacks.torchbearer.metric_state import kept_state, load_kept_state, load_metric_state, metric_state
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
@@ -209,7 +208,7 @@ def describe_run(trial: Any, data: ShardData) -> dict[str, str]:
         "model": describe_model(trial.state[torchbearer.MODEL]),
         "optimizer": type(trial.state[torchbearer.OPTIMIZER]).__name__,
         "metrics": ", ".join(metric.name for metric in metrics_within(trial.state[torchbearer.METRIC_LIST])),
-        "batch_size of DDPCallback": data.batch_size,
+        "batch_size of DDPCallback": str(data.batch_size),
     }
     for key in _DATA:
         generator, steps = trial.state[key] or (None, None)

@@ -52,13 +52,11 @@ class LossWeight:
         share = share_of(state)
         if self.reduction(state) == "sum":
             return float(share.local > 0), 1.0
-        own = self._own_weight(state)
+        own: float | torch.Tensor | None
+        if self._weight is not None:
+            own = self._weight(state)
+        else:
+            own = cross_entropy_weight(state[torchbearer.CRITERION], state.get(torchbearer.Y_TRUE))
         if own is None:
             return float(share.local), None if share.total is None else float(share.total)
         return (float(own) if share.local else 0.0), None
-
-    def _own_weight(self, state: State) -> float | torch.Tensor | None:
-        if self._weight is not None:
-            return self._weight(state)
-        target = state.get(torchbearer.Y_TRUE)
-        return cross_entropy_weight(state[torchbearer.CRITERION], target)

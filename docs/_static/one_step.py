@@ -113,14 +113,14 @@ def measure_trial(clock: Clock) -> None:
     from torchbearer import Trial
     from torchbearer.callbacks import GradientNormClipping
 
-    from ddp_callbacks.torchbearer import AllReduceGradients, DDPCallback, MergeBuffers
+    from ddp_callbacks.torchbearer import AllReduceGradients, DDPCallback
 
     # Not by a callback: after one that may stop the run, the ranks meet in each step.
     after(AllReduceGradients, "on_start_training", lambda *_: clock.begin())
     after(AllReduceGradients, "on_sample", lambda *_: clock.note("load"))
     after(AllReduceGradients, "on_criterion", lambda *_: clock.note("forward"))
     after(GradientNormClipping, "on_backward", lambda *_: clock.note("clip"))
-    after(MergeBuffers, "on_step_training", lambda *_: (clock.note("metrics"), clock.begin()))
+    after(AllReduceGradients, "on_step_training", lambda *_: (clock.note("metrics"), clock.begin()))
     model = make_model()
     clip = GradientNormClipping(1.0, params=list(model.parameters()))
     trial = Trial(

@@ -20,7 +20,7 @@ from ddp_callbacks.launcher.hosts import parse_hostfile, parse_hosts
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.plan import Here
 from ddp_callbacks.schedulers import hosts_of_job
-from ddp_callbacks.torchbearer import AllReduceGradients, AverageParameters, DDPCallback, Resume, ShardData
+from ddp_callbacks.torchbearer import AllReduceGradients, DDPCallback, Resume, ShardData
 
 Row = tuple[Any, ...]  # what is given (arguments by name, or a text), and parts of the message
 
@@ -223,7 +223,6 @@ TABLE: dict[str, tuple[Callable[..., Any], list[Row]]] = {
     "Resume": (partial(Resume, "run.pt"), INTERVALS),
     "DDPCallback": (DDPCallback, TRIALS),
     "AllReduceGradients": (AllReduceGradients, [NO_BUCKET]),
-    "AverageParameters": (AverageParameters, [({"sync": "every_step"}, "sync must be LocalSGD")]),
     "ShardData": (ShardData, [({"batch_size": "globl"}, "globl")]),
     "GradientSynchronizer": (partial(GradientSynchronizer, nn.Linear(1, 1)), [NO_BUCKET]),
     "ddprun": (plan, DDPRUN),

@@ -203,8 +203,7 @@ class _Drawing:
         paths = [self.path(at_least=0) if self.branches and not special else path for _ in range(self.world_size)]
         if special in ("into", "frozen late") and path[0] in frozen:
             special = ""
-        # Torch refuses the others; the hooks of a reentrant one stay in a graph that is kept for a second backward.
-        checkpoint = "" if special in ("penalty", "into", "frozen late", "twice") else self.checkpoint
+        checkpoint = "" if special in ("penalty", "into", "frozen late") else self.checkpoint  # torch refuses these
         carries = self.chance(0.5) and not is_local and special != "raises"
         return Backward(samples, tuple(paths), checkpoint, self.is_reentrant, is_local, special, carries)
 

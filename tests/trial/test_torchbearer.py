@@ -8,6 +8,7 @@ import pickle
 import random
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ import torchbearer
 from kit.compare import assert_equal
 from shared_worlds import TWO, World, by_rank
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torchbearer import Callback, Metric, Trial
 from torchbearer.callbacks import MostRecent
 from trials import CLASSES, FEATURES, data, network, parameters, train, trial
 
 from ddp_callbacks import get_rank
-from ddp_callbacks.errors import PeerError
-from ddp_callbacks.torchbearer import SHARE, AllReduceGradients, DDPCallback, ReduceMetrics, ShardData
+from ddp_callbacks.errors import ConfigurationError, PeerError
+from ddp_callbacks.torchbearer import SHARE, AllReduceGradients, DDPCallback, ReduceMetrics, Resume, ShardData
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)
@@ -318,6 +319,29 @@ def test_a_distributed_sampler_is_left_alone() -> None:
     one.run(1)
     assert_equal(parameters(made), parameters(one), relative=1e-10)
     assert_equal(*by_rank(parameters(made)), 0.0)
+
+
+class OwnRows(IterableDataset[Any]):
+    """Splits itself."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(numbered(14))[dist.get_rank() :: 2])
+
+    def __len__(self) -> int:
+        return 7
+
+
+@WORLD
+def test_loaders_that_are_divided_already_are_left_alone() -> None:
+    """`batch_size=None` leaves each process its own loader; `Resume` refuses it."""
+    made = trial([DDPCallback(batch_size=None)]).with_train_generator(DataLoader(OwnRows(), 3))
+    shares, rows = shares_and_rows(made)
+    assert by_rank(rows) == [[[0, 2, 4], [6, 8, 10], [12]], [[1, 3, 5], [7, 9, 11], [13]]]
+    assert shares == [(3, None), (3, None), (1, None)]
+    assert_equal(*by_rank([parameters(made), made.state[torchbearer.HISTORY]]), 0.0)
+    resumed = trial([DDPCallback(batch_size=None), Resume("none.pt")]).with_train_generator(DataLoader(OwnRows(), 3))
+    with pytest.raises(ConfigurationError, match=r"divided already \(batch_size=None\)"):
+        resumed.run(1)
 
 
 # --- the model is never wrapped ---------------------------------------------------------------------------------------

@@ -1,0 +1,303 @@
+"""Equal replicas: they start equal, merge what differs between them, and stop together."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchbearer
+from torchbearer import CALLBACK_LIST, HISTORY, MODEL, OPTIMIZER, SELF, STOP_TRAINING, Callback
+from torchbearer.callbacks import EarlyStopping, TerminateOnNaN
+
+from ddp_callbacks.batch_norm import BatchNormSynchronizer
+from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
+from ddp_callbacks.comm.codec import pack, unpack
+from ddp_callbacks.comm.collectives import all_gather_json, any_rank, broadcast_tensors
+from ddp_callbacks.data.random_state import set_global_state
+from ddp_callbacks.data.sharding import length_of
+from ddp_callbacks.process_group.failures import report_failure
+from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.replicas import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    describe_checkpoint,
+    merge_buffers,
+    require_equal_replicas,
+    require_same_checkpoint,
+    running_statistics,
+)
+from ddp_callbacks.torchbearer.base import (
+    CALLS,
+    DATA_KEYS,
+    RANDOM_STATE,
+    SHARE,
+    WEIGHS_LOSS,
+    DistributedCallback,
+    LocalStates,
+    State,
+    flat_callbacks,
+    handles,
+    share_of,
+    wrap_methods,
+)
+from ddp_callbacks.torchbearer.predictions import aggregator_of
+from ddp_callbacks.versions import __version__
+
+_MAY_STOP = ("on_forward", "on_criterion", "on_backward", "on_step_training")
+_MAY_STOP_VALIDATION = ("on_forward_validation", "on_criterion_validation", "on_step_validation")
+
+
+class BroadcastParameters(DistributedCallback):
+    """Start ``run``, ``evaluate`` and ``predict`` equal: compare the ranks' settings, then copy rank 0's state to all.
+
+    It compares the called method, parameter names, shapes and dtypes, the optimizer's groups, the loaders' lengths, the
+    epochs trained so far, and library versions. It broadcasts parameters, buffers and the optimizer's state. If only
+    rank 0 has loaded a checkpoint, the other ranks also get its history and its optimizer's hyperparameters. A run that
+    resumes from a checkpoint of :class:`RankZeroOutput` restores its random state, also with a single process, so it
+    draws the same batches as an uninterrupted run.
+
+    An exception that ends the method on one rank is raised on the others, too, as
+    :class:`ddp_callbacks.errors.PeerError` with its text, within about two seconds. If all ranks catch it, they can
+    call these methods again.
+
+    Args:
+        process_group: ``None`` is the default group.
+
+    Raises:
+        MismatchError: On every rank; names the differences and the ranks.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(process_group)
+        self._called = ""
+        self._loaded: str | None = None
+        self._random_state: Any = None  # of a checkpoint, if the next run resumes from it
+
+    def on_init(self, state: State) -> None:
+        super().on_init(state)
+        for name in CALLS:
+            wrap_methods(state[SELF], (name,), self._calling(name))
+        wrap_methods(state[SELF], ("load_state_dict",), self._noting_checkpoint)
+
+    def on_start(self, state: State) -> None:
+        begin_run(self.process_group)
+        if self._random_state is not None and self._called == "run":
+            set_global_state(self._random_state)
+            self._random_state = None
+        if self.world_size == 1:
+            return
+        resumed = self._follow_resumed(state[HISTORY])
+        settings = module_settings(state[MODEL]) | _versions() | _lengths(state)
+        settings["what is called"] = self._called
+        settings["epochs trained so far"] = str(len(state[HISTORY]))
+        if resumed:
+            broadcast_optimizer_state(state[OPTIMIZER], self.process_group)
+        settings |= optimizer_settings(state[OPTIMIZER])
+        require_agreement(
+            settings,
+            "the Trial",
+            "Run the same script with the same arguments, data and libraries in every process.",
+            self.process_group,
+        )
+        broadcast_parameters(state[MODEL], self.process_group)
+        if not resumed:
+            broadcast_optimizer_state(state[OPTIMIZER], self.process_group)
+
+    @contextmanager
+    def _calling(self, name: str) -> Iterator[None]:
+        """Know which method is called: all begin alike, so different ones on the ranks would deadlock later."""
+        self._called = name
+        try:
+            yield
+        except BaseException as exception:
+            if self.world_size > 1:
+                report_failure(exception)
+            raise
+
+    def _noting_checkpoint(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(state_dict: Any, resume: bool = True, **kwargs: Any) -> Any:
+            loaded = method(state_dict, resume, **kwargs)
+            self._random_state = state_dict.get(RANDOM_STATE) if resume else None
+            state = [state_dict.get(key) for key in (MODEL, OPTIMIZER)] if MODEL in state_dict else state_dict
+            self._loaded = describe_checkpoint(state, epochs=len(state_dict.get(HISTORY, ())))
+            return loaded
+
+        return noting
+
+    def _follow_resumed(self, history: list[dict[str, Any]]) -> bool:
+        """Raise if ranks resume differently. If only rank 0 has resumed, the others follow it; return whether they do.
+
+        Rank 0 has resumed if it has loaded a checkpoint, or has a history.
+        """
+        loaded, self._loaded = self._loaded, None
+        found = all_gather_json([loaded, len(history)], "who resumes", self.process_group)
+        by_rank, epochs = zip(*found, strict=True)
+        if len(set(by_rank)) > 1 and any(by_rank[1:]):
+            require_same_checkpoint(loaded, "a state", self.process_group)
+        if epochs[0] == 0 or set(epochs) != {0, epochs[0]}:
+            return False
+        tensors: list[torch.Tensor] = []
+        header, tensors = broadcast_tensors(pack(history, tensors), tensors, "the history", self.process_group)
+        history[:] = unpack(header, tensors)
+        return True
+
+
+class SynchronizeBatchNorm(DistributedCallback):
+    """Make the model's BatchNorm layers use global batch statistics while the Trial runs.
+
+    See :class:`ddp_callbacks.BatchNormSynchronizer`. The layers are restored when ``run``, ``evaluate`` or ``predict``
+    returns or raises. This callback sets ``state[WEIGHS_LOSS]``, so that :class:`AllReduceGradients` weights the loss
+    before backward instead of the gradients after it; gradients through these layers are then exact.
+    """
+
+    _synchronizer: BatchNormSynchronizer | None = None
+
+    def on_init(self, state: State) -> None:
+        super().on_init(state)
+        wrap_methods(state[SELF], CALLS, self._giving_back())
+
+    def on_start(self, state: State) -> None:
+        if self.world_size > 1 and aggregator_of(state) is None:  # in predict() a rank has whole batches
+            state[WEIGHS_LOSS] = True
+            self._synchronizer = BatchNormSynchronizer(
+                state[MODEL],
+                counts=lambda: SHARE not in state or state[SHARE].local > 0,
+                process_group=self.process_group,
+            )
+
+    @contextmanager
+    def _giving_back(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self._synchronizer is not None:
+                self._synchronizer.close()
+                self._synchronizer = None
+
+
+class MergeBuffers(DistributedCallback):
+    """After each training pass: average running statistics, weighted by samples; copy other buffers from rank 0.
+
+    Evaluations and checkpoints then use statistics of the whole data, equal on all ranks. A batch without samples on a
+    rank doesn't change that rank's statistics. It follows :class:`ShardData`, which divides the batch.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(process_group)
+        self._samples = 0.0
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def on_start_training(self, state: State) -> None:
+        self._samples = 0
+
+    def on_sample(self, state: State) -> None:
+        share = share_of(state)
+        self._samples += share.local
+        if share.local == 0:
+            self._saved = [(buffer, buffer.clone()) for buffer in running_statistics(state[MODEL])]
+
+    def on_step_training(self, state: State) -> None:
+        for buffer, saved in self._saved:
+            buffer.copy_(saved)
+        self._saved = []
+
+    def on_end_training(self, state: State) -> None:
+        merge_buffers(state[MODEL], self._samples, self.process_group)
+        self._samples = 0
+
+    def local_state(self, state: State) -> dict[str, Any]:
+        if self.world_size == 1:
+            return {"samples": self._samples, "buffers": []}  # those of the Trial's own state
+        return {"samples": self._samples, "buffers": list(state[MODEL].buffers())}
+
+    def load_local_state(self, states: LocalStates, state: State) -> None:
+        """On another number of ranks, all begin with the merged statistics, and count for equal parts of the pass."""
+        buffers = list(state[MODEL].buffers())
+        if states.is_same_world:
+            self._samples = states.mine["samples"]
+            for buffer, saved in zip(buffers, states.mine["buffers"], strict=False):
+                buffer.copy_(saved)
+            return
+        total = sum(of_rank["samples"] for of_rank in states.of_ranks)
+        self._samples = total / states.world_size
+        if total and states.of_ranks[0]["buffers"]:
+            averaged = {id(buffer) for buffer in running_statistics(state[MODEL])}
+            for place, buffer in enumerate(buffers):
+                if id(buffer) in averaged:
+                    buffer.copy_(sum(one["buffers"][place] * (one["samples"] / total) for one in states.of_ranks))
+
+
+class StopTogether(DistributedCallback):
+    """If any rank sets ``state[STOP_TRAINING]``, stop all ranks at the same step. At the end of an epoch, compare them.
+
+    At the end of each epoch of ``run``, after all other callbacks, one message compares parameters and buffers
+    (:func:`ddp_callbacks.replicas.require_equal_replicas`, about one pass over the model's memory) and the decisions to
+    stop. Ranks that read merged epoch metrics decide the same anyway; this covers decisions that differ.
+
+    After each step, which costs a small message, the ranks agree only if a callback may stop there: ``TerminateOnNaN``
+    on one rank's running loss, ``EarlyStopping(step_on_batch=True)``, or a user's callback with an event after the
+    forward pass. This must be the last callback; it moves itself there.
+
+    Raises:
+        MismatchError: On every rank; names the tensors that differ, the ranks and hosts.
+    """
+
+    _after_step = _after_validation_step = False
+
+    def on_init(self, state: State) -> None:
+        super().on_init(state)
+        callbacks = state[CALLBACK_LIST]
+        # A new list: Torchbearer is iterating over the old one.
+        callbacks.callback_list = [other for other in callbacks.callback_list if other is not self] + [self]
+
+    def on_start(self, state: State) -> None:
+        callbacks = flat_callbacks(state[CALLBACK_LIST])
+        self._after_step = any(_may_stop(callback, _MAY_STOP) for callback in callbacks)
+        self._after_validation_step = any(_may_stop(callback, _MAY_STOP_VALIDATION) for callback in callbacks)
+
+    def on_step_training(self, state: State) -> None:
+        if self._after_step:
+            self._agree(state)
+
+    def on_step_validation(self, state: State) -> None:
+        if self._after_validation_step:
+            self._agree(state)
+
+    def on_checkpoint(self, state: State) -> None:
+        when = f"at the end of epoch {state[torchbearer.EPOCH]}"
+        stops = require_equal_replicas(state[MODEL], when, self.process_group, bool(state[STOP_TRAINING]))
+        state[STOP_TRAINING] = any(stops)
+
+    def _agree(self, state: State) -> None:
+        state[STOP_TRAINING] = any_rank(bool(state[STOP_TRAINING]), "the decision to stop", self.process_group)
+
+
+def _may_stop(callback: Callback, events: tuple[str, ...]) -> bool:
+    if isinstance(callback, EarlyStopping):
+        return bool(callback.step_on_batch)
+    return isinstance(callback, TerminateOnNaN) or handles(callback, events)
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "version of Python": ".".join(platform.python_version_tuple()[:2]),
+        "version of torch": torch.__version__,
+        "version of torchbearer": torchbearer.__version__,
+        "version of ddp_callbacks": __version__,
+    }
+
+
+def _lengths(state: State) -> dict[str, str]:
+    trial_state = state[SELF].state
+    lengths = {}
+    for key in DATA_KEYS:
+        generator, steps = trial_state[key] or (None, None)
+        lengths[f"{key}: steps"] = str(steps)
+        if hasattr(generator, "__len__"):
+            length = length_of(generator)
+            lengths[f"{key}: batches"] = "unknown" if length is None else str(length)
+    return lengths
