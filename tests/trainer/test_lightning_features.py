@@ -182,7 +182,7 @@ def test_a_plugin_for_the_layers_is_applied_in_a_fit_and_reverted_after_it() -> 
 
 # --- the table of the page --------------------------------------------------------------------------------------------
 
-PAGE = ROOT / "docs" / "how_to" / "lightning.md"
+PAGE = ROOT / "docs" / "reference" / "trainer.md"
 HEADING = "## What you can give a Trainer"
 BEFORE = "# --- the table of the page"
 FOLDERS = ("apps", "launcher", "scenarios", "trainer")
