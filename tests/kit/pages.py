@@ -145,6 +145,18 @@ class Page:
         plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
         return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 
+    @cached_property
+    def prose(self) -> str:
+        """The text outside of code and comments."""
+        text = re.sub(r"<!--.*?-->", "", self._without_blocks(), flags=re.DOTALL)
+        return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "`", text)
+
+    @property
+    def words(self) -> int:
+        """How many a reader sees, those of code included; marks of Markdown are none."""
+        text = re.sub(r"<!--.*?-->", "", "\n".join(self.lines), flags=re.DOTALL)
+        return sum(bool(re.search(r"\w", word)) for word in text.split())
+
     def _without_blocks(self) -> str:
         return re.sub(_BLOCK, "", "\n".join(self.lines), flags=re.MULTILINE)
 

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,11 +139,36 @@ def test_links_lead_somewhere(page: Page) -> None:
             assert anchor in Page(target).anchors, f"{page.name}: no heading {link}"
 
 
-def test_the_torchbearer_page_lists_every_callback() -> None:
-    text = (DOCS / "how_to" / "torchbearer.md").read_text()
-    listed = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
-    public = set(ddp_callbacks.torchbearer.__all__) - {"SHARE", "DDPCallback"}
-    assert set(listed) == public and len(listed) == len(public)
+def test_the_torchbearer_page_lists_callbacks_that_can_be_used_alone() -> None:
+    section = (DOCS / "how_to" / "torchbearer.md").read_text().partition("## The callbacks alone")[2]
+    listed = re.findall(r"^\| `(\w+)` \|", section.partition("\n## ")[0], re.MULTILINE)
+    assert sorted(listed) == sorted({*ddp_callbacks.torchbearer.__all__} - {"SHARE", "DDPCallback"})
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
+MOST_WORDS, MOST_OF_A_PAGE, MOST_OF_THE_README = 33_000, 2_000, 900
+
+
+def test_pages_are_short() -> None:
+    """The site has at most 33,000 words, a page 2,000, the README 900."""
+    words = {page.name: page.words for page in PAGES}
+    assert words.pop("README.md") <= MOST_OF_THE_README
+    assert max(words.values()) <= MOST_OF_A_PAGE, max(words, key=words.__getitem__)
+    assert sum(words.values()) <= MOST_WORDS, sum(words.values())
+
+
+@pytest.mark.parametrize("page", _tracked_pages(), ids=lambda page: page.name)
+def test_pages_use_plain_words_and_agree_on_figures(page: Page) -> None:
+    """Pages are in plain English, and a figure is the same on every page."""
+    text = " ".join(page.prose.split())
+    for pattern, instead in WORDS["instead"].items():
+        found = re.search(rf".{{0,40}}{pattern}.{{0,20}}", text, re.IGNORECASE)
+        assert not found, f"{page.name}: {found and found[0]!r}: write {instead}"
+    for pattern, value in WORDS["figures"].items():
+        shown = {group for match in re.finditer(pattern, text, re.MULTILINE) for group in match.groups() if group}
+        assert shown <= {value}, f"{page.name}: {shown} for {pattern}"
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------
