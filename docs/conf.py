@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import re
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
+from functools import partial
+from pathlib import Path
+from pydoc import locate
 from typing import Any
 from unittest import mock
 
@@ -18,6 +22,9 @@ import ddp_callbacks
 from ddp_callbacks.launcher.options import parse_doctor_options, parse_options
 from ddp_callbacks.launcher.plan import Here
 
+DOCS = Path(__file__).parent.resolve()
+ROOT, FILES = DOCS.parent, DOCS / "_files"
+
 project = "ddp_callbacks"
 release = version = ddp_callbacks.__version__
 copyright = "the authors of ddp_callbacks"
@@ -27,6 +34,7 @@ html_theme = "furo"
 html_title = "ddp_callbacks"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["copy.js"]
 pygments_style = "default"  # shows a diff in red and green in the light theme, too
 html_show_sourcelink = False
 html_show_copyright = False
@@ -61,10 +69,66 @@ def _with_toctree(part: re.Match[str]) -> str:
     return f"{part[0]}\n{toctree}\n" if pages else part[0]
 
 
-def download_outside_pages(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Offer Markdown files outside docs/ for download, as MyST does with all other files there."""
-    up = re.escape("../" * (docname.count("/") + 1))
-    source[0] = re.sub(rf"\]\(({up}[^)#\s]+\.md)(#[^)\s]*)?\)", r"](path:\1)", source[0])
+_LINK = r"(?<!!)\[([^]]*)\]\(((?:\.\./)*[^)#\s:]+\.\w+)(#[^)\s]*)?\)"
+_LANGUAGES = {".py": "python", ".sh": "bash", ".slurm": "bash", ".pbs": "bash", ".toml": "toml", ".yaml": "yaml"}
+
+
+def make_pages_of_files(app: Sphinx) -> None:
+    """Make each file outside of docs/ that a page links to a page of the site, in ``_files``."""
+    for page in sorted(DOCS.rglob("*.md")):
+        if FILES not in page.parents and "_build" not in page.parts:
+            for _, target, _ in re.findall(_LINK, page.read_text()):
+                path = (page.parent / target).resolve()
+                if path.is_file() and DOCS not in path.parents:
+                    _make_page(path)
+
+
+def _make_page(path: Path) -> None:
+    made = FILES / f"{path.relative_to(ROOT)}.md"
+    made.parent.mkdir(parents=True, exist_ok=True)
+    source = os.path.relpath(path, made.parent)
+    if path.suffix == ".md":
+        text = re.sub(r"!\[([^]]*)\]\(([^)\s]+)\)", partial(_image, path, made), path.read_text())
+    else:
+        language = _LANGUAGES.get(path.suffix, "text")
+        text = f"# {path.relative_to(ROOT)}\n\n```{{literalinclude}} {source}\n:language: {language}\n```\n"
+    text = f"---\norphan: true\n---\n{text}"
+    if not made.exists() or made.read_text() != text:
+        made.write_text(text)
+
+
+def _image(path: Path, made: Path, image: re.Match[str]) -> str:
+    return f"![{image[1]}]({os.path.relpath(path.parent / image[2], made.parent)})"
+
+
+def link_to_pages_of_files(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Let links lead to these pages; in them, links to files that have no page become plain text."""
+    page = DOCS / f"{docname}.md"
+    home = ROOT / docname.removeprefix(f"{FILES.name}/") if FILES in page.parents else page
+
+    def lead(link: re.Match[str]) -> str:
+        text, target, anchor = link.groups(default="")
+        path = (home.parent / target).resolve()
+        if DOCS not in path.parents:
+            path = FILES / f"{path.relative_to(ROOT)}.md"
+        return f"[{text}]({os.path.relpath(path, page.parent)}{anchor})" if path.is_file() else text
+
+    source[0] = re.sub(_LINK, lead, source[0])
+
+
+def add_summary(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Begin the pages of the API with a table of what they describe."""
+    names = re.findall(r"^\.\. auto(?:class|function):: (\S+)", source[0], re.MULTILINE)
+    if names and docname.startswith("reference/api/"):
+        table = "\n".join(
+            ["| | |", "|---|---|", *(f"| {{py:obj}}`~{name}` | {_first_sentence(name)} |" for name in names)]
+        )
+        source[0] = re.sub(r"\n(?=## |```)", lambda _: f"\n{table}\n\n", source[0], count=1)
+
+
+def _first_sentence(name: str) -> str:
+    text = " ".join((inspect.getdoc(locate(name)) or "").partition("\n\n")[0].split())
+    return re.sub(r":\w+:`[~.]*([^`]*)`", r"`\1`", text.replace("``", "`")).replace("|", "\\|")
 
 
 class Help(SphinxDirective):
@@ -89,5 +153,7 @@ def _parser(program: str) -> Callable[[list[str], dict[str, str], Here], object]
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("help", Help)
     app.connect("source-read", add_toctrees)
-    app.connect("source-read", download_outside_pages)
+    app.connect("builder-inited", make_pages_of_files)
+    app.connect("source-read", link_to_pages_of_files)
+    app.connect("source-read", add_summary)
     return {"parallel_read_safe": True}

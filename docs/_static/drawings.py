@@ -99,7 +99,7 @@ def two_nodes() -> str:
         drawing.box(centre - 90, 144, 180, 46, GREY, "node program\nstarts and ends the ranks")
         if node == 0:
             drawing.arrow(f"M{centre} 191 V223")
-            drawing.box(centre - 60, 225, 120, 46, DARK, "store\nthe ranks meet there")
+            drawing.box(centre - 60, 225, 120, 46, DARK, "store\nranks meet here")
         for local in range(2):
             rank, x = 2 * node + local, left + 18 + 146 * local
             drawing.arrow(f"M{centre + (-70, 70)[local]} 191 L{x + 55} 314")

@@ -187,7 +187,7 @@ def _marked(diff: str) -> list[tuple[str, str]]:
 
 def pages() -> list[Page]:
     """README.md and the pages of the site."""
-    paths = [path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts]
+    paths = [path for path in sorted((ROOT / "docs").rglob("*.md")) if not {"_build", "_files"} & {*path.parts}]
     return [Page(path) for path in [ROOT / "README.md", *paths]]
 
 
