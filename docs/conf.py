@@ -141,7 +141,8 @@ class Help(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         printed = io.StringIO()
         with redirect_stdout(printed), suppress(SystemExit), mock.patch.dict(os.environ, COLUMNS="88"):
-            _parser(self.arguments[0])(["--help"], {}, Here("python", "/", lambda name: False))
+            flag = "--help-all" if self.arguments[0] == "ddprun" else "--help"
+            _parser(self.arguments[0])([flag], {}, Here("python", "/", lambda name: False))
         return [nodes.literal_block("", printed.getvalue(), language="text")]
 
 
