@@ -1,11 +1,11 @@
 """Make a job fail on purpose, to see what it prints: the page "My job hangs" explains each.
 
-    ddprun --nproc-per-node 2 examples/trouble.py raises         rank 1 raises an exception
-    ddprun --nproc-per-node 2 examples/trouble.py is-killed      rank 1 is killed
-    ddprun --nproc-per-node 2 examples/trouble.py validates      rank 0 alone calls trainer.validate
-    ddprun --nproc-per-node 2 examples/trouble.py disagrees      rank 0 validates while rank 1 trains
-    python examples/trouble.py alone 0                           rank 0 waits for a rank that nobody starts
-    python examples/trouble.py alone 1                           rank 1 waits for a rank 0 that nobody starts
+ddprun --nproc-per-node 2 examples/trouble.py raises         rank 1 raises an exception
+ddprun --nproc-per-node 2 examples/trouble.py is-killed      rank 1 is killed
+ddprun --nproc-per-node 2 examples/trouble.py validates      rank 0 alone calls trainer.validate
+ddprun --nproc-per-node 2 examples/trouble.py disagrees      rank 0 validates while rank 1 trains
+python examples/trouble.py alone 0                           rank 0 waits for a rank that nobody starts
+python examples/trouble.py alone 1                           rank 1 waits for a rank 0 that nobody starts
 """
 
 from __future__ import annotations
