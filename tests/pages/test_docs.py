@@ -152,7 +152,7 @@ MOST_WORDS, MOST_OF_A_PAGE, MOST_OF_THE_README = 33_000, 2_000, 900
 
 
 def test_pages_are_short() -> None:
-    """The site has at most 33,000 words, a page 2,000, the README 900."""
+    """Pages are short."""
     words = {page.name: page.words for page in PAGES}
     assert words.pop("README.md") <= MOST_OF_THE_README
     assert max(words.values()) <= MOST_OF_A_PAGE, max(words, key=words.__getitem__)
@@ -161,7 +161,7 @@ def test_pages_are_short() -> None:
 
 @pytest.mark.parametrize("page", _tracked_pages(), ids=lambda page: page.name)
 def test_pages_use_plain_words_and_agree_on_figures(page: Page) -> None:
-    """Pages are in plain English, and a figure is the same on every page."""
+    """Pages use plain words, and agree on figures."""
     text = " ".join(page.prose.split())
     for pattern, instead in WORDS["instead"].items():
         found = re.search(rf".{{0,40}}{pattern}.{{0,20}}", text, re.IGNORECASE)
@@ -280,7 +280,7 @@ def test_the_map_of_the_code_has_every_module_above_what_it_imports() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="needs Sphinx: the extra docs")
 @pytest.mark.pages
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """The site builds without a warning; its first page names every page."""
+    """The site builds without a warning."""
     command = ["python", "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-d", tmp_path / "doctrees"]
     run([*command, DOCS, tmp_path / "html"], ROOT)
 
