@@ -7,6 +7,7 @@ So every rank computes both its part of the batch and the whole batch, and we co
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,11 +22,12 @@ from ddp_callbacks._torch import BatchNorm, Dropout
 from ddp_callbacks.comm.collectives import all_reduce, broadcast_tensors
 from ddp_callbacks.data.random_state import SharedRandomState, get_global_state, set_global_state
 from ddp_callbacks.errors import ConfigurationError, MismatchError, NonFiniteLossWarning
-from ddp_callbacks.process_group import get_world_size
+from ddp_callbacks.module_state import remember_module
+from ddp_callbacks.process_group import get_rank, get_world_size
 from ddp_callbacks.process_group.presence import describe, presence
 from ddp_callbacks.weighing import silence
 
-Verify = Literal["first_batch"]
+Verify = Literal["warn", "first_batch"]
 Loss = Callable[[Any], torch.Tensor]
 """The loss of a batch, as the script computes it: a scalar."""
 
@@ -33,20 +35,32 @@ Weight = Callable[[], tuple[float, float | None]]
 """The weight of the loss of this rank's part, and the sum over all ranks, ``None`` if unknown."""
 
 _DOING = "the comparison of a batch's gradients"
+_COMPILED = ("_compiled_call_impl", "_orig_mod", "_compiler_ctx")  # set in a module by torch or Lightning
+_TELLING = 0.01  # of the largest gradient: what a warning tells; kernels of reduced precision differ by less
 
 
 def check_verify(verify: str | None, sync: object) -> None:
-    """Raise :class:`ConfigurationError` unless it is ``None``, or ``"first_batch"`` with exact gradients."""
-    if verify not in (None, "first_batch"):
+    """Raise :class:`ConfigurationError` unless it is known, and ``"first_batch"`` has exact gradients to compare."""
+    if verify not in (None, "warn", "first_batch"):
         raise ConfigurationError(
-            'verify must be None or "first_batch" (the gradient of the first batch is compared with that of one '
-            f"process), got {verify!r}."
+            'verify must be "warn", "first_batch" (the gradient of the first batch is compared with that of one '
+            f"process, and a difference is a warning or an error) or None, got {verify!r}."
         )
-    if verify and sync != "every_step":
+    if verify == "first_batch" and sync != "every_step":
         raise ConfigurationError(
             f'verify="first_batch" compares synchronized gradients, but sync={sync!r} has none. Verify with '
             'sync="every_step" once, then train without verify.'
         )
+
+
+def is_to_verify(verify: str | None, sync: object, *settings: object) -> bool:
+    """Whether the first batch is compared: not for a mere warning where the user knows how the loss counts.
+
+    Args:
+        settings: Of the user, that say how; ``None``, ``"mean"`` and ``"global"`` are the defaults.
+    """
+    is_default = all(setting in (None, "mean", "global") for setting in settings)
+    return verify == "first_batch" or (verify == "warn" and sync == "every_step" and is_default)
 
 
 def verify_gradient(
@@ -61,8 +75,8 @@ def verify_gradient(
 
     Each rank computes ``part`` and ``whole`` once, without touching ``parameter.grad``. If the gradients differ, it
     computes ``whole`` once more, to see whether the model draws random numbers. Dropout layers are off meanwhile.
-    Buffers and the global random states are restored; other side effects of ``loss_of`` remain. With a single process
-    it does nothing.
+    Buffers, the layers' plain attributes and the global random states are restored; other side effects of ``loss_of``
+    remain. With a single process it does nothing.
 
     Args:
         module: Its parameters that require a gradient are compared, on rank 0.
@@ -78,32 +92,113 @@ def verify_gradient(
             random numbers outside dropout layers, so that two computations of one batch differ.
         PeerError: Another rank failed or died.
     """
-    if get_world_size(process_group) == 1:
+    if get_world_size(process_group) > 1:
+        _compare(module, loss_of, whole, part, weight, process_group, is_strict=True)
+
+
+def check_first_batch(
+    verify: Verify,
+    module: nn.Module,
+    loss_of: Loss,
+    load: Callable[[], tuple[Any, Any, Weight]],
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """As :func:`verify_gradient`; with ``"warn"`` it only warns, and leaves out what cannot be compared. A collective.
+
+    For a warning, BatchNorm layers that normalize by each rank's part are off, too. The comparison ends where a rank
+    cannot load or compute its part or the whole batch, which may need more memory than a step, and does not begin for a
+    model that is compiled, or that makes its parameters in the first step.
+
+    Args:
+        load: Returns the whole batch, this rank's part and its weight; see :func:`verify_gradient`.
+    """
+    is_strict = verify == "first_batch"
+    if get_world_size(process_group) == 1 or not (is_strict or _is_comparable(module)):
         return
+    try:
+        with _random_states_kept(module):
+            whole, part, weight = _attempt(process_group, is_strict, load)
+            _compare(module, loss_of, whole, part, weight, process_group, is_strict)
+    except MismatchError as error:
+        if is_strict:
+            raise
+        if get_rank(process_group) == 0:
+            hint = 'verify="first_batch" makes this warning an error, and verify=None leaves the comparison out.'
+            warnings.warn(f"{error} ({hint})", stacklevel=2)
+    except ConfigurationError:
+        if is_strict:
+            raise
+
+
+def _is_comparable(module: nn.Module) -> bool:
+    """Whether a comparison says something of this model, and leaves no trace: code is compiled for sizes of batches."""
+    layers = list(module.modules())
+    is_compiled = any(getattr(layer, name, None) for layer in layers for name in _COMPILED)
+    is_lazy = any(map(nn.parameter.is_lazy, module.parameters()))
+    return not (is_compiled or is_lazy or any(_normalizes_by_part(layer, always=True) for layer in layers))
+
+
+def _compare(
+    module: nn.Module,
+    loss_of: Loss,
+    whole: Any,
+    part: Any,
+    weight: Weight,
+    group: dist.ProcessGroup | None,
+    is_strict: bool,
+) -> None:
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    with _undone(module), _without_dropout(module), torch.enable_grad():
-        own, fraction = _weighed_gradients(loss_of, part, weight, parameters, process_group)
-        summed = _sum(own, 1.0, process_group)
-        shared = SharedRandomState(group=process_group)
+    with _random_states_kept(module), _without_dropout(module, is_strict), torch.enable_grad(), ExitStack() as stack:
+        restore = remember_module(module)
+        stack.callback(restore)
+        attempt = functools.partial(_attempt, group, is_strict)
+        loss = attempt(lambda: loss_of(part))
+        fraction = _fraction(weight, group)
+        own = attempt(lambda: _weighed_gradients(loss, fraction, parameters))
+        restore()
+        summed = _sum(own, 1.0, group)
+        shared = SharedRandomState(group=group)
 
         def compute_whole() -> list[torch.Tensor]:
             with shared.drawing():
-                return _gradients(loss_of(whole), parameters)
+                found: list[torch.Tensor] = attempt(lambda: _gradients(loss_of(whole), parameters))
+            restore()
+            return found
 
-        difference = _Difference(list(parameters), summed, compute_whole())
-        if not _on_rank_zero(difference.is_too_large, process_group):
+        least = 0.0 if is_strict else _TELLING
+        difference = _Difference(list(parameters), summed, compute_whole(), least=least)
+        if not _on_rank_zero(difference.is_too_large, group):
             return
         repeated = _Difference(list(parameters), compute_whole(), difference.expected)
-        unweighed = _sum(own, 1 / fraction if fraction else 0.0, process_group)
-    if _on_rank_zero(repeated.is_too_large, process_group):
+        unweighed = _sum(own, 1 / fraction if fraction else 0.0, group)
+    if _on_rank_zero(repeated.is_too_large, group):
         raise ConfigurationError(
             'verify="first_batch" cannot compare the gradients: two computations of one batch on one process differ, '
             "even with dropout layers off. The model is random, or its gradients are not finite."
         )
     adds_up = not _Difference(list(parameters), unweighed, difference.expected).is_too_large
     difference = _Difference(list(parameters), summed, difference.expected, adds_up)
-    message = _on_rank_zero(difference.describe(module, get_world_size(process_group)), process_group)
+    message = _on_rank_zero(difference.describe(module, get_world_size(group)), group)
     raise MismatchError(message)
+
+
+def _attempt(group: dist.ProcessGroup | None, is_strict: bool, compute: Callable[[], Any]) -> Any:
+    """What ``compute`` returns; unless the comparison is strict, all ranks give it up if one of them cannot.
+
+    A collective then.
+
+    Raises:
+        ConfigurationError: It cannot be computed on some rank.
+    """
+    if is_strict:
+        return compute()
+    try:
+        found = compute()
+    except Exception:  # also that memory does not suffice
+        found = None
+    if float(all_reduce(torch.tensor([float(found is None)]), _DOING, group)):
+        raise ConfigurationError("the gradient of the first batch cannot be computed beside the training.")
+    return found
 
 
 def _on_rank_zero(value: Any, group: dist.ProcessGroup | None) -> Any:
@@ -115,6 +210,7 @@ class _Difference:
 
     Args:
         adds_up: Whether the ranks' gradients are right without weights.
+        least: Of the largest gradient: what is too large at least.
 
     Attributes:
         expected: The gradients of the whole batch.
@@ -122,7 +218,12 @@ class _Difference:
     """
 
     def __init__(
-        self, names: list[str], summed: list[torch.Tensor], expected: list[torch.Tensor], adds_up: bool = False
+        self,
+        names: list[str],
+        summed: list[torch.Tensor],
+        expected: list[torch.Tensor],
+        adds_up: bool = False,
+        least: float = 0.0,
     ) -> None:
         self._adds_up = adds_up
         self._names, self._summed, self.expected = names, summed, expected
@@ -130,7 +231,7 @@ class _Difference:
         self._scale = max(map(_largest, expected), default=0.0)
         self._allowed = math.sqrt(max((_epsilon(gradient) for gradient in expected), default=0.0))
         largest = max(self._by_parameter, default=0.0)
-        self.is_too_large = not largest <= self._allowed * self._scale or math.isinf(largest)
+        self.is_too_large = not largest <= max(self._allowed, least) * self._scale or math.isinf(largest)
 
     def describe(self, module: nn.Module, world_size: int) -> str:
         worst = max(range(len(self._names)), key=self._by_parameter.__getitem__)
@@ -161,24 +262,22 @@ class _Difference:
         )
 
 
-def _weighed_gradients(
-    loss_of: Loss, part: Any, weight: Weight, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None
-) -> tuple[list[torch.Tensor], float]:
-    """The gradients of this rank's part, times its fraction of the total weight, and that fraction.
-
-    Zeros if the part counts nothing, as its gradients may be NaN.
-    """
-    loss = loss_of(part)
+def _fraction(weight: Weight, group: dist.ProcessGroup | None) -> float:
+    """Of this rank's part in the total weight."""
     own, total = weight()
     if total is None:
         summed = torch.tensor([own], dtype=torch.float64)
         total = float(all_reduce(summed, _DOING, group))
+    return own / total if total else 0.0
+
+
+def _weighed_gradients(loss: torch.Tensor, fraction: float, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
+    """The gradients of this rank's part, times its fraction. Zeros if the part counts nothing: they may be NaN."""
     # Before backward, since layers may exchange gradients in it: what the others' losses send through them counts.
-    fraction = own / total if total else 0.0
     weighed = loss * fraction
-    is_mixed = not own and bool(silence(weighed))
+    is_mixed = not fraction and bool(silence(weighed))
     gradients = _gradients(weighed, parameters)
-    return (gradients if own or is_mixed else [torch.zeros_like(gradient) for gradient in gradients]), fraction
+    return gradients if fraction or is_mixed else [torch.zeros_like(gradient) for gradient in gradients]
 
 
 def _sum(gradients: list[torch.Tensor], factor: float, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
@@ -197,31 +296,29 @@ def _gradients(loss: torch.Tensor, parameters: dict[str, nn.Parameter]) -> list[
 
 
 @contextmanager
-def _undone(module: nn.Module) -> Iterator[None]:
-    """Restore buffers and global random states on exit."""
+def _random_states_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the global random states on exit."""
     state = get_global_state(False)
     devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         with torch.random.fork_rng(devices=devices) if devices else ExitStack():
             yield
     finally:
         set_global_state(state)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 @contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Turn dropout off inside."""
+def _without_dropout(module: nn.Module, is_strict: bool) -> Iterator[None]:
+    """Turn dropout off inside; unless the comparison is strict, also BatchNorm by each rank's part."""
     kinds = {Dropout: ("training", False), nn.RNNBase: ("dropout", 0.0), nn.MultiheadAttention: ("dropout", 0.0)}
     before = []
     for layer in module.modules():
-        for kind, (name, value) in kinds.items():
-            if isinstance(layer, kind):
-                before.append((layer, name, getattr(layer, name)))
-                setattr(layer, name, value)
+        off = [name_and_value for kind, name_and_value in kinds.items() if isinstance(layer, kind)]
+        if not is_strict and _normalizes_by_part(layer):
+            off.append(("training", False))
+        for name, value in off:
+            before.append((layer, name, getattr(layer, name)))
+            setattr(layer, name, value)
     try:
         yield
     finally:
@@ -229,8 +326,11 @@ def _without_dropout(module: nn.Module) -> Iterator[None]:
             setattr(layer, name, value)
 
 
-def _normalizes_by_part(layer: nn.Module) -> bool:
-    return isinstance(layer, BatchNorm) and layer.training and not getattr(layer, "is_synchronized", False)
+def _normalizes_by_part(layer: nn.Module, always: bool = False) -> bool:
+    """Whether it is a BatchNorm layer that does so in training; ``always``: in evaluations, too."""
+    if not isinstance(layer, BatchNorm) or getattr(layer, "is_synchronized", False):
+        return False
+    return layer.running_mean is None if always else layer.training
 
 
 def _largest(tensor: torch.Tensor) -> float:

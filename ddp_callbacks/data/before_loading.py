@@ -31,7 +31,7 @@ from ddp_callbacks.data.global_state import digest_of
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.nested import name_of, undividable
 from ddp_callbacks.data.order import Order, Start
-from ddp_callbacks.data.random_state import SharedRandomState
+from ddp_callbacks.data.random_state import SharedRandomState, without_draws
 from ddp_callbacks.data.same_data import require_same_data
 from ddp_callbacks.data.shares import Share, WholeBatch, common_size, slice_bounds, slice_samples, uneven_bounds
 from ddp_callbacks.data.workers import SeededIndices, StartingWorkers
@@ -251,7 +251,8 @@ class PartIterator(ShardedIterator):
         if bounds := uneven_bounds(size, get_rank(group), get_world_size(group)):
             start, end = bounds
             share = Share(end - start, size)
-        return WholeBatch(take(0, size), take(start, end), share)
+        with without_draws("collate_fn"):
+            return WholeBatch(take(0, size), take(start, end), share)
 
 
 def _loaded(loader: DataLoader[Any], indices: Any, has_batches: bool) -> Callable[[int, int], Any]:
@@ -260,9 +261,18 @@ def _loaded(loader: DataLoader[Any], indices: Any, has_batches: bool) -> Callabl
         batch = loader.collate_fn(loader.dataset[indices])
         size = common_size(batch) if has_batches else None
         return lambda start, end: batch if size is None else slice_samples(batch, size, slice(start, end))
-    load_many = getattr(loader.dataset, "__getitems__", None)
-    samples = load_many(indices) if load_many else [loader.dataset[index] for index in indices]
+    samples = _samples(loader, indices)
     return lambda start, end: loader.collate_fn(samples[start:end])
+
+
+def _samples(loader: DataLoader[Any], indices: Any) -> list[Any]:
+    """Of a loader with workers, a worker loads them: a data set may open its files in each process that reads."""
+    if loader.num_workers:
+        options = {name: getattr(loader, name) for name in ("worker_init_fn", "multiprocessing_context", "timeout")}
+        again = DataLoader(loader.dataset, batch_sampler=[indices], num_workers=1, collate_fn=list, **options)
+        return list(next(iter(again)))
+    load_many = getattr(loader.dataset, "__getitems__", None)
+    return list(load_many(indices) if load_many else [loader.dataset[index] for index in indices])
 
 
 def divide_before_loading(

@@ -48,10 +48,10 @@ class ShardedIterator(Iterator[Any]):
         """The first batch of this pass, on every rank, and a part of it.
 
         A collective. Call it after drawing the first batch and before drawing the third. Samples of a map-style data
-        set are loaded again, in this process.
+        set are loaded again, by a worker if the loader has some.
 
         Raises:
-            ConfigurationError: The whole batch is not available.
+            ConfigurationError: The whole batch is not available, or batches of the same samples differ at random.
         """
         raise NotImplementedError
 

@@ -32,6 +32,7 @@ from ddp_callbacks.data.global_state import (
     set_global_state,
     states_of_generators,
 )
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "restore_global_state",
     "seed_by_rank",
     "set_global_state",
+    "without_draws",
 ]
 
 
@@ -136,6 +138,15 @@ def broadcast_rng_state(group: dist.ProcessGroup | None = None) -> None:
     """
     if get_world_size(group) > 1:
         set_global_state(_broadcast([get_global_state(False)], group)[0])
+
+
+@contextmanager
+def without_draws(what: str) -> Iterator[None]:
+    """Raise :class:`ConfigurationError` if random numbers were drawn inside. Local."""
+    before = get_global_state(False)
+    yield
+    if not same_state(before, get_global_state(False)):
+        raise ConfigurationError(f"{what} draws random numbers, so batches of the same samples differ.")
 
 
 class RunRandomState:

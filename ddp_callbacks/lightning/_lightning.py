@@ -59,6 +59,7 @@ PRIVATE = (
     f"callbacks:ModelCheckpoint.{MONITORED[0]}(self, trainer)",
     f"callbacks:EarlyStopping.{MONITORED[1]}(self, trainer)",
     "tuner.lr_finder:_LRCallback.on_train_batch_end(self, trainer, pl_module, outputs)",
+    "loggers.logger:DummyLogger.experiment",
     # its loops
     "loops.fit_loop:_FitLoop.__init__ uses _combined_loader",
     "loops.fit_loop:_FitLoop._skip_backward",
@@ -190,6 +191,11 @@ def add_worker_init_fn(package: str) -> Callable[[object, int], None]:
         f"{FABRIC[package]}.utilities.data"
     )._auto_add_worker_init_fn
     return found
+
+
+def silent_logger(package: str) -> Any:
+    """A logger that writes nothing, whatever is called; Lightning's Tuner uses it."""
+    return importlib.import_module(f"{ROOTS[package]}.loggers.logger").DummyLogger()
 
 
 def is_interactive(package: str) -> bool:

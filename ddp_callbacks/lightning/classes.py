@@ -33,9 +33,10 @@ class CallbackStrategy(CallbackStrategyMixin):
         sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes
             local steps, and parameters are averaged every few steps; see :class:`ddp_callbacks.ParameterAverager`.
-        verify: ``"first_batch"``: compare the gradient of the first batch of a fit with that of a single process, and
-            raise :class:`ddp_callbacks.errors.MismatchError` if they differ; see
-            :func:`ddp_callbacks.verify_gradient`. It calls ``training_step`` two or three times, with logging off.
+        verify: ``"warn"``: compare the gradient of the first batch of a fit with that of a single process, and warn if
+            they differ by more than 1 %, unless ``weight``, ``reduction`` or ``batch_size`` says how the loss counts.
+            ``"first_batch"``: in any case, and raise :class:`ddp_callbacks.errors.MismatchError`; see
+            :func:`ddp_callbacks.verify_gradient`. Both call ``training_step`` two or three times, with logging off.
         skip_batch: What lets all processes skip a training batch together, as one process does if ``training_step``
             returns ``None``: ``"no_loss"``: it returns ``None`` on some process. ``"non_finite"``: the loss is NaN or
             infinite on some process. ``"any"``: either. Rank 0 reports the batch, and the ranks and hosts that have

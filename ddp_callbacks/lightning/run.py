@@ -41,6 +41,7 @@ from ddp_callbacks.lightning.replacement import Replaced, after
 from ddp_callbacks.lightning.skipping import SkippingOnAll, without_loss
 from ddp_callbacks.lightning.verification import verify_first_batch
 from ddp_callbacks.replicas import merge_buffers, require_equal_replicas
+from ddp_callbacks.verification import Verify
 
 SKIPPED = object()
 """What ``training_step`` returns in Lightning's eyes where it has returned ``None`` on every rank."""
@@ -179,14 +180,14 @@ class Run:
         """The gradients are there, and with them the decisions."""
         self._decisions.take()
 
-    def verified(self, step: Callable[[], Any], arguments: Sequence[Any]) -> Any:
-        """What ``step`` returns, when the gradient of this batch is that of one process. A collective.
+    def verified(self, verify: Verify, step: Callable[[], Any], arguments: Sequence[Any]) -> Any:
+        """What ``step`` returns, when the gradient of this batch is that of one process, or told. A collective.
 
         Args:
             arguments: Of ``training_step``, behind the batch.
         """
         undo = remember(self._model, self._metrics)
-        verify_first_batch(self._trainer, self._loaders(), self.batches, arguments)
+        verify_first_batch(verify, self._trainer, self._loaders(), self.batches, arguments)
         undo()
         return step()
 

@@ -61,7 +61,7 @@ from ddp_callbacks.replicas import (
     describe_checkpoint,
     require_same_checkpoint,
 )
-from ddp_callbacks.verification import LossWatch, Verify, check_verify
+from ddp_callbacks.verification import LossWatch, Verify, check_verify, is_to_verify
 from ddp_callbacks.versions import __version__
 
 _RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # of a checkpoint
@@ -85,7 +85,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         weight: Literal["cross_entropy"] | Weight | None = None,  # in this order: a word is no import path
         reduction: Reduction = "mean",
         sync: Sync = "every_step",
-        verify: Verify | None = None,
+        verify: Verify | None = "warn",
         skip_batch: SkipBatch | None = None,
         bucket_cap_mb: float = 25.0,
         comm_hook: CommHook | None = None,
@@ -121,7 +121,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         self._weight = weight
         self._reduction: Reduction = reduction
         self._sync: Sync = sync
-        self._verify = verify
+        self._verify = verify if is_to_verify(verify, sync, weight, reduction, batch_size) else None
         self._skip_batch: SkipBatch | None = skip_batch
         self._synchronizer_options = {
             "bucket_cap_mb": bucket_cap_mb,
@@ -204,7 +204,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
             self._run = Run(
                 self._trainer, model, weight, self._reduction, self.results_class, self._local, self._synchronizer
             )
-            self._is_to_verify, self._losses = self._verify is not None, LossWatch()
+            self._is_to_verify, self._losses = True, LossWatch()
             if self._syncs_batch_norm and not self._trainer.predicting:  # a rank then has whole batches
                 self._run.synchronize_batch_norm()
         if self._skip_batch is not None and self._trainer.state.fn == "fit":
@@ -275,9 +275,9 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         step = functools.partial(super().training_step, *args, **kwargs)
         if self._skipping is not None:
             step = functools.partial(self._skipping.training_step, step)
-        if self._run is not None and self._is_to_verify:
+        if self._run is not None and self._verify and self._is_to_verify:
             self._is_to_verify = False
-            step = functools.partial(self._run.verified, step, args[1:])
+            step = functools.partial(self._run.verified, self._verify, step, args[1:])
         output = step() if self._run is None else self._run.training_step(step)
         if self._local is not None:
             self._local.end_training_step(None if self._run is None else self._run.batches)

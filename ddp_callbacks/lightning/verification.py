@@ -1,4 +1,4 @@
-"""``verify="first_batch"``: ask Lightning's module for the loss of the whole batch as well."""
+"""Ask Lightning's module for the loss of the whole first batch as well, to compare the gradients."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from typing import Any
 
 import torch
 
+from ddp_callbacks.data.random_state import without_draws
 from ddp_callbacks.data.sharding import ShardedLoader
+from ddp_callbacks.data.shares import WholeBatch
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.lightning._lightning import before_transfer
+from ddp_callbacks.lightning._lightning import before_transfer, silent_logger
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.verification import verify_gradient
+from ddp_callbacks.verification import Verify, check_first_batch
 
 _LOGGING = ("log", "log_dict")
 
 
-def verify_first_batch(trainer: Any, loaders: Sequence[Any], batches: Batches, arguments: Sequence[Any]) -> None:
+def verify_first_batch(
+    verify: Verify, trainer: Any, loaders: Sequence[Any], batches: Batches, arguments: Sequence[Any]
+) -> None:
     """Compare the gradient of the batch that is being computed with that of one process. A collective.
 
     ``training_step`` is called two or three times, with logging off.
 
     Args:
+        verify: Whether a difference is an error or a warning.
         trainer: Before its first ``training_step``.
         loaders: Those that the batch comes from.
         batches: What this rank has of it.
@@ -33,6 +38,21 @@ def verify_first_batch(trainer: Any, loaders: Sequence[Any], batches: Batches, a
         ConfigurationError: The loss of the whole batch cannot be had.
     """
     module = trainer.lightning_module
+
+    def load() -> tuple[Any, Any, Any]:
+        first = _first_batch(module, loaders)
+        with without_draws("a hook that transfers batches"):
+            whole, part = _transfer(trainer, first.whole), _transfer(trainer, first.part)
+        return whole, part, lambda: batches.weigh(part, first.share)
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        return _loss(module.training_step(batch, *arguments))
+
+    with _muted(trainer, module), trainer.precision_plugin.train_step_context():
+        check_first_batch(verify, module, loss_of, load)
+
+
+def _first_batch(module: Any, loaders: Sequence[Any]) -> WholeBatch:
     if not module.automatic_optimization:
         raise ConfigurationError(
             'verify="first_batch" needs automatic optimization, to get the loss without an optimizer step; '
@@ -43,14 +63,7 @@ def verify_first_batch(trainer: Any, loaders: Sequence[Any], batches: Batches, a
             'verify="first_batch" needs one loader, divided among the processes, to get its whole batch; got '
             f"{[type(loader).__name__ for loader in loaders]}. Leave out the DistributedSampler, or leave out verify."
         )
-    first = loaders[0].iterator.first_batch()
-    whole, part = _transfer(trainer, first.whole), _transfer(trainer, first.part)
-
-    def loss_of(batch: Any) -> torch.Tensor:
-        return _loss(module.training_step(batch, *arguments))
-
-    with _muted(module), trainer.precision_plugin.train_step_context():
-        verify_gradient(module, loss_of, whole, part, lambda: batches.weigh(part, first.share))
+    return loaders[0].iterator.first_batch()
 
 
 def _transfer(trainer: Any, batch: Any) -> Any:
@@ -69,14 +82,17 @@ def _loss(output: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _muted(module: Any) -> Iterator[None]:
-    """``self.log`` does nothing inside."""
+def _muted(trainer: Any, module: Any) -> Iterator[None]:
+    """``self.log`` does nothing inside, and loggers write nothing."""
     before = {name: module.__dict__[name] for name in _LOGGING if name in module.__dict__}
     for name in _LOGGING:
         module.__dict__[name] = _log_nothing
+    loggers, package = trainer.loggers, trainer.strategy.package
+    trainer.loggers = [silent_logger(package) for _ in loggers]
     try:
         yield
     finally:
+        trainer.loggers = loggers
         for name in _LOGGING:
             del module.__dict__[name]
         module.__dict__.update(before)

@@ -42,7 +42,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"sync": "often"}, 'sync must be "every_step", LocalSGD'),
     ({"sync": DiLoCo(50), "comm_hook": print}, "a comm_hook sums gradients"),
     ({"sync": LocalSGD(8), "compress": PowerSGD()}, "is for gradients, but sync"),
-    ({"verify": True}, 'must be None or "first_batch"'),
+    ({"verify": True}, 'verify must be "warn", "first_batch"'),
     ({"verify": "first_batch", "sync": LocalSGD(8)}, "compares synchronized gradients, but sync="),
     ({"skip_batch": "none"}, 'skip_batch must be None, "no_loss" (training_step returned None)'),
     ({"skip_batch": "any", "sync": LocalSGD(8)}, "they do not meet in each step"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Trial
 from trainer_cases import OURS, TWO, Bodies, message_of, quiet
-from trainers import LogsAll, Net, Normalized, NormalizedMaskedMean, counted, fit, loader, masked
+from trainers import FEATURES, LogsAll, Net, Normalized, NormalizedMaskedMean, counted, fit, loader, masked
 
 from ddp_callbacks.data.sharding import shard_loader
 from ddp_callbacks.lightning import CallbackStrategy
@@ -256,6 +257,102 @@ RUNS: dict[str, tuple[Callable[[], str], str]] = {
         "needs one loader, divided among the processes",
     ),
 }
+
+
+# --- as a warning, which is the default -------------------------------------------------------------------------------
+
+
+def told(run: Callable[[], Any]) -> str:
+    """What a run warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", "the gradient of the first batch")
+        found = outcome(run)
+    return found + "".join(str(each.message) for each in caught)
+
+
+def trainer_tells(module: Net | None = None, rows: Any = None, **options: Any) -> str:
+    return told(lambda: fit(CallbackStrategy(**options), module, rows or loader(29, 8)))
+
+
+class Augmented(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]
+
+
+class Breaks(Net):
+    """On rank 1, unless the batch is one of the training."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if dist.get_rank() and len(batch[0]) != 4:
+            raise MemoryError
+        return super().training_step(batch, batch_idx)
+
+
+def collate_at_random(rows: list[Any]) -> Any:
+    x, y = torch.utils.data.default_collate(rows)
+    return x * (torch.rand(x.shape) > 0.5), y
+
+
+TELLS = "the gradient of the first batch on 2 processes is not that of one process: "
+WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
+    "a Trainer": (lambda: trainer_tells(), ""),
+    "of known targets": (lambda: trainer_tells(KnownOnly()), f"{TELLS}that of parameter layers."),
+    "that is to be silent": (lambda: trainer_tells(KnownOnly(), verify=None), ""),
+    "with weight": (lambda: trainer_tells(KnownOnly(), weight=lambda batch: (batch[1] > 1).sum() + 1), ""),
+    "a sum": (lambda: trainer_tells(Summed()), 'Say so (reduction="sum")'),
+    "batch norm by parts": (lambda: trainer_tells(Normalized()), ""),
+    "augmented behind the loader": (lambda: trainer_tells(Augmented()), ""),
+    "augmented by the loader": (lambda: trainer_tells(rows=loader(24, 8, collate_fn=collate_at_random)), ""),
+    "loaded by workers": (lambda: trainer_tells(KnownOnly(), loader(24, 8, num_workers=1)), TELLS),
+    "more than one rank can compute": (lambda: trainer_tells(Breaks(), loader(24, 8)), ""),
+    "by hand": (lambda: trainer_tells(ByHand()), ""),
+}
+
+
+@WORLD
+def warned() -> dict[str, str]:
+    return {name: run() for name, (run, _) in WARNINGS.items()}
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_an_inexact_loss_never_passes_silently(name: str) -> None:
+    """Trainers warn of inexact losses."""
+    says = WARNINGS[name][1]
+    for rank, found in enumerate(each[name] for each in WORLD.returned(warned)):
+        if says and rank == 0:
+            assert says in found and found.endswith("verify=None leaves the comparison out.)"), found
+        else:
+            assert found == "", found
+
+
+class Traced(LogsAll):
+    """Keeps what its steps have done in attributes, and logs by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.losses, self.seen = 0, [], {"rows": []}
+        self.average = torch.zeros(FEATURES, dtype=torch.float64)
+        self.drop = nn.Dropout(0.3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.steps += 1
+        self.average.mul_(0.9).add_(batch[0].mean(0))
+        self.seen["rows"].append(len(batch[0]))
+        loss = super().training_step((self.drop(batch[0]), batch[1]), batch_idx)
+        self.losses.append(loss.detach())
+        self.logger.log_metrics({"by hand": float(loss.detach())}, self.steps)
+        return loss
+
+
+@WORLD.on(TWO)
+def test_the_comparison_leaves_no_trace() -> None:
+    def run(**options: Any) -> Any:
+        module = Traced()
+        found = fit(CallbackStrategy(**options), module, loader(29, 8, shuffle=True))
+        return found, module.steps, module.losses, module.seen, module.average, torch.get_rng_state()
+
+    assert_equal(run(), run(verify=None), 0.0)
 
 
 CASES = LOSSES | RUNS
