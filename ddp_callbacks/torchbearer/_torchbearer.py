@@ -58,6 +58,12 @@ def forward(state: Any) -> None:
     bases._forward_with_exceptions(torchbearer.X, torchbearer.MODEL, torchbearer.Y_PRED, state)
 
 
+def has_own_closure(trial: Any) -> bool:
+    """Whether the step is not Torchbearer's own, but a closure of the user's (``with_closure``)."""
+    module: str = getattr(trial.closure, "__module__", "")
+    return module != "torchbearer.bases"
+
+
 def arguments_of(value: Any) -> list[Any]:
     """The arguments that a prediction or a target makes for a criterion: a list or a tuple is several."""
     arguments: list[Any] = bases._get_param_list(value)

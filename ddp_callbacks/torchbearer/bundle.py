@@ -23,7 +23,7 @@ from ddp_callbacks.torchbearer.predictions import GatherPredictions
 from ddp_callbacks.torchbearer.replicas import BroadcastParameters, MergeBuffers, StopTogether, SynchronizeBatchNorm
 from ddp_callbacks.torchbearer.skipping import SkipBatch, SkipBatches, check_skip
 from ddp_callbacks.torchbearer.weights import Weight
-from ddp_callbacks.verification import Verify, check_verify
+from ddp_callbacks.verification import Verify, check_verify, is_to_verify
 
 
 class DDPCallback(CallbackList):  # type: ignore[misc]
@@ -48,7 +48,8 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
             multiplied by the number of processes, so that local steps are as long as those of a single one.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`; with another
             ``sync``, :class:`ddp_callbacks.ParameterAverager`.
-        verify: See :class:`AllReduceGradients`.
+        verify: See :class:`AllReduceGradients`. ``"warn"`` compares nothing if you give ``weight``, ``reduction`` or
+            ``batch_size="per_process"``; ``None`` never does.
         skip_batch: ``"non_finite"``: skip a training batch on all processes if its loss is NaN or infinite on one,
             which costs a small message in each step. The closure ends after ``on_criterion``, gradients are ``None``,
             and metrics don't count the batch; rank 0 reports it. If all batches of an epoch are skipped, all processes
@@ -79,7 +80,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         comm_hook: CommHook | None = None,
         comm_state: Any = None,
         compress: Compress = None,
-        verify: Verify | None = None,
+        verify: Verify | None = "warn",
         skip_batch: SkipBatch | None = None,
         sync_batchnorm: bool = False,
         also_rank_zero: tuple[type[Callback], ...] = (),
@@ -91,8 +92,9 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         check_skip(skip_batch, sync)
         group = process_group
         if sync == "every_step":
+            checks = verify if is_to_verify(verify, sync, weight, reduction, batch_size) else None
             synchronize: Callback = AllReduceGradients(
-                weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, verify, group
+                weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, checks, group
             )
         else:
             synchronize = AverageParameters(sync, weight, reduction, bucket_cap_mb, compress, group)

@@ -13,9 +13,10 @@ from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.data.iterator import ShardedIterator
+from ddp_callbacks.data.shares import WholeBatch
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.torchbearer._torchbearer import arguments_of, forward
+from ddp_callbacks.torchbearer._torchbearer import arguments_of, forward, has_own_closure
 from ddp_callbacks.torchbearer.base import (
     SHARE,
     WEIGHS_LOSS,
@@ -26,7 +27,7 @@ from ddp_callbacks.torchbearer.base import (
     share_of,
 )
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
-from ddp_callbacks.verification import LossWatch, Verify, check_verify, verify_gradient
+from ddp_callbacks.verification import LossWatch, Verify, check_first_batch, check_verify
 
 
 class AllReduceGradients(DistributedCallback):
@@ -37,8 +38,9 @@ class AllReduceGradients(DistributedCallback):
     Args:
         weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`.
-        verify: ``"first_batch"``: compare the gradient of each run's first batch with that of a single process. It
-            needs :class:`ShardData` in front.
+        verify: Compare the gradient of each run's first batch with that of a single process. ``"first_batch"``: a
+            difference is an error; it needs :class:`ShardData` in front. ``"warn"``: a difference of more than 1 % is a
+            warning, and what cannot be compared is left out.
         process_group: ``None`` is the default group.
 
     Raises:
@@ -92,7 +94,8 @@ class AllReduceGradients(DistributedCallback):
         synchronizer, share = in_training_pass(self._synchronizer), share_of(state)
         if self._verifies_next:
             self._verifies_next = False
-            _verify_first_batch(state, self._loss_weight, self.process_group)
+            if self._verify is not None:
+                _verify_first_batch(self._verify, state, self._loss_weight, self.process_group)
         self._rounds_before = synchronizer.rounds
         synchronizer.weigh(share.local, share.total)  # for a closure that calls no on_criterion
 
@@ -149,30 +152,39 @@ class AllReduceGradients(DistributedCallback):
         synchronizer.weigh_loss(state[torchbearer.LOSS], weight, total)
 
 
-def _verify_first_batch(state: State, loss_weight: LossWeight, group: dist.ProcessGroup | None) -> None:
-    """Raise unless the ranks' gradients of the first batch add up to that of the global batch. A collective.
+def _verify_first_batch(verify: Verify, state: State, loss_weight: LossWeight, group: dist.ProcessGroup | None) -> None:
+    """Compare the ranks' gradients of the first batch with that of the global batch. A collective.
 
     Each rank also computes model and criterion on the global batch, once or twice, without the Trial's other callbacks;
     see :func:`ddp_callbacks.verify_gradient`.
     """
+    scratch = torchbearer.State()
+    scratch.update(state)
+
+    def load() -> tuple[Any, Any, Any]:
+        first = _first_batch(state)
+        scratch[SHARE] = first.share
+        return first.whole, first.part, lambda: loss_weight.of(scratch)
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        return _loss_of(scratch, batch)
+
+    check_first_batch(verify, state[torchbearer.MODEL], loss_of, load, group)
+
+
+def _first_batch(state: State) -> WholeBatch:
     iterator = state[torchbearer.ITERATOR]
+    if has_own_closure(state[torchbearer.SELF]):
+        raise ConfigurationError(
+            'verify="first_batch" needs the closure of Torchbearer, to compute the loss of the whole batch. Verify the '
+            "loss in a Trial without with_closure, or leave out verify."
+        )
     if not isinstance(iterator, ShardedIterator):
         raise ConfigurationError(
             'verify="first_batch" needs a loader that is divided among the processes, to get its whole '
             f"batch; got {type(iterator).__name__}. Give the Trial a DataLoader without a DistributedSampler."
         )
-    first = iterator.first_batch()
-    scratch = torchbearer.State()
-    scratch.update(state)
-    scratch[SHARE] = first.share
-
-    def loss_of(batch: Any) -> torch.Tensor:
-        return _loss_of(scratch, batch)
-
-    def weigh() -> tuple[float, float | None]:
-        return loss_weight.of(scratch)
-
-    verify_gradient(state[torchbearer.MODEL], loss_of, first.whole, first.part, weigh, group)
+    return iterator.first_batch()
 
 
 def _loss_of(state: State, batch: Any) -> torch.Tensor:

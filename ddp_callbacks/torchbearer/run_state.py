@@ -15,7 +15,7 @@ from ddp_callbacks.checkpoints.about import describe_loader, describe_model
 from ddp_callbacks.checkpoints.attributes import decode, encode, memory_of_model
 from ddp_callbacks.data.random_state import RunRandomState, set_global_state
 from ddp_callbacks.data.sharding import ShardedLoader
-from ddp_callbacks.torchbearer._torchbearer import advance_bar, metrics_within
+from ddp_callbacks.torchbearer._torchbearer import advance_bar, has_own_closure, metrics_within
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, flat_callbacks
 from ddp_callbacks.torchbearer.callback_state import CallbackStates, named
 from ddp_callbacks.torchbearer.data import ShardData
@@ -103,7 +103,7 @@ class RunState:
         """Whether gradients may outlive a step: Torchbearer's closure sets them to zero at its start."""
         optimizer = self._trial.state[torchbearer.OPTIMIZER]
         has_own_zero_grad = "zero_grad" in vars(optimizer)
-        is_plain = getattr(self._trial.closure, "__module__", "") == "torchbearer.bases" and not has_own_zero_grad
+        is_plain = not (has_own_closure(self._trial) or has_own_zero_grad)
         return not (is_plain and type(optimizer).__module__.startswith(("torch.optim", "torchbearer.")))
 
     # --- put back -------------------------------------------------------------------------------------------------

@@ -193,12 +193,15 @@ def test_nothing_of_the_model_is_changed() -> None:
 # --- Trials and Trainers ----------------------------------------------------------------------------------------------
 
 
-def run_trial(criterion: Any, **options: Any) -> str:
-    model = network()
-    callbacks = [DDPCallback(verify="first_batch", **options)]
+def trial(criterion: Any, *layers: nn.Module, **options: Any) -> Trial:
+    model = network(*layers)
+    callbacks = [DDPCallback(**options)]
     made = Trial(model, torch.optim.SGD(model.parameters(), 0.1), criterion, callbacks=callbacks, verbose=0)
-    made.with_train_generator(DataLoader(samples(), SAMPLES)).to("cpu", torch.float64)
-    return outcome(lambda: made.run(2))
+    return made.with_train_generator(DataLoader(samples(), SAMPLES)).to("cpu", torch.float64)
+
+
+def run_trial(criterion: Any, **options: Any) -> str:
+    return outcome(lambda: trial(criterion, verify="first_batch", **options).run(2))
 
 
 def of_known(state: Any) -> torch.Tensor:
@@ -294,6 +297,18 @@ def collate_at_random(rows: list[Any]) -> Any:
     return x * (torch.rand(x.shape) > 0.5), y
 
 
+def trial_tells(criterion: Any, *layers: nn.Module, **options: Any) -> str:
+    return told(lambda: trial(criterion, *layers, **options).run(2))
+
+
+def mean_by_hand(state: Any) -> None:
+    """A closure for another loss than the criterion."""
+    state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
+    state[torchbearer.OPTIMIZER].zero_grad()
+    state[torchbearer.LOSS] = state[torchbearer.Y_PRED].mean()
+    state[torchbearer.LOSS].backward()
+
+
 TELLS = "the gradient of the first batch on 2 processes is not that of one process: "
 WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trainer": (lambda: trainer_tells(), ""),
@@ -307,6 +322,15 @@ WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "loaded by workers": (lambda: trainer_tells(KnownOnly(), loader(24, 8, num_workers=1)), TELLS),
     "more than one rank can compute": (lambda: trainer_tells(Breaks(), loader(24, 8)), ""),
     "by hand": (lambda: trainer_tells(ByHand()), ""),
+    "a Trial": (lambda: trial_tells(nn.CrossEntropyLoss()), ""),
+    "a Trial with a loss of its own": (lambda: trial_tells(mean_of_known), TELLS),
+    "a Trial with weight": (lambda: trial_tells(mean_of_known, weight=of_known), ""),
+    "a Trial that is to be silent": (lambda: trial_tells(mean_of_known, verify=None), ""),
+    "a Trial with batch norm by parts, and dropout": (
+        lambda: trial_tells(nn.CrossEntropyLoss(), nn.BatchNorm1d(6), nn.Dropout(0.5)),
+        "",
+    ),
+    "a Trial with a closure": (lambda: told(lambda: trial(mean_of_known).with_closure(mean_by_hand).run(2)), ""),
 }
 
 
@@ -317,7 +341,7 @@ def warned() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", WARNINGS)
 def test_an_inexact_loss_never_passes_silently(name: str) -> None:
-    """Trainers warn of inexact losses."""
+    """Inexact losses are warned of."""
     says = WARNINGS[name][1]
     for rank, found in enumerate(each[name] for each in WORLD.returned(warned)):
         if says and rank == 0:
