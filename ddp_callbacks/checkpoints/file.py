@@ -130,13 +130,21 @@ class CheckpointFile:
         on_rank_zero(lambda: self._put(lambda: _in_memory(shared, ranks, about)), _WRITE, self.process_group)
 
     def prepare(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> io.BytesIO:
-        """What :meth:`write` would write now, for :meth:`put`: in rank 0's memory. A collective."""
+        """What :meth:`write` would write now, for :meth:`put`: in rank 0's memory. A collective.
+
+        Args:
+            shared, own, about: As for :meth:`write`.
+        """
         ranks = self._gather(own)
         prepared = on_rank_zero(lambda: _in_memory(shared, ranks, about), _WRITE, self.process_group)
         return prepared or io.BytesIO()
 
     def put(self, prepared: io.BytesIO) -> None:
-        """The second half of :meth:`write`. A collective; raises as that."""
+        """The second half of :meth:`write`. A collective; raises as that.
+
+        Args:
+            prepared: What :meth:`prepare` has returned.
+        """
         on_rank_zero(lambda: self._put(lambda: prepared), _WRITE, self.process_group)
 
     def wait(self) -> None:

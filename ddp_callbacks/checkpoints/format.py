@@ -56,7 +56,7 @@ class Saved:
         return unpack_own(self._ranks[rank], self._weights_only)
 
     def local_states(self, rank: int, world_size: int) -> LocalStates:
-        """The states that the ranks had for themselves, for a rank of this run; new copies for each call."""
+        """The states that the ranks had for themselves, for ``rank`` of ``world_size`` now; new copies each time."""
         if self.world_size == world_size:
             return LocalStates([self.own(rank)] * world_size, rank, world_size)
         return LocalStates([self.own(each) for each in range(self.world_size)], rank, world_size)

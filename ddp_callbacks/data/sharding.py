@@ -64,7 +64,7 @@ class ShardedLoader:
     Args:
         loader: The user's loader; it is not changed.
         division: ``"global"`` or ``"per_process"``, see :func:`ddp_callbacks.shard_loader`; or ``"own"``: its sampler
-            gives each rank its part; or ``"dealt"``, see :func:`deal_out`.
+            gives each rank its part; or ``"dealt"``, see ``deal_out``.
         group: ``None`` is the default group.
         at_least: See :func:`ddp_callbacks.shard_loader`.
 

@@ -72,6 +72,11 @@ class DDPCallback(DDPCallbackMixin):
     :class:`CallbackStrategy`, which says what they mean. Give it to the Trainer when you make it: then a Trainer
     chooses its strategy, and with it rank and device. One callback may choose for several Trainers.
 
+    Args:
+        batch_size, weight, reduction, sync, verify, skip_batch: See :class:`CallbackStrategy`.
+        bucket_cap_mb, comm_hook, comm_state, compress, process_group_backend, timeout, start_method: The same.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: The same.
+
     Raises:
         ConfigurationError: A setting is invalid, or the Trainer is given another strategy, too. At the start of a run:
             the Trainer was made without this callback, or is one of the other package.
