@@ -53,6 +53,7 @@ from ddp_callbacks.lightning.resumable import ResumableMixin
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
+from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.presence import alone_in
@@ -61,7 +62,7 @@ from ddp_callbacks.replicas import (
     describe_checkpoint,
     require_same_checkpoint,
 )
-from ddp_callbacks.verification import LossWatch, Verify, check_verify, is_to_verify
+from ddp_callbacks.verification import Verify, check_verify, is_to_verify
 from ddp_callbacks.versions import __version__
 
 _RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # of a checkpoint

@@ -16,6 +16,7 @@ from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.shares import WholeBatch
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.torchbearer._torchbearer import arguments_of, forward, has_own_closure
 from ddp_callbacks.torchbearer.base import (
     SHARE,
@@ -27,7 +28,7 @@ from ddp_callbacks.torchbearer.base import (
     share_of,
 )
 from ddp_callbacks.torchbearer.weights import LossWeight, Weight
-from ddp_callbacks.verification import LossWatch, Verify, check_first_batch, check_verify
+from ddp_callbacks.verification import Verify, check_first_batch, check_verify
 
 
 class AllReduceGradients(DistributedCallback):

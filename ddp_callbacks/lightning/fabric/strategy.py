@@ -37,10 +37,10 @@ from ddp_callbacks.lightning.fabric.traces import Traces, merge_metrics_by_messa
 from ddp_callbacks.lightning.processes import ProcessesMixin, check_settings, refuse_plugin, require_same_optimizers
 from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.replicas import describe_checkpoint, require_same_checkpoint
-from ddp_callbacks.verification import LossWatch
 
 
 class CallbackFabricMixin(ProcessesMixin):
