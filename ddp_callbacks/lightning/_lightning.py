@@ -198,6 +198,18 @@ def silent_logger(package: str) -> Any:
     return importlib.import_module(f"{ROOTS[package]}.loggers.logger").DummyLogger()
 
 
+def silent_profiler(package: str) -> Any:
+    """A profiler that notes nothing."""
+    return importlib.import_module(f"{ROOTS[package]}.profilers").PassThroughProfiler()
+
+
+def own_transfer_hooks(package: str, *owners: Any) -> list[str]:
+    """The hooks for the transfer of a batch that these modules and datamodules override."""
+    hooks = importlib.import_module(f"{ROOTS[package]}.core.hooks").DataHooks
+    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    return [name for owner in owners for name in names if getattr(type(owner), name, None) is not vars(hooks)[name]]
+
+
 def is_interactive(package: str) -> bool:
     """Whether the program runs in a notebook or a shell of Python."""
     return bool(importlib.import_module(f"{FABRIC[package]}.utilities.imports")._IS_INTERACTIVE)

@@ -12,7 +12,7 @@ from ddp_callbacks.data.random_state import without_draws
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import WholeBatch
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.lightning._lightning import before_transfer, silent_logger
+from ddp_callbacks.lightning._lightning import before_transfer, own_transfer_hooks, silent_logger, silent_profiler
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.verification import Verify, check_first_batch
 
@@ -40,6 +40,8 @@ def verify_first_batch(
     module = trainer.lightning_module
 
     def load() -> tuple[Any, Any, Any]:
+        if verify == "warn":
+            _require_no_transfer_hooks(trainer)
         first = _first_batch(module, loaders)
         with without_draws("a hook that transfers batches"):
             whole, part = _transfer(trainer, first.whole), _transfer(trainer, first.part)
@@ -66,6 +68,14 @@ def _first_batch(module: Any, loaders: Sequence[Any]) -> WholeBatch:
     return loaders[0].iterator.first_batch()
 
 
+def _require_no_transfer_hooks(trainer: Any) -> None:
+    """Raise if the user has hooks that a comparison would call once more: a default must leave no trace."""
+    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
+    names = own_transfer_hooks(trainer.strategy.package, *owners)
+    if names:
+        raise ConfigurationError(f"a comparison of the first batch would call {names[0]} once more.")
+
+
 def _transfer(trainer: Any, batch: Any) -> Any:
     """As Lightning's loop does with what it has fetched."""
     batch = before_transfer(trainer.lightning_module, trainer.precision_plugin.convert_input(batch))
@@ -83,16 +93,17 @@ def _loss(output: Any) -> torch.Tensor:
 
 @contextmanager
 def _muted(trainer: Any, module: Any) -> Iterator[None]:
-    """``self.log`` does nothing inside, and loggers write nothing."""
+    """``self.log`` does nothing inside, loggers write nothing, and the profiler notes nothing."""
     before = {name: module.__dict__[name] for name in _LOGGING if name in module.__dict__}
     for name in _LOGGING:
         module.__dict__[name] = _log_nothing
-    loggers, package = trainer.loggers, trainer.strategy.package
+    loggers, profiler, package = trainer.loggers, trainer.profiler, trainer.strategy.package
     trainer.loggers = [silent_logger(package) for _ in loggers]
+    trainer.profiler = silent_profiler(package)
     try:
         yield
     finally:
-        trainer.loggers = loggers
+        trainer.loggers, trainer.profiler = loggers, profiler
         for name in _LOGGING:
             del module.__dict__[name]
         module.__dict__.update(before)
