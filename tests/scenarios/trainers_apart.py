@@ -73,7 +73,7 @@ def dropout_and_attributes(strategy: Any) -> Any:
 @apart
 def streams_that_are_shuffled(strategy: Any) -> Any:
     """By the process that draws: of several streams, each process draws in its own order."""
-    streams = {"a": DataLoader(Shuffled(22), 4), "b": DataLoader(Shuffled(13), 4)}
+    streams = {name: DataLoader(Shuffled(size), 4, drop_last=True) for name, size in (("a", 22), ("b", 13))}
     return fit(strategy, TwoSources(), streams, DataLoader(Shuffled(12), 5))
 
 

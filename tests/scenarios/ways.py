@@ -200,11 +200,14 @@ def results(table: str, way: Way, seed: str = "") -> list[dict[str, Any]]:
     shutil.rmtree(folder, ignore_errors=True)  # of another number of ranks that have gone on
     shutil.copytree(f"{folder}-cut", folder)
     seconds = on_ranks(way.resumed_on, table, way, names, folder)
-    joined = table_of(table).joined
     return [
-        {name: joined(firsts[rank % way.size][name][0], second[name][0]) for name in names}
+        {name: _joined(table, firsts[rank % way.size][name][0], second[name][0]) for name in names}
         for rank, second in enumerate(seconds)
     ]
+
+
+def _joined(table: str, first: Any, second: Any) -> Any:
+    return first if isinstance(first, Failed) else table_of(table).joined(first, second)  # the first failure explains
 
 
 def prove(table: str, way: Way, name: str, seed: str = "") -> None:
