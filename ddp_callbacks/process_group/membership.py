@@ -18,7 +18,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.failures import announce_join, report_end
 from ddp_callbacks.process_group.gpu import select_gpu
 from ddp_callbacks.process_group.presence import presence
-from ddp_callbacks.process_group.rendezvous import choose_interface, meet
+from ddp_callbacks.process_group.rendezvous import meet
 from ddp_callbacks.process_group.runs import destroy_groups, form_group
 from ddp_callbacks.versions import how_to_install
 
@@ -103,7 +103,6 @@ def join_process_group(
     if chosen != _MPI4PY:  # mpi4py runs on CPUs
         select_gpu(env.local_rank, device)
     env, store = meet(env, timeout)
-    choose_interface(env.host)
     atexit.register(leave_process_group)
     _report_uncaught_exceptions()
     form_group(chosen, store, env.rank, env.world_size, timeout)

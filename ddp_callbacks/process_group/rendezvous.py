@@ -35,7 +35,7 @@ _LOOK = 0.5  # seconds between two looks at what has happened
 def meet(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
     """Meet the other processes; return this process's place with the address, and the store.
 
-    Blocks until all have come.
+    Blocks until all have come. See also :func:`choose_interface`.
 
     Raises:
         ConfigurationError: Processes on other hosts cannot reach the address.
@@ -47,6 +47,7 @@ def meet(env: WorkerEnv, timeout: timedelta) -> tuple[WorkerEnv, dist.Store]:
         env = at_reachable_address(env, timeout)
         store = _open_store(env, timedelta(seconds=max(end - time.monotonic(), 1)))
         store.set_timeout(timeout)
+        choose_interface(env.host)  # rank 0 serves the control channel there, too
     except (dist.DistError, OSError) as error:
         raise RendezvousError(
             f"rank {env.rank} on host {socket.gethostname()} could not meet the other {env.world_size - 1} at "

@@ -15,11 +15,12 @@ pytestmark = [*on_hosts("meeting"), pytest.mark.cold]
 
 # Says where the processes met, and what they sum.
 PROGRAM = """
+from datetime import timedelta
 import torch
 import torch.distributed as dist
 from ddp_callbacks import join_process_group
 
-env = join_process_group()
+env = join_process_group(timeout=timedelta(minutes=2))
 total = torch.tensor([env.rank + 1.0])
 dist.all_reduce(total)
 dist.barrier()
