@@ -141,9 +141,10 @@ class ShardData(DistributedCallback):
         trial_state = state[torchbearer.SELF].state
         self._originals = {key: trial_state[key] for key in DATA_KEYS + STEPS_KEYS}
         predicts = aggregator_of(state) is not None  # nothing is trained, and BatchNorm is not synchronized
-        for key, steps_key in () if predicts else zip(DATA_KEYS, STEPS_KEYS, strict=True):
+        for key, steps_key in zip(DATA_KEYS, STEPS_KEYS, strict=True):
             if (data := trial_state[key]) is not None:
-                needed = self._samples_needed(state, data[0]) if key is torchbearer.TRAIN_DATA else 1
+                trains = key is torchbearer.TRAIN_DATA and not predicts
+                needed = self._samples_needed(state, data[0]) if trains else 1
                 trial_state[key] = self._shard(data[0], data[1], needed)
                 trial_state[steps_key] = trial_state[key][1]
         # evaluate() and predict() have read the generator before this event; run() reads it afterwards.
