@@ -125,7 +125,7 @@ class Reads(TensorDataset):
 
 def evaluate_and_go_on(folder: str) -> list[int]:
     """What this rank reads in an epoch that is cut behind its third batch, and goes on."""
-    rows = Reads(*data(30).tensors)
+    rows = Reads(*data(30).tensors)  # a comparison of the first batch would read, too
     for cut_at in (2, None):
         resume = Resume(Path(folder, "run.pt"))
 
@@ -134,7 +134,7 @@ def evaluate_and_go_on(folder: str) -> list[int]:
             if state[torchbearer.BATCH] == cut_at:
                 resume.preemption.request("the test")
 
-        made = plain(DDPCallback(), resume, ask).with_train_generator(DataLoader(rows, 6, shuffle=True))
+        made = plain(DDPCallback(verify=None), resume, ask).with_train_generator(DataLoader(rows, 6, shuffle=True))
         read = len(rows.read)
         made.evaluate(data_key=torchbearer.TRAIN_DATA)
         del rows.read[read:]
