@@ -351,15 +351,16 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
     """
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     rank, size = ranks[options.group_rank], dist.get_world_size() if dist.is_initialized() else options.group_size
-    world, store = start(rank, size), options.store
+    store = options.store
     store.set(f"came/{rank}", "")
-    try:  # MPI would wait for ever
+    try:  # MPI would wait for ever, and while it starts with the GIL, in which rank 0 could tell nobody anything
         store.wait([f"came/{each}" for each in ranks], options.timeout)
     except RuntimeError as error:
         missing = [each for each in ranks if not store.check([f"came/{each}"])]
         raise RendezvousError(
             f"rank {rank} waited {options.timeout} for a group of the ranks {ranks}, but {missing} did not come"
         ) from error
+    world = start(rank, size)
     with _lock:
         comm = world.Create_group(world.Get_group().Incl(ranks), zlib.crc32(options.group_id.encode()) % 32768)
     return MPIProcessGroup(comm, store, options.timeout)

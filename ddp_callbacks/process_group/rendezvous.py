@@ -27,7 +27,7 @@ from ddp_callbacks.schedulers import hosts_of_job
 BIND = "DDP_CALLBACKS_BIND"
 """Environment variable: the address on which rank 0's store listens, if not MASTER_ADDR. 0.0.0.0: all interfaces."""
 
-_PATIENCE = 10.0  # seconds after which rank 0 prints the ranks it waits for, and others why they cannot reach it
+_PATIENCE = 10.0  # seconds after which rank 0 prints the ranks it waits for, and others that they wait for rank 0
 _NAMED = 16  # ranks that an error lists
 _LOOK = 0.5  # seconds between two looks at what has happened
 
@@ -182,7 +182,7 @@ def _await_all(here: Presence, store: dist.Store, env: WorkerEnv, timeout: timed
         now = time.monotonic()
         if now > end:
             raise _never_came(missing, env, f" within {timeout.total_seconds():g} s", here.client.problem)
-        if now > say_at and (env.rank == 0 or here.client.problem):
+        if now > say_at and (env.rank == 0 or 0 in missing):  # otherwise rank 0 says it
             problem = f": {here.client.problem}" if here.client.problem else ""
             say(f"rank {env.rank} is waiting at {_where(env)} for {_ranks(missing)} of {env.world_size}{problem}")
             say_at = end

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from ddp_callbacks import GradientSynchronizer, join_process_group, leave_process_group
 from ddp_callbacks.errors import ConfigurationError, RendezvousError
+from ddp_callbacks.process_group.connection import Connection
 
 Op = dist.ReduceOp
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
@@ -317,6 +318,18 @@ def ends_apart() -> None:
     joins()
     dist.barrier()
     time.sleep(4 * dist.get_rank())  # longer than rank 0 lingers
+
+
+def hears_late_that_all_have_come() -> None:
+    """Rank 0 must be able to tell it, while it starts MPI itself."""
+    send = Connection.send
+
+    def send_late(to: Connection, message: dict[str, Any]) -> None:
+        time.sleep(to.rank * (message["event"] == "names"))  # on rank 0, this is its thread
+        send(to, message)
+
+    Connection.send = send_late  # type: ignore[method-assign]
+    joins()
 
 
 def gives_up() -> None:

@@ -186,6 +186,7 @@ def resolver(names: dict[str, str]) -> Callable[..., Any]:
 MISSING = {
     "the others": (0, HOST, 1, "ranks 1, 2 of 3 did not join at {place} within 1 s"),
     "the others for long": (0, HOST, 11, "ranks 1, 2 of 3 did not join at {place} within 11 s"),
+    "rank 0, whose store answers": (1, HOST, 11, "rank 0 of 3 did not join at {place} within 11 s"),
     "rank 0": (1, HOST, 3, "could not meet the other 2 at {place} within 3 s. Check that rank 0 runs on that address"),
     "a port": (0, HOST, 30, "Address already in use"),
     "an address": (0, "192.0.2.1", 30, "192.0.2.1 is not an address of this machine"),  # reserved (RFC 5737)
@@ -194,6 +195,7 @@ MISSING = {
 }
 SAID = {
     "the others for long": "rank 0 is waiting at {place} for ranks 1, 2 of 3",
+    "rank 0, whose store answers": "rank 1 is waiting at {place} for rank 0 of 3",
     "a name": "the name no-such-host does not resolve yet (",
     "a name, on rank 1": "the name no-such-host does not resolve yet (",
 }
@@ -217,14 +219,18 @@ def test_what_is_missing_where_nobody_answers_is_named_in_time(
     caplog.set_level("INFO")
     with socket.create_server((HOST, 0)) if missing == "a port" else contextlib.nullcontext() as owner:
         port = owner.getsockname()[1] if owner else free_port()
+        store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False) if "store" in missing else None
         with Slowness() as slowness, pytest.raises(RendezvousError) as caught:
             join_process_group(rank, 3, host, port, timeout=timedelta(seconds=timeout))
-    assert slowness.took < {"a port": 5, "the others for long": 26}.get(missing, 15) * slowness.factor
+    assert (
+        slowness.took
+        < {"a port": 5, "the others for long": 26, "rank 0, whose store answers": 26}.get(missing, 15) * slowness.factor
+    )
     assert isinstance(caught.value, ValueError) and not dist.is_initialized()
     text, place = str(caught.value), f"{host}:{port}"
     assert says.format(place=place) in text, text
     assert SAID.get(missing, "").format(place=place) in capsys.readouterr().err + "".join(caplog.messages)
-    del caught  # its traceback holds the store
+    del caught, store  # the traceback holds one, too
     gc.collect()
     assert listening_addresses(port) == [], "the store must go with the attempt"
 

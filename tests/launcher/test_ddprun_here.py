@@ -580,8 +580,20 @@ def test_a_ctrl_c_after_a_failure_does_not_hide_it(tmp_path: Path) -> None:
     assert run.lines[-2] == "ddprun: rank 1 on localhost failed with exit code 1: ValueError: the cause"
 
 
+FAILS_ONCE_THE_OTHER_HAS_STARTED = """
+import os, sys, time
+started = f"started-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+if os.environ["RANK"] == "0":
+    print("start", flush=True)
+    open(started, "w").close()
+while not os.path.exists(started):
+    time.sleep(0.01)
+sys.exit(int(os.environ["RANK"]))
+"""
+
+
 def test_restarts_are_counted_by_the_job_and_the_last_failure_is_told(tmp_path: Path) -> None:
-    script = write(tmp_path, "import os, sys; print('start', flush=True); sys.exit(int(os.environ['RANK']))")
+    script = write(tmp_path, FAILS_ONCE_THE_OTHER_HAS_STARTED)
     done = ddprun("-H", "localhost:2", "--max-restarts", "2", script, cwd=tmp_path)
     assert (done.returncode, done.stdout.count("start")) == (1, 3), done.stderr
     assert re.findall("restart .*", done.stderr) == ["restart 1 of 2", "restart 2 of 2"]
