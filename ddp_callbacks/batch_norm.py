@@ -38,7 +38,7 @@ from torch.nn import SyncBatchNorm
 
 from ddp_callbacks._torch import BatchNorm
 from ddp_callbacks.comm.batch_statistics import GlobalBatch, LayerStatistics, SmallSums, at_least_float32
-from ddp_callbacks.comm.collectives import new_subgroup
+from ddp_callbacks.comm.hosts import new_subgroup
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_world_size, resolve_group
 

@@ -1,16 +1,17 @@
 """Communication between the ranks. Nothing above this folder depends on the transport.
 
-- :mod:`.messages`: the all-gather of bytes that carries everything small, through the memory of a host
-  (:mod:`.host_slots`) and between hosts; :mod:`.hosts`: which ranks share a host, and its memory; :mod:`.cpu_group`,
-  :mod:`.subgroups`: the process groups that it uses
+- :mod:`.hosts`: which ranks share a host, and so how they send messages and sum; :mod:`.subgroups`: the process groups
+  that this takes
+- :mod:`.messages`: the all-gather of bytes that carries everything small, through the :mod:`.mailbox` of a host and
+  between hosts
 - :mod:`.collectives`: JSON, tensors and decisions to and from all ranks, in the format of :mod:`.codec`;
   :mod:`.agreement`: consistency checks; :mod:`.scalars`: a few numbers per step
 - :mod:`.protocol`: the interface of every all-reduce, ``AllReduce.launch() -> Work``
-- its implementations: :mod:`.group_sums` (gloo, NCCL), :mod:`.shared_memory`, :mod:`.hierarchical`
-- :mod:`.topology`: which ranks share a node, and which all-reduce to use
+- its implementations: :mod:`.group_sums` (gloo, NCCL), :mod:`.shared_memory` (in :mod:`.segments`),
+  :mod:`.hierarchical`
 - :mod:`.batch_statistics`: the exchanges of batch normalization
 - :mod:`.buckets`, :mod:`.flat_buffer`: how gradients are grouped, and the memory that carries them;
-  :mod:`.bucket_sums`, :mod:`.metadata`: their sums, and what travels behind them; :mod:`.segments`: shared memory
+  :mod:`.bucket_sums`, :mod:`.metadata`: their sums, and what travels behind them
 - :mod:`.hooks`, :mod:`.compression`: DDP's communication hooks, and what compresses
 """
 

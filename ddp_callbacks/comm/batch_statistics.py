@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import outside_inference_mode
-from ddp_callbacks.comm.topology import choose_all_reduce
+from ddp_callbacks.comm.hosts import choose_all_reduce
 
 
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ class SmallSums:
 
     def sum(self, message: torch.Tensor, doing: str) -> None:
         """All-reduce ``message`` in place. A collective; under NCCL the stream waits, not the host."""
-        self._all_reduce.launch(message, doing).wait(doing)
+        self._all_reduce.launch(message, doing).wait()
 
 
 def total_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

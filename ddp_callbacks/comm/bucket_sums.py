@@ -12,8 +12,8 @@ from ddp_callbacks.comm.collectives import all_gather_tensors
 from ddp_callbacks.comm.compression import Compress, dtype_of, hook_of
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hooks import CommHook, FutureWork, GradBucket
+from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.protocol import allocate
-from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.process_group.failures import Launched, enter, launching, wait
 
 
@@ -65,7 +65,7 @@ class BucketSums:
             grad_bucket = GradBucket(bucket.index, flat, bucket.pool.parameters, is_last=is_last)
             enter(bucket.doing)
             with launching(bucket.doing, self.group):
-                bucket.sum = FutureWork(self.hook(self.hook_state, grad_bucket), flat, self.group)
+                bucket.sum = FutureWork(self.hook(self.hook_state, grad_bucket), flat, self.group, bucket.doing)
             return
         if metadata is not None:
             flat = bucket.memory.flat

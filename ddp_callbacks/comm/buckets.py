@@ -144,7 +144,7 @@ class Bucket:
     def wait(self) -> None:
         """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
         assert self.sum is not None
-        self.sum.wait(self.doing)
+        self.sum.wait()
 
     def reduced(self) -> torch.Tensor:
         """The gradients in the buffer, flat."""

@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import memory_of
 from ddp_callbacks.comm.codec import Json, bytes_of, decode, encode, tensor_of
-from ddp_callbacks.comm.cpu_group import cpu_group
 from ddp_callbacks.comm.group_sums import ProcessGroupWork
-from ddp_callbacks.comm.messages import all_gather_bytes, hosts_of
-from ddp_callbacks.comm.subgroups import groups_so_far, make_subgroup
+from ddp_callbacks.comm.hosts import all_gather_bytes
+from ddp_callbacks.comm.subgroups import cpu_group
 from ddp_callbacks.process_group import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import enter, launching, of_device, wait
 
@@ -42,7 +41,7 @@ def all_reduce(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None
         return tensor
     if not _is_small(tensor):
         enter(doing)
-        ProcessGroupWork(tensor, resolve_group(group), doing).wait(doing)
+        ProcessGroupWork(tensor, resolve_group(group), doing).wait()
         return tensor
     parts = [tensor_of(found, torch.empty_like(tensor)) for found in all_gather_bytes(bytes_of(tensor), doing, group)]
     return tensor.copy_(functools.reduce(torch.Tensor.add_, parts))
@@ -179,13 +178,6 @@ def gather_bytes(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | No
         for whole, part in zip(gathered, parts, strict=False):
             tensor_of(part, whole[start : start + step])
     return gathered
-
-
-def new_subgroup(parts: Sequence[Sequence[int]], group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """As :func:`.subgroups.make_subgroup`. A collective."""
-    hosts_of(group)  # this makes groups, too
-    counts = all_gather_json(groups_so_far(group), "further process groups", group)
-    return make_subgroup(parts, group, counts)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from ddp_callbacks.comm.cpu_group import cpu_group
 from ddp_callbacks.comm.hooks import CommHook
-from ddp_callbacks.comm.topology import topology_of
+from ddp_callbacks.comm.hosts import hosts_of
+from ddp_callbacks.comm.subgroups import cpu_group
 from ddp_callbacks.errors import ConfigurationError
 
 
@@ -77,7 +77,7 @@ def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.de
     on_cpu = all(device.type == "cpu" for device in devices)
     if compress is None or not devices:
         return None, None
-    if on_cpu and (isinstance(compress, str) or topology_of(group).on_one_node):
+    if on_cpu and (isinstance(compress, str) or hosts_of(group).is_one):
         return None, None
     if isinstance(compress, str):
         return _HOOKS[compress], group

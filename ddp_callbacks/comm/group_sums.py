@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import all_gather_flat
-from ddp_callbacks.comm.cpu_group import cpu_group
 from ddp_callbacks.comm.protocol import Allocator, as_real
+from ddp_callbacks.comm.subgroups import cpu_group
 from ddp_callbacks.process_group.failures import enter, launching, of_device, require_tags, tag_of, wait
 
 GATHERED_NBYTES = 768 * 1024
@@ -32,9 +32,9 @@ class ProcessGroupAllReduce:
         self.allocate = allocate
         self.exact = dtype is None
 
-    def launch(self, tensor: torch.Tensor, doing: str = "") -> ProcessGroupWork:
-        if doing:
-            enter(doing)
+    def launch(self, tensor: torch.Tensor, doing: str) -> ProcessGroupWork:
+        """Start to sum ``tensor`` over the ranks, in place. Does not block."""
+        enter(doing)
         return ProcessGroupWork(tensor, self._group, doing, self._dtype)
 
 
@@ -51,7 +51,7 @@ class ProcessGroupWork:
     """
 
     def __init__(
-        self, tensor: torch.Tensor, group: dist.ProcessGroup, doing: str = "", dtype: torch.dtype | None = None
+        self, tensor: torch.Tensor, group: dist.ProcessGroup, doing: str, dtype: torch.dtype | None = None
     ) -> None:
         self._result = tensor = as_real(tensor)
         if dtype is not None and dtype.itemsize < tensor.itemsize:
@@ -69,14 +69,17 @@ class ProcessGroupWork:
                 work = group.allreduce([tensor])
         self._work = of_device(work, tensor.device, group)
 
-    def wait(self, doing: str) -> None:
+    def wait(self, doing: str = "") -> None:
         """Block until the sum is complete; for NCCL, let the current stream wait for it instead.
+
+        Args:
+            doing: What this thread waits for, if it is another purpose.
 
         Raises:
             PeerError: Another rank failed, died or went silent.
             MismatchError: Another rank sums something else.
         """
-        wait(self._work, doing, self._group)
+        wait(self._work, doing or self._doing, self._group)
         if self._gathered is not None:
             require_tags(self._gathered[:, :_TAG].view(torch.int64)[:, 0].tolist(), self._doing, self._group)
             rows = self._gathered[:, _TAG : _TAG + self._tensor.nbytes].view(self._tensor.dtype)

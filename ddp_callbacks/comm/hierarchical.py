@@ -22,8 +22,10 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,12 +36,14 @@ from ddp_callbacks.comm.shared_memory import ALIGNMENT, SharedMemoryAllReduce, S
 from ddp_callbacks.process_group.failures import enter, wait
 from ddp_callbacks.process_group.presence import OWN_THREADS
 
+P = ParamSpec("P")
+T = TypeVar("T")
 DOING = "gradients that are summed beside backward"
 CHUNK_NBYTES = 4 << 20
 """The size of a shard that is worth a sum by itself; with less, gloo's ring runs short of work."""
 
 _MOMENT = 1e-3  # seconds of the usual wait
-_MAX_CHUNKS = 8  # of a sum: shared memory has room for a limited number of sums under way, and each chunk is one
+_MAX_CHUNKS = 8  # of a sum: an inbox has room for a limited number of sums under way, and each chunk is one
 
 
 class HierarchicalAllReduce:
@@ -47,43 +51,40 @@ class HierarchicalAllReduce:
 
     Args:
         memory: Sums within this rank's node.
-        leaders: The leaders of this rank's shard, one on each node; ``None`` on a rank that sums no shard.
-        threads: That do the work; all hierarchical sums of a group use the same.
+        between: Sums between the nodes.
         dtype: Between nodes, as in :class:`.group_sums.ProcessGroupWork`.
     """
 
-    def __init__(
-        self,
-        memory: SharedMemoryAllReduce,
-        leaders: dist.ProcessGroup | None,
-        threads: SummingThreads,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._memory, self._leaders, self._threads, self._dtype = memory, leaders, threads, dtype
+    def __init__(self, memory: SharedMemoryAllReduce, between: Between, dtype: torch.dtype | None = None) -> None:
+        self._memory, self._between, self._dtype = memory, between, dtype
         self.allocate = memory.allocate
         self.exact = dtype is None
 
-    def launch(self, tensor: torch.Tensor, doing: str = "") -> ChunkedWork:
+    def launch(self, tensor: torch.Tensor, doing: str) -> ChunkedWork:
         """Start to sum ``tensor`` (flat, contiguous) over all ranks, in place. Does not block."""
-        if doing:
-            enter(doing)
+        enter(doing)
         fewest = -(-tensor.numel() // (_MAX_CHUNKS * ALIGNMENT)) * ALIGNMENT
         numel = CHUNK_NBYTES * self._memory.local_ranks.leaders // tensor.itemsize
         return ChunkedWork([self._launch(chunk, doing) for chunk in tensor.split(max(numel, fewest, 1))])
 
     def _launch(self, chunk: torch.Tensor, doing: str) -> HierarchicalWork:
-        work = HierarchicalWork(self._memory, self._memory.post(chunk, doing), self._threads.group)
-        self._threads.reduce.submit(partial(self._reduce, work, doing))
-        return work
+        posted = self._memory.post(chunk, doing)
+        sent = self._between.reduce.submit(self._reduce, posted)
+        gathered = self._between.gather.submit(self._gather, posted, sent)
+        return HierarchicalWork(self._memory, posted, gathered, self._between.group)
 
-    def _reduce(self, work: HierarchicalWork, doing: str) -> None:
-        work.reduce(partial(self._sum_between_nodes, doing=doing))
-        self._threads.gather.submit(work.gather)
-
-    def _sum_between_nodes(self, shard: torch.Tensor, doing: str) -> Work | None:
-        if self._leaders is None or not shard.numel():
+    def _reduce(self, posted: SharedMemoryWork) -> ProcessGroupWork | None:
+        """In the reduce thread: start to sum this rank's shard between the nodes."""
+        shard, leaders = self._memory.reduce_scatter(posted, DOING), self._between.leaders
+        if leaders is None or not shard.numel():
             return None
-        return ProcessGroupWork(shard, self._leaders, doing, self._dtype)
+        return ProcessGroupWork(shard, leaders, posted.doing, self._dtype)
+
+    def _gather(self, posted: SharedMemoryWork, sent: Future[ProcessGroupWork | None]) -> None:
+        """In the gather thread."""
+        if (work := sent.result()) is not None:
+            work.wait(DOING)
+        self._memory.all_gather(posted)
 
 
 @dataclass(frozen=True)
@@ -92,71 +93,68 @@ class ChunkedWork:
 
     chunks: Sequence[Work]
 
-    def wait(self, doing: str) -> None:
+    def wait(self) -> None:
         """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
         for chunk in self.chunks:
-            chunk.wait(doing)
+            chunk.wait()
 
 
+@dataclass(frozen=True)
 class HierarchicalWork:
     """The handle of one chunk; see :class:`.protocol.Work`."""
 
-    def __init__(
-        self, memory: SharedMemoryAllReduce, posted: SharedMemoryWork, group: weakref.ref[dist.ProcessGroup]
-    ) -> None:
-        self._memory, self._posted, self._group = memory, posted, group
-        self._sent: Work | None = None
-        self._gathered = threading.Event()
-        self._error: BaseException | None = None
+    memory: SharedMemoryAllReduce
+    posted: SharedMemoryWork
+    gathered: Future[None]
+    group: weakref.ref[dist.ProcessGroup]
 
-    def reduce(self, sum_between_nodes: Callable[[torch.Tensor], Work | None]) -> None:
-        """In the reduce thread."""
-        try:
-            self._sent = sum_between_nodes(self._memory.reduce_scatter(self._posted, DOING))
-        except BaseException as error:
-            self._error = error
-
-    def gather(self) -> None:
-        """In the gather thread."""
-        try:
-            if self._error is None:
-                if self._sent is not None:
-                    self._sent.wait(DOING)
-                self._memory.all_gather(self._posted)
-        except BaseException as error:
-            self._error = error
-        self._gathered.set()
-
-    def wait(self, doing: str) -> None:
+    def wait(self) -> None:
         """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
-        if not self._gathered.wait(_MOMENT):
-            wait(self, doing, alive(self._group))
-        if self._error is not None:
-            raise self._error
-        self._memory.finish(self._posted, doing)
+        if not self.wait_slice(_MOMENT):
+            wait(self, self.posted.doing, alive(self.group))
+        self.gathered.result()
+        self.memory.finish(self.posted)
 
     def wait_slice(self, seconds: float) -> bool:
         """Whether the threads finished it within ``seconds``; every wait of theirs has a limit."""
-        return self._gathered.wait(seconds)
+        with suppress(TimeoutError):
+            self.gathered.exception(seconds)
+        return self.gathered.done()
 
 
-class SummingThreads:
-    """The two threads of a process that sum for ``group``."""
+class Between:
+    """What sums between the nodes for one process: two threads, and a process group.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = weakref.ref(group)
+    Args:
+        group: All ranks.
+        leaders: The leaders of this rank's shard, one on each node; ``None`` on a rank that sums no shard.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, leaders: dist.ProcessGroup | None) -> None:
+        self.group, self.leaders = weakref.ref(group), leaders
         self.reduce, self.gather = Worker(f"{OWN_THREADS} reduce"), Worker(f"{OWN_THREADS} gather")
 
 
 class Worker:
-    """Runs calls one after the other, in a thread that ends when this object has gone. The calls must not raise."""
+    """Runs calls one after the other, in a daemon thread, which cannot keep the process alive."""
 
     def __init__(self, name: str) -> None:
-        calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.submit = calls.put
-        # A daemon thread, so that it cannot keep the process alive.
-        threading.Thread(target=_run, args=(calls,), name=name, daemon=True).start()
-        weakref.finalize(self, calls.put, None).atexit = False
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True).start()
+        weakref.finalize(self, self._calls.put, None).atexit = False
+
+    def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Call ``function`` in the thread."""
+        future: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._calls.put(call)
+        return future
 
 
 def _run(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -89,15 +89,17 @@ class FutureWork:
         future: Its value is the sum.
         result: The flat tensor that receives it.
         group: The ranks.
+        doing: The purpose.
     """
 
     future: torch.futures.Future[torch.Tensor]
     result: torch.Tensor
     group: dist.ProcessGroup
+    doing: str
 
-    def wait(self, doing: str) -> None:
+    def wait(self) -> None:
         """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
-        wait(self.future, doing, self.group)
+        wait(self.future, self.doing, self.group)
         value, result = self.future.value(), self.result
         if result.is_complex() and not value.is_complex():  # torch's all_reduce returns it like this
             value = torch.view_as_complex(value.view(-1, 2))

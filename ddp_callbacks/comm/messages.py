@@ -1,55 +1,37 @@
-"""The all-gather of bytes by which the ranks exchange everything small.
+"""Two ways to gather bytes from all ranks: through the process group, and through the inboxes of each host.
 
-Between the ranks of a host it goes through shared memory (:mod:`.host_slots`), between hosts through the process group:
-the ranks of each host gather what they have, one rank of each host exchanges it with those of the other hosts, and its
-host gathers that in turn.
+Between several hosts, the ranks of each host gather what they have, one rank of each host exchanges it with those of
+the other hosts, and its host gathers that in turn.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import all_gather_flat
-from ddp_callbacks.comm.cpu_group import cpu_group
-from ddp_callbacks.comm.host_slots import HostSlots
-from ddp_callbacks.comm.hosts import OPENING, Hosts, open_hosts
+from ddp_callbacks.comm.mailbox import ROOM, Mailbox
 from ddp_callbacks.comm.protocol import alive
-from ddp_callbacks.process_group import resolve_group
-from ddp_callbacks.process_group.failures import enter, launching, require_tags, tag_of, wait
+from ddp_callbacks.comm.segments import path_of
+from ddp_callbacks.process_group.failures import launching, wait
 
 _HEAD = 8  # bytes for the length of a message
 _ROOM = 8192  # bytes of a message that all ranks of a process group send at once; what is longer follows
-_TAG = 4  # bytes for the tag of the purpose
+_SHORT, _LONG = b"s", b"l"  # a post holds the message, or the process and descriptor of a file with it
 
 
-def all_gather_bytes(message: bytes, doing: str, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Gather every rank's message, in rank order. A collective; blocks until all ranks have called it.
+class Messenger(Protocol):
+    """A way to gather bytes."""
 
-    Args:
-        message: Of any length on each rank.
-        doing: The purpose, for error messages: "the loss of an epoch". The same on every rank.
-        group: ``None`` is the default group; it has at least two ranks.
-
-    Raises:
-        MismatchError: Another rank is in another exchange.
-        PeerError: Another rank failed, died or went silent.
-    """
-    group = cpu_group(resolve_group(group))
-    _, messenger = _open(group)
-    enter(doing)
-    try:
-        gathered = messenger.gather(tag_of(doing).to_bytes(_TAG, "little") + message, doing)
-    except BaseException:
-        # The ranks may have been cut at different places: let the next run notice, and form a new group.
-        enter(f"{doing}, broken off on rank {dist.get_rank()}")
-        raise
-    require_tags([int.from_bytes(found[:_TAG], "little") for found in gathered], doing, group)
-    return [found[_TAG:] for found in gathered]
+    def gather(self, message: bytes, doing: str) -> list[bytes]:
+        """Every rank's message, of any length, in rank order. Blocks until all have called it."""
 
 
 class GroupMessenger:
@@ -63,10 +45,7 @@ class GroupMessenger:
         self._group, self._whole = weakref.ref(group), weakref.ref(whole or group)
 
     def gather(self, message: bytes, doing: str) -> list[bytes]:
-        """Every rank's message, of any length, in rank order. Blocks until all have called it.
-
-        What does not fit into the first round is broadcast by each rank that has more.
-        """
+        """See :class:`Messenger`. What does not fit into the first round is broadcast by each rank that has more."""
         group, whole = alive(self._group), alive(self._whole)
         size = _HEAD + _ROOM
         begin = bytearray((len(message).to_bytes(_HEAD, "little") + message[:_ROOM]).ljust(size, b"\0"))
@@ -88,40 +67,49 @@ class GroupMessenger:
 
 
 class HostMessenger:
-    """Through the memory of each host of ``group``, and by a process group of one rank of each host."""
+    """Through the inboxes of each host, and by a process group of one rank of each host.
 
-    def __init__(self, group: dist.ProcessGroup, hosts: Hosts, slots: HostSlots) -> None:
-        self._hosts, self._slots = hosts.ranks, slots
-        self._leaders = hosts.leaders  # keeps it alive
-        self._between = None if hosts.leaders is None else GroupMessenger(hosts.leaders, group)
+    Args:
+        hosts: The ranks of each host.
+        mailbox: That of this host.
+        leaders: The group of the first ranks of several hosts, on these.
+        whole: The group of all ranks.
+    """
+
+    def __init__(
+        self, hosts: list[list[int]], mailbox: Mailbox, leaders: dist.ProcessGroup | None, whole: dist.ProcessGroup
+    ) -> None:
+        self._hosts, self._mailbox, self._leaders = hosts, mailbox, leaders  # which keeps the group alive
+        self._between = None if leaders is None else GroupMessenger(leaders, whole)
 
     def gather(self, message: bytes, doing: str) -> list[bytes]:
-        """As :meth:`GroupMessenger.gather`."""
-        own = self._slots.gather(message, doing)
+        """See :class:`Messenger`."""
+        own = self._gather_here(message, doing)
         if len(self._hosts) == 1:
             return own
         joined = b"" if self._between is None else _join(self._between.gather(_join(own), doing))
-        by_host = map(_split, _split(self._slots.gather(joined, doing)[0]))
+        by_host = map(_split, _split(self._gather_here(joined, doing)[0]))
         by_rank = dict(zip(itertools.chain(*self._hosts), itertools.chain(*by_host), strict=True))
         return [by_rank[rank] for rank in range(len(by_rank))]
 
+    def _gather_here(self, message: bytes, doing: str) -> list[bytes]:
+        if len(message) < ROOM:
+            return self._read_posts(_SHORT + message, doing)
+        with os.fdopen(os.memfd_create("ddp_callbacks"), "wb") as file:
+            file.write(message)
+            file.flush()
+            return self._read_posts(_LONG + path_of(os.getpid(), file.fileno()).encode(), doing)
 
-_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Hosts, GroupMessenger | HostMessenger]]
-_opened = weakref.WeakKeyDictionary()
+    def _read_posts(self, post: bytes, doing: str) -> list[bytes]:
+        posts = self._mailbox.exchange(post, doing)
+        messages = [_message_of(post) for post in posts]
+        if any(post.startswith(_LONG) for post in posts):
+            self._mailbox.exchange(b"", doing)  # all have read it
+        return messages
 
 
-def hosts_of(group: dist.ProcessGroup) -> Hosts:
-    """Which ranks of ``group`` share a host, and its memory. The first call for a group is a collective."""
-    return _open(cpu_group(group))[0]
-
-
-def _open(group: dist.ProcessGroup) -> tuple[Hosts, GroupMessenger | HostMessenger]:
-    if group not in _opened:
-        enter(OPENING)
-        by_group = GroupMessenger(group)
-        hosts = open_hosts(group, by_group.gather)
-        _opened[group] = hosts, by_group if hosts.slots is None else HostMessenger(group, hosts, hosts.slots)
-    return _opened[group]
+def _message_of(post: bytes) -> bytes:
+    return post[1:] if post.startswith(_SHORT) else Path(post[1:].decode()).read_bytes()
 
 
 def _tensor_in(memory: bytearray) -> torch.Tensor:

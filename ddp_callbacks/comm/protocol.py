@@ -17,7 +17,7 @@ Allocator = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 class Work(Protocol):
     """The handle of a sum that is under way."""
 
-    def wait(self, doing: str) -> None:
+    def wait(self) -> None:
         """Block until the sum is there.
 
         Raises:
@@ -37,12 +37,12 @@ class AllReduce(Protocol):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor in the memory that suits this way best. Local."""
 
-    def launch(self, tensor: torch.Tensor, doing: str = "") -> Work:
+    def launch(self, tensor: torch.Tensor, doing: str) -> Work:
         """Start to sum ``tensor`` over the ranks, in place. Does not block.
 
         Args:
             tensor: From :meth:`allocate`, or a part of one; flat.
-            doing: What this is for, the same on every rank: it travels with the sum.
+            doing: The purpose, for error messages: "the gradients of bucket 3". The same on every rank.
         """
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.messages import all_gather_bytes
+from ddp_callbacks.comm.hosts import all_gather_bytes
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import require_tags, tag_of
 

@@ -1,66 +1,68 @@
-"""The segments of shared memory that a rank offers to the others of its node."""
+"""The segments of shared memory that a rank offers to the others of its host.
+
+[Note: memory without a name]
+A memfd segment has no name, so nothing stays in /dev/shm however the processes end, and a container's small /dev/shm is
+no limit. Other ranks open it as /proc/PID/fd/FD, which works within one PID namespace for the same user; if it fails,
+the ranks agree on gloo. As with all shared memory, a child forked during training sees the gradients themselves, not a
+copy, and keeps the memory until it ends.
+"""
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from typing import NamedTuple
+import os
 
 import torch
 
-from ddp_callbacks._torch import descriptor_of, outside_inference_mode
-from ddp_callbacks.comm import memfd
+from ddp_callbacks import environment
+from ddp_callbacks._torch import descriptor_of, outside_inference_mode, shared_storage
 from ddp_callbacks.errors import ConfigurationError
 
-Place = tuple[int, int, int, int]
-"""Where a sum is, as its rank tells the others: number and descriptor of the segment, offset in it, number of bytes."""
+SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
+"""Environment variable: 0 on any rank turns shared memory off, on all."""
+
+Segment = tuple[int, int]
+"""A segment, as its rank tells the others: inode and descriptor.
+
+The descriptor may be that of an earlier segment, which the other ranks have still mapped; the inode is not.
+"""
 
 
-class _Segment(NamedTuple):
-    number: int
-    fd: int
+def refusal() -> str:
+    """Why this process cannot or should not share memory; empty if it can."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 is set"
+    if not hasattr(os, "memfd_create"):
+        return "this system has no memfd_create"
+    return "" if environment.host_identity() else "this system does not say which host it is (/proc)"
 
 
-class Segments:
-    """The segments of this rank; each is freed with the tensor that was allocated in it.
+def path_of(pid: int, fd: int) -> str:
+    """Where the other processes of a host find what a process has opened."""
+    return f"/proc/{pid}/fd/{fd}"
 
-    Attributes:
-        shards: This rank's shards of all ranks' memory, by what identifies them. They keep that memory, so they are
-            forgotten whenever a segment of this rank is freed: the other ranks then free theirs.
-    """
 
-    def __init__(self) -> None:
-        self.shards: dict[tuple[object, ...], torch.Tensor] = {}
-        self._by_address: dict[int, _Segment] = {}
-        self._numbers = itertools.count()
-
-    @outside_inference_mode
-    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat CPU tensor in a segment of its own. Local."""
-        nbytes = max(numel, 1) * dtype.itemsize
+@outside_inference_mode
+def allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Segment]:
+    """A flat CPU tensor in a segment of its own, which is freed with it. Local."""
+    nbytes = max(numel, 1) * dtype.itemsize  # an empty tensor has no address
+    try:
+        fd = os.memfd_create("ddp_callbacks")
         try:
-            storage = memfd.create_storage(nbytes)
-        except (OSError, RuntimeError) as error:
-            raise ConfigurationError(
-                f"no shared memory of {nbytes} bytes for gradients: {error}. Raise that limit (ulimit -n), or set "
-                f"{memfd.SWITCH}=0 to sum through gloo."
-            ) from error
-        tensor = torch.empty(0, dtype=dtype).set_(storage)
-        segment = _Segment(next(self._numbers), descriptor_of(storage))
-        address = storage.data_ptr()
-        self._by_address[address] = segment
-        weakref.finalize(tensor, _forget, self._by_address, address, segment, self.shards).atexit = False
-        return tensor[:numel]
-
-    def place_of(self, tensor: torch.Tensor) -> Place:
-        """Where a tensor of :meth:`allocate`, or a part of one, is."""
-        segment = self._by_address[tensor.untyped_storage().data_ptr()]  # an empty tensor has no address of its own
-        return *segment, int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes
+            os.ftruncate(fd, nbytes)
+            # As torch does for tensors that it sends to other processes: so it can send this one without moving it.
+            storage = shared_storage(fd, nbytes)
+        finally:
+            os.close(fd)
+    except (OSError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"no shared memory of {nbytes} bytes for gradients: {error}. Raise that limit (ulimit -n), or set "
+            f"{SWITCH}=0 to sum through gloo."
+        ) from error
+    fd = descriptor_of(storage)
+    return torch.empty(0, dtype=dtype).set_(storage)[:numel], (os.fstat(fd).st_ino, fd)
 
 
-def _forget(
-    by_address: dict[int, _Segment], address: int, segment: _Segment, shards: dict[tuple[object, ...], torch.Tensor]
-) -> None:
-    shards.clear()
-    if by_address.get(address) is segment:  # otherwise its storage was replaced, and another one has the address
-        del by_address[address]
+def map_bytes(pid: int, fd: int) -> torch.Tensor:
+    """Map another process's segment as bytes. Raises OSError or RuntimeError, for example if the process has ended."""
+    path = path_of(pid, fd)
+    return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)

@@ -13,8 +13,8 @@ from ddp_callbacks._torch import outside_inference_mode
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.compression import Compress, check_compress, dtype_of
+from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.scalars import ScalarExchange
-from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.local_sgd.fragments import OUTER_MOMENTUM, Fragment, make_fragments
 from ddp_callbacks.local_sgd.methods import DiLoCo, LocalSGD, check_sync
@@ -229,7 +229,7 @@ class _World:
         if kind not in self._memories or self._memories[kind].numel() < numel:
             self._memories[kind] = self._all_reduce.allocate(numel, *kind)
         memory = fragment.write_pseudo_gradient(self._memories[kind][:numel], share)
-        self._all_reduce.launch(memory, _DOING).wait(_DOING)
+        self._all_reduce.launch(memory, _DOING).wait()
         return memory
 
     def _require_steps(self, steps: list[int]) -> None:

@@ -180,11 +180,11 @@ def tag_of(doing: str) -> int:
     return zlib.crc32(doing.encode())
 
 
-def require_tags(tags: Sequence[float], doing: str, group: dist.ProcessGroup) -> None:
+def require_tags(tags: Sequence[object], doing: str, group: dist.ProcessGroup) -> None:
     """Raise :class:`MismatchError` unless all tags are equal. Every rank that took part must call it.
 
     Args:
-        tags: :func:`tag_of` of each rank's exchange.
+        tags: :func:`tag_of` of each rank's exchange, in any form.
         doing: The purpose of this rank's exchange, which it has entered.
         group: The group of the ranks.
     """

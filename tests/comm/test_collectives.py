@@ -26,8 +26,8 @@ from ddp_callbacks.comm.collectives import (
     broadcast,
     broadcast_tensors,
 )
+from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.scalars import ScalarExchange
-from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.data.random_state import SharedRandomState, broadcast_rng_state, get_global_state, seed_by_rank
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.process_group import join_process_group
@@ -135,7 +135,7 @@ def test_what_an_evaluation_in_inference_mode_has_made_serves_in_training() -> N
             for length in (1, longer) if is_evaluation else (longer, 1):
                 assert rows.exchange([rank + 1.0] * length, "the loss") == [[1.0] * length, [2.0] * length]
             total = float(sum(by_rank(float(memory[0]))))
-            way.launch(memory, "a sum").wait("a sum")
+            way.launch(memory, "a sum").wait()
             assert memory.tolist() == [total] * len(memory)
 
 

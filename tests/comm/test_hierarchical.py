@@ -21,11 +21,10 @@ from torch import Tensor
 from ways import Way
 
 from ddp_callbacks.comm import hierarchical
-from ddp_callbacks.comm.collectives import new_subgroup
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hierarchical import HierarchicalAllReduce
+from ddp_callbacks.comm.hosts import Hosts, new_subgroup
 from ddp_callbacks.comm.protocol import AllReduce
-from ddp_callbacks.comm.topology import Topology
 from ddp_callbacks.errors import ConfigurationError, PeerError
 from ddp_callbacks.process_group import join_process_group, resolve_group
 
@@ -86,9 +85,9 @@ def summed(way: AllReduce) -> Iterator[tuple[torch.dtype, int, Tensor]]:
     for kind in DTYPES:
         for size in SIZES:
             tensors.append((kind, size, way.allocate(size, kind, CPU).copy_(summand(rank, size, kind))))
-    pending = [way.launch(tensor) for _, _, tensor in tensors]
+    pending = [way.launch(tensor, "the test") for _, _, tensor in tensors]
     for sum_ in pending:
-        sum_.wait("the test")
+        sum_.wait()
     yield from tensors
 
 
@@ -120,9 +119,9 @@ def ones(way: AllReduce, numel: int) -> Tensor:
     return way.allocate(numel, torch.float32, CPU).fill_(1.0)
 
 
-def sum_of_ones(topology: Topology) -> float:
-    way = topology.all_reduce()
-    way.launch(tensor := ones(way, 1000)).wait("the test")
+def sum_of_ones(hosts: Hosts) -> float:
+    way = hosts.all_reduce()
+    way.launch(tensor := ones(way, 1000), "the test").wait()
     return float(tensor.sum())
 
 
@@ -163,10 +162,10 @@ def sum_twice(layout: tuple[int, ...], how: str) -> None:
     """With two ranks, what is sent is rounded."""
     env = join_process_group(timeout=timedelta(seconds=PATIENCE if how == "stops" else 300))
     way = live_on_hosts(layout, resolve_group()).all_reduce(torch.bfloat16 if len(layout) == sum(layout) else None)
-    way.launch(ones(way, 10), "the first sum").wait("the first sum")
+    way.launch(ones(way, 10), "the first sum").wait()
     if env.rank == sum(layout) - 1:
         HAPPENS[how][0]()
-    way.launch(ones(way, 1_000_000), "the second sum").wait("the second sum")
+    way.launch(ones(way, 1_000_000), "the second sum").wait()
 
 
 @pytest.mark.parametrize(
@@ -205,12 +204,12 @@ def die_beyond_a_carrier_that_stays() -> None:
     """Rank 1 waits for rank 0 in the memory of their host, and rank 0, which lives, for rank 2 on the other."""
     env = join_process_group()
     way = live_on_hosts((2, 1), resolve_group()).all_reduce()
-    way.launch(ones(way, 10)).wait("the first sum")
+    way.launch(ones(way, 10), "the first sum").wait()
     if env.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     told = Path("told")
     try:
-        way.launch(ones(way, 1_000_000)).wait("the second sum")
+        way.launch(ones(way, 1_000_000), "the second sum").wait()
     except PeerError:
         end = time.monotonic() + 20
         while env.rank == 0 and not told.exists() and time.monotonic() < end:

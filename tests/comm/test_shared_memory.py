@@ -9,8 +9,11 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +23,12 @@ from shared_worlds import TWO, WIDE, World
 from torch import Tensor
 
 from ddp_callbacks import GradientSynchronizer, environment, join_process_group
-from ddp_callbacks.comm import memfd
+from ddp_callbacks.comm import hosts, mailbox
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
-from ddp_callbacks.comm.memfd import SWITCH
-from ddp_callbacks.comm.semaphores import SemaphoreChannel
+from ddp_callbacks.comm.hosts import choose_all_reduce
+from ddp_callbacks.comm.mailbox import Arrival, LocalRanks, Mailbox, make_inbox
+from ddp_callbacks.comm.segments import SWITCH
 from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
-from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.diagnosis import ProcessEnded
 
@@ -66,7 +69,7 @@ def live_on_two_hosts(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def open_nothing(patch: pytest.MonkeyPatch, rank: int) -> None:
     if rank == 1:
-        patch.setattr(memfd, "path_of", lambda pid, fd: f"/proc/{pid}/fd/nothing")
+        patch.setattr(mailbox, "path_of", lambda pid, fd: f"/proc/{pid}/fd/nothing")
 
 
 def have_no_memfd(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -78,7 +81,7 @@ WAYS: dict[str, tuple[Callable[[pytest.MonkeyPatch, int], None], str]] = {
     "shared": (lambda patch, rank: None, "shared memory"),
     "switch": (switch_off, f"gloo: {SWITCH}=0 is set"),
     "hosts": (live_on_two_hosts, "gloo: every rank is on a different host"),
-    "open": (open_nothing, "gloo: rank 1 cannot open what rank 0 shares: "),
+    "open": (open_nothing, "gloo: rank 1 cannot open what other ranks of its host share: "),
     "memfd": (have_no_memfd, "gloo: this system has no memfd_create"),
 }
 
@@ -105,15 +108,15 @@ def test_the_ranks_agree_how_they_sum_and_rank_0_says_it(name: str) -> None:
 
 @WORLD
 def test_memory_that_cannot_be_used_after_all_leaves_no_descriptor() -> None:
-    """Without semaphores between processes gloo sums, and no descriptor stays open."""
+    """Without pipes between processes gloo sums, and no descriptor stays open."""
 
     def raises(*_: object) -> None:
-        raise OSError(38, "sem_init between processes")
+        raise OSError(24, "Too many open files")
 
     dist.barrier(group := dist.new_group())  # its connections are open
     before = descriptors()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedMemoryAllReduce, "__init__", raises)
+        patch.setattr(hosts, "Mailbox", raises)
         assert isinstance(choose_all_reduce(group, CPU), ProcessGroupAllReduce)
     assert descriptors() == before
 
@@ -142,9 +145,9 @@ def test_every_rank_gets_the_sum_in_the_order_of_the_ranks_bit_for_bit() -> None
     memory, rank, size = opened(), dist.get_rank(), dist.get_world_size()
     for dtype in DTYPES:
         tensors = [memory.allocate(count, dtype).copy_(summand(rank, count, dtype)) for count in SIZES]
-        pending = [memory.launch(tensor) for tensor in tensors]
+        pending = [memory.launch(tensor, "the test") for tensor in tensors]
         for sum_ in pending:
-            sum_.wait("the test")
+            sum_.wait()
         for count, actual in zip(SIZES, tensors, strict=True):
             assert actual.dtype == dtype and torch.equal(actual, sum_by_rank(size, count, dtype)), (dtype, count)
 
@@ -157,9 +160,9 @@ def test_sums_that_are_abandoned_on_every_rank_disturb_no_later_one() -> None:
     tensors = [memory.allocate(500, torch.float64) for _ in range(2)]
     for step in range(20):
         if step % 5 == 3:
-            memory.launch(memory.allocate(77, torch.float64).fill_(1e9))
+            memory.launch(memory.allocate(77, torch.float64).fill_(1e9), "the test")
         mine = tensors[(step + rank) % 2].fill_(10**rank * step)
-        memory.launch(mine).wait("the test")
+        memory.launch(mine, "the test").wait()
         assert (mine == sum(10.0**other * step for other in range(dist.get_world_size()))).all()
 
 
@@ -168,9 +171,9 @@ def test_a_sum_that_is_waited_for_twice_keeps_its_value() -> None:
     """A sum that is waited for twice keeps its value."""
     memory = opened()
     first, second = (filled(memory, 100, value) for value in (1.0, 5.0))
-    (one := memory.launch(first)).wait("the test")
-    memory.launch(second).wait("the test")
-    one.wait("the test")
+    (one := memory.launch(first, "the test")).wait()
+    memory.launch(second, "the test").wait()
+    one.wait()
     assert [set(tensor.tolist()) for tensor in (first, second)] == [{2.0}, {10.0}]
 
 
@@ -190,7 +193,7 @@ def test_memory_that_is_dropped_takes_its_descriptors_and_mappings_with_it() -> 
     for count in (3, 40):
         before = descriptors(), shared_bytes()
         for _ in range(count):
-            memory.launch(memory.allocate(1 << 18, torch.float32).zero_()).wait("the test")
+            memory.launch(memory.allocate(1 << 18, torch.float32).zero_(), "the test").wait()
     assert descriptors() <= before[0]
     dist.barrier()
     assert shared_bytes() - before[1] < 4 << 20  # 40 segments of 1 MiB were used, on each of two ranks
@@ -255,7 +258,7 @@ def test_a_sum_that_is_interrupted_half_done_is_an_error_not_a_wrong_sum() -> No
     """A sum that Ctrl-C interrupts raises an error."""
     # Ctrl-C on rank 0, as if it came when the slice was summed.
     memory = opened()
-    reduction = memory.launch(filled(memory, 100))
+    reduction = memory.launch(filled(memory, 100), "the test")
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -263,9 +266,9 @@ def test_a_sum_that_is_interrupted_half_done_is_an_error_not_a_wrong_sum() -> No
     if dist.get_rank() == 0:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(SharedMemoryAllReduce, "all_gather", interrupted)
-            reduction.wait("the test")
+            reduction.wait()
         with pytest.raises(RuntimeError, match=r"interrupted halfway \(Ctrl-C\).* Restart all processes"):
-            reduction.wait("the test")
+            reduction.wait()
 
 
 @WORLD
@@ -275,7 +278,7 @@ def test_ranks_that_sum_different_sizes_are_named_with_both() -> None:
     other = 1 - own
     says = f"rank {other} sums {nbytes[other]} bytes of gradients, but rank {own} sums {nbytes[own]}"
     with pytest.raises(ValueError, match=says):
-        memory.launch(filled(memory, nbytes[own] // 4)).wait("the test")
+        memory.launch(filled(memory, nbytes[own] // 4), "the test").wait()
 
 
 @WORLD
@@ -283,10 +286,12 @@ def test_more_sums_under_way_than_there_is_room_for_are_an_error_with_the_remedy
     """Too many sums under way raise an error with the remedy."""
     memory = opened()
     tensor = memory.allocate(1, torch.float32)
-    for _ in range(8192):
-        memory.launch(tensor)
-    with pytest.raises(ValueError, match=r"^more than 8192 sums are in flight: raise bucket_cap_mb"):
-        memory.launch(tensor)
+    launched = 0
+    with pytest.raises(ValueError, match=r"^too many sums are in flight: raise bucket_cap_mb"):
+        while launched < 1 << 20:
+            memory.launch(tensor, "the test")
+            launched += 1
+    assert launched > 1000
 
 
 @WORLD
@@ -312,7 +317,7 @@ def test_a_group_that_is_destroyed_takes_its_shared_memory_with_it() -> None:
     for _ in range(4):
         group = dist.new_group()
         memory = opened(group)
-        memory.launch(filled(memory, 10)).wait("the test")
+        memory.launch(filled(memory, 10), "the test").wait()
         dist.barrier()
         dist.destroy_process_group(group)
         del memory, group
@@ -325,20 +330,23 @@ def test_a_group_that_is_destroyed_takes_its_shared_memory_with_it() -> None:
 
 def test_a_rank_that_has_posted_and_ended_makes_no_slow_one_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that has posted and ended makes no other dead."""
-    fd = memfd.create(SemaphoreChannel.nbytes(3))
-    first, second, third = (SemaphoreChannel(fd, 0, [0, 1, 2], rank, timedelta(seconds=20)) for rank in range(3))
-    monkeypatch.setattr(first, "_lives", lambda other: other == 2)  # a process does not see its own locks
-    second.post()
-    arrival = first.missing(1)
-    assert arrival is not None and arrival.other == 2 and not arrival.wait_slice(0.2)
-    third.post()
-    assert arrival.wait_slice(15)
-    late = first.missing(2)
-    assert late is not None
-    with pytest.raises(ProcessEnded) as caught:
-        late.wait_slice(5)
-    assert caught.value.ranks == {1}
-    os.close(fd)
+    monkeypatch.setattr(mailbox, "timeout_of", lambda _: timedelta(seconds=20))
+    group: Any = Event()  # none is needed
+    with ExitStack() as opened, ExitStack() as ending:
+        inboxes = [make_inbox(ending if rank == 1 else opened) for rank in range(3)]
+        local = [LocalRanks([0, 1, 2], [os.getpid()] * 3, rank, 3) for rank in range(3)]
+        first, second, third = (Mailbox(group, here, inboxes, opened) for here in local)
+        first.post()
+        second.post()
+        ending.close()  # as the end of a process closes its inbox
+        arrival = Arrival(first, 1)
+        assert not arrival.wait_slice(0.2)
+        third.post()
+        assert arrival.wait_slice(15)
+        first.post()
+        with pytest.raises(ProcessEnded) as caught:
+            Arrival(first, 2).wait_slice(0.1)
+        assert caught.value.ranks == {1}
 
 
 ENDS = {"raises": "failed with ValueError: boom", "is killed": "died"}
@@ -359,15 +367,15 @@ def end_while(moment: str, how: str) -> None:
         return
     memory = opened(group)
     if moment != NOT_OPENED:
-        memory.launch(filled(memory, 10)).wait("the first sum")
+        memory.launch(filled(memory, 10), "the first sum").wait()
     if env.rank == env.world_size - 1:
-        memory.launch(filled(memory, 10))
+        memory.launch(filled(memory, 10), "a sum")
         end(how)
     while moment == NOT_OPENED and not Path("ended").exists():
         time.sleep(0.01)  # bounded by the deadline of the ranks
     with noting_errors():
-        memory.launch(filled(memory, 10)).wait("a sum")
-        memory.launch(filled(memory, 10)).wait("the last sum")
+        memory.launch(filled(memory, 10), "a sum").wait()
+        memory.launch(filled(memory, 10), "the last sum").wait()
 
 
 @pytest.mark.parametrize(

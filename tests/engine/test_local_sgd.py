@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ddp_callbacks import DiLoCo, LocalSGD, ParameterAverager, PowerSGD, get_rank, get_world_size
-from ddp_callbacks.comm.memfd import SWITCH
+from ddp_callbacks.comm.segments import SWITCH
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.local_sgd import OUTER_MOMENTUM, check_sync
 

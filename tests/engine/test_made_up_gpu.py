@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddp_callbacks import GradientSynchronizer
 from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, broadcast
-from ddp_callbacks.comm.cpu_group import cpu_group
+from ddp_callbacks.comm.subgroups import cpu_group
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import resolve_group
 

@@ -24,9 +24,9 @@ from side_by_side import World, run_side_by_side
 from ddp_callbacks import join_process_group
 from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, any_rank, broadcast, broadcast_tensors
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
+from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.protocol import allocate
 from ddp_callbacks.comm.scalars import ScalarExchange
-from ddp_callbacks.comm.topology import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import enter, wait
 from ddp_callbacks.process_group.presence import presence
@@ -42,11 +42,11 @@ Exchange = Callable[[str], Any]  # of a name, which messages say
 
 def sum_in_shared_memory(name: str) -> Any:
     way = choose_all_reduce(dist.group.WORLD, [CPU])
-    return way.launch(way.allocate(1000, torch.float32, CPU).fill_(1.0), name).wait(name)
+    return way.launch(way.allocate(1000, torch.float32, CPU).fill_(1.0), name).wait()
 
 
 def sum_by_gloo(numel: int) -> Exchange:
-    return lambda name: ProcessGroupAllReduce(dist.group.WORLD, allocate).launch(torch.ones(numel), name).wait(name)
+    return lambda name: ProcessGroupAllReduce(dist.group.WORLD, allocate).launch(torch.ones(numel), name).wait()
 
 
 def vote(name: str) -> Any:

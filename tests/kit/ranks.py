@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks import environment
-from ddp_callbacks.comm.topology import Topology, topology_of
+from ddp_callbacks.comm.hosts import Hosts, hosts_of
 from kit.budget import count
 from kit.machine import Slowness
 from kit.paths import python_path
@@ -254,13 +254,13 @@ def noting_errors() -> Iterator[None]:
         raise
 
 
-def live_on_hosts(layout: Sequence[int], group: dist.ProcessGroup) -> Topology:
+def live_on_hosts(layout: Sequence[int], group: dist.ProcessGroup) -> Hosts:
     """Let the ranks of ``group`` live on hosts with so many ranks each. A collective."""
     names = [host for host, ranks in enumerate(layout) for _ in range(ranks)]
     before = environment.host_identity
     environment.host_identity = lambda: f"host {names[group.rank()]}"
     try:
-        return topology_of(group)
+        return hosts_of(group)
     finally:
         environment.host_identity = before
 

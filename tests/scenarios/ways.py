@@ -26,7 +26,7 @@ from kit.once import once
 from kit.ranks import live_on_hosts, run_distributed
 
 from ddp_callbacks import get_world_size
-from ddp_callbacks.comm.memfd import SWITCH
+from ddp_callbacks.comm.segments import SWITCH
 from ddp_callbacks.errors import Preempted
 from ddp_callbacks.process_group import resolve_group
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks import join_process_group, leave_process_group
-from ddp_callbacks.comm.topology import choose_all_reduce
+from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.process_group import resolve_group
 
 BASELINE = "gloo"
@@ -45,7 +45,7 @@ def ways(nbytes: int) -> dict[str, Way]:
 
     found = {
         COPY: copy,
-        "ours, in its memory": lambda: ours.launch(shared).wait("the benchmark"),
+        "ours, in its memory": lambda: ours.launch(shared, "the benchmark").wait(),
         BASELINE: lambda: dist.all_reduce(sent),
     }
     return found | mpi(numel)

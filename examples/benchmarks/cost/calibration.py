@@ -33,8 +33,8 @@ from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.group_sums import ProcessGroupWork
 from ddp_callbacks.comm.hierarchical import CHUNK_NBYTES
 from ddp_callbacks.comm.hooks import GradBucket
+from ddp_callbacks.comm.hosts import hosts_of
 from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
-from ddp_callbacks.comm.topology import topology_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.process_group import resolve_group
@@ -77,13 +77,13 @@ def calibrate(training: Training, seconds: float, report: Callable[[float, str],
         raise ConfigurationError(
             "a prediction needs at least two processes. Name more hosts, or pass --nproc-per-node 2."
         )
-    topology = topology_of(group)
-    sizes = set(map(len, topology.nodes))
+    hosts = hosts_of(group)
+    sizes = set(map(len, hosts.ranks))
     if len(sizes) > 1:
-        counts = ", ".join(str(len(ranks)) for ranks in topology.nodes)
+        counts = ", ".join(str(len(ranks)) for ranks in hosts.ranks)
         raise ConfigurationError(f"the cost model needs the same number of ranks on every host, got {counts}.")
-    layout = Layout(len(topology.nodes), sizes.pop())
-    leaders, _ = topology.open()
+    layout = Layout(len(hosts.ranks), sizes.pop())
+    leaders = hosts.between.leaders if layout.hosts > 1 else None
     recorder = _Recorder()
     steps: dict[str, Task] = {
         "compute": partial(_timed, _step_of(training)),
@@ -95,7 +95,7 @@ def calibrate(training: Training, seconds: float, report: Callable[[float, str],
         steps["bf16"] = partial(_synchronized, training, "bf16")
     if layout.ranks_per_host > 1:
         sums |= {
-            ("memory", nbytes): partial(_timed, _sum_in_memory(topology.memory, nbytes)) for nbytes in (_RING, *SIZES)
+            ("memory", nbytes): partial(_timed, _sum_in_memory(hosts.memory, nbytes)) for nbytes in (_RING, *SIZES)
         }
     if layout.hosts > 1:
         sums["ring", _RING] = partial(_timed, _ring(leaders))

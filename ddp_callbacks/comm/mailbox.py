@@ -1,0 +1,185 @@
+"""Messages between the processes of one host: each has an inbox, a pipe that the others open through /proc.
+
+[Note: posts]
+All ranks post in the same order, so the n-th post of a rank belongs to the n-th operation, and operations that were
+abandoned are passed over by counting on. A pipe takes a short message whole or not at all. Writing to a pipe and
+reading from it lock it in the kernel, which orders memory: whoever has read a post sees what its sender wrote before,
+on weakly ordered processors too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import struct
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from ddp_callbacks._torch import timeout_of
+from ddp_callbacks.comm.protocol import alive
+from ddp_callbacks.comm.segments import path_of
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.process_group.diagnosis import ProcessEnded
+from ddp_callbacks.process_group.failures import wait
+
+_HEAD = struct.Struct("=HH")  # before each post: the position of its sender, and its length
+ROOM = select.PIPE_BUF - _HEAD.size
+"""The longest post, in bytes."""
+
+_CAPACITY = 1 << 20  # bytes of a pipe, where the system allows that; usually 64 KiB otherwise
+_CHUNK = 1 << 16  # bytes that are read at once
+_SPINS = 50  # attempts before sleeping: the usual wait is shorter than falling asleep and waking up
+
+
+@dataclass(frozen=True)
+class LocalRanks:
+    """The ranks of one host.
+
+    Attributes:
+        ranks: Their ranks in the group.
+        pids: Their process ids.
+        local_rank: The position of this rank among them.
+        leaders: The number of node leaders, which sum a shard each; they are the first ranks.
+    """
+
+    ranks: list[int]
+    pids: list[int]
+    local_rank: int
+    leaders: int
+
+
+def make_inbox(opened: ExitStack) -> int:
+    """Make a pipe for a :class:`Mailbox`; return the descriptor that the others open. ``opened`` closes it."""
+    ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # without its other end, a pipe would be at its end
+    for fd in ends:
+        opened.callback(os.close, fd)
+    with suppress(OSError):
+        fcntl.fcntl(ends[0], fcntl.F_SETPIPE_SZ, _CAPACITY)
+    return ends[0]
+
+
+class Mailbox:
+    """Posts of each rank of a host to all others. One thread posts and one collects.
+
+    Args:
+        group: The group of these ranks.
+        local_ranks: The ranks of this host.
+        inboxes: The descriptor of each one's inbox, in its process.
+        opened: Closes what is opened here.
+
+    Raises:
+        OSError: An inbox cannot be opened.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, local_ranks: LocalRanks, inboxes: Sequence[int], opened: ExitStack
+    ) -> None:
+        self._group, self.timeout = weakref.ref(group), timeout_of(group)
+        self._ranks, self._here = local_ranks.ranks, local_ranks.local_rank
+        self._inbox = inboxes[self._here]
+        self._paths = [path_of(pid, fd) for pid, fd in zip(local_ranks.pids, inboxes, strict=True)]
+        self._outboxes = []
+        for path in self._paths[: self._here] + self._paths[self._here + 1 :]:
+            # For reading too: writing to a process that has ended is no error.
+            self._outboxes.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+            opened.callback(os.close, self._outboxes[-1])
+        self._poll = select.poll()
+        self._poll.register(self._inbox, select.POLLIN)
+        self._counts = [0] * len(inboxes)  # posts of each rank
+        self._posts: list[dict[int, bytes]] = [{} for _ in inboxes]  # of each rank, by number
+        self._rest = b""  # the begin of a post
+
+    def post(self, content: bytes = b"") -> int:
+        """Post to all others; return how often this rank has posted. Does not block."""
+        post = _HEAD.pack(self._here, len(content)) + content
+        try:
+            for outbox in self._outboxes:
+                os.write(outbox, post)
+        except BlockingIOError:
+            raise ConfigurationError("too many sums are in flight: raise bucket_cap_mb.") from None
+        self._note(self._here, content)
+        return self._counts[self._here]
+
+    def collect(self, number: int, doing: str) -> list[bytes]:
+        """What each rank has posted as its post of this ``number``. Blocks until all have.
+
+        Raises:
+            PeerError: Another rank failed, died or went silent.
+        """
+        for _ in range(_SPINS):
+            if self.comes(number):
+                break
+            os.sched_yield()
+        else:
+            wait(Arrival(self, number), doing, alive(self._group))
+        for posts in self._posts:
+            posts.pop(number - 1, None)
+        return [posts.get(number, b"") for posts in self._posts]
+
+    def exchange(self, content: bytes, doing: str) -> list[bytes]:
+        """Post ``content``, and collect what the others post for the same purpose."""
+        return self.collect(self.post(content), doing)
+
+    def comes(self, number: int, seconds: float = 0.0) -> bool:
+        """Whether every rank's post of this ``number`` comes before nothing comes for ``seconds``."""
+        while min(self._counts) < number:
+            if not self._read() and not (seconds and self._poll.poll(seconds * 1000)):
+                return False
+        return True
+
+    def dead(self, number: int) -> set[int]:
+        """The ranks whose processes have ended without the post of this ``number``."""
+        ended = [index for index, path in enumerate(self._paths) if not os.path.exists(path)]
+        self.comes(number)  # the post may have come before its sender ended
+        return {self._ranks[index] for index in ended if self._counts[index] < number}
+
+    def _read(self) -> bool:
+        """Note what has come, if anything has."""
+        try:
+            data, at = self._rest + os.read(self._inbox, _CHUNK), 0
+        except BlockingIOError:
+            return False
+        while len(data) >= (begin := at + _HEAD.size):
+            sender, length = _HEAD.unpack_from(data, at)
+            if len(data) < begin + length:
+                break
+            at = begin + length
+            self._note(sender, data[begin:at])
+        self._rest = data[at:]
+        return True
+
+    def _note(self, sender: int, content: bytes) -> None:
+        number = self._counts[sender] + 1
+        if content:
+            self._posts[sender][number] = content
+        self._counts[sender] = number
+
+
+@dataclass
+class Arrival:
+    """The posts of a number, as :func:`ddp_callbacks.process_group.failures.wait` waits for them."""
+
+    mailbox: Mailbox
+    number: int
+    since: float = field(default_factory=time.monotonic)
+
+    def wait_slice(self, seconds: float) -> bool:
+        """Whether they come within ``seconds``.
+
+        Raises:
+            ProcessEnded: The process of a rank has ended before it has posted.
+            RuntimeError: The timeout has passed.
+        """
+        if self.mailbox.comes(self.number, seconds):
+            return True
+        if dead := self.mailbox.dead(self.number):
+            raise ProcessEnded(dead)
+        if time.monotonic() - self.since > self.mailbox.timeout.total_seconds():
+            raise RuntimeError(f"not every rank of this host came within {self.mailbox.timeout}")
+        return False
