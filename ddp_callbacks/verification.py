@@ -20,7 +20,8 @@ from torch import nn
 
 from ddp_callbacks._torch import BatchNorm, Dropout
 from ddp_callbacks.comm.collectives import all_reduce, broadcast_tensors
-from ddp_callbacks.data.random_state import SharedRandomState, get_global_state, set_global_state
+from ddp_callbacks.data.global_state import get_global_state, set_global_state
+from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.module_state import remember_module
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -176,9 +177,7 @@ def _compare(
             "even with dropout layers off. The model is random, or its gradients are not finite."
         )
     adds_up = not _Difference(list(parameters), unweighed, difference.expected).is_too_large
-    difference = _Difference(list(parameters), summed, difference.expected, adds_up)
-    message = _on_rank_zero(difference.describe(module, get_world_size(group)), group)
-    raise MismatchError(message)
+    raise MismatchError(_on_rank_zero(difference.describe(module, get_world_size(group), adds_up), group))
 
 
 def _attempt(group: dist.ProcessGroup | None, is_strict: bool, compute: Callable[[], Any]) -> Any:
@@ -208,7 +207,6 @@ class _Difference:
     """The difference between two sets of gradients, by parameter.
 
     Args:
-        adds_up: Whether the ranks' gradients are right without weights.
         least: Of the largest gradient: what is too large at least.
 
     Attributes:
@@ -221,10 +219,8 @@ class _Difference:
         names: list[str],
         summed: list[torch.Tensor],
         expected: list[torch.Tensor],
-        adds_up: bool = False,
         least: float = 0.0,
     ) -> None:
-        self._adds_up = adds_up
         self._names, self._summed, self.expected = names, summed, expected
         self._by_parameter = [_largest(own - other) for own, other in zip(summed, expected, strict=True)]
         self._scale = max(map(_largest, expected), default=0.0)
@@ -232,33 +228,39 @@ class _Difference:
         largest = max(self._by_parameter, default=0.0)
         self.is_too_large = not largest <= max(self._allowed, least) * self._scale or math.isinf(largest)
 
-    def describe(self, module: nn.Module, world_size: int) -> str:
+    def describe(self, module: nn.Module, world_size: int, adds_up: bool) -> str:
+        """The message.
+
+        Args:
+            adds_up: Whether the ranks' gradients are right without weights.
+        """
         worst = max(range(len(self._names)), key=self._by_parameter.__getitem__)
         found = self._by_parameter[worst]
         relative = found / self._scale if self._scale else math.inf
         return (
             f"the gradient of the first batch on {world_size} processes is not that of one process: that of parameter "
             f"{self._names[worst]} differs by up to {found:.2g} ({relative:.1%} of the largest gradient, "
-            f"{self._scale:.2g}; rounding explains {self._allowed:.1g}). {self._remedy(module)}"
+            f"{self._scale:.2g}; rounding explains {self._allowed:.1g}). {_remedy(module, adds_up)}"
         )
 
-    def _remedy(self, module: nn.Module) -> str:
-        if self._adds_up:
-            return (
-                "Added up without weights the gradients are right: the loss is a sum over the samples. Say so "
-                '(reduction="sum"), or give the mean.'
-            )
-        layers = [name for name, layer in module.named_modules() if _normalizes_by_part(layer)]
-        if layers:
-            return (
-                f"{layers[0]} normalizes by each process's part of the batch (BatchNorm): give sync_batchnorm=True. If "
-                "that is not all, the loss is not a mean over the samples: see the next run."
-            )
+
+def _remedy(module: nn.Module, adds_up: bool) -> str:
+    if adds_up:
         return (
-            "The loss must be a mean over the samples, a sum over them, or a mean over what weight= counts (tokens, "
-            "targets that are known, class weights): give weight=, or correct it. What compares samples with each "
-            "other, as a contrastive loss does, needs the whole batch on each process."
+            "Added up without weights the gradients are right: the loss is a sum over the samples. Say so "
+            '(reduction="sum"), or give the mean.'
         )
+    layers = [name for name, layer in module.named_modules() if _normalizes_by_part(layer)]
+    if layers:
+        return (
+            f"{layers[0]} normalizes by each process's part of the batch (BatchNorm): give sync_batchnorm=True. If "
+            "that is not all, the loss is not a mean over the samples: see the next run."
+        )
+    return (
+        "The loss must be a mean over the samples, a sum over them, or a mean over what weight= counts (tokens, "
+        "targets that are known, class weights): give weight=, or correct it. What compares samples with each "
+        "other, as a contrastive loss does, needs the whole batch on each process."
+    )
 
 
 def _fraction(weight: Weight, group: dist.ProcessGroup | None) -> float:
@@ -297,7 +299,7 @@ def _gradients(loss: torch.Tensor, parameters: dict[str, nn.Parameter]) -> list[
 @contextmanager
 def _random_states_kept(module: nn.Module) -> Iterator[None]:
     """Restore the global random states on exit."""
-    state = get_global_state(False)
+    state = get_global_state()
     devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=devices) if devices else ExitStack():

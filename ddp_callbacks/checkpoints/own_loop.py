@@ -15,13 +15,8 @@ from ddp_callbacks.checkpoints.format import Saved, require_same
 from ddp_callbacks.checkpoints.objects import Objects, is_own, load_own, load_shared, load_window, state_of
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.comm.collectives import all_gather_json
-from ddp_callbacks.data.random_state import (
-    RunRandomState,
-    get_global_state,
-    plain_global_state,
-    seed_by_rank,
-    set_global_state,
-)
+from ddp_callbacks.data.global_state import get_global_state, set_global_state
+from ddp_callbacks.data.random_state import RunRandomState, seed_by_rank
 from ddp_callbacks.data.resuming import Resumable
 from ddp_callbacks.errors import CheckpointError
 from ddp_callbacks.gradients import GradientSynchronizer
@@ -64,7 +59,7 @@ def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
         mine[_OPTIMIZERS] = {name: shared[name] for name in _own_optimizers(objects)}
         ours = {_GRADIENTS: {} if _GRADIENTS in differing else tensors[_GRADIENTS]}
         opened.write(
-            {_OBJECTS: shared, **ours}, {_OBJECTS: own, _RANDOM: plain_global_state(), **mine}, _describe(objects)
+            {_OBJECTS: shared, **ours}, {_OBJECTS: own, _RANDOM: get_global_state(), **mine}, _describe(objects)
         )
 
 
@@ -158,14 +153,14 @@ class _Loading:
 
     def _load_random_state(self) -> None:
         """On another number of ranks: generators that all ranks have alike when the program starts stay alike."""
-        by_rank = all_gather_json([checksum_of(part) for part in plain_global_state()], _COMPARE, self._process_group)
-        saved = tuple(self._own[_RANDOM])
+        by_rank = all_gather_json([checksum_of(part) for part in get_global_state()], _COMPARE, self._process_group)
+        saved = self._own[_RANDOM]
         set_global_state(saved)
         if not self._is_same:
             seed_by_rank(self._process_group)
-            own = get_global_state(False)
+            own = get_global_state()
             is_alike = [len(set(seen)) == 1 for seen in zip(*by_rank, strict=True)]
-            set_global_state(tuple(s if alike else o for s, o, alike in zip(saved, own, is_alike, strict=True)))
+            set_global_state([s if alike else o for s, o, alike in zip(saved, own, is_alike, strict=True)])
 
 
 def _which_differ(tensors: dict[str, Any], file: CheckpointFile) -> list[str]:

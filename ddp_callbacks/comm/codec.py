@@ -58,9 +58,10 @@ def pack(value: Any, tensors: list[torch.Tensor]) -> Json:
         return {"tensor": len(tensors) - 1}
     if isinstance(value, dict):
         return {"dict": [[pack(key, tensors), pack(item, tensors)] for key, item in value.items()]}
+    if type(value) is list and {type(None), bool, int, float, str}.issuperset(map(type, value)):
+        return {"plain": value}
     if isinstance(value, list | tuple):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [pack(item, tensors) for item in value]}
+        return {"list" if isinstance(value, list) else "tuple": [pack(item, tensors) for item in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return {"plain": value}
     raise TypeError(
@@ -76,6 +77,5 @@ def unpack(value: Json, tensors: Sequence[torch.Tensor]) -> Any:
     if kind == "dict":
         return {unpack(key, tensors): unpack(entry, tensors) for key, entry in item}
     if kind in ("list", "tuple"):
-        entries = [unpack(entry, tensors) for entry in item]
-        return entries if kind == "list" else tuple(entries)
+        return (list if kind == "list" else tuple)(unpack(entry, tensors) for entry in item)
     return item

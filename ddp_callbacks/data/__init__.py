@@ -1,11 +1,12 @@
 """Divide batches among the ranks, and join the results of the parts.
 
-- :mod:`.sharding`: ``shard_loader``, the entry point. :mod:`.before_loading` and :mod:`.after_loading` are the two ways
-  to divide a loader; :mod:`.iterator` is their common interface
-- :mod:`.order`: the indices of a pass, which rank 0 draws and sends; :mod:`.samplers` begins at any batch.
-  :mod:`.whole`: loaders whose batches every rank produces; :mod:`.same_data` compares data sets
+- :mod:`.sharding`: ``shard_loader``, the entry point. :mod:`.before_loading` and :mod:`.whole` are the two ways to
+  divide a loader: by its indices, or by the batches that every rank produces. :mod:`.iterator` is what they share, and
+  :mod:`.steps` says which part of a batch is whose
+- :mod:`.order`: the indices of a pass, which rank 0 draws and sends; :mod:`.samplers` begins at any batch;
+  :mod:`.same_data` compares data sets
 - :mod:`.resuming`: ``resumable_loader``; :mod:`.workers` keeps workers alive
-- :mod:`.shares`: which samples of a batch a rank gets
+- :mod:`.shares`: the share of a rank, and slices of nested batches
 - :mod:`.random_state`: all ranks draw alike; each draws different dropout and augmentation. :mod:`.global_state` reads
   and sets the states
 - :mod:`.outputs`, :mod:`.batch_logs`: join predictions and logged values

@@ -1,7 +1,8 @@
 """Read and set random states: the global one, and those of generators that are attributes.
 
 The global random state is torch's CPU generator, Python's :mod:`random`, NumPy's if the program has imported it, and
-the current device's generator if the process uses CUDA.
+the current device's generator if the process uses CUDA. A generator's state is a tensor, or lists, dicts and numbers:
+what messages and checkpoints hold.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,113 +17,90 @@ import torch
 
 from ddp_callbacks.comm.codec import bytes_of
 
-State = tuple[Any, ...]  # torch's as uint8 tensors, Python's and NumPy's as objects or JSON
+State = Sequence[Any]
+"""The states of torch's, Python's, NumPy's and CUDA's global generator; ``None``: not in use."""
 
 
-def get_global_state(torch_only: bool) -> State:
-    """torch's state; unless ``torch_only``, also Python's, NumPy's and CUDA's (``None`` if not in use)."""
-    state = torch.get_rng_state()
-    if torch_only:
-        return (state,)
-    numpy = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state(legacy=False) if numpy else None
-    return state, random.getstate(), of_numpy, torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+def get_global_state() -> State:
+    """The global random state."""
+    return [None if generator is None else get_state_of(generator) for generator in _global_generators()]
 
 
-def set_global_state(state: Sequence[Any]) -> None:
-    """Inverse of :func:`get_global_state`; generators missing in ``state`` stay unchanged."""
-    torch.set_rng_state(state[0])
-    if len(state) > 1:
-        random.setstate(state[1] if isinstance(state[1], tuple) else as_tuples(state[1]))
-        if state[2] is not None and (numpy := sys.modules.get("numpy")):
-            numpy.random.set_state(state[2])
-        if state[3] is not None and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(state[3])
+def set_global_state(state: State) -> None:
+    """Inverse of :func:`get_global_state`; generators that are not in use here or in ``state`` stay unchanged."""
+    for generator, of_generator in zip(_global_generators(), state, strict=True):
+        if generator is not None and of_generator is not None:
+            set_state_of(generator, of_generator)
 
 
-def restore_global_state(state: Sequence[Any]) -> None:
+def restore_global_state(state: State) -> None:
     """As :func:`set_global_state`, once, for a state of an earlier run: CUDA's is set even if it starts later."""
     set_global_state(state)
-    if len(state) > 1 and state[3] is not None and not torch.cuda.is_initialized() and torch.cuda.is_available():
+    if state[3] is not None and not torch.cuda.is_initialized() and torch.cuda.is_available():
         torch.cuda.set_rng_state(state[3])  # which torch does as soon as CUDA has started
 
 
-def plain_global_state() -> list[Any]:
-    """The global random state as tensors and plain data, for a checkpoint; pass it to :func:`set_global_state`."""
-    return plain_state(get_global_state(False))
+def _global_generators() -> list[Any]:
+    numpy = sys.modules.get("numpy")
+    cuda = torch.cuda.default_generators[torch.cuda.current_device()] if torch.cuda.is_initialized() else None
+    return [torch.default_generator, random, numpy and numpy.random, cuda]
 
 
-def plain_state(state: Sequence[Any]) -> list[Any]:
-    """A state as tensors and plain data."""
-    return [plain(part) for part in state]
-
-
-def seed_global(*salt: str | int) -> None:
+def seed_global(*salt: Any) -> None:
     """Seed all global generators with ``salt``."""
-    seed = zlib.crc32(repr(salt).encode())
+    seed = digest_of(*salt)
     torch.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)
-
-
-def checksum_of_state(state: State) -> int:
-    """A checksum of torch's part."""
-    return zlib.crc32(bytes_of(state[0]))
+        numpy.random.seed(seed % (1 << 32))
 
 
 def digest_of(*values: Any) -> int:
-    """63 bits that depend on all values, and are the same on every process. Tensors are taken by their values."""
-    text = repr([value.tolist() if isinstance(value, torch.Tensor) else value for value in values])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    """63 bits that depend on all values, and are the same on every process."""
+    parts = [bytes_of(value) if isinstance(value, torch.Tensor) else repr(value).encode() for value in values]
+    return int.from_bytes(hashlib.blake2b(b"|".join(parts), digest_size=8).digest(), "big") >> 1
 
 
-def own_generators(source: object) -> list[Any]:
-    """The torch, Python and NumPy generators that are attributes of ``source``, by attribute name."""
+def own_generators(*sources: object) -> list[Any]:
+    """The torch, Python and NumPy generators that are attributes of ``sources``, by attribute name."""
     numpy = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
-    attributes = getattr(source, "__dict__", {})
-    return [value for _, value in sorted(attributes.items()) if isinstance(value, kinds)]
+    attributes = [value for source in sources for _, value in sorted(getattr(source, "__dict__", {}).items())]
+    return [value for value in attributes if isinstance(value, kinds)]
 
 
-def get_state_of(generator: Any) -> State:
-    """The state of a generator that :func:`own_generators` has found."""
+def get_state_of(generator: Any) -> Any:
+    """The state of a generator; also of the modules ``random`` and ``numpy.random``."""
     if isinstance(generator, torch.Generator):
-        return (generator.get_state(),)
-    if isinstance(generator, random.Random):
-        return (None, generator.getstate())
-    if hasattr(generator, "bit_generator"):
-        return (None, plain(generator.bit_generator.state))
-    return (None, plain(generator.get_state(legacy=False)))
+        return generator.get_state()
+    if hasattr(generator, "getstate"):
+        version, internal, gauss = generator.getstate()
+        return [version, list(internal), gauss]
+    has_state = hasattr(generator, "get_state")
+    return _plain(generator.get_state(legacy=False) if has_state else generator.bit_generator.state)
 
 
-def set_state_of(generator: Any, state: Sequence[Any]) -> None:
+def set_state_of(generator: Any, state: Any) -> None:
     """Inverse of :func:`get_state_of`."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state[0])
-    elif isinstance(generator, random.Random):
-        generator.setstate(as_tuples(state[1]))
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state[1]
+    if hasattr(generator, "setstate"):
+        version, internal, gauss = state
+        generator.setstate((version, tuple(internal), gauss))
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
     else:
-        generator.set_state(state[1])
+        generator.bit_generator.state = state
 
 
-def generators_of(sources: Sequence[object]) -> list[Any]:
-    """The generators that are attributes of any of ``sources``."""
-    return [generator for source in sources for generator in own_generators(source)]
+def states_of_generators(sources: Sequence[object]) -> list[Any]:
+    """The states of the generators that are attributes of ``sources``."""
+    return [get_state_of(generator) for generator in own_generators(*sources)]
 
 
-def states_of_generators(sources: Sequence[object]) -> list[State]:
-    """Their states."""
-    return [get_state_of(generator) for generator in generators_of(sources)]
-
-
-def set_generators(sources: Sequence[object], states: Sequence[Sequence[Any]]) -> None:
+def set_generators(sources: Sequence[object], states: Sequence[Any]) -> None:
     """Inverse of :func:`states_of_generators`. If the sources have another number of generators now, nothing is set."""
-    generators = generators_of(sources)
+    generators = own_generators(*sources)
     if len(generators) == len(states):
         for generator, state in zip(generators, states, strict=True):
             set_state_of(generator, state)
@@ -132,58 +109,34 @@ def set_generators(sources: Sequence[object], states: Sequence[Sequence[Any]]) -
 class RandomStates(NamedTuple):
     """A global random state, and those of generators that are attributes of a loader and its samplers."""
 
-    of_process: Sequence[Any]
-    of_generators: Sequence[Sequence[Any]]
+    of_process: State
+    of_generators: Sequence[Any]
 
     @classmethod
     def of(cls, sources: Sequence[object]) -> RandomStates:
         """Those of this moment."""
-        return cls(get_global_state(False), states_of_generators(sources))
-
-    @classmethod
-    def from_plain(cls, states: Sequence[Any]) -> RandomStates:
-        """Inverse of :meth:`plain`."""
-        return cls(*states)
+        return cls(get_global_state(), states_of_generators(sources))
 
     def put_back(self, sources: Sequence[object]) -> None:
         """Set them."""
         set_global_state(self.of_process)
         set_generators(sources, self.of_generators)
 
-    def plain(self) -> list[Any]:
-        """As tensors and plain data."""
-        return [plain_state(self.of_process), list(map(plain_state, self.of_generators))]
-
     def seed(self, number: int) -> int:
         """A seed that follows from torch's state, those of the generators, and a number."""
-        return digest_of(number, self.of_process[0], *(part for state in self.of_generators for part in state))
+        return digest_of(number, self.of_process[0], *self.of_generators)
 
 
-def same_state(one: State, other: State) -> bool:
-    """Whether two states of the same generators are equal."""
-    return all(map(same_part, one, other))
+def is_same_state(one: State, other: State) -> bool:
+    """Whether two global states of the same generators are equal."""
+    return all(
+        torch.equal(mine, its) if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor) else mine == its
+        for mine, its in zip(one, other, strict=True)
+    )
 
 
-def same_part(one: Any, other: Any) -> bool:
-    """Whether two parts of states are equal."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return one == other
-    if isinstance(one, dict) and isinstance(other, dict):
-        return all(same_part(value, other[key]) for key, value in one.items())
-    if type(one) is type(other) and hasattr(one, "dtype"):
-        return bool((one == other).all())
-    return bool(as_tuples(plain(one)) == as_tuples(plain(other)))
-
-
-def plain(value: Any) -> Any:
-    """Keep tensors; convert NumPy's state to JSON types."""
+def _plain(value: Any) -> Any:
+    """NumPy's states as plain data."""
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, torch.Tensor) else value
-
-
-def as_tuples(value: Any) -> Any:
-    """Convert lists to tuples, which ``random.setstate`` requires."""
-    return tuple(as_tuples(item) for item in value) if isinstance(value, list | tuple) else value
+        return {key: _plain(item) for key, item in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,4 +1,4 @@
-"""The interface of every iterator over this rank's part of a loader."""
+"""What every way to divide a loader has in common: the source of batches, a pass over it, and the pass's iterator."""
 
 from __future__ import annotations
 
@@ -6,11 +6,84 @@ import functools
 import operator
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from ddp_callbacks._torch import end_workers, worker_queues
+from ddp_callbacks.data.nested import name_of
+from ddp_callbacks.data.order import Start
 from ddp_callbacks.data.shares import Share, WholeBatch
+from ddp_callbacks.data.steps import Divider
+from ddp_callbacks.errors import ConfigurationError
+
+
+class Pass:
+    """Where a pass is.
+
+    Attributes:
+        used: The number of steps handed out, with those of an earlier run.
+        is_over: No step is left.
+        first: Of the first step, what :meth:`ShardedIterator.first_batch` needs; ``None``: unknown here.
+    """
+
+    used = 0
+    is_over = False
+    first: Any = None
+
+    def position(self, batches: int | None) -> dict[str, Any]:
+        """The state of a resumable loader: tensors and plain data.
+
+        Args:
+            batches: The number of steps used; ``None``: all that were handed out.
+        """
+        raise NotImplementedError
+
+    def count_used(self, batches: int | None) -> int:
+        """The number of steps used, of which ``None`` means all that were handed out."""
+        if batches is not None and not 0 <= batches <= self.used:
+            raise ConfigurationError(
+                f"batches must be the number of batches used in this pass, of which {self.used} were handed out, got "
+                f"{batches}."
+            )
+        return self.used if batches is None else batches
+
+
+class Source:
+    """What a sharded loader draws from.
+
+    Args:
+        loader: What is iterated over.
+        sources: What may have random generators.
+        divider: Says what this rank gets.
+        group: Of the ranks; ``None`` is the default group.
+
+    Attributes:
+        start: Of the next pass, if the loader is resumable.
+        limit: The number of batches to take of each pass; ``None``: all.
+    """
+
+    start: Start | None = None
+    limit: int | None = None
+
+    def __init__(
+        self, loader: Any, sources: tuple[Any, ...], divider: Divider, group: dist.ProcessGroup | None
+    ) -> None:
+        self.loader, self.sources, self.divider, self.group = loader, sources, divider, group
+
+    @property
+    def resumed(self) -> Mapping[str, Any] | None:
+        """Where an earlier run was in the pass that begins."""
+        return self.start.position if self.start else None
+
+    def iterate(self, shares: deque[Share]) -> ShardedIterator:
+        """Begin a pass. A collective of loaders that every rank produces."""
+        raise NotImplementedError
+
+    def compared(self, first: Any) -> WholeBatch:
+        """The whole batch of the first step, and a part of it. A collective."""
+        raise NotImplementedError
 
 
 def _let_go(_: object) -> None:
@@ -21,16 +94,33 @@ class ShardedIterator(Iterator[Any]):
     """Iterates over this rank's part of a loader, and knows each batch's share.
 
     Args:
-        batches: The iterator of the divided loader.
+        source: Of the batches.
+        current: The pass.
+        batches: The iterator of the source's loader.
         shares: Filled with the :class:`~ddp_callbacks.Share` of each batch as it is drawn.
     """
 
-    def __init__(self, batches: Iterator[Any], shares: deque[Share]) -> None:
+    def __init__(self, source: Source, current: Pass, batches: Iterator[Any], shares: deque[Share]) -> None:
+        self._source, self.current = source, current
         self.batches = batches
         self._shares = shares
         # Python's garbage collector finalizes the queues of a DataLoader's iterator before the iterator itself. Its
         # workers then get no message, and the process waits 5 s for each. A reference from here keeps the queues alive.
         weakref.finalize(self, _let_go, worker_queues(batches)).atexit = False
+
+    def __next__(self) -> Any:
+        try:
+            part, share = self._take()
+        except StopIteration:
+            self.current.is_over = True
+            raise
+        self.current.used += 1
+        self._shares.append(share)
+        return part
+
+    def _take(self) -> tuple[Any, Share]:
+        """This rank's part of the next step."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """End the workers that load the batches."""
@@ -53,7 +143,12 @@ class ShardedIterator(Iterator[Any]):
         Raises:
             ConfigurationError: The whole batch is not available, or batches of the same samples differ at random.
         """
-        raise NotImplementedError
+        if self.current.first is None:
+            raise ConfigurationError(
+                f"the whole first batch of {name_of(self._source.loader)} is not available: it has not been drawn, is "
+                "no longer kept, or each process has batches of its own."
+            )
+        return self._source.compared(self.current.first)
 
     def __reduce__(self) -> Any:
         """Copies and pickles drop the iterator, like a ``DataLoader``'s."""

@@ -41,6 +41,11 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
+def has_state(loader: Any) -> bool:
+    """Whether a loader's progress can be saved: a part of it would have the progress of one rank only."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
 def undividable(name: str, why: str) -> ConfigurationError:
     """The error of a loader whose batches have no parts."""
     return ConfigurationError(

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm import codec
-from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.comm.collectives import broadcast_tensors
-from ddp_callbacks.data.global_state import RandomStates, generators_of, set_generators, states_of_generators
+from ddp_callbacks.data.global_state import RandomStates, own_generators, set_generators, states_of_generators
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.random_state import OwnRandomState
 from ddp_callbacks.data.samplers import begin_at, name_of_sampler
@@ -28,7 +27,6 @@ from ddp_callbacks.process_group import get_rank, get_world_size
 
 _INDICES = 4096  # in a block
 _DOING = "the order of the batches"
-_BEGINNING: Mapping[str, Any] = {"drawn": 0, "last": {"keys": []}, "seed": 0, "begin": None}
 
 
 class Start(NamedTuple):
@@ -47,59 +45,6 @@ class Start(NamedTuple):
     draws_from_before: bool
 
 
-class _Draws:
-    """A pass over a sampler, under a random state of its own, on the rank that runs the sampler.
-
-    Args:
-        sampler: Yields the indices of each batch.
-        sources: What may have random generators: the loader and its samplers.
-        begin: The random states to draw from; ``None``: those of this moment.
-
-    Attributes:
-        ahead: The batches of the next block, if they have been drawn.
-    """
-
-    def __init__(self, sampler: Any, sources: Sequence[object], begin: RandomStates | None) -> None:
-        if begin is not None:
-            begin.put_back(sources)
-        self.begin = begin or RandomStates.of(sources)
-        self._sampler = sampler
-        self._state = OwnRandomState()
-        self._batches: Iterator[Any] = iter(())
-        self._is_fixed = False
-        self.ahead: list[Any] = []
-        self._may_draw_at_end = bool(generators_of(sources))
-
-    def start(self, number: int) -> None:
-        """Go to the batch of this number."""
-        with self._state.drawing():
-            self._batches, self._is_fixed = begin_at(self._sampler, number)
-
-    def take(self, count: int) -> list[Any]:
-        """The next batches; fewer if the sampler ends."""
-        with self._state.drawing():
-            return list(itertools.islice(self._batches, count))
-
-    def take_block(self, drawn: int) -> tuple[list[Any], bool]:
-        """The next batches, after ``drawn``, and whether they are the last."""
-        if self.ahead:
-            ahead, self.ahead = self.ahead, []
-            return ahead, False
-        count = self._count(drawn)
-        batches = self.take(count)
-        return batches, len(batches) < count
-
-    def _count(self, drawn: int) -> int:
-        """The number of batches that can be drawn at once, so that no one can tell."""
-        if not self._is_fixed:
-            return 1
-        count = max(1, _INDICES // (getattr(self._sampler, "batch_size", None) or 1))
-        if not self._may_draw_at_end:
-            return count
-        # torch's RandomSampler draws from its generator at its end, which a loop that stops early does not reach.
-        return max(1, min(count, (length_of(self._sampler) or 0) - 1 - drawn))
-
-
 class Order(Iterator[Any]):
     """The batches of indices of one pass, the same on all ranks.
 
@@ -114,7 +59,6 @@ class Order(Iterator[Any]):
         used: The number of batches that an earlier run has used.
 
     Attributes:
-        drawn: The number of batches that the sampler has yielded, with those of an earlier run.
         seed: For the workers; from the first batch on.
     """
 
@@ -128,53 +72,56 @@ class Order(Iterator[Any]):
         start: Start | None,
         used: int,
     ) -> None:
-        self._sampler, self._sources, self._group, self._start = sampler, sources, group, start
+        self._sampler, self._sources, self._group = sampler, sources, group
         self._is_sent = is_shared and get_world_size(group) > 1
         self._runs_sampler = not self._is_sent or get_rank(group) == 0
-        self._draws: _Draws | None = None
-        self._has_begun = self._is_over = False
+        self._start, self._begin = start, start.before if start and start.draws_from_before else None
+        self._batches: Iterator[Any] | None = None  # of the sampler, where it runs
+        self._block: list[Any] = []  # to send next, if it has been drawn before
         self._waiting: deque[Any] = deque()
-        position = (start.position if start else None) or _BEGINNING
-        self._begin, self.seed = position["begin"], position["seed"]
-        self.drawn, self._last = position["drawn"], _unpacked(position["last"])
-        self._again = self.drawn - used  # batches that were drawn, not used, and are drawn again
+        self._is_over = False
+        self._drawn, self._last = used, None
+        self._position = start.position if start and start.position and start.position["drawn"] else None
+        self.seed = self._position["seed"] if self._position else 0
 
     def begin(self) -> None:
-        """Let rank 0 go to where an earlier run was. Local."""
-        if self._has_begun:
+        """Let rank 0 go to where an earlier run was, or to the first batch. Local."""
+        if self._batches is not None or not self._runs_sampler:
             return
-        self._has_begun = True
-        if not self._runs_sampler:
-            return
-        start = self._start
-        begin = start.before if start and start.draws_from_before else None
-        if self._begin:
-            begin = RandomStates.from_plain(self._begin)
-        self._draws = _Draws(self._sampler, self._sources, begin)
-        self._begin = self._draws.begin.plain()
-        self.seed = self.seed or self._draws.begin.seed(start.number if start else 0)
-        if start is None or not self.drawn:
-            self._draws.start(0)
+        if self._start and self._position:
+            self._begin = RandomStates(*self._position["begin"])
+            self._draw_again(self._position)
+            self._start.before.put_back(self._sources)
         else:
-            self._draw_again(self._draws)
-            start.before.put_back(self._sources)
+            self._go_to(0)
 
-    def _draw_again(self, draws: _Draws) -> None:
-        count = max(1, self._again)
-        draws.start(self.drawn - count)
-        again = draws.take(count)
-        if checksum_of(_unpacked(_packed(again[-1:], self._sampler))) != checksum_of(self._last):
+    def _go_to(self, number: int) -> None:
+        """Let the sampler go to the batch of this number, under a random state of its own."""
+        if self._begin:
+            self._begin.put_back(self._sources)
+        self._begin = RandomStates.of(self._sources)
+        self.seed = self.seed or self._begin.seed(self._start.number if self._start else 0)
+        self._state = OwnRandomState()
+        with self._state.drawing():
+            self._batches, self._is_fixed = begin_at(self._sampler, number)
+
+    def _draw_again(self, position: Mapping[str, Any]) -> None:
+        """Draw the batches that were drawn and not used, or else the last one that was used, to compare it."""
+        unused = position["drawn"] - self._drawn
+        again = max(1, unused)
+        self._go_to(position["drawn"] - again)
+        self._block = self._take(again)
+        if _plain(self._block[-1:], self._sampler) != [position["last"]]:
             raise ConfigurationError(
                 f"{name_of_sampler(self._sampler)} does not draw the batches of the run that was saved: batch "
-                f"{self.drawn - 1} of the pass has the indices {again[-1:]}, and had {self._last}. Go on with the data "
-                "set, the batch size and the sampler of that run, and take its randomness from torch's, Python's or "
-                "NumPy's global random state, or from generators that are its attributes. If it depends on the epoch, "
-                "call set_epoch."
+                f"{position['drawn'] - 1} of the pass has the indices {self._block[-1:]}, and had {position['last']}. "
+                "Go on with the data set, the batch size and the sampler of that run, and take its randomness from "
+                "torch's, Python's or NumPy's global random state, or from generators that are its attributes. If it "
+                "depends on the epoch, call set_epoch."
             )
-        draws.ahead = again[: self._again]
+        self._block = self._block[:unused]
 
     def __next__(self) -> Any:
-        self.begin()
         if not self._waiting and not self._is_over:
             self._fetch()
         if not self._waiting:
@@ -182,74 +129,80 @@ class Order(Iterator[Any]):
         return self._waiting.popleft()
 
     def _fetch(self) -> None:
-        block: list[Any] = []
-        if self._draws is not None:
-            block, self._is_over = self._draws.take_block(self.drawn)
+        block = self._take_block() if self._runs_sampler else []
         self._waiting.extend(self._exchanged(block) if self._is_sent else block)
-        if self._again:
-            self._again = 0
-        elif self._waiting:
-            self.drawn += len(self._waiting)
-            self._last = [self._waiting[-1]]
+        self._drawn += len(self._waiting)
+        if self._waiting:
+            self._last, self._position = self._waiting[-1], None
+
+    def _take_block(self) -> list[Any]:
+        """The next batches: as many as can be drawn at once, so that no one can tell."""
+        self.begin()
+        if self._block:
+            block, self._block = self._block, []
+            return block
+        count = self._largest_block() if self._is_fixed else 1
+        block = self._take(count)
+        self._is_over = len(block) < count
+        return block
+
+    def _largest_block(self) -> int:
+        count = max(1, _INDICES // (getattr(self._sampler, "batch_size", None) or 1))
+        if not own_generators(*self._sources):
+            return count
+        # torch's RandomSampler draws from its generator at its end, which a loop that stops early does not reach.
+        return max(1, min(count, (length_of(self._sampler) or 0) - 1 - self._drawn))
+
+    def _take(self, count: int) -> list[Any]:
+        assert self._batches is not None
+        with self._state.drawing():
+            return list(itertools.islice(self._batches, count))
 
     def _exchanged(self, batches: list[Any]) -> list[Any]:
         """Rank 0's batches. A collective."""
         tensors: list[torch.Tensor] = []
-        header = None
-        if self._draws is not None:
-            header = codec.pack(self._message(batches), tensors)
+        header = codec.pack(self._message(batches), tensors) if self._runs_sampler else None
         message = codec.unpack(*broadcast_tensors(header, tensors, _DOING, self._group))
         if isinstance(message, str):
             raise ConfigurationError(message)
-        if self._draws is not None:
+        if self._runs_sampler:
             return batches
-        packed, self._is_over, self.seed, states = message
+        found, self._is_over, self.seed, states = message
         set_generators(self._sources, states)
-        return _unpacked(packed)
+        return list(found)
 
     def _message(self, batches: list[Any]) -> list[Any] | str:
         """What all ranks get to know, or raise."""
         try:
-            packed = _packed(batches, self._sampler)
+            found = _plain(batches, self._sampler)
         except ConfigurationError as error:
             return str(error)
-        return [packed, self._is_over, self.seed, states_of_generators(self._sources)]
+        return [found, self._is_over, self.seed, states_of_generators(self._sources)]
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> Mapping[str, Any]:
         """Where the sampler is: plain data and tensors. Local.
 
         It is equal on all ranks, except for ``begin``, which rank 0 needs to run the sampler again.
         """
-        last = _packed(self._last, self._sampler)
-        return {"drawn": self.drawn, "last": last, "seed": self.seed, "begin": self._begin}
+        last = None if self._last is None else _plain(self._last, self._sampler)
+        begin = self._begin and list(self._begin)
+        return self._position or {"drawn": self._drawn, "last": last, "seed": self.seed, "begin": begin}
 
 
-def _packed(batches: list[Any], sampler: Any) -> dict[str, Any]:
-    """As plain data and tensors. A batch is a list of indices, or one."""
+def _plain(indices: Any, sampler: Any) -> Any:
+    """Indices as numbers and texts, in lists and tuples: as messages and checkpoints hold them."""
+    if isinstance(indices, str) or type(indices) is int:
+        return indices
+    if hasattr(indices, "tolist"):
+        return indices.tolist()
+    if isinstance(indices, Sequence):
+        plain = [_plain(index, sampler) for index in indices]
+        return tuple(plain) if isinstance(indices, tuple) else plain
     try:
-        lists = [batch if hasattr(batch, "__len__") else [batch] for batch in batches]
-        indices = [operator.index(index) for batch in lists for index in batch]
-        lengths = [len(batch) if hasattr(batch, "__len__") else -1 for batch in batches]
-        return {"lengths": torch.tensor(lengths), "indices": torch.tensor(indices, dtype=torch.int64)}
-    except (TypeError, RuntimeError):  # no numbers, or too large ones
-        pass
-    try:
-        codec.pack(batches, [])
+        return operator.index(indices)
     except TypeError as error:
         raise ConfigurationError(
             f"{name_of_sampler(sampler)} must yield integers or strings, or lists and tuples of them, as rank 0 sends "
-            f"what it draws to all processes, and checkpoints hold it; got {batches[:1]}. Yield numbers, and let the "
+            f"what it draws to all processes, and checkpoints hold it; got {indices}. Yield numbers, and let the "
             "data set look up what they stand for."
         ) from error
-    return {"keys": batches}
-
-
-def _unpacked(packed: Mapping[str, Any]) -> list[Any]:
-    """Inverse of :func:`_packed`; indices become ``int``, batches of them lists."""
-    if "keys" in packed:
-        return list(packed["keys"])
-    indices = iter(packed["indices"].tolist())
-    return [
-        next(indices) if length < 0 else list(itertools.islice(indices, length))
-        for length in packed["lengths"].tolist()
-    ]

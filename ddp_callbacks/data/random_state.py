@@ -1,12 +1,7 @@
-"""Random states of the ranks: shared when all ranks must draw the same, distinct otherwise.
-
-The global random state is torch's CPU generator, Python's :mod:`random`, NumPy's if the program has imported it, and
-the current device's generator if the process uses CUDA.
-"""
+"""Random states of the ranks: shared when all ranks must draw the same, distinct otherwise."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,15 +13,9 @@ from ddp_callbacks.comm.codec import pack, unpack
 from ddp_callbacks.comm.collectives import broadcast_tensors
 from ddp_callbacks.data.global_state import (
     State,
-    as_tuples,
-    checksum_of_state,
     get_global_state,
-    own_generators,
-    plain,
-    plain_global_state,
-    plain_state,
+    is_same_state,
     restore_global_state,
-    same_state,
     seed_global,
     set_generators,
     set_global_state,
@@ -35,20 +24,6 @@ from ddp_callbacks.data.global_state import (
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
-__all__ = [
-    "OwnRandomState",
-    "RunRandomState",
-    "SharedRandomState",
-    "broadcast_rng_state",
-    "get_global_state",
-    "own_generators",
-    "plain_global_state",
-    "restore_global_state",
-    "seed_by_rank",
-    "set_global_state",
-    "without_draws",
-]
-
 
 class OwnRandomState:
     """A random state of its own: that of this moment, kept apart from the global one.
@@ -56,36 +31,26 @@ class OwnRandomState:
     What is drawn inside ``with own.drawing():`` depends on it alone, not on what was drawn outside in between, so it
     can be drawn again. As long as nothing has drawn outside, the global state advances with it on rank 0, as it would
     without this library.
+
+    Attributes:
+        state: What the next :meth:`drawing` draws from.
     """
 
     def __init__(self) -> None:
-        self._state: State = get_global_state(False)
-        self._is_kept, self._rank = True, 0
-
-    @property
-    def state(self) -> State:
-        """What the next :meth:`drawing` draws from. Set it to go on elsewhere."""
-        return self._state
-
-    @state.setter
-    def state(self, state: Sequence[Any]) -> None:
-        self._state = tuple(state)
+        self.state = get_global_state()
+        self._rank = 0
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Draw from this state inside. Local, no communication."""
-        if not self._is_kept:
-            yield
-            return
-        before, own = get_global_state(False), self._state
-        untouched = same_state(before, own)
-        if not untouched:
-            set_global_state(own)
+        before = get_global_state()
+        is_untouched = is_same_state(before, self.state)
+        set_global_state(self.state)
         try:
             yield
         finally:
-            self._state = get_global_state(False)
-            if not (self._rank == 0 and untouched):
+            self.state = get_global_state()
+            if self._rank or not is_untouched:
                 set_global_state(before)
 
 
@@ -100,17 +65,13 @@ class SharedRandomState(OwnRandomState):
     Args:
         sources: Objects to search for generators (a sampler, a loader). All ranks permanently get rank 0's states of
             them.
-        always: Keep the shared state apart with a single process, too.
     """
 
-    def __init__(
-        self, sources: Sequence[object] = (), *, group: dist.ProcessGroup | None = None, always: bool = False
-    ) -> None:
+    def __init__(self, sources: Sequence[object] = (), *, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        world_size, self._rank = get_world_size(group), get_rank(group)
-        self._is_kept = always or world_size > 1
-        if world_size > 1:
-            self._state, *states = _broadcast([self._state, *states_of_generators(sources)], group)
+        self._rank = get_rank(group)
+        if get_world_size(group) > 1:
+            self.state, states = _of_rank_0([self.state, states_of_generators(sources)], group)
             set_generators(sources, states)
 
 
@@ -123,11 +84,10 @@ def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:
     Args:
         group: ``None`` is the default group.
     """
-    if get_world_size(group) == 1:
-        return
-    (state,) = _broadcast([get_global_state(False)], group)
-    if rank := get_rank(group):
-        seed_global(f"{rank}", checksum_of_state(state))
+    if get_world_size(group) > 1:
+        state = _of_rank_0(get_global_state(), group)
+        if rank := get_rank(group):
+            seed_global(rank, state[0])
 
 
 def broadcast_rng_state(group: dist.ProcessGroup | None = None) -> None:
@@ -137,15 +97,15 @@ def broadcast_rng_state(group: dist.ProcessGroup | None = None) -> None:
         group: ``None`` is the default group.
     """
     if get_world_size(group) > 1:
-        set_global_state(_broadcast([get_global_state(False)], group)[0])
+        set_global_state(_of_rank_0(get_global_state(), group))
 
 
 @contextmanager
 def without_draws(what: str) -> Iterator[None]:
     """Raise :class:`ConfigurationError` if random numbers were drawn inside. Local."""
-    before = get_global_state(False)
+    before = get_global_state()
     yield
-    if not same_state(before, get_global_state(False)):
+    if not is_same_state(before, get_global_state()):
         raise ConfigurationError(f"{what} draws random numbers, so batches of the same samples differ.")
 
 
@@ -187,12 +147,11 @@ class RunRandomState:
 
     def offer(self) -> Any:
         """What rank 0 sends of its state, as tensors and plain data; another message may carry it. Local."""
-        return _sendable(get_global_state(False)) if self._rank == 0 else None
+        return get_global_state() if self._rank == 0 else None
 
     def accept(self, offered: Any) -> None:
         """As :meth:`synchronize`, with what rank 0 has offered at this moment. Local; every rank calls it."""
-        shared = get_global_state(False) if self._rank == 0 else _received(offered)
-        self._states = self._derived(shared)
+        self._states = self._derived(get_global_state() if self._rank == 0 else offered)
         set_global_state(self._states[self._current])
         self._is_one, self.is_fresh = self._rank == 0, True
 
@@ -208,7 +167,7 @@ class RunRandomState:
         if self._current != "own":
             yield
             return
-        self._is_one = self._rank == 0 and self.is_open and same_state(get_global_state(False), self._states["shared"])
+        self._is_one = self._rank == 0 and self.is_open and is_same_state(get_global_state(), self._states["shared"])
         try:
             with self._drawing_from("shared"):
                 yield
@@ -240,7 +199,7 @@ class RunRandomState:
 
     def _switch(self, name: str) -> None:
         if self.is_open and name != self._current:
-            self._states[self._current] = get_global_state(False)
+            self._states[self._current] = get_global_state()
             set_global_state(self._states[name])
         self._current = name
 
@@ -249,9 +208,8 @@ class RunRandomState:
 
         It is that between the hooks, wherever this is called: in :meth:`alike`, :meth:`alike_in_batch`, :meth:`apart`.
         """
-        states = self._states | {self._current if self.is_open else "own": get_global_state(False)}
-        plain_states = {name: plain_state(state) for name, state in states.items()}
-        return {"rank": self._rank, "world_size": get_world_size(self._group)} | plain_states
+        states = self._states | {self._current if self.is_open else "own": get_global_state()}
+        return {"rank": self._rank, **states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the random state of a :meth:`state_dict`. Local; every rank calls it.
@@ -262,38 +220,24 @@ class RunRandomState:
             state: This rank's. If it was saved by another number of ranks, rank 0's on every rank: the other ranks
                 derive theirs from it.
         """
-        saved = {name: tuple(state[name]) for name in ("own", "shared", "in_batch") if name in state}
-        if get_world_size(self._group) == 1:
-            restore_global_state(saved["own"])
-            return
-        derived = self._derived(saved.get("shared", saved["own"]))
-        states = derived | saved
-        if self._rank and (state["rank"] != self._rank or "shared" not in saved):
-            states["own"] = derived["own"]
-        if self.is_open or "shared" in saved:
-            self._states, self.is_fresh = states, False
+        states = {name: kept for name, kept in state.items() if name != "rank"}
+        if get_world_size(self._group) > 1:
+            derived, is_open = self._derived(states.get("shared", states["own"])), "shared" in states
+            if self._rank and not (is_open and state["rank"] == self._rank):
+                del states["own"]
+            states = derived | states
+            if self.is_open or is_open:
+                self._states, self.is_fresh = states, False
         restore_global_state(states[self._current] if self.is_open else states["own"])
 
     def _derived(self, shared: State) -> dict[str, State]:
         """This rank's states that follow from the shared one."""
-        own = self._seeded(f"{self._rank}", shared) if self._rank else shared
-        return {"own": own, "shared": shared, "in_batch": self._seeded("hooks of a batch", shared)}
-
-    @staticmethod
-    def _seeded(salt: str, shared: State) -> State:
-        before = get_global_state(False)
-        seed_global(salt, checksum_of_state(shared))
-        seeded = get_global_state(False)
+        before, seeded = get_global_state(), []
+        for salt in (self._rank, "hooks of a batch"):
+            seed_global(salt, shared[0])
+            seeded.append(get_global_state())
         set_global_state(before)
-        return seeded
-
-
-def _broadcast(states: list[State], group: dist.ProcessGroup | None) -> list[State]:
-    """Rank 0's states. A collective."""
-    if get_rank(group) == 0:
-        _of_rank_0(list(map(_sendable, states)), group)
-        return states
-    return list(map(_received, _of_rank_0(None, group)))
+        return {"own": seeded[0] if self._rank else shared, "shared": shared, "in_batch": seeded[1]}
 
 
 def _of_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:
@@ -301,13 +245,3 @@ def _of_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:
     tensors: list[torch.Tensor] = []
     header = pack(value, tensors)
     return unpack(*broadcast_tensors(header, tensors, "the random state", group))
-
-
-def _sendable(state: State) -> list[Any]:
-    """As tensors and texts."""
-    return [part if isinstance(part, torch.Tensor) else json.dumps(plain(part)) for part in state]
-
-
-def _received(parts: list[Any]) -> State:
-    """Inverse of :func:`_sendable`."""
-    return tuple(part if isinstance(part, torch.Tensor) else as_tuples(json.loads(part)) for part in parts)

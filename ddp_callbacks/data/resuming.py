@@ -6,8 +6,7 @@ drawn, and goes on behind what that has drawn.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -18,16 +17,15 @@ from ddp_callbacks.data.global_state import (
     RandomStates,
     get_state_of,
     own_generators,
-    plain_state,
     set_generators,
     set_global_state,
     set_state_of,
     states_of_generators,
 )
+from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.order import Start
 from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader, is_distributed
-from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size
-from ddp_callbacks.data.whole import Whole, resumable_whole
+from ddp_callbacks.data.shares import BatchSize, check_batch_size
 from ddp_callbacks.data.workers import keep_workers
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -35,22 +33,14 @@ from ddp_callbacks.process_group import get_rank, get_world_size
 _NAMES = {"samples": "samples in the data set", "samples_per_batch": "samples in a batch", "division": "batch_size"}
 
 
-class Resumable:
+class Resumable(ShardedLoader):
     """A loader with a state: what :func:`ddp_callbacks.resumable_loader` returns.
 
     Args:
-        args: Those of the class of loader that it is mixed with.
+        args: As of :class:`~ddp_callbacks.data.sharding.ShardedLoader`.
     """
 
-    loader: Any
-    iterator: Any
-    end: Callable[[], None]
-    shares: deque[Share]
-    _group: dist.ProcessGroup | None
-    _division: Any
-    _passes: int
-    _batches_per_step: int
-    _source: Any  # a Part or a Whole
+    is_resumable = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -58,9 +48,6 @@ class Resumable:
         self._had_workers = False
         if isinstance(self._source.loader, DataLoader):
             keep_workers(self._source.loader)
-
-    def _whole(self) -> Whole:
-        return resumable_whole(self.loader, self._group, self._batches_per_step)
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
         """Where this rank is in the pass under way, and its generators' states: plain data and tensors. Local.
@@ -75,17 +62,15 @@ class Resumable:
         Raises:
             ConfigurationError: Fewer batches than that were handed out.
         """
-        under_way = self.iterator is not None and not self._source.is_over
-        position = self._resumed
-        if position is None and under_way:
-            position = self._source.position(batches)
+        current = None if self.iterator is None or self.iterator.current.is_over else self.iterator.current
+        position = current.position(batches) if current and self._resumed is None else self._resumed
         return self._about() | {
             "rank": get_rank(self._group),
             "world_size": get_world_size(self._group),
-            "passes": self._passes - (self._resumed is None and under_way),
-            "generators": [plain_state(state) for state in states_of_generators(self._source.sources)],
+            "passes": self._passes - (self._resumed is None and current is not None),
+            "generators": states_of_generators(self._source.sources),
             "has_workers": self._had_workers or self._keeps_workers(),
-            "data": [plain_state(get_state_of(generator)) for generator in self._generators_of_data()],
+            "data": [get_state_of(generator) for generator in self._generators_of_data()],
             "pass": position,
         }
 
@@ -115,12 +100,12 @@ class Resumable:
         if self._resumed is not None:
             self._resumed, self._passes = None, self._passes + 1
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> ShardedIterator:
         before, resumed = RandomStates.of(self._source.sources), self._resumed
         starts_workers = self._had_workers and not self._keeps_workers()
         self._source.start = Start(self._passes, before, resumed, starts_workers)
         self._resumed, self._had_workers = None, False
-        iterator = super().__iter__()  # type: ignore[misc]
+        iterator = super().__iter__()
         if resumed is not None:
             set_global_state(before.of_process)
             if not resumed["drawn"]:
@@ -163,11 +148,7 @@ class Resumable:
             )
 
 
-class ResumableLoader(Resumable, ShardedLoader):
-    """A sharded loader with a state."""
-
-
-class ResumableDataLoader(Resumable, ShardedDataLoader):
+class ResumableDataLoader(Resumable, ShardedDataLoader):  # type: ignore[misc]
     """A sharded ``DataLoader`` with a state."""
 
 
@@ -190,5 +171,5 @@ def resumable_loader(
         return loader
     if isinstance(loader, ShardedLoader):
         loader = loader.loader
-    kind = ResumableDataLoader if isinstance(loader, DataLoader) else ResumableLoader
+    kind = ResumableDataLoader if isinstance(loader, DataLoader) else Resumable
     return kind(loader, "own" if is_distributed(loader) else batch_size, group, at_least)

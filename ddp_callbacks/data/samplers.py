@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -13,9 +14,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 from ddp_callbacks.data.global_state import digest_of
 
 _CHUNK = 4096  # indices computed at a time
-_ROUNDS = 8
-_FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64, as signed numbers
-_LARGEST = 1 << 62
+_ROUNDS = 4
 _FIXED = {type(iter([])), type(iter(())), type(iter(range(0)))}  # iterators over what is there already
 
 
@@ -46,15 +45,15 @@ def _draws_first(sampler: Any) -> bool:
     """Whether its order is drawn when the pass begins, or from a generator that no one else has."""
     if type(sampler) is RandomSampler and sampler.generator is not None:
         return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
-    return type(sampler) is LazyRandomSampler or type(sampler).__module__.startswith("torch.utils.data")
+    return type(sampler).__module__.startswith(("torch.utils.data", "ddp_callbacks."))
 
 
 class LazyRandomSampler(Sampler[int]):
     """Shuffles a data set of any size: each index is computed when it is asked for.
 
     torch's ``RandomSampler`` draws the whole order first: for 10^8 samples it takes seconds, and 4 GB. This one begins
-    at once anywhere in the order, in constant memory. Each pass yields every index once. The order is a pseudorandom
-    permutation, not one drawn uniformly from all.
+    at once anywhere in the order, and needs little memory. Each pass yields every index once. The order is a
+    pseudorandom permutation, not one drawn uniformly from all.
 
     Args:
         data_source: The data set; only its length is used.
@@ -87,37 +86,28 @@ class LazyRandomSampler(Sampler[int]):
 
 
 def _permuted(start: int, size: int, key: int) -> Iterator[int]:
-    """Numbers ``start`` to ``size`` of a pseudorandom permutation of ``range(size)``."""
-    for first in range(start, size, _CHUNK):
-        yield from _permute(torch.arange(first, min(first + _CHUNK, size)), size, key).tolist()
+    """Numbers ``start`` to ``size`` of a pseudorandom permutation of ``range(size)``.
 
-
-def _permute(numbers: torch.Tensor, size: int, key: int) -> torch.Tensor:
-    """The images of int64 ``numbers`` under a permutation of ``range(size)``.
-
-    A Feistel network on pairs, of which there are at least ``size``; what falls outside is permuted again until it is
-    inside.
+    A Feistel network on the cells of a square that has at least ``size``: row and column are shifted in turn, each by a
+    random number that depends on the other. What falls outside is permuted again until it is inside.
     """
-    columns = max(1, int(size**0.5))
-    rows = -(-size // columns)
-    numbers = _feistel(numbers, rows, columns, key)
-    while (outside := numbers >= size).any():
-        numbers[outside] = _feistel(numbers[outside], rows, columns, key)
-    return numbers
+    columns = max(1, math.isqrt(size))
+    rows = max(1, -(-size // columns))
+    generator = torch.Generator().manual_seed(key)
+    shifts = [
+        (torch.randint(rows, (columns,), generator=generator), torch.randint(columns, (rows,), generator=generator))
+        for _ in range(_ROUNDS)
+    ]
 
+    def permute(numbers: torch.Tensor) -> torch.Tensor:
+        row, column = numbers // columns, numbers % columns
+        for by_column, by_row in shifts:
+            row = (row + by_column[column]) % rows
+            column = (column + by_row[row]) % columns
+        return row * columns + column
 
-def _feistel(numbers: torch.Tensor, rows: int, columns: int, key: int) -> torch.Tensor:
-    row, column = numbers // columns, numbers % columns
-    for turn in range(0, _ROUNDS, 2):
-        row = (row + _mixed(column, key, turn)) % rows
-        column = (column + _mixed(row, key, turn + 1)) % columns
-    return row * columns + column
-
-
-def _mixed(values: torch.Tensor, key: int, turn: int) -> torch.Tensor:
-    """A hash of each value: splitmix64's, without its sign bit."""
-    salt = digest_of(key, turn) % _LARGEST
-    for factor, shift in zip(_FACTORS, (30, 27), strict=True):
-        values = (values + salt) * factor
-        values = values ^ (values >> shift)
-    return (values ^ (values >> 31)) & (_LARGEST - 1)
+    for first in range(start, size, _CHUNK):
+        numbers = permute(torch.arange(first, min(first + _CHUNK, size)))
+        while (outside := numbers >= size).any():
+            numbers[outside] = permute(numbers[outside])
+        yield from numbers.tolist()

@@ -10,7 +10,7 @@ The kind of loader decides how a batch is divided:
 map-style ``DataLoader``        before loading: a rank loads only its samples (:mod:`.before_loading`), of an order
                                 that rank 0 draws (:mod:`.order`)
 any other iterable of batches,  after loading: every rank produces the whole batch under rank 0's random state and
-any loader with a state_dict    keeps its slice of every tensor (:mod:`.after_loading`)
+any loader with a state_dict    keeps its slice of every tensor (:mod:`.whole`)
 ``DistributedSampler`` inside   not divided: it is this rank's part already
 ==============================  =======================================================================================
 
@@ -30,22 +30,13 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_callbacks._torch import forget_workers
-from ddp_callbacks.data.after_loading import SlicingIterator, TakingIterator
-from ddp_callbacks.data.before_loading import Division, Part, PartIterator, divide_before_loading, has_state
-from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.nested import length_of, name_of
+from ddp_callbacks.data.before_loading import divide_before_loading
+from ddp_callbacks.data.iterator import ShardedIterator, Source
+from ddp_callbacks.data.nested import has_state, name_of
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size
+from ddp_callbacks.data.steps import Divider, Division
 from ddp_callbacks.data.whole import Whole
 from ddp_callbacks.process_group import get_rank, get_world_size
-
-__all__ = [
-    "ShardedDataLoader",
-    "ShardedLoader",
-    "is_distributed",
-    "length_of",
-    "shard_loader",
-    "with_shares",
-]
 
 _LEFT_ALONE = (
     "The loader of {name} has a DistributedSampler, so it is left as it is: its batch is that of one process, not "
@@ -73,6 +64,8 @@ class ShardedLoader:
         shares: Shares of the batches drawn so far that no caller has taken, oldest first.
     """
 
+    is_resumable = False
+
     def __init__(self, loader: Any, division: Division, group: dist.ProcessGroup | None, at_least: int) -> None:
         self.loader = loader
         self.shares: deque[Share] = deque()
@@ -82,18 +75,13 @@ class ShardedLoader:
         self._group = group
         self._passes = 0
         self._at_least = at_least
-        self._source: Part | Whole = divide_before_loading(loader, division, group, at_least) or self._whole()
+        divider = Divider(division, get_rank(group), get_world_size(group), at_least)
+        source = divide_before_loading(loader, divider, group)
+        self._source: Source = Whole(loader, divider, group, self.is_resumable) if source is None else source
         if has_state(loader) and not has_state(type(self)):
             # As attributes, as protocols look for them. Every rank draws all batches of such a loader: its state is
             # that of a single process, the same on all ranks, and can be loaded with any number of ranks.
             self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
-
-    def _whole(self) -> Whole:
-        return Whole(self.loader, self._group, self._batches_per_step)
-
-    @property
-    def _batches_per_step(self) -> int:
-        return get_world_size(self._group) if self._division == "per_process" else 1
 
     def __reduce__(self) -> Any:
         """A copy or pickle uses the default group and starts from the beginning."""
@@ -113,16 +101,10 @@ class ShardedLoader:
             if isinstance(loader, DataLoader):
                 forget_workers(loader)
 
-    def keep_indices(self) -> None:
-        """Keep the indices of each batch drawn from now on, see :attr:`indices`."""
-        if isinstance(self._source, Part):
-            self._source.keeps_indices = self.loader.batch_sampler is not None
-
     @property
     def indices(self) -> list[list[Any]] | None:
-        """This rank's indices of each batch of the last pass, if kept; an empty list for a padding batch."""
-        part = self._source
-        return part.current.indices if isinstance(part, Part) and part.keeps_indices and part.current else None
+        """This rank's indices of each batch of the pass under way, if batches are dealt out and have indices."""
+        return getattr(self.iterator and self.iterator.current, "indices", None) or None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:
@@ -131,23 +113,17 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         length = len(self.loader)
-        if self._division == "dealt":
-            return length if self.limit is None else -(-min(length, self.limit) // get_world_size(self._group))
-        return -(-min(length, self.limit or length) // self._batches_per_step)
+        if self._division == "dealt" and self.limit is None:
+            return length
+        limit = length if self.limit is None else self.limit
+        return -(-min(length, limit) // self._source.divider.per_step)
 
     def __iter__(self) -> ShardedIterator:
         self._source.limit = self.limit
-        iterator = self._iterate(self._source)
+        iterator = self._source.iterate(self.shares)
         self._running = weakref.ref(iterator)
         self._passes += 1
         return iterator
-
-    def _iterate(self, source: Part | Whole) -> ShardedIterator:
-        if isinstance(source, Part):
-            return PartIterator(source, self.shares)
-        if self._division != "global":
-            return TakingIterator(source, self._group, self.shares, is_dealt=self._division == "dealt")
-        return SlicingIterator(source, self._group, self.shares, at_least=self._at_least)
 
 
 class ShardedDataLoader(ShardedLoader, DataLoader[Any]):  # type: ignore[misc]

@@ -1,7 +1,9 @@
-"""Loaders whose batches every rank produces, whole and alike: how they draw, and how they go on in a later run.
+"""Division after loading: every rank produces the whole batches, under rank 0's random state, and takes its part.
+
+How a resumable one goes on in a later run:
 
 ============================  =========================================================================================
-with ``state_dict``, length   goes on by its own ``state_dict``
+with ``state_dict``, length   by its own ``state_dict``
 any other iterable            is produced again on every rank and dropped: this costs as much time as it took to produce
 ============================  =========================================================================================
 """
@@ -10,147 +12,202 @@ from __future__ import annotations
 
 import collections
 import itertools
-import zlib
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from ddp_callbacks._torch import copied_loader, keeps_iterator, start_workers_for_each_pass
-from ddp_callbacks.data.before_loading import has_state, used_of
-from ddp_callbacks.data.global_state import RandomStates, plain_state, states_of_generators
-from ddp_callbacks.data.nested import arrays_in, length_of, name_of
-from ddp_callbacks.data.order import Start
+from ddp_callbacks.comm.agreement import require_agreement
+from ddp_callbacks.comm.checksums import checksum_of, is_dense
+from ddp_callbacks.data.global_state import RandomStates, states_of_generators
+from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source
+from ddp_callbacks.data.nested import arrays_in, has_state, length_of, name_of, undividable
 from ddp_callbacks.data.random_state import SharedRandomState
+from ddp_callbacks.data.shares import Share, WholeBatch, common_size, slice_samples
+from ddp_callbacks.data.steps import Divider
+from ddp_callbacks.data.workers import StartingWorkers
 from ddp_callbacks.errors import ConfigurationError
 
+_END = object()
 
-class Whole:
+
+class _WholePass(Pass):
+    """A pass over whole batches. The constructor is a collective; call it before ``iter``."""
+
+    def __init__(self, whole: Whole) -> None:
+        self._whole, self._position = whole, whole.resumed
+        self._drawn = self._checksum = 0  # of batches produced in this pass; of the first
+        if position := self._position:
+            self.used, self._drawn, self._checksum = position["batches"], position["drawn"], position["first"]
+            RandomStates(*position["begin"]).put_back(whole.sources)
+            if whole.is_stateful:
+                whole.loader.load_state_dict(position["loader"])
+        self.state = SharedRandomState(whole.sources, group=whole.group)
+        self._begin = RandomStates(self.state.state, states_of_generators(whole.sources))
+
+    def skip(self, batches: Iterator[Any]) -> None:
+        """Leave out what an earlier run has done. Call it after ``iter``."""
+        whole, position = self._whole, self._position
+        if position is None or not self._drawn:
+            return
+        if whole.is_stateful and whole.start:
+            self.state.state = position["drawing"]
+            whole.start.before.put_back(whole.sources)
+            return
+        with self.state.drawing():
+            found = checksum_of_content(next(batches, None))
+            collections.deque(itertools.islice(batches, self._drawn - 1), maxlen=0)
+        if found != self._checksum:
+            raise ConfigurationError(
+                f"{name_of(whole.loader)} does not yield the batches of the run that was saved: the first batch of the "
+                f"pass has the checksum {found}, and had {self._checksum}. Go on with the data set and the batch size "
+                "of that run, and take its randomness from torch's, Python's or NumPy's global random state, or from "
+                "generators that are its attributes."
+            )
+
+    def produce(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches that are left, the same ones on every rank."""
+        for number in itertools.count():
+            with self.state.drawing():
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            if number == 0:
+                self._whole.require_divisible(batch)
+            if not self._drawn:
+                self._checksum = checksum_of_content(batch)
+            if self._whole.divider.division == "global":
+                # Lightning and Torchbearer draw one batch ahead.
+                self.first = batch if number == 0 else self.first if number == 1 else None
+            self._drawn += 1
+            yield batch
+
+    def position(self, batches: int | None) -> dict[str, Any]:
+        whole, used = self._whole, self.count_used(batches)
+        drawn = min(used * whole.divider.per_step, self._drawn)
+        found = {"batches": used, "drawn": drawn, "first": self._checksum, "begin": list(self._begin)}
+        if not whole.is_stateful:
+            return found
+        if used != self.used:
+            raise ConfigurationError(
+                f"batches must be {self.used}, those handed out, as a state of {name_of(whole.loader)} is "
+                f"that after its last batch, got {batches}. Draw no batch ahead from it."
+            )
+        return found | {"drawing": self.state.state, "loader": whole.loader.state_dict()}
+
+
+class Whole(Source):
     """A loader that produces whole batches.
 
     Args:
         loader: The user's; it is not changed.
-        group: Of the ranks, which all produce the same batches.
-        per_step: The number of batches of a step.
+        is_resumable: A later run may go on in the middle of a pass.
 
     Attributes:
-        loader: What is iterated over.
-        sources: What may have random generators.
-        start: Of the next pass, if the loader is resumable.
-        drawn: The number of batches that it has produced in this pass.
-        is_over: The pass has no batch left.
-        limit: The number of batches to take of each pass; ``None``: all.
+        is_stateful: It goes on by a ``state_dict`` of its own, as torchdata's ``StatefulDataLoader`` does.
     """
 
-    def __init__(self, loader: Any, group: dist.ProcessGroup | None, per_step: int) -> None:
-        self.loader: Any = loader
-        self.sources: tuple[Any, ...] = (loader, getattr(loader, "sampler", None), getattr(loader, "dataset", None))
-        self.start: Start | None = None
-        self.drawn = self._handed_out = 0
-        self.is_over = False
-        self.limit: int | None = None
-        self._group, self._per_step = group, per_step
-        self._first = 0  # the checksum of the first batch
+    def __init__(
+        self, loader: Any, divider: Divider, group: dist.ProcessGroup | None, is_resumable: bool = False
+    ) -> None:
+        sources = (loader, getattr(loader, "sampler", None), getattr(loader, "dataset", None))
+        self._items_are_samples = _yields_samples(loader)
+        # Hosts draw a batch ahead from a loader without a length, and its state would be that after this batch.
+        self.is_stateful = is_resumable and has_state(loader) and length_of(loader) is not None
+        if is_resumable and isinstance(loader, DataLoader):
+            if keeps_iterator(loader):
+                raise ConfigurationError(
+                    f"{type(loader).__name__} keeps an iterator of its own from pass to pass, and where it is cannot "
+                    "be saved. Use a plain DataLoader with persistent_workers=True, or do not make the run resumable."
+                )
+            loader = copied_loader(loader)
+            if not self.is_stateful:
+                start_workers_for_each_pass(loader)  # or what they draw would depend on earlier passes
+        super().__init__(loader, sources, divider, group)
 
-    def begin(self) -> SharedRandomState:
-        """The state to draw from. A collective; call it before ``iter``."""
-        self.drawn, self._handed_out, self.is_over = 0, 0, False
-        if position := self._resumed:
-            RandomStates.from_plain(position["begin"]).put_back(self.sources)
-        # Kept apart with a single process, too: other draws in between must not change what is produced again.
-        self._shared = SharedRandomState(self.sources, group=self._group, always=self.start is not None)
-        self._begin = RandomStates(self._shared.state, states_of_generators(self.sources))
-        return self._shared
+    def iterate(self, shares: deque[Share]) -> ShardedIterator:
+        begun = _WholePass(self)
+        with begun.state.drawing(), StartingWorkers(self.loader):
+            batches = iter(self.loader)
+        begun.skip(batches)
+        return _WholeIterator(self, begun, batches, shares)
 
-    @property
-    def _resumed(self) -> Any:
-        return self.start.position if self.start else None
+    def size_of(self, batch: Any) -> int:
+        """The number of samples; 1 of what is not divided.
 
-    def skip(self, batches: Iterator[Any]) -> None:
-        """Leave out what an earlier run has done. Call it after ``iter``."""
-        if position := self._resumed:
-            self.drawn, self._handed_out, self._first = position["drawn"], position["batches"], position["first"]
-            self._go_on(position, batches)
+        Raises:
+            ConfigurationError: It must be divided, and cannot.
+        """
+        size = None if self._items_are_samples else common_size(batch)
+        if size is None and self.divider.division == "global" and self.divider.world_size > 1:
+            shapes = ", ".join(str(list(array.shape)) for array in itertools.islice(arrays_in(batch), 4))
+            why = "is taken for one sample" if self._items_are_samples else "has no common first dimension"
+            raise undividable(name_of(self.loader), f"({type(batch).__name__}: {shapes or 'no tensors'}) {why}")
+        return 1 if size is None else size
 
-    def _go_on(self, position: Mapping[str, Any], batches: Iterator[Any]) -> None:
-        if not self.drawn:
+    def part_of(self, batch: Any, part: slice) -> Any:
+        """Some samples of a batch."""
+        return slice_samples(batch, self.size_of(batch), part)
+
+    def compared(self, first: Any) -> WholeBatch:
+        part, share = self.divider.to_compare(self.size_of(first))
+        return WholeBatch(first, self.part_of(first, part), share)
+
+    def require_divisible(self, batch: Any) -> None:
+        """Raise unless the first batch is equal on all ranks, with its samples in front. A collective."""
+        if self.divider.world_size == 1:
             return
-        with self._shared.drawing():
-            found = checksum_of_content(next(batches, None))
-            collections.deque(itertools.islice(batches, self.drawn - 1), maxlen=0)
-        if found != self._first:
-            raise ConfigurationError(
-                f"{name_of(self.loader)} does not yield the batches of the run that was saved: the first batch of the "
-                f"pass has the checksum {found}, and had {self._first}. Go on with the data set and the batch size of "
-                "that run, and take its randomness from torch's, Python's or NumPy's global random state, or from "
-                "generators that are its attributes."
-            )
-
-    def has_produced(self, batch: Any) -> None:
-        """Call it for each batch."""
-        if self.start is not None and not self.drawn:
-            self._first = checksum_of_content(batch)
-        self.drawn += 1
-
-    def hand_out(self) -> None:
-        """A step of one or more batches has been handed out."""
-        self._handed_out += 1
-
-    def position(self, batches: int | None) -> dict[str, Any]:
-        """The state of the pass under way."""
-        used = used_of(batches, self._handed_out)
-        drawn = min(used * self._per_step, self.drawn)
-        return {"batches": used, "drawn": drawn, "first": self._first, "begin": self._begin.plain()}
-
-
-class StatefulWhole(Whole):
-    """A loader with a ``state_dict`` of its own, such as torchdata's ``StatefulDataLoader``."""
-
-    def begin(self) -> SharedRandomState:
-        if position := self._resumed:
-            self.loader.load_state_dict(position["loader"])
-        return super().begin()
-
-    def _go_on(self, position: Mapping[str, Any], batches: Iterator[Any]) -> None:
-        assert self.start is not None
-        self._shared.state = position["drawing"]
-        self.start.before.put_back(self.sources)
-
-    def position(self, batches: int | None) -> dict[str, Any]:
-        if batches not in (None, self._handed_out):
-            raise ConfigurationError(
-                f"batches must be {self._handed_out}, those handed out, as a state of {name_of(self.loader)} is "
-                f"that after its last batch, got {batches}. Draw no batch ahead from it."
-            )
-        state = {"drawing": plain_state(self._shared.state), "loader": self.loader.state_dict()}
-        return super().position(batches) | state
-
-
-def resumable_whole(loader: Any, group: dist.ProcessGroup | None, per_step: int) -> Whole:
-    """How a loader that is not divided before loading goes on."""
-    if isinstance(loader, DataLoader) and keeps_iterator(loader):
-        raise ConfigurationError(
-            f"{type(loader).__name__} keeps an iterator of its own from pass to pass, and where it is cannot be saved. "
-            "Use a plain DataLoader with persistent_workers=True, or do not make the run resumable."
+        name = name_of(self.loader)
+        require_agreement(
+            {f"{name}: checksum of the first batch": checksum_of_content(batch)},
+            f"the batches that {name} yields",
+            f"Every process yields the batches of {name} under rank 0's random state (torch's, Python's and "
+            "NumPy's global ones), and takes its part of each. Yield the same on every process. (In Lightning, "
+            "Trainer(use_distributed_sampler=False) leaves loaders alone that yield each process's own.)",
+            self.group,
         )
-    # Hosts draw a batch ahead from a loader without a length, and its state would be that after this batch.
-    is_stateful = has_state(loader) and length_of(loader) is not None
-    whole = (StatefulWhole if is_stateful else Whole)(loader, group, per_step)
-    if isinstance(loader, DataLoader):
-        whole.loader = copied_loader(loader)
-        if not is_stateful:
-            start_workers_for_each_pass(whole.loader)  # or what they draw would depend on earlier passes
-    return whole
+        _require_samples_first(self.loader, batch)
+
+
+class _WholeIterator(ShardedIterator):
+    """Takes this rank's part of each step."""
+
+    def __init__(self, whole: Whole, begun: _WholePass, batches: Iterator[Any], shares: deque[Share]) -> None:
+        super().__init__(whole, begun, batches, shares)
+        produced = itertools.islice(begun.produce(batches), whole.limit)
+        self._steps = whole.divider.steps(produced, whole.size_of, whole.part_of)
+
+    def _take(self) -> tuple[Any, Share]:
+        step = next(self._steps)
+        return step.part, step.share
 
 
 def checksum_of_content(batch: Any) -> int:
-    """Of the first numbers in each tensor and array of a batch in memory."""
-    checksum = 0
-    for array in arrays_in(batch):
-        if isinstance(array, torch.Tensor) and (array.is_sparse or array.device.type != "cpu"):
-            continue
-        raw = array.detach().reshape(-1)[:64] if isinstance(array, torch.Tensor) else array.reshape(-1)[:64]
-        checksum = zlib.crc32(repr((tuple(array.shape), raw.tolist())).encode(), checksum)
-    return checksum
+    """Of the first numbers in each tensor and array of a batch."""
+    arrays = [array for array in arrays_in(batch) if not isinstance(array, torch.Tensor) or is_dense(array)]
+    return checksum_of([(list(array.shape), array.reshape(-1)[:64]) for array in arrays])
+
+
+def _yields_samples(loader: Any) -> bool:
+    """Whether its items are those of a map-style data set under one index, whose first dimension can be anything."""
+    data = loader.dataset if isinstance(loader, DataLoader) else loader
+    is_map_style = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
+    return is_map_style and getattr(loader, "batch_sampler", None) is None
+
+
+def _require_samples_first(loader: Any, batch: Any) -> None:
+    """Raise if the loader's ``collate_fn`` has put the samples of the first batch along the second dimension."""
+    if not isinstance(loader, DataLoader) or not loader.batch_size or loader.collate_fn is default_collate:
+        return
+    size = loader.batch_size
+    shapes = [list(tensor.shape) for tensor in arrays_in(batch) if tensor.ndim > 1]
+    if size > 1 and shapes and all(first != size == second for first, second, *_ in shapes):
+        raise ConfigurationError(
+            "samples must lie along the first dimension of a batch, which is divided, got tensors of shape "
+            f"{', '.join(map(str, shapes))} with batch_size={size}. Let collate_fn put the samples first "
+            "(batch_first), and transpose in the model."
+        )

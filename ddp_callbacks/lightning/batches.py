@@ -15,8 +15,9 @@ import torch
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.cross_entropy import CrossEntropyWeight
+from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.resuming import resumable_loader
-from ddp_callbacks.data.sharding import ShardedLoader, deal_out, length_of, shard_loader
+from ddp_callbacks.data.sharding import ShardedLoader, deal_out, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, common_size
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer

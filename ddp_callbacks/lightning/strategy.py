@@ -17,7 +17,6 @@ from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook
-from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.errors import Preempted
@@ -261,8 +260,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         sharded = shard(dataloader, self._batch_size, name, needed, is_resumable=self.resume is not None)
         if self.resume is not None:
             self.resume.take_loader(name, sharded)
-        if self._trainer.predicting and isinstance(sharded, ShardedLoader):
-            sharded.keep_indices()
         return sharded
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -29,9 +29,10 @@ from torchbearer.callbacks import CallbackList
 
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.data.iterator import ShardedIterator
+from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.random_state import RunRandomState, broadcast_rng_state
 from ddp_callbacks.data.resuming import resumable_loader
-from ddp_callbacks.data.sharding import ShardedLoader, length_of, shard_loader
+from ddp_callbacks.data.sharding import ShardedLoader, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size, slice_batch
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.torchbearer.base import (
@@ -201,10 +202,8 @@ class ShardData(DistributedCallback):
 
     def _take_share(self, state: State) -> Share:
         iterator = state[torchbearer.ITERATOR]
-        if isinstance(iterator, ShardedIterator):
-            share = iterator.take_share()
-            if share is not None:
-                return share
+        if isinstance(iterator, ShardedIterator) and (share := iterator.take_share()):
+            return share
         batch = (state[torchbearer.X], state.get(torchbearer.Y_TRUE))
         size = common_size(batch)
         if iterator is None and aggregator_of(state) is not None:

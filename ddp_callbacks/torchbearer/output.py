@@ -15,7 +15,7 @@ from torchbearer import Callback
 from torchbearer.callbacks import ConsolePrinter, CSVLogger, LiveLossPlot, Tqdm
 from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 
-from ddp_callbacks.data.random_state import plain_global_state
+from ddp_callbacks.data.global_state import get_global_state
 from ddp_callbacks.files import remove_leftovers, write_atomically
 from ddp_callbacks.torchbearer._torchbearer import Checkpointer
 from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, State, flat_callbacks, wrap_methods
@@ -68,7 +68,7 @@ def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool =
     if self.save_model_params_only:
         saved = model_state[torchbearer.MODEL].state_dict()
     else:
-        saved = model_state[torchbearer.SELF].state_dict() | {RANDOM_STATE: plain_global_state()}
+        saved = model_state[torchbearer.SELF].state_dict() | {RANDOM_STATE: get_global_state()}
     write_atomically(
         path,
         lambda temporary: torch.save(

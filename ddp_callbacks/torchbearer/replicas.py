@@ -17,8 +17,8 @@ from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
 from ddp_callbacks.comm.codec import pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_json, any_rank, broadcast_tensors
-from ddp_callbacks.data.random_state import set_global_state
-from ddp_callbacks.data.sharding import length_of
+from ddp_callbacks.data.global_state import set_global_state
+from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas import (

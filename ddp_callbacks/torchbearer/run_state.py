@@ -13,7 +13,8 @@ import torchbearer
 from ddp_callbacks.checkpoints import LocalStates, Saved
 from ddp_callbacks.checkpoints.about import describe_loader, describe_model
 from ddp_callbacks.checkpoints.attributes import decode, encode, memory_of_model
-from ddp_callbacks.data.random_state import RunRandomState, set_global_state
+from ddp_callbacks.data.global_state import set_global_state
+from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.torchbearer._torchbearer import advance_bar, has_own_closure, metrics_within
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, flat_callbacks

@@ -11,13 +11,8 @@ import torch
 import torch.distributed as dist
 from shared_worlds import World, by_rank
 
-from ddp_callbacks.data.random_state import (
-    SharedRandomState,
-    broadcast_rng_state,
-    get_global_state,
-    seed_by_rank,
-    set_global_state,
-)
+from ddp_callbacks.data.global_state import get_global_state, set_global_state
+from ddp_callbacks.data.random_state import SharedRandomState, broadcast_rng_state, seed_by_rank
 
 pytestmark = pytest.mark.shares_results()
 WORLD = World(__name__)
@@ -35,7 +30,7 @@ def draw() -> list[float]:
 
 def draws(seed: int, count: int) -> list[list[float]]:
     """What one process draws."""
-    before = get_global_state(False)
+    before = get_global_state()
     seed_all(seed)
     found = [draw() for _ in range(count)]
     set_global_state(before)

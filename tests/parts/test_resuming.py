@@ -13,7 +13,7 @@ from loaders import LOADERS, SAMPLES, Endless, Lazy, seed_all
 from torch.utils.data import DataLoader, Dataset, RandomSampler, WeightedRandomSampler
 
 from ddp_callbacks import resumable_loader
-from ddp_callbacks.data.random_state import get_global_state, set_global_state
+from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.data.samplers import LazyRandomSampler
 from ddp_callbacks.errors import ConfigurationError
 
@@ -96,7 +96,7 @@ def test_a_pass_cut_twice_goes_on() -> None:
     torch.manual_seed(0)
     loader = resumable_loader(DataLoader(NUMBERS, batch_sampler=Lazy()))
     state = loader.state_dict()
-    before = get_global_state(False)
+    before = get_global_state()
     whole = lists(left(loader, state))
     set_global_state(before)
     batches, state = iter(loader), None
@@ -105,9 +105,9 @@ def test_a_pass_cut_twice_goes_on() -> None:
             whole.remove(next(batches).tolist())
             torch.rand(2)
         loader.load_state_dict(loader.state_dict())
-        random_state = get_global_state(False)
+        random_state = get_global_state()
         batches = iter(loader)
-        assert repr(get_global_state(False)) == repr(random_state)
+        assert repr(get_global_state()) == repr(random_state)
     assert lists(batches) == whole
 
 
@@ -247,8 +247,7 @@ def test_the_first_batch_after_many_of_a_huge_data_set_comes_at_once(name: str) 
     running = iter(loader)
     next(running)
     state = loader.state_dict()
-    indices = {"lengths": torch.tensor([size]), "indices": torch.tensor(last)}
-    state["pass"] |= {"batches": batches, "drawn": batches, "last": indices}
+    state["pass"] |= {"batches": batches, "drawn": batches, "last": last}
     begin = time.thread_time()
     loader.load_state_dict(state)
     assert next(iter(loader)).tolist() == expected
