@@ -1,44 +1,15 @@
-"""Start ranks on nodes: what must be known of a node, and the variables that its ranks get."""
+"""Start ranks on nodes: the variables and the command that each gets."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from ddp_callbacks.launcher import facts
-from ddp_callbacks.launcher.connection import Connection, NodeProblem
+from ddp_callbacks.launcher.connection import Connection
 from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.launcher.remote import as_hex
 
 STORE = ("-P", "-m", "ddp_callbacks.launcher.store")  # the command for the first node's interpreter
-
-
-def ask_for_facts(node: Connection, which: str, seconds: float) -> dict[str, Any]:
-    """What :mod:`ddp_callbacks.launcher.facts` prints there; ``which`` is its first argument.
-
-    Raises:
-        NodeProblem: The interpreter there cannot run it.
-    """
-    words = node.plan.words(
-        node.plan.python, "-P", "-c", Path(facts.__file__).read_text(), which, str(node.plan.cores or 0)
-    )
-    said = node.ask("output", argv=[as_hex(word) for word in words], seconds=seconds)
-    if said["code"]:
-        needs = f"--setup {node.plan.setup!r} or Python failed" if node.plan.setup else "needs Python 3.11 or newer"
-        raise NodeProblem(f"{needs}: {said['err'].strip().rpartition(chr(10))[2]}")
-    return dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # below what --setup may print
-
-
-def find_interface(node: Connection, address: str) -> None:
-    """Find the interface of a node on the route to ``address``; gloo and NCCL use it, unless the user chose another.
-
-    Raises:
-        NodeProblem: There is no route.
-    """
-    own = node.ask("route", address=address)["address"]
-    node.place["interface"] = node.place["interfaces"].get(own, "")
 
 
 def start_ranks(job: Job, nodes: Sequence[Connection], where: tuple[str, int], restarts: int = 0) -> None:
@@ -57,7 +28,7 @@ def start_ranks(job: Job, nodes: Sequence[Connection], where: tuple[str, int], r
             "ROLE_WORLD_SIZE": sum(counts),
             "TORCHELASTIC_RESTART_COUNT": restarts,
             "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
-            "TORCHELASTIC_RUN_ID": job.run_id,
+            "TORCHELASTIC_RUN_ID": job.rdzv_id,
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "PYTHONPATH": f"{node.place['package']}/launcher/hook",
         }

@@ -308,7 +308,7 @@ def no_torch(tmp_path: Path) -> dict[str, str]:
         (["doctor", "--help"], 0, "usage: ddprun doctor"),
         (["--dry-run", "-H", "localhost:2", "x.py"], 0, "node 0: localhost"),
         (["--nproc-per-nodes", "2", "x.py"], 2, "ddprun: unknown flag --nproc-per-nodes: neither ddprun nor torchrun"),
-        (["doctor", "--jsn"], 2, "ddprun: unrecognized arguments: --jsn"),
+        (["doctor", "--jsn"], 2, "ddprun: unknown flag --jsn: neither ddprun nor torchrun has it."),
     ],
 )
 def test_it_answers_without_torch_where_nothing_is_to_be_started(

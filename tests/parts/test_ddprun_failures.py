@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from ddp_callbacks.launcher.failures import End, first_cause
-from ddp_callbacks.launcher.record import Record, read_record
+from ddp_callbacks.launcher.failures import End, Record, first_cause, read_record
 
 DISAGREE = """\
 the ranks disagree about the Trial:

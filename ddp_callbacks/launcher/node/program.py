@@ -80,7 +80,7 @@ class Node:
         self._input: int | None = None  # rank 0's standard input
         self._unread = b""  # what is to go there
         self._leaves = False  # whether this program ends with the ranks
-        self._next_port: int | None = None  # where to listen for the ranks that are started next
+        self._halts = False  # whether others are started next
 
     def serve(self) -> None:
         self._hear()  # data that was read ahead with this program
@@ -88,8 +88,8 @@ class Node:
             self._wait()
             self._ending.look()
             self._reap()
-            if self._next_port is not None and not self._leaves and self._ending.is_quiet():
-                self._get_ready(self._next_port)
+            if self._halts and not self._leaves and self._ending.is_quiet():
+                self._get_ready()
         self._end_store()
         for descriptor in list(self._streams):
             while self._pass_on(descriptor):
@@ -152,9 +152,9 @@ class Node:
             with suppress(BrokenPipeError):
                 os.write(self._store.stdin.fileno(), b"%d\n" % rank)
 
-    def do_halt(self, port: int, seconds: float) -> None:
-        """End the ranks, report it, and wait for others to be started; the first node listens anew, on ``port``."""
-        self._next_port = port
+    def do_halt(self, seconds: float) -> None:
+        """End the ranks; the answer comes once they have ended, and others can be started."""
+        self._halts = True
         self._ending.end(seconds)
 
     def do_beat(self) -> None:
@@ -251,17 +251,13 @@ class Node:
             self._listener.close()
             self._listener = None
 
-    def _get_ready(self, port: int) -> None:
-        """Forget the ranks that have ended, and report that others can be started."""
-        is_first = self._listener is not None
+    def _get_ready(self) -> None:
+        """Forget the ranks that have ended."""
         self._end_store()
-        self._next_port = None
+        self._halts = False
         self._ending.reset()
         self._close_input()
-        try:
-            self._link.report(halted=self.do_listen(self._address, port)["port"] if is_first else 0)
-        except Refusal as refusal:
-            self._link.report(problem=str(refusal))
+        self._answer({})
 
     # --- the event loop -----------------------------------------------------------------------------------------------
 
@@ -307,9 +303,12 @@ class Node:
             except (Refusal, OSError) as error:
                 answer = {"problem": str(error)}
             if answer is not None:
-                self._link.put(b"r", data=json.dumps(answer).encode())
+                self._answer(answer)
         if not self._link.is_open:
             self._lose_launcher(GRACE)
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        self._link.put(b"r", data=json.dumps(answer).encode())
 
     def _speak(self) -> None:
         self._link.write()
