@@ -6,16 +6,16 @@
         cli          the console script
         options      the command line; flags: those that it shares with torchrun
         hosts        which nodes, and how many processes on each: from -H or a host file
-        plan         the job: what runs where
+        plan         the job: what runs where, with which variables
     on this machine, while the job runs: one asyncio event loop
         run          one job after the other; batch_job: the Slurm or PBS job around it, its end and its next start
         connection   one node: messages and answers; remote: the command that reaches it, and why that failed
-        launch       reaches all nodes, starts the job on all, ends it on all; ranks: their numbers and variables
+        launch       reaches all nodes, starts the job on all, ends it on all
         watch        passes on the job's output, restarts or ends it when something fails, and reports why
         output       files and the terminal, line by line, and standard input for rank 0
         failures     which of several failures came first, and the exception that has ended a rank
         stacks       where the ranks are
-        doctor       checks the nodes; diagnosis: what the findings mean
+        doctor       checks the nodes
     on each node
         node         the first process, without this package: starts the ranks, ends them with the connection
         store        hosts the store in which the ranks meet, on the first node

@@ -7,7 +7,7 @@ import ipaddress
 import json
 import random
 import shutil
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -95,10 +95,17 @@ class Connection:
         self._noise = self._errors = b""
         self._answers = asyncio.Queue()
         # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
-        words = [*_DEAF, *command_to(self.plan, self._patience)]
-        self._process = await asyncio.create_subprocess_exec(
-            *words, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
+        # As create_subprocess_exec does, which keeps the transport for itself.
+        words, loop = [*_DEAF, *command_to(self.plan, self._patience)], asyncio.get_running_loop()
+        self._transport, protocol = await loop.subprocess_exec(
+            lambda: SubprocessStreamProtocol(_NOISE, loop),
+            *words,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            start_new_session=True,
         )
+        self._process = Process(self._transport, protocol, loop)
         self._tasks = [asyncio.create_task(read(self._process)) for read in (self._read, self._read_errors)]
         if not self.plan.is_here and self.plan.rsh is not None:
             self._write(FIRST_LINE)
@@ -213,6 +220,7 @@ class Connection:
             task.cancel()
         self._process.stdin.close()
         await self._end_process(timeout if self.greeted else 0)
+        self._transport.close()  # a shared connection of ssh may still hold the pipes
 
     async def _end_process(self, timeout: float) -> None:
         """Wait for the local process; kill it after ``timeout``."""

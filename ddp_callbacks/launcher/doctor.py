@@ -7,21 +7,46 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
-from ddp_callbacks.launcher.diagnosis import Facts, Finding, judge, judge_clock
 from ddp_callbacks.launcher.hosts import NodePlan
-from ddp_callbacks.launcher.plan import Job
-from ddp_callbacks.launcher.ranks import start_ranks
+from ddp_callbacks.launcher.plan import Job, starts
+from ddp_callbacks.versions import how_to_install_this
 
 LIMIT = 20.0  # seconds in total
 _PATIENCE = 3.5  # seconds without a heartbeat
 _ANSWER_TIMEOUT = 10.0  # seconds; a node that takes longer is not asked again
 _FACTS_TIMEOUT = 8.0  # seconds
 _REACH_TIMEOUT = 2.0  # seconds per connection
+GIB = 1 << 30
+_CLOCK = 1.0  # seconds; with a larger difference, files of one node look too new on another
+_MEMORY = 1 * GIB  # free memory
+_SHARED_MEMORY = GIB // 4  # free; a container has 64 MB by default
+_NEEDED = ("torch", "ddp_callbacks")
 _MARKS = {"green": "", "amber": "! ", "red": "FAIL "}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check has found.
+
+    Attributes:
+        node: Its name; empty for all of them together.
+        check: The checked property.
+        level: ``red``: a run would fail; ``amber``: it may surprise.
+        text: The finding, in a few words.
+        remedy: For red and amber: a full sentence with the command to type.
+    """
+
+    node: str
+    check: str
+    level: Literal["green", "amber", "red"]
+    text: str
+    remedy: str = ""
 
 
 def examine(job: Job) -> int:
@@ -58,7 +83,7 @@ class Doctor:
         """All findings, node by node; takes little more than :data:`LIMIT` seconds."""
         await asyncio.gather(*map(self._look, self.nodes))
         known = [node for node in self.nodes if node.place]
-        self._findings += judge({n.plan.name: Facts(n.plan.shell, n.plan.python, n.place) for n in known})
+        self._findings += judge({node.plan: node.place for node in known})
         await asyncio.gather(*(self._try(node, "address", self._listen, _see_addresses) for node in known))
         if len(self._held) > 1:
             await asyncio.gather(*(self._try(node, "ports", self._reach_others, self._allow) for node in self._held))
@@ -147,7 +172,9 @@ class Doctor:
         for node in self.nodes:
             node.place["processes"] = 1
             await node.find_interface(where[0])
-        start_ranks(_probe(self._job), self.nodes, where)
+        messages = starts(_probe(self._job), [(node.plan, node.place) for node in self.nodes], where)
+        for node, message in zip(self.nodes, messages, strict=True):
+            node.tell("start", **message)
         said: dict[str, bytes] = {"o": b"", "e": b""}
         running = len(self.nodes)
         while running:
@@ -185,6 +212,84 @@ def _copy(plan: NodePlan) -> str:
     return (
         f"Copy it: rsync -a --mkpath {here} {shlex.quote(f'{plan.host}:{plan.cwd}/')}. Or choose another with --chdir"
     )
+
+
+# --- what the facts mean ----------------------------------------------------------------------------------------------
+
+
+def judge(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> list[Finding]:
+    """All findings about nodes from their facts, see :mod:`ddp_callbacks.launcher.facts`."""
+    packages = dict.fromkeys([*_NEEDED, *(name for facts in nodes.values() for name in facts["packages"])])
+    findings = [*_pythons(nodes)]
+    for package in packages:
+        findings += _versions(package, nodes)
+    for plan, facts in nodes.items():
+        findings += _sizes(plan, facts)
+    return [*findings, *_gpus(nodes)]
+
+
+def judge_clock(node: str, ahead: float, uncertainty: float) -> Finding:
+    """Seconds by which a clock is ahead of this machine's, and the uncertainty."""
+    how = f"{abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
+    remedy = f"its clock is {how}. Run: timedatectl set-ntp true"
+    return _finding(node, "clock", abs(ahead) <= _CLOCK + uncertainty, f"{ahead:+.1f} s", remedy)
+
+
+def _finding(
+    node: str, check: str, is_good: bool, text: str, remedy: str, level: Literal["amber", "red"] = "amber"
+) -> Finding:
+    return Finding(node, check, "green", text) if is_good else Finding(node, check, level, text, remedy)
+
+
+def _usual(values: Iterable[str]) -> str:
+    """The most frequent value; the first one among equals; empty if there is none."""
+    return next((value for value, _ in Counter(values).most_common(1)), "")
+
+
+def _pythons(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
+    usual = _usual(facts["python"].rpartition(".")[0] for facts in nodes.values())
+    for plan, facts in nodes.items():
+        own = facts["python"]
+        remedy = f"Python {own}, but {usual} on the others. Choose another with --python"
+        yield _finding(plan.name, "python", own.startswith(f"{usual}."), own, remedy)
+
+
+def _versions(package: str, nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
+    """A package on any node must be on all of them, in the same version."""
+    found = {plan: facts["packages"].get(package) for plan, facts in nodes.items()}
+    usual = _usual(version for version in found.values() if version)
+    wanted = f"{package}=={usual.partition('+')[0]}" if usual else package
+    for plan, version in found.items():
+        what = f"{package} {version}, but {usual} on the others" if version else f"{package} is not installed"
+        python = f"{plan.shell}{plan.python}"
+        command = how_to_install_this(python) if package == "ddp_callbacks" else f"{python} -m pip install {wanted}"
+        level: Literal["amber", "red"] = "amber" if package == "numpy" else "red"
+        is_usual = version is not None and version == usual
+        yield _finding(plan.name, package, is_usual, version or "missing", f"{what}. Run: {command}", level)
+
+
+def _sizes(plan: NodePlan, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    yield Finding(plan.name, "cores", "green", str(facts["cores"]))
+    free, shared = facts["free_memory"], facts["shared_memory"]
+    text = f"{free / GIB:.1f} of {facts['memory'] / GIB:.1f} GiB free"
+    remedy = f"less than 1 GiB is free. Check: {plan.shell}ps aux --sort=-rss | head"
+    yield _finding(plan.name, "memory", free >= _MEMORY, text, remedy)
+    remedy = (
+        "DataLoader workers pass batches through it. Run: mount -o remount,size=8g /dev/shm; for Docker: docker run "
+    )
+    text = f"{shared / GIB:.1f} GiB free"
+    yield _finding(plan.name, "/dev/shm", shared >= _SHARED_MEMORY, text, f"{remedy}--shm-size=8g")
+
+
+def _gpus(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
+    has_none = not any(facts["gpus"] for facts in nodes.values())
+    for plan, facts in nodes.items():
+        text = ", ".join(f"{count} x {gpu}" for gpu, count in Counter(facts["gpus"]).items()) or "none"
+        remedy = f"no GPU found, but others have some. Check: {plan.shell}nvidia-smi"
+        yield _finding(plan.name, "GPUs", has_none or bool(facts["gpus"]), text, remedy, "red")
+
+
+# --- the output -------------------------------------------------------------------------------------------------------
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

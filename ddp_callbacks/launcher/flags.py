@@ -102,7 +102,7 @@ START = (
 END = (
     Flag("--grace", "time for a checkpoint when it is asked to stop", "SECONDS", type=_POSITIVE, usual=True),
     Flag("--time-limit", "end after this time; it is asked to stop --grace earlier", "SECONDS", type=_POSITIVE),
-    Flag("--requeue", f"start again, or requeue the job, if all processes exited with {EXIT_PREEMPTED}"),
+    Flag("--requeue", f"requeue the Slurm or PBS job if all processes exited with {EXIT_PREEMPTED}"),
 )
 OUTPUT = (
     Flag("--show-ranks", "ranks whose output is shown: 0,3 or all (default: 0)", "RANKS", "0", _RANKS, usual=True),

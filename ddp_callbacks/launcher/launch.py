@@ -12,8 +12,7 @@ from typing import Any
 
 from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET
 from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
-from ddp_callbacks.launcher.plan import Job
-from ddp_callbacks.launcher.ranks import start_ranks
+from ddp_callbacks.launcher.plan import Job, starts
 from ddp_callbacks.launcher.stacks import WRITING
 from ddp_callbacks.versions import how_to_install_this
 
@@ -186,7 +185,9 @@ class Launch:
     def start(self, nodes: list[Connection]) -> None:
         """Start the ranks on these nodes, which can meet. Returns at once; the nodes report it."""
         self._preparing = None
-        start_ranks(self.job, nodes, self._where, self.restarts)
+        places = [(node.plan, node.place) for node in nodes]
+        for node, message in zip(nodes, starts(self.job, places, self._where, self.restarts), strict=True):
+            node.tell("start", **message)
 
     async def halt(self, nodes: list[Connection]) -> dict[Connection, NodeProblem]:
         """End the ranks of these nodes, so that others can be started there; return the problems."""

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from ddp_callbacks.auto import AUTO
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.launcher.batch_job import JOBS
 from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, REFUSED
 from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts, read_hostfile
 from ddp_callbacks.launcher.plan import Job
@@ -104,7 +105,7 @@ def parse_options(
         parser.exit()
     if not is_doctor and job.training_script is None:
         raise ConfigurationError("name a script to run: ddprun train.py. See ddprun --help.")
-    _refuse_contradictions(job)
+    _refuse_contradictions(job, environ)
     job.nodes = _nodes(job, environ, is_here)
     job.min_nodes = _min_nodes(job)
     job.environ = _variables([*([f"{AUTO}=1"] if job.auto else []), *(job.x or ())], environ, job.nodes)
@@ -114,13 +115,15 @@ def parse_options(
     return job
 
 
-def _refuse_contradictions(job: Job) -> None:
+def _refuse_contradictions(job: Job, environ: Mapping[str, str]) -> None:
     if job.time_limit is not None and job.time_limit <= job.force:
         raise ConfigurationError(f"--time-limit must be longer than --grace ({job.force:g} s), got {job.time_limit:g}.")
     if job.module and job.no_python:
         raise ConfigurationError("--module and --no-python cannot be combined.")
     if job.hosts is not None and job.hostfile is not None:
         raise ConfigurationError("-H and --hostfile both name the nodes. Use one of them.")
+    if job.requeue and not any(map(environ.get, JOBS)):
+        raise ConfigurationError("--requeue needs a Slurm, PBS or LSF job. Elsewhere, --max-restarts starts again.")
 
 
 def _min_nodes(job: Job) -> int:

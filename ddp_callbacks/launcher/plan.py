@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node.ending import GRACE
+from ddp_callbacks.launcher.remote import as_hex
+
+_STORE = ("-P", "-m", "ddp_callbacks.launcher.store")  # the command for the first node's interpreter
 
 
 class Job(Namespace):
@@ -97,3 +101,51 @@ def _where_they_meet(job: Job) -> str:
     usual = "127.0.0.1" if len(job.nodes) == 1 else f"the address of {job.nodes[0].name}"
     where = f"{job.master_addr or usual}, {job.master_port or 'a free port'}"
     return where if job.min_nodes == len(job.nodes) else f"{where}, elastic: {job.min_nodes}:{len(job.nodes)} nodes"
+
+
+def starts(
+    job: Job, nodes: Sequence[tuple[NodePlan, Mapping[str, Any]]], where: tuple[str, int], restarts: int = 0
+) -> Iterator[dict[str, Any]]:
+    """The message by which each of these nodes starts its ranks; the first one hosts their store at ``where``.
+
+    Args:
+        nodes: Each with its place, see :func:`ddp_callbacks.launcher.facts.place`.
+    """
+    counts = [int(place["processes"]) for _, place in nodes]
+    for number, (node, place) in enumerate(nodes):
+        first = sum(counts[:number])
+        variables = {
+            "MASTER_ADDR": where[0],
+            "MASTER_PORT": where[1],
+            "WORLD_SIZE": sum(counts),
+            "LOCAL_WORLD_SIZE": counts[number],
+            "GROUP_RANK": number,
+            "GROUP_WORLD_SIZE": len(counts),
+            "ROLE_NAME": job.role,
+            "ROLE_WORLD_SIZE": sum(counts),
+            "TORCHELASTIC_RESTART_COUNT": restarts,
+            "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
+            "TORCHELASTIC_RUN_ID": job.rdzv_id,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "PYTHONPATH": f"{place['package']}/launcher/hook",
+        }
+        yield {
+            "argv": [as_hex(word) for word in job.words(node)],
+            "ranks": list(range(first, first + counts[number])),
+            "environ": {name: str(value) for name, value in variables.items()},
+            "defaults": _defaults(place),
+            "store": [as_hex(word) for word in node.words(node.python, *_STORE)] if number == 0 else [],
+            "bind": job.bind,
+        }
+
+
+def _defaults(place: Mapping[str, Any]) -> dict[str, str]:
+    """Variables that a rank gets unless they are set on its node."""
+    interface = place.get("interface", "")
+    found = {
+        "OMP_NUM_THREADS": str(max(1, place["cores"] // place["processes"])),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": "" if interface == "lo" else interface,  # NCCL finds its way inside a node
+    }
+    return {name: value for name, value in found.items() if value}

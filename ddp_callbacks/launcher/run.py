@@ -1,9 +1,8 @@
-"""Run a job, once or again after preemptions, and requeue the Slurm or PBS job around it."""
+"""Run a job, and requeue the Slurm or PBS job around it after a preemption."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import os
 import signal
@@ -20,20 +19,15 @@ from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.launcher.watch import Watch
 
 _BRIEF = 10.0  # seconds; a job that ends itself sooner would be started again without end
-_FINAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by which a user ends ddprun for good
 
 
 def run(job: Job) -> int:
-    """Run the job until it ends otherwise than by a preemption after which it is to be started again here."""
-    while True:
-        begin, (seconds, limit) = time.monotonic(), _limit(job)
-        launch, code = asyncio.run(_run(job, seconds, limit))
-        if code == 0 or not job.requeue or not (launch.stopped_by or code == EXIT_PREEMPTED):
-            return code
-        elsewhere = _requeue(launch, code, time.monotonic() - begin)
-        _say(elsewhere or "starting again")
-        if elsewhere:
-            return code
+    """Run the job, and requeue the Slurm or PBS job around it after a preemption; return the exit code."""
+    begin, (seconds, limit) = time.monotonic(), _limit(job)
+    launch, code = asyncio.run(_run(job, seconds, limit))
+    if code and job.requeue and (launch.stopped_by or code == EXIT_PREEMPTED):
+        _say(_requeue(launch, code, time.monotonic() - begin))
+    return code
 
 
 def _limit(job: Job) -> tuple[float, str]:
@@ -50,17 +44,13 @@ def _limit(job: Job) -> tuple[float, str]:
     return end.left, f"the end of {end.name}"
 
 
-def _requeue(launch: Launch, code: int, seconds: float) -> str | None:
-    """Requeue the job; return what was done, or why not. ``None`` if it is to be started again here."""
+def _requeue(launch: Launch, code: int, seconds: float) -> str:
+    """Requeue the job; return what was done, or why not."""
     if code != EXIT_PREEMPTED and launch.has_begun:
         return f"not started again: not every process exited with {EXIT_PREEMPTED}"
     if not launch.stopped_by and seconds < _BRIEF:
         return f"not started again: its processes exited with {EXIT_PREEMPTED} after {seconds:.1f} s, and nobody asked"
-    if line := requeue(os.environ):
-        return line
-    if launch.signal is None and not launch.has_begun:
-        return f"not started again: {launch.stopped_by} came before any process had begun"
-    return f"not started again, because {launch.stopped_by} stopped ddprun" if launch.signal in _FINAL else None
+    return requeue(os.environ)
 
 
 async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
@@ -93,10 +83,7 @@ async def _watch(launch: Launch, output: Output) -> int:
 
 def _output(launch: Launch) -> Output:
     terminal = Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
-    base = Path(launch.job.log_dir).absolute()
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
-    folder = next(base / name for name in names if not (base / name).exists())  # it may have started again just now
+    folder = Path(launch.job.log_dir).absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     try:
         return Output(folder, launch.job.shown, not launch.job.no_prefix, terminal)
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.launcher.stacks import innermost, summary
 
 _QUOTED = 20  # lines of the failed rank to show
+_LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # by torch's C++
 _PAUSE = 0.25  # seconds from the first failure to the end of the others: one may be writing down an earlier one
 
 
@@ -244,7 +246,7 @@ class Watch:
         if rank.ended_by == "SIGABRT" and rank.record is not None:
             reason = None  # C++ aborts after an exception that ends the interpreter
         said = [] if rank.record else self._output.last_errors(rank.node, number)
-        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        last = next((line.strip() for line in reversed(said) if line.strip() and not _LOGGED.match(line)), "")
         return End(rank.node, number, rank.came, rank.code, reason, rank.record, rank.is_ours, last)
 
     def _conclude(self) -> int:

@@ -606,7 +606,9 @@ def test_without_an_ssh_client_it_says_so(tmp_path: Path) -> None:
 
 
 def test_a_job_that_ends_with_75_at_once_is_not_started_again_for_ever(tmp_path: Path) -> None:
-    done = ddprun("-H", "localhost:1", "--requeue", write(tmp_path, "raise SystemExit(75)"), cwd=tmp_path)
+    done = ddprun(
+        "-H", "localhost:1", "--requeue", write(tmp_path, "raise SystemExit(75)"), cwd=tmp_path, LSB_JOBID="7"
+    )
     assert done.returncode == 75
     assert re.search(
         r"^ddprun: not started again: .* exited with 75 after [\d.]+ s, and nobody asked$", done.stderr, re.M

@@ -9,8 +9,6 @@ import shlex
 import socket
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -21,8 +19,7 @@ from ddp_callbacks.launcher import cli
 from ddp_callbacks.launcher.flags import REFUSED
 from ddp_callbacks.launcher.node import binding
 from ddp_callbacks.launcher.options import is_this_machine, parse_options, working_directory
-from ddp_callbacks.launcher.plan import Job, describe
-from ddp_callbacks.launcher.ranks import start_ranks
+from ddp_callbacks.launcher.plan import Job, describe, starts
 from ddp_callbacks.launcher.remote import BOOTSTRAP, command_to, ssh_command
 from ddp_callbacks.network import own_addresses
 
@@ -124,10 +121,8 @@ def test_every_flag_of_torchrun_has_its_meaning_or_is_refused_by_name() -> None:
 
 def test_ranks_get_every_variable_that_torchrun_sets() -> None:
     """Ranks get every variable that torchrun sets."""
-    told: dict[str, Any] = {}
     place = {"processes": 2, "cores": 4, "interface": "eth0", "package": "/p"}
-    node: Any = SimpleNamespace(plan=plan("t.py").nodes[0], place=place, tell=lambda _, **message: told.update(message))
-    start_ranks(plan("t.py"), [node], ("127.0.0.1", 29500))
+    (told,) = starts(plan("t.py"), [(plan("t.py").nodes[0], place)], ("127.0.0.1", 29500))
     theirs = set(re.findall(r'"([A-Z]\w+)":', inspect.getsource(LocalElasticAgent._start_workers)))
     of_one_rank = {"RANK", "LOCAL_RANK", "ROLE_RANK"}  # which the node's program adds
     assert {"WORLD_SIZE", "TORCHELASTIC_RUN_ID"} < theirs <= {*told["environ"], *told["defaults"], *of_one_rank}

@@ -183,6 +183,7 @@ DDPRUN: list[Row] = [
         "--rdzv-backend etcd t.py",
         "ddprun has no --rdzv-backend: the nodes meet at the first one; --master-addr",
     ),
+    ("--requeue t.py", "--requeue needs a Slurm, PBS or LSF job. Elsewhere, --max-restarts starts again."),
     ("--heartbeat-timeout 0 t.py", "argument --heartbeat-timeout: takes seconds, at least 2, got '0'. See"),
     ("--time-limit soon t.py", "argument --time-limit: takes a positive number, got 'soon'. See ddprun --help."),
     ("--rsh 'none-such {host}' t.py", "--rsh 'none-such {host}': program none-such not found"),

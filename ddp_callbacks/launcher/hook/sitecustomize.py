@@ -68,7 +68,9 @@ def _record(exception: BaseException, began: float) -> str:
     chain = [exception]
     while (before := _before(chain[0])) is not None and before not in chain:
         chain.insert(0, before)
-    lines = [_describe(each) for each in [*chain[:-1][:1], *chain[-1:]]]
+    ends = [traceback.format_exception_only(each) for each in [*chain[:-1][:1], *chain[-1:]]]
+    # Of a SyntaxError, the code comes first.
+    lines = [next(text for text in end if text[0] != " ").rstrip("\n")[:_LONGEST] for end in ends]
     stack = "".join(traceback.format_exception(exception))[-_STACK:]
     extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
     message = {"message": lines[-1], "extraInfo": extra}
@@ -79,19 +81,6 @@ def _before(exception: BaseException) -> BaseException | None:
     if exception.__cause__ is not None or exception.__suppress_context__:
         return exception.__cause__
     return exception.__context__
-
-
-def _describe(exception: BaseException) -> str:
-    """As the last line of a traceback."""
-    kind = type(exception)
-    name = (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
-    try:
-        text = str(exception)
-    except Exception:
-        text = ""
-    return f"{name}: {text}"[:_LONGEST] if text else name
 
 
 def _write_stacks(path: str) -> None:
