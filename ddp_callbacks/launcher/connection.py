@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import random
 import shutil
-from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,8 @@ _LOGINS = 8  # simultaneous ssh logins; sshd refuses some if ten are in progress
 _PAUSES = (0.5, 1.0)  # minimum seconds before a login is repeated; up to twice as long
 # A scheduler signals each process of its job, and without ssh there would be no orderly end elsewhere.
 _DEAF = ("/bin/sh", "-c", "trap '' TERM USR1 USR2; exec \"$@\"", "sh")
+_LAST_WORDS = 0.1  # seconds for what it said at its end to be read
+_MANY = 100  # events of a node that wait; beyond that, its writes wait
 _NOISE = 1 << 16  # bytes that a login shell may print before the greeting
 
 
@@ -60,7 +60,7 @@ def connections(
     return [Connection(plan, events, patience, answer_timeout, logins) for plan in plans]
 
 
-class Connection:
+class Connection(asyncio.SubprocessProtocol):
     """Talks to one node; everything from it other than answers goes to ``events``. One :meth:`ask` at a time.
 
     Attributes:
@@ -83,30 +83,21 @@ class Connection:
         self.hello: dict[str, Any] = {}
         self.place: dict[str, Any] = {}
         self._events, self._patience, self._answer_timeout, self._logins = events, patience, answer_timeout, logins
-        self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self._heard: float | None = None  # time of the last data; None while waiting for the terminal
         self._asks = self._silent = False
-        self._held: bytes | None = None  # data to send once the shell there is ready
-        self._noise = self._errors = b""
-        self._process: Process | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._waiting = 0  # events that nobody has taken
+        self._process: Any = None  # the transport of the process that talks to the node
+        self._beats: asyncio.Task[None] | None = None
 
     async def _open(self) -> None:
-        self._noise = self._errors = b""
-        self._answers = asyncio.Queue()
+        self._buffer = self._noise = self._errors = b""
+        self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._ended = asyncio.Event()
+        self._held: bytes | None = None  # data to send once the shell there is ready
+        loop = asyncio.get_running_loop()
+        words = [*_DEAF, *command_to(self.plan, self._patience)]
         # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
-        # As create_subprocess_exec does, which keeps the transport for itself.
-        words, loop = [*_DEAF, *command_to(self.plan, self._patience)], asyncio.get_running_loop()
-        self._transport, protocol = await loop.subprocess_exec(
-            lambda: SubprocessStreamProtocol(_NOISE, loop),
-            *words,
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            start_new_session=True,
-        )
-        self._process = Process(self._transport, protocol, loop)
-        self._tasks = [asyncio.create_task(read(self._process)) for read in (self._read, self._read_errors)]
+        self._process, _ = await loop.subprocess_exec(lambda: self, *words, start_new_session=True)
+        self._heard = loop.time()
         if not self.plan.is_here and self.plan.rsh is not None:
             self._write(FIRST_LINE)
             self._held = b""
@@ -142,16 +133,6 @@ class Connection:
         Raises:
             NodeProblem: It cannot be reached.
         """
-        try:
-            await self._log_in(grace)
-        except NodeProblem:
-            if self.plan.instead is None or self.greeted or self.plan.is_here:
-                raise
-            self.plan = replace(self.plan, rsh=self.plan.instead, instead=None)
-            await self._log_in(grace)
-        self._tasks.append(asyncio.create_task(self._beat()))
-
-    async def _log_in(self, grace: float | None) -> None:
         if shutil.which(program := command_to(self.plan)[0]) is None:
             raise NodeProblem(
                 f"there is no {program} on this machine to reach it by. Install it, or name another: --rsh"
@@ -161,25 +142,32 @@ class Connection:
                 async with self._logins:
                     await self._open()
                     self.hello = await self.ask("hello", silence=self._patience, grace=grace)
-                return
+                break
             except NodeProblem:
                 if pause is None or not self._was_turned_away():
                     raise
                 await asyncio.sleep(pause * (1 + random.random()))
+        self._beats = asyncio.create_task(self._beat())
 
     def _was_turned_away(self) -> bool:
         """Whether an sshd, on the node or on the route, had too many logins."""
         is_ssh = not self.plan.is_here and self.plan.rsh is None
         return is_ssh and not self.greeted and any(words in self._errors for words in TURNED_AWAY)
 
+    @property
+    def addresses(self) -> list[str]:
+        """Where others may reach it, the most likely first: where ssh has, or on the route to the outside."""
+        by_ssh = self.hello["address"] if not self.plan.is_here and self.plan.rsh is None else None
+        return [*dict.fromkeys(filter(None, (by_ssh, *self.place["addresses"])))]
+
     # --- what is asked, each of which raises NodeProblem if the node cannot do it -------------------------------------
 
     async def enter(self, environ: dict[str, str], script: str | None) -> None:
         """Change to the working directory, set variables for all that is started, and check that the script exists."""
         found = {as_hex(name): as_hex(value) for name, value in environ.items()}
-        await self.ask("enter", cwd=as_hex(self.plan.cwd), environ=found)
-        if script is not None:
-            await self.ask("find", path=as_hex(script))
+        await self.ask(
+            "enter", cwd=as_hex(self.plan.cwd), environ=found, script=None if script is None else as_hex(script)
+        )
 
     async def look(self, which: str, seconds: float) -> None:
         """Find its place; ``which`` is the first argument of :mod:`ddp_callbacks.launcher.facts`."""
@@ -214,37 +202,32 @@ class Connection:
 
     async def close(self, timeout: float) -> None:
         """Disconnect, so that the node ends the job. Wait for the local process; kill it after ``timeout``."""
-        if self._process is None or self._process.stdin is None:
+        if self._process is None:
             return
-        for task in self._tasks[2:]:
-            task.cancel()
-        self._process.stdin.close()
+        if self._beats is not None:
+            self._beats.cancel()
+        self._process.get_pipe_transport(0).close()
         await self._end_process(timeout if self.greeted else 0)
-        self._transport.close()  # a shared connection of ssh may still hold the pipes
+        self._process.close()  # a shared connection of ssh may still hold the pipes
 
     async def _end_process(self, timeout: float) -> None:
         """Wait for the local process; kill it after ``timeout``."""
-        assert self._process is not None
         for seconds in (timeout, _LEAVES):
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), seconds)
+                await asyncio.wait_for(self._ended.wait(), seconds)
                 return
             self._kill()
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):
-            assert self._process is not None
             self._process.kill()
 
     async def explain_end(self) -> str:
         """Why the connection ended, from the messages of ssh or the shell there."""
-        assert self._process is not None
         await self._end_process(_LEAVES)  # a command in ssh's place may outlive what it has started
-        await asyncio.wait(self._tasks[1:2], timeout=1)
-        code, said = (
-            self._process.returncode,
-            [line.strip() for line in self._errors.decode(errors="replace").splitlines() if line.strip()],
-        )
+        await asyncio.sleep(_LAST_WORDS)
+        code, errors = self._process.get_returncode(), self._errors.decode(errors="replace").splitlines()
+        said = [line.strip() for line in errors if line.strip()]
         if self._silent:
             return f"the connection was lost (silent for {self._patience:g} s)"
         if self.greeted:
@@ -259,97 +242,85 @@ class Connection:
         return f"the interpreter {self.plan.python} failed to start (exit code {code}): {last}"
 
     def _write(self, data: bytes) -> None:
+        if self._process is None:
+            return
         if self._held is not None:
             self._held += data
-        elif self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
-            self._process.stdin.write(data)
+        elif not (pipe := self._process.get_pipe_transport(0)).is_closing():
+            pipe.write(data)
 
     async def _beat(self) -> None:
         """Send heartbeats, even while the terminal takes no output, and check that the node answers.
 
         ssh's keep-alive does not work on a shared connection (ControlPath).
         """
-        now = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(_BEAT)
             self.tell("beat")
-            # While it works on an answer, :meth:`ask` has a timeout.
-            if not self._asks and self._heard is not None and now() - self._heard > self._patience:
+            silence = asyncio.get_running_loop().time() - self._heard
+            # While it works on an answer, :meth:`ask` has a timeout; while its events wait, nothing is read.
+            if silence > self._patience and not self._asks and self._waiting < _MANY:
                 self._silent = True
                 self._kill()
 
-    async def _read_errors(self, process: Process) -> None:
-        assert process.stderr is not None
-        while data := await process.stderr.read(_NOISE):
-            self._errors = (self._errors + data)[-_NOISE:]
+    # --- what comes ---------------------------------------------------------------------------------------------------
 
-    async def _read(self, process: Process) -> None:
-        """Sort received data into answers and events, until the end."""
-        assert process.stdout is not None
-        buffer, answers = b"", self._answers
-        while data := await process.stdout.read(_NOISE):
-            buffer += data
-            self._heard = asyncio.get_running_loop().time()
-            if not self.greeted:
-                buffer = self._await_greeting(buffer)
+    def process_exited(self) -> None:
+        self._ended.set()
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd == 1:
+            self.is_open = False
+            self._answers.put_nowait(None)
             if self.greeted:
-                buffer = await self._take_frames(buffer)
-        self.is_open = False
-        answers.put_nowait(None)
-        if self.greeted:
-            await self._put(Event(self, "closed", -1, b""))
+                self._put(Event(self, "closed", -1, b""))
 
-    def _await_greeting(self, buffer: bytes) -> bytes:
-        """The data after the greeting, if it has come; a login shell may print something before it."""
-        if self._held is not None and READY in buffer:
-            buffer = buffer.partition(READY)[2]
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Sort received data into answers and events."""
+        if fd == 2:
+            self._errors = (self._errors + data)[-_NOISE:]
+            return
+        self._buffer += data
+        self._heard = asyncio.get_running_loop().time()
+        if not self.greeted:
+            self._await_greeting()
+        if self.greeted:
+            self._take_frames()
+
+    def _await_greeting(self) -> None:
+        """Drop the data up to the greeting, if it has come; a login shell may print something before it."""
+        if self._held is not None and READY in self._buffer:
+            self._buffer = self._buffer.partition(READY)[2]
             held, self._held = self._held, None
             self._write(held)
-        self._noise, greeting, rest = buffer.partition(GREETING)
+        self._noise, greeting, rest = self._buffer.partition(GREETING)
         self.greeted = self.is_open = bool(greeting)
-        return rest if greeting else buffer[-_NOISE:]
+        self._buffer = rest if greeting else self._buffer[-_NOISE:]
 
-    async def _take_frames(self, buffer: bytes) -> bytes:
+    def _take_frames(self) -> None:
         start = 0
-        while len(buffer) - start >= HEADER.size:
-            kind, rank, length = HEADER.unpack_from(buffer, start)
+        while len(self._buffer) - start >= HEADER.size:
+            kind, rank, length = HEADER.unpack_from(self._buffer, start)
             begin, end = start + HEADER.size, start + HEADER.size + length
-            if len(buffer) <= end:
+            if len(self._buffer) <= end:
                 break
-            data, start = buffer[begin:end], end + 1  # skip the newline
+            data, start = self._buffer[begin:end], end + 1  # skip the newline
             if kind == b"r":
                 self._answers.put_nowait(json.loads(data))
             elif kind != b"b":
-                await self._put(Event(self, kind.decode(), rank, data))
-        return buffer[start:]
+                self._put(Event(self, kind.decode(), rank, data))
+        self._buffer = self._buffer[start:]
 
-    async def _put(self, event: Event) -> None:
-        """Queue an event. May wait for the terminal; data from the node is not read meanwhile."""
-        self._heard = None
-        await self._events.put(event)
-        self._heard = asyncio.get_running_loop().time()
+    def _put(self, event: Event) -> None:
+        """Queue an event. If many of this node wait, as for the terminal, its data is not read meanwhile."""
+        self._events.put_nowait(event)
+        self._waiting += 1
+        if self._waiting >= _MANY:
+            self._process.get_pipe_transport(1).pause_reading()
 
-
-async def addresses_of(node: Connection, others: Sequence[Connection]) -> list[str]:
-    """The addresses at which the other nodes may reach this one, the most likely first.
-
-    If we use ssh, there is one, on the network over which we reach the nodes: the address that ssh has connected to;
-    for this machine, the one on the route to another node.
-    """
-    own = _address_reached(node)
-    if own is not None:
-        return [own]
-    elsewhere = next(filter(None, map(_address_reached, others)), None)
-    if elsewhere is not None:
-        return [str((await node.ask("route", address=elsewhere))["address"])]
-    if all(each.plan.is_here for each in (node, *others)):
-        return ["127.0.0.1"]  # all of them are this machine
-    return list(node.place["addresses"]) or ["127.0.0.1"]
-
-
-def _address_reached(node: Connection) -> str | None:
-    """The address that ssh has connected to; ``None`` if unknown, and for this machine."""
-    address = node.hello.get("address")
-    if node.plan.is_here or node.plan.rsh is not None or not address:
-        return None
-    return None if ipaddress.ip_address(address.partition("%")[0]).is_loopback else str(address)
+    def note_taken(self) -> None:
+        """One of its events was taken."""
+        self._waiting -= 1
+        if self._waiting == 0:
+            self._heard = asyncio.get_running_loop().time()
+            self._process.get_pipe_transport(1).resume_reading()

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
+from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, connections
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.plan import Job, starts
 from ddp_callbacks.versions import how_to_install_this
@@ -141,8 +141,7 @@ class Doctor:
         return ""
 
     async def _listen(self, node: Connection) -> str:
-        others = [other for other in self.nodes if other is not node and other.place]
-        address = (await addresses_of(node, others))[0]
+        address = node.addresses[0] if len(self.nodes) > 1 and node.addresses else "127.0.0.1"
         self._held[node] = address, await node.listen(address, 0)
         interface = node.place["interfaces"].get(address)
         return f"{address} ({interface})" if interface else address

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _LONGEST = 4000  # maximum length of a reason
 _PEER_ERROR = re.compile(r"(ddp_callbacks\.errors\.)?PeerError\b")
@@ -86,30 +86,25 @@ def _words(text: str) -> str:
 
 
 def read_record(text: str, ahead: float) -> Record | None:
-    """The last record in ``text``; ``None`` if there is none. torch's ``@record`` may have written another one before.
+    """The record in the last line of ``text``; ``None`` if there is none. torch's ``@record`` writes another.
 
     Args:
         text: What the rank has written, JSON.
         ahead: Seconds by which the clock of the rank's host is ahead of this machine's.
     """
-    found: dict[str, Any] = {}
-    decoder, text = json.JSONDecoder(), text.strip()
-    while text:
-        try:
-            found, end = decoder.raw_decode(text)
-        except ValueError:
-            break  # the rest has not been written
-        text = text[end:].strip()
-    if not found:
-        return None
+    try:
+        found: dict[str, Any] = json.loads(text.strip().rpartition("\n")[2])
+    except ValueError:
+        return None  # there is none, or it was not written whole
+    if "exceptions" in found:
+        return Record(tuple(found["exceptions"]), found["time"] - ahead)
     message = found["message"]
-    lines = found.get("exceptions") or [message["message"] if isinstance(message, dict) else str(message)]
-    return Record(tuple(lines), found.get("time", math.inf) - ahead)
+    return Record((str(message["message"] if isinstance(message, dict) else message),), math.inf)
 
 
-@dataclass(frozen=True)
+@dataclass
 class End:
-    """What we know about the end of a rank, or of a whole node (rank ``None``).
+    """What we know about a rank, or a whole node (rank ``None``), and its end.
 
     Attributes:
         node: Its name.
@@ -120,16 +115,20 @@ class End:
         printed: The exception that ended it.
         is_ours: Whether ``ddprun`` may have ended it; then ``reason`` omits the signal, which means nothing.
         said: The last line of its standard error, if it was no exception that ended it.
+        ended_by: The name of the signal that ended it.
+        stacks: What it has written of its threads.
     """
 
     node: str
     rank: int | None
-    order: float
+    order: float = math.inf
     code: int | None = None
     reason: str | None = None
     printed: Record | None = None
     is_ours: bool = False
     said: str = ""
+    ended_by: str | None = None
+    stacks: bytes = b""
 
     def __str__(self) -> str:
         return self.node if self.rank is None else f"rank {self.rank} on {self.node}"
@@ -153,17 +152,13 @@ class End:
         return self.order
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """The root cause: the node, the rank (``None`` for the node itself), and the exit code of the job."""
 
     node: str
     rank: int | None
     code: int
     text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def first_cause(ends: Sequence[End]) -> Cause | None:

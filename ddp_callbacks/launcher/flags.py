@@ -6,6 +6,7 @@ torchrun's are listed here so that ``ddprun`` can parse a command line without t
 from __future__ import annotations
 
 import re
+import shlex
 from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -84,10 +85,16 @@ class Flag:
         parser.add_argument(*words, action=action, type=self.type, metavar=self.metavar, default=default, **more)
 
 
+_RSH = "srun (the default in a Slurm job), blaunch, or 'kubectl exec -i {host} --', say"
 NODES = (
     Flag("-H --hosts", "the nodes, named as for ssh; rank 0 runs on the first", "HOST[:SLOTS],...", usual=True),
     Flag("--hostfile", "the same from a file; lines may also set python= and chdir=", "FILE", usual=True),
-    Flag("--rsh", "reaches the nodes instead of ssh: srun, blaunch, or 'kubectl exec -i {host} --', say", "COMMAND"),
+    Flag(
+        "--rsh",
+        "reaches the nodes instead of ssh: srun, blaunch, or 'kubectl exec -i {host} --', say",
+        "COMMAND",
+        type=shlex.split,
+    ),
     Flag("--python", "Python interpreter on the nodes (default: path of this one)", "PATH"),
     Flag("--chdir", "working directory on the nodes (default: the current one)", "DIR"),
     Flag("--setup", "goes before each process, in bash: 'source env.sh && module load cuda'", "COMMAND", ""),

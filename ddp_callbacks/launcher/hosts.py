@@ -27,7 +27,6 @@ class NodePlan:
         rank: Its node rank.
         is_here: Whether it is this machine, which needs no ssh.
         rsh: The command that reaches it instead of ssh.
-        instead: The same, for the case that ssh cannot reach it.
         setup: A command of bash that goes before all that is started there.
     """
 
@@ -39,7 +38,6 @@ class NodePlan:
     rank: int = 0
     is_here: bool = False
     rsh: tuple[str, ...] | None = None
-    instead: tuple[str, ...] | None = None
     setup: str = ""
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET
-from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
+from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, connections
 from ddp_callbacks.launcher.plan import Job, starts
 from ddp_callbacks.launcher.stacks import WRITING
 from ddp_callbacks.versions import how_to_install_this
@@ -64,7 +64,7 @@ class Launch:
         self.stacks_at = math.inf
         self.nodes: list[Connection] = []
         self._seconds = seconds
-        self._events: asyncio.Queue[Event] = asyncio.Queue(maxsize=1000)
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._secret = secrets.token_hex(16)  # of the ranks' control channel
         self._where = ("", 0)  # address and port of the ranks' store
         self._asked_at = 0.0  # when the job was asked to stop, by a signal here or on a node
@@ -154,19 +154,15 @@ class Launch:
             CannotStart: There is no address, or a node cannot reach it.
         """
         first, *others = nodes
-        try:
-            given = self.job.master_addr
-            addresses = [given] if given else await addresses_of(first, others) if others else ["127.0.0.1"]
-        except NodeProblem as problem:
-            raise CannotStart([f"{first.plan.name}: {problem}."]) from None
+        addresses = first.addresses if others else ["127.0.0.1"]
         problems: list[CannotStart] = []
-        for address in addresses:
+        for address in [self.job.master_addr] if self.job.master_addr else addresses:
             try:
                 self._where = address, await self._listen(first, others, address)
                 return
             except CannotStart as problem:
                 problems.append(problem)
-        raise problems[0]
+        raise problems[0] if problems else CannotStart([f"{first.plan.name}: it has no address for others."])
 
     async def _listen(self, first: Connection, others: list[Connection], address: str) -> int:
         """Listen at ``address``; return the port once all others have reached it."""
@@ -203,9 +199,11 @@ class Launch:
     async def next_event(self) -> Event | None:
         """The next event; ``None`` if none comes within a moment."""
         try:
-            return await asyncio.wait_for(self._events.get(), _LOOK)
+            event = await asyncio.wait_for(self._events.get(), _LOOK)
         except TimeoutError:
             return None
+        event.node.note_taken()
+        return event
 
     @property
     def is_ending(self) -> bool:

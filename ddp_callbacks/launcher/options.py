@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import socket
 import subprocess
@@ -33,7 +32,7 @@ Start a script on every process of every node. ddprun reaches the nodes over ssh
   ddprun -H node1:4,node2:4 train.py --lr 0.1     four processes on each of two nodes
   ddprun --hostfile hosts train.py                nodes from a file, one per line: HOST slots=N, or HOST:N
   ddprun train.py                                 in a PBS, Slurm or LSF job: on the job's nodes
-  ddprun --rsh srun train.py                      in a Slurm job: through srun instead of ssh
+  ddprun --rsh ssh train.py                       in a Slurm job: through ssh instead of srun
   ddprun doctor -H node1,node2                    check that a run on these nodes would work
   ddprun stacks                                   show where each rank of a running job is"""
 _ABOUT_DOCTOR = """\
@@ -141,9 +140,9 @@ def _min_nodes(job: Job) -> int:
 def _nodes(job: Job, environ: Mapping[str, str], is_here: Callable[[str], bool]) -> tuple[NodePlan, ...]:
     """The nodes in rank order; ``--nproc-per-node`` overrides their slots."""
     is_named = job.hosts is not None or job.hostfile is not None
-    rsh, instead = _rsh(job.rsh), None
-    if rsh is None and not is_named and "SLURM_JOB_ID" in environ and shutil.which("srun"):
-        instead = _srun()
+    if job.rsh is None and not is_named and "SLURM_JOB_ID" in environ and shutil.which("srun"):
+        job.rsh = ["srun"]
+    rsh = _rsh(job.rsh)
     return tuple(
         replace(
             host,
@@ -152,8 +151,7 @@ def _nodes(job: Job, environ: Mapping[str, str], is_here: Callable[[str], bool])
             cwd=host.cwd or job.chdir or working_directory(environ),
             rank=rank,
             is_here=is_here(host.host),
-            rsh=_named(rsh, host.host),
-            instead=_named(instead, host.host),
+            rsh=None if rsh is None else tuple(word.replace("{host}", host.host) for word in rsh),
             setup=job.setup,
         )
         for rank, host in enumerate(_hosts(job, environ) or [NodePlan("localhost")])
@@ -171,35 +169,27 @@ def _hosts(job: Job, environ: Mapping[str, str]) -> list[NodePlan]:
     return [NodePlan(name, str(slots or ""), cores=there) for (name, slots), there in zip(found, cores, strict=True)]
 
 
-def _named(words: tuple[str, ...] | None, host: str) -> tuple[str, ...] | None:
-    return None if words is None else tuple(word.replace("{host}", host) for word in words)
-
-
 def _srun() -> tuple[str, ...]:
     """The words by which srun starts one process on a node beside others, with all cores of the job there."""
     said = subprocess.run(["srun", "--help"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
     return (*_SRUN[:1], *(["--external-launcher"] if "--external-launcher" in said else []), *_SRUN[1:])
 
 
-def _rsh(text: str | None) -> tuple[str, ...] | None:
-    if text is None:
+def _rsh(words: list[str] | None) -> tuple[str, ...] | None:
+    """The words of ``--rsh``, with ``{host}`` in them."""
+    if words is None:
         return None
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigurationError(f"--rsh takes a command, got {text!r}: {error}.") from None
-    if not words:
-        raise ConfigurationError("--rsh takes a command, got an empty one.")
-    if os.path.basename(words[0]) in _WITHOUT_PIPE:
+    program = words[0] if words else ""
+    if os.path.basename(program) in _WITHOUT_PIPE:
         raise ConfigurationError(
-            f"--rsh {text!r}: {words[0]} passes on neither input nor output; what it starts writes to the job's files. "
-            "Leave out --rsh if ssh can reach the nodes, or start the processes with mpiexec."
+            f"--rsh: {program} passes on neither input nor output; what it starts writes to the job's files. Leave out "
+            "--rsh if ssh can reach the nodes, or start the processes with mpiexec."
         )
-    if shutil.which(words[0]) is None:
-        raise ConfigurationError(f"--rsh {text!r}: program {words[0]} not found in PATH.")
+    if shutil.which(program) is None:
+        raise ConfigurationError(f"--rsh: program {program!r} not found in PATH.")
     if words == ["srun"]:
         return _srun()
-    return tuple(words) if "{host}" in text else (*words, "{host}")
+    return tuple(words) if any("{host}" in word for word in words) else (*words, "{host}")
 
 
 def _variables(given: Sequence[str], environ: Mapping[str, str], nodes: Sequence[NodePlan]) -> dict[str, str]:

@@ -75,6 +75,7 @@ def describe(job: Job, command_to: Callable[[NodePlan], list[str]]) -> str:
 
 
 def _describe_node(job: Job, node: NodePlan, command_to: Callable[[NodePlan], list[str]]) -> str:
+    usual = "127.0.0.1" if len(job.nodes) == 1 else f"the address of {job.nodes[0].name}"
     lines = {
         "reached by": "a local process" if node.is_here else shlex.join(command_to(node)),
         "directory": node.cwd,
@@ -83,7 +84,7 @@ def _describe_node(job: Job, node: NodePlan, command_to: Callable[[NodePlan], li
         "binding": _BINDINGS.get(job.bind, ""),
         "variables": " ".join(_variables(job, node)),
         "forwarded": " ".join(sorted(job.forwarded.keys() - job.environ.keys())),
-        "rendezvous": _where_they_meet(job),
+        "rendezvous": f"{job.master_addr or usual}, {job.master_port or 'a free port'}",
     }
     text = "".join(f"  {name:<11} {value}\n" for name, value in lines.items() if value)
     return f"node {node.rank}: {node.name}\n{text}"
@@ -95,12 +96,6 @@ def _variables(job: Job, node: NodePlan) -> Iterator[str]:
     if "OMP_NUM_THREADS" not in {*job.environ, *job.forwarded}:
         processes = node.processes if node.processes.isdigit() else "processes"
         yield f"OMP_NUM_THREADS=cores // {processes} (if not set there)"
-
-
-def _where_they_meet(job: Job) -> str:
-    usual = "127.0.0.1" if len(job.nodes) == 1 else f"the address of {job.nodes[0].name}"
-    where = f"{job.master_addr or usual}, {job.master_port or 'a free port'}"
-    return where if job.min_nodes == len(job.nodes) else f"{where}, elastic: {job.min_nodes}:{len(job.nodes)} nodes"
 
 
 def starts(

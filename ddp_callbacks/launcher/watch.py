@@ -9,12 +9,12 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection, Event
-from ddp_callbacks.launcher.failures import End, Record, first_cause, read_record
+from ddp_callbacks.launcher.failures import End, first_cause, read_record
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.launcher.stacks import innermost, summary
@@ -22,19 +22,6 @@ from ddp_callbacks.launcher.stacks import innermost, summary
 _QUOTED = 20  # lines of the failed rank to show
 _LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # by torch's C++
 _PAUSE = 0.25  # seconds from the first failure to the end of the others: one may be writing down an earlier one
-
-
-@dataclass
-class _Rank:
-    """What we know about a rank."""
-
-    node: str
-    code: int | None = None  # None while it runs
-    ended_by: str | None = None  # the name of the signal
-    came: float = math.inf
-    record: Record | None = None
-    is_ours: bool = False  # see :class:`End`
-    stacks: bytes = b""  # that it has written
 
 
 class Watch:
@@ -46,7 +33,7 @@ class Watch:
         self._output = output
         self._take_input = take_input  # called when rank 0 has taken what was sent to it
         self._running = list(launch.nodes)
-        self._ranks: dict[int, _Rank] = {}  # those that have started
+        self._ranks: dict[int, End] = {}  # those that have started
         self._world_size = _number_of_ranks(self._running)
         self._lost: list[End] = []  # nodes
         self._failures = 0  # after which all ranks were started again
@@ -106,7 +93,7 @@ class Watch:
     async def _note_start(self, name: str, ranks: list[int], threads: str, interface: str) -> None:
         self._launch.has_begun = True
         self._forget(name)
-        self._ranks |= {rank: _Rank(name) for rank in ranks}
+        self._ranks |= {rank: End(name, rank) for rank in ranks}
         each = f"{threads} thread{'' if threads == '1' else 's'} each"
         where = f", interface {interface}" if interface else ""
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
@@ -124,10 +111,13 @@ class Watch:
         rank = self._ranks.get(report["rank"])
         if rank is None or rank.node != name or self._restart is not None:
             return  # its node was lost, or it was ended to be started again
-        rank.code, rank.ended_by, rank.came = report["code"], report["signal"], time.monotonic()
-        rank.record = read_record(report["record"], ahead)
+        rank.code, rank.ended_by, rank.order = report["code"], report["signal"], time.monotonic()
+        rank.printed = read_record(report["record"], ahead)
         # If we had ended the job, that may be the reason.
         rank.is_ours = self._launch.is_ending and rank.ended_by in (None, "SIGTERM", "SIGKILL")
+        # C++ aborts after an exception that ends the interpreter.
+        if rank.ended_by and not rank.is_ours and not (rank.ended_by == "SIGABRT" and rank.printed):
+            rank.reason = f"killed by {rank.ended_by}"
         if self._have_all_ended() and not self._can_restart():
             self._launch.end()
         elif rank.code and not self._launch.is_ending:
@@ -139,7 +129,7 @@ class Watch:
         """Whether all ranks have ended; another node's may not even have started when the first ones end."""
         return len(self._ranks) == self._world_size and all(rank.code is not None for rank in self._ranks.values())
 
-    def _take_failure(self, rank: _Rank) -> None:
+    def _take_failure(self, rank: End) -> None:
         """Handle the first ranks that fail, or that were preempted, before anything has ended the job."""
         if rank.code != EXIT_PREEMPTED and self._begin_at is None:
             if self._can_restart():
@@ -241,14 +231,6 @@ class Watch:
     def _fail(self, name: str, reason: str) -> None:
         self._lost.append(End(name, None, time.monotonic(), 1, reason, is_ours=self._launch.is_ending))
 
-    def _end_of(self, number: int, rank: _Rank) -> End:
-        reason = None if rank.ended_by is None or rank.is_ours else f"killed by {rank.ended_by}"
-        if rank.ended_by == "SIGABRT" and rank.record is not None:
-            reason = None  # C++ aborts after an exception that ends the interpreter
-        said = [] if rank.record else self._output.last_errors(rank.node, number)
-        last = next((line.strip() for line in reversed(said) if line.strip() and not _LOGGED.match(line)), "")
-        return End(rank.node, number, rank.came, rank.code, reason, rank.record, rank.is_ours, last)
-
     def _conclude(self) -> int:
         """Report how the job ended."""
         if self._is_preempted():
@@ -290,17 +272,15 @@ class Watch:
 
     def _conclude_failure(self) -> int:
         late = [End(node.plan.name, None, math.inf, 1, "did not end in time") for node in self._running]
-        ends = [self._end_of(number, rank) for number, rank in self._ranks.items()]
-        ranks = [replace(end, code=0) if end.code == EXIT_PREEMPTED else end for end in ends]  # these are no cause
-        cause = first_cause([*self._lost, *self._unwritten(ranks)]) or first_cause(late)
+        cause = first_cause([*self._lost, *self._ends()]) or first_cause(late)
         if cause is None:
             return self._conclude_well()
         if cause.rank is not None and not self._output.shows(cause.rank):
             self._output.quote(cause.node, cause.rank, self._output.last_errors(cause.node, cause.rank)[-_QUOTED:])
         rank = self._ranks.get(-1 if cause.rank is None else cause.rank)
-        if rank is not None and rank.ended_by and rank.is_ours and rank.stacks and not rank.record:
+        if rank is not None and rank.ended_by and rank.is_ours and rank.stacks and not rank.printed:
             self._output.note_stacks(self._where([cause.rank or 0]))  # it hung, as others say
-        self._output.note(str(cause))
+        self._output.note(cause.text)
         self._output.note(self._output.describe_place(cause.rank))
         return cause.code
 
@@ -310,15 +290,23 @@ class Watch:
         self._output.note("the job ended before its processes did")
         return 1
 
-    def _unwritten(self, ends: list[End]) -> list[End]:
-        """The ends of ranks; those that did not follow one that was preempted, and were killed, say so."""
-        if not any(rank.code == EXIT_PREEMPTED for rank in self._ranks.values()):
-            return ends
+    def _ends(self) -> list[End]:
+        """What is known of the ranks' ends. One that was preempted is no cause; one that did not follow it is."""
+        has_preempted = any(rank.code == EXIT_PREEMPTED for rank in self._ranks.values())
         reason = f"did not end within {self._job.force:g} s after another rank was preempted"
-        return [
-            replace(end, reason=reason, is_ours=False) if end.is_ours and end.code == 128 + signal.SIGKILL else end
-            for end in ends
-        ]
+        ends = []
+        for rank in self._ranks.values():
+            if rank.code == EXIT_PREEMPTED:
+                ends.append(replace(rank, code=0))
+            elif has_preempted and rank.is_ours and rank.ended_by == "SIGKILL":
+                ends.append(replace(rank, reason=reason, is_ours=False))
+            else:
+                ends.append(replace(rank, said="" if rank.printed else self._last_words(rank)))
+        return ends
+
+    def _last_words(self, rank: End) -> str:
+        said = reversed(self._output.last_errors(rank.node, rank.rank or 0))
+        return next((line.strip() for line in said if line.strip() and not _LOGGED.match(line)), "")
 
 
 def _number_of_ranks(nodes: Sequence[Connection]) -> int:

@@ -169,9 +169,7 @@ def test_the_threads_that_pbs_sets_are_no_choice_of_the_user(
 
 
 @pytest.mark.parametrize("help_says", ["", "--external-launcher[=args]"])
-def test_in_slurm_srun_reaches_the_nodes_that_ssh_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, help_says: str
-) -> None:
+def test_in_slurm_srun_reaches_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, help_says: str) -> None:
     program = tmp_path / "srun"
     program.write_text(f"#!/bin/sh\necho '{help_says}'\n")
     program.chmod(0o755)
@@ -179,11 +177,9 @@ def test_in_slurm_srun_reaches_the_nodes_that_ssh_does_not(
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b"}
     external = ("--external-launcher",) if help_says else ()
     words = ("srun", *external, "--overlap", "--mpi=none", "--cpu-bind=none", "-N1", "-n1", "-w", "b")
-    (_, second) = plan("t.py", environ=job).nodes
-    assert (second.rsh, second.instead) == (None, words)
-    (_, second) = plan("--rsh", "srun", "t.py", environ=job).nodes
-    assert (second.rsh, second.instead) == (words, None)
-    assert plan("-H", "a,b", "t.py", environ=job).nodes[1].instead is None
+    for flags in ([], ["--rsh", "srun"]):
+        assert plan(*flags, "t.py", environ=job).nodes[1].rsh == words
+    assert plan("-H", "a,b", "t.py", environ=job).nodes[1].rsh is None
 
 
 def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
