@@ -104,12 +104,12 @@ class Connection(asyncio.SubprocessProtocol):
         self._write(opening(self.plan.python))
 
     async def ask(self, do: str, timeout: float | None = None, **values: Any) -> dict[str, Any]:
-        """Send a message; return the node's answer.
+        """Send a message; return the node's answer. With ``timeout``, the node answers heartbeats until then.
 
         Raises:
             NodeProblem: The node could not do it, the connection ended, or no answer came.
         """
-        self._asks, seconds = True, timeout or self._answer_timeout
+        self._asks, seconds = timeout is None, timeout or self._answer_timeout
         self.tell(do, **values)
         try:
             answer = await asyncio.wait_for(self._answers.get(), seconds)

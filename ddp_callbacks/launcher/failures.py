@@ -117,6 +117,7 @@ class End:
         said: The last line of its standard error, if it was no exception that ended it.
         ended_by: The name of the signal that ended it.
         stacks: What it has written of its threads.
+        record: What it has written of its failure.
     """
 
     node: str
@@ -129,6 +130,7 @@ class End:
     said: str = ""
     ended_by: str | None = None
     stacks: bytes = b""
+    record: bytes = b""
 
     def __str__(self) -> str:
         return self.node if self.rank is None else f"rank {self.rank} on {self.node}"

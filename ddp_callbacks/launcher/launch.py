@@ -105,8 +105,11 @@ class Launch:
     def _ask_for_stacks(self) -> None:
         if self.has_begun:
             self.stacks_at = time.monotonic() + WRITING
-            for node in self.nodes:
-                node.tell("stacks")
+            self._tell_all("stacks")
+
+    def _tell_all(self, do: str, **values: Any) -> None:
+        for node in self.nodes:
+            node.tell(do, **values)
 
     # --- the start ----------------------------------------------------------------------------------------------------
 
@@ -217,8 +220,7 @@ class Launch:
 
     def ask(self) -> None:
         """Pass a request to stop on to the ranks of all nodes; they may be started again afterwards."""
-        for node in self.nodes:
-            node.tell("ask", number=signal.SIGTERM)
+        self._tell_all("ask", number=signal.SIGTERM)
 
     def stop(self, number: int, reason: str = "") -> None:
         """Ask the ranks of all nodes to stop, and end the job when the time for that is over.
@@ -233,17 +235,15 @@ class Launch:
         self._ending = self._asked_at + self.job.force + self.job.shutdown_timeout + _CUT
         if self._preparing is not None:
             self._preparing.cancel()
-            return
-        for node in self.nodes:
-            node.tell("stop", number=signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
+        else:
+            self._tell_all("stop", number=signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
 
     def end(self, at_once: bool = False) -> None:
         """End the job on every node. After a request to stop, the ranks that still run keep the rest of their time."""
         seconds = 0.0 if at_once else self.job.shutdown_timeout
         end = time.monotonic() + seconds + _CUT
         self._ending = end if self._ending is None else min(self._ending, end)
-        for node in self.nodes:
-            node.tell("end", seconds=seconds)
+        self._tell_all("end", seconds=seconds)
 
 
 async def ask_all(

@@ -63,11 +63,13 @@ class Watch:
         await asyncio.to_thread(self._output.note, text)
 
     async def _take(self, event: Event) -> None:
-        name = event.node.plan.name
-        if event.kind in "oes":
+        name, rank = event.node.plan.name, self._ranks.get(event.rank)
+        if event.kind == "f" and rank is not None:
+            rank.record += event.data
+        elif event.kind in "oes":
             await asyncio.to_thread(self._output.write, name, event.rank, event.kind, event.data)
-            if event.kind == "s" and event.rank in self._ranks:
-                self._ranks[event.rank].stacks += event.data
+            if event.kind == "s" and rank is not None:
+                rank.stacks += event.data
         elif event.kind == "m":
             await self._take_report(name, json.loads(event.data))
         elif event.kind == "i":
@@ -112,7 +114,7 @@ class Watch:
         if rank is None or rank.node != name or self._restart is not None:
             return  # its node was lost, or it was ended to be started again
         rank.code, rank.ended_by, rank.order = report["code"], report["signal"], time.monotonic()
-        rank.printed = read_record(report["record"], ahead)
+        rank.printed = read_record(rank.record.decode(errors="replace"), ahead)
         # If we had ended the job, that may be the reason.
         rank.is_ours = self._launch.is_ending and rank.ended_by in (None, "SIGTERM", "SIGKILL")
         # C++ aborts after an exception that ends the interpreter.

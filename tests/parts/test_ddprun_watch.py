@@ -75,7 +75,7 @@ def started(rank: int) -> Report:
 
 
 def ended(rank: int, code: int) -> Report:
-    report = {"rank": rank, "code": code, "signal": None, "record": ""}
+    report = {"rank": rank, "code": code, "signal": None}
     return rank, {"ended": report, "now": time.monotonic()}
 
 

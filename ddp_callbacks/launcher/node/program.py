@@ -48,17 +48,11 @@ def _descriptor_of_signals() -> int:
 
 @dataclass
 class Rank:
-    """A rank that runs here.
-
-    Attributes:
-        record: The pipe for the record of its failure (both ends).
-        stacks: The pipe for the stacks of its threads.
-    """
+    """A rank that runs here, and our ends of the pipes for the record of its failure and for its threads' stacks."""
 
     number: int
     process: subprocess.Popen[bytes]
-    record: tuple[int, int]
-    stacks: tuple[int, int]
+    pipes: tuple[int, int]
 
 
 class Node:
@@ -195,10 +189,10 @@ class Node:
         environ["DDP_CALLBACKS_STACKS"] = f"/proc/{os.getpid()}/fd/{stacks[1]}"
         taken, self._input = (subprocess.DEVNULL, self._input) if rank else os.pipe()
         process = start(words, (taken, output[1], errors[1]), environ, cores=cores)
-        self._ranks[process.pid] = Rank(rank, process, record, stacks)
+        self._ranks[process.pid] = Rank(rank, process, (record[1], stacks[1]))
         for descriptor in (*([taken] if not rank else []), output[1], errors[1]):
             os.close(descriptor)
-        for descriptor, kind in ((output[0], b"o"), (errors[0], b"e"), (stacks[0], b"s")):
+        for descriptor, kind in ((output[0], b"o"), (errors[0], b"e"), (stacks[0], b"s"), (record[0], b"f")):
             os.set_blocking(descriptor, False)
             self._streams[descriptor] = kind, rank
         if not rank and self._input is not None:
@@ -219,21 +213,13 @@ class Node:
                 self._report_end_of_store(os.waitstatus_to_exitcode(status))
 
     def _report_end(self, rank: Rank, code: int) -> None:
+        for descriptor in rank.pipes:
+            os.close(descriptor)
         for descriptor in [each for each, (_, number) in self._streams.items() if number == rank.number]:
             self._pass_on(descriptor)  # as much as a pipe holds; its orphans may still write
-        self._streams.pop(rank.stacks[0])
-        os.set_blocking(rank.record[0], False)
-        record = b""
-        with suppress(BlockingIOError):
-            record = os.read(rank.record[0], MOST)
-        for descriptor in (*rank.record, *rank.stacks):
-            os.close(descriptor)
         name = signal.Signals(-code).name if code < 0 else None
-        text = record.decode(errors="replace")
-        self._link.report(
-            ended={"rank": rank.number, "code": code if code >= 0 else 128 - code, "signal": name, "record": text},
-            now=time.monotonic(),
-        )
+        ended = {"rank": rank.number, "code": code if code >= 0 else 128 - code, "signal": name}
+        self._link.report(ended=ended, now=time.monotonic())
 
     def _report_end_of_store(self, code: int) -> None:
         assert self._store is not None and self._store.stderr is not None
