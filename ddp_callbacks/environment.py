@@ -66,7 +66,7 @@ class WorkerEnv:
         """Read this process's place from the launcher's variables; a single process if there are none.
 
         The order is: torchrun, Open MPI, MPICH and Intel MPI, Slurm (``srun``; the batch script itself is a single
-        process), Flux, PALS, MVAPICH2, jsrun. ``MASTER_ADDR`` and ``MASTER_PORT`` are the address to meet at. Except
+        process), Flux, PALS. ``MASTER_ADDR`` and ``MASTER_PORT`` are the address to meet at. Except
         with torchrun's variables, they are optional if all processes run on one host, and in a Slurm, PBS or LSF job,
         where rank 0 runs on the first host. Local: it doesn't communicate.
 

@@ -61,20 +61,12 @@ _LAUNCHERS = (
     _Launcher("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", nodes="FLUX_JOB_NNODES"),
     _Launcher("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", local_size="PMI_LOCAL_SIZE"),  # PALS
     _Launcher("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"),
-    _Launcher(
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Launcher(
-        "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", local_size="JSM_NAMESPACE_LOCAL_SIZE"
-    ),
 )
 # A process that has one of these was started by a launcher; the value names the variable with the world size.
 _RANKS = {launcher.rank: launcher.size for launcher in _LAUNCHERS if launcher.rank != "SLURM_PROCID"} | {
     "PMIX_RANK": "",
-    "ALPS_APP_PE": "",
+    "MV2_COMM_WORLD_RANK": "MV2_COMM_WORLD_SIZE",  # MVAPICH2
+    "JSM_NAMESPACE_RANK": "JSM_NAMESPACE_SIZE",  # jsrun
 }
 _JOBS = (
     ("PMIX_NAMESPACE",),
@@ -86,7 +78,7 @@ _JOBS = (
 )
 _SAY_WHERE = (
     "Set MASTER_ADDR to the address of rank 0's host: mpirun -x MASTER_ADDR=ADDRESS (Open MPI), mpiexec -genv "
-    "MASTER_ADDR ADDRESS (MPICH, Intel MPI); export it before srun, flux run, jsrun or another mpiexec."
+    "MASTER_ADDR ADDRESS (MPICH, Intel MPI); export it before srun, flux run or another mpiexec."
 )
 
 
@@ -112,8 +104,8 @@ def read_launcher(environ: Mapping[str, str]) -> Launched | None:
             return _read(launcher, environ)
     if name := unknown_launcher(environ):
         raise ConfigurationError(
-            f"{name}={environ[name]} means that a launcher started this process as one of several, but no known "
-            "variable gives their number, so each would train alone. Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+            f"{name}={environ[name]} means that a launcher started this process as one of several, but not how "
+            "they meet, so each would train alone. Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
             "MASTER_PORT for each process: let the launcher start a shell script that exports them "
             f"(RANK=${name}) and then starts python. For a single process: RANK=0 WORLD_SIZE=1."
         )
@@ -144,7 +136,7 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Launched | None:
     if size == 1:
         return None
     several_hosts = not launcher.is_on_one_host(environ)
-    host = environ.get("MASTER_ADDR") or (_first_host(launcher, environ) if several_hosts else "127.0.0.1")
+    host = environ.get("MASTER_ADDR") or (_first_host(environ) if several_hosts else "127.0.0.1")
     if not host:
         raise ConfigurationError(
             f"{launcher.size}={size} processes are on several hosts, and nothing tells which host has rank 0. "
@@ -154,7 +146,7 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Launched | None:
     return Launched(rank, size, local_rank, host, port, several_hosts)
 
 
-def _first_host(launcher: _Launcher, environ: Mapping[str, str]) -> str:
+def _first_host(environ: Mapping[str, str]) -> str:
     """The first host of the Slurm step, or of the PBS or LSF job; empty outside of these."""
     if nodes := environ.get("SLURM_STEP_NODELIST"):
         # rack[1-2]n[07,09],other: the first of each bracket, up to the first comma outside
@@ -163,8 +155,6 @@ def _first_host(launcher: _Launcher, environ: Mapping[str, str]) -> str:
         hosts = [name for name, _ in hosts_of_job(environ)]
     except ConfigurationError as error:
         raise ConfigurationError(f"{error} {_SAY_WHERE}") from error
-    if launcher.rank == "JSM_NAMESPACE_RANK":
-        hosts = hosts[1:]  # jsrun starts nothing on the first host, which runs the job's script
     return next(iter(hosts), "")
 
 

@@ -6,7 +6,6 @@ import inspect
 import io
 import os
 import re
-from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import ddp_callbacks
-from ddp_callbacks.launcher.options import parse_doctor_options, parse_options
-from ddp_callbacks.launcher.plan import Here
+from ddp_callbacks.launcher.options import parse_options
 
 DOCS = Path(__file__).parent.resolve()
 ROOT, FILES = DOCS.parent, DOCS / "_files"
@@ -142,13 +140,8 @@ class Help(SphinxDirective):
         printed = io.StringIO()
         with redirect_stdout(printed), suppress(SystemExit), mock.patch.dict(os.environ, COLUMNS="88"):
             flag = "--help-all" if self.arguments[0] == "ddprun" else "--help"
-            _parser(self.arguments[0])([flag], {}, Here("python", "/", lambda name: False))
+            parse_options([flag], {}, is_doctor=self.arguments[0] == "ddprun doctor")
         return [nodes.literal_block("", printed.getvalue(), language="text")]
-
-
-def _parser(program: str) -> Callable[[list[str], dict[str, str], Here], object]:
-    parsers = {"ddprun": parse_options, "ddprun doctor": parse_doctor_options}
-    return parsers[program]
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

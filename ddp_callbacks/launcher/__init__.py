@@ -3,21 +3,20 @@
 ::
 
     the user's wishes, worked out before anything is contacted
-        hosts        which nodes, and how many processes on each: from -H or a host file
-        options      the command line; flags: those that it shares with torchrun
-        plan         the job: what runs where
-    on this machine, while the job runs
         cli          the console script
-        connection   one node: messages and answers; ways: the command that reaches it, and why that failed
-        launch       reaches all nodes, starts the job on all, ends it on all; ranks: their numbers and variables
-        batch_job    the Slurm or PBS job around it: when it ends, and how it starts again
+        options      the command line; flags: those that it shares with torchrun
+        hosts        which nodes, and how many processes on each: from -H or a host file
+        plan         the job: what runs where, with which variables
+    on this machine, while the job runs: one asyncio event loop
+        run          one job after the other; batch_job: the Slurm or PBS job around it, its end and its next start
+        connection   one node: messages and answers; remote: the command that reaches it, and why that failed
+        launch       reaches all nodes, starts the job on all, ends it on all
         watch        passes on the job's output, restarts or ends it when something fails, and reports why
-        stdin        passes standard input on to rank 0
-        output       files and the terminal, line by line
-        failures     which of several failures came first; record: the exception that has ended a rank
-        doctor       checks the nodes; diagnosis: what the findings mean
+        output       files and the terminal, line by line, and standard input for rank 0
+        failures     which of several failures came first, and the exception that has ended a rank
+        stacks       where the ranks are
+        doctor       checks the nodes
     on each node
-        remote       how the job gets there unchanged, over ssh or any other pipe
         node         the first process, without this package: starts the ranks, ends them with the connection
         store        hosts the store in which the ranks meet, on the first node
         hook         writes down the exception that ends a rank

@@ -16,6 +16,9 @@ _RUNNING = ("RUNNING", "SIGNALING")  # the second until every node has confirmed
 _RESUBMIT = "Let the job script submit itself again after exit code 75, as examples/jobs/preemptible.pbs does"
 
 
+JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # a variable that each job has, by scheduler
+
+
 class JobEnd(NamedTuple):
     """When the scheduler ends a job.
 
@@ -39,21 +42,18 @@ def job_end(environ: Mapping[str, str]) -> JobEnd | None:
     return None
 
 
-def requeue(environ: Mapping[str, str]) -> str | None:
-    """Let the scheduler start this job again; return what was done, in one line. ``None`` outside a job.
+def requeue(environ: Mapping[str, str]) -> str:
+    """Let the scheduler start this job again; return what was done, in one line.
 
     The scheduler then ends the job, and this process with it: its SIGTERM is ignored from now on.
     """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if job := environ.get("SLURM_JOB_ID"):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return _requeue_in_slurm(job)
     if job := environ.get("PBS_JOBID"):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         problem = _run("qrerun", job)[1]
         return f"PBS job {job} not requeued: {problem}. {_RESUBMIT}" if problem else f"requeued PBS job {job}"
-    if job := environ.get("LSB_JOBID"):
-        return f"LSF job {job}: LSF requeues it if it was submitted with bsub -Q 75"
-    return None
+    return f"LSF job {environ['LSB_JOBID']}: LSF requeues it if it was submitted with bsub -Q 75"
 
 
 def _requeue_in_slurm(job: str) -> str:

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-import ipaddress
+import asyncio
 import json
-import os
-import queue
 import random
 import shutil
-import subprocess
-import threading
-import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ddp_callbacks.launcher import facts
+from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node.link import GREETING, HEADER
-from ddp_callbacks.launcher.plan import NodePlan
-from ddp_callbacks.launcher.remote import FIRST_LINE, READY, message, opening
-from ddp_callbacks.launcher.ways import TURNED_AWAY, command_to, explain_command, explain_ssh
+from ddp_callbacks.launcher.remote import (
+    FIRST_LINE,
+    READY,
+    TURNED_AWAY,
+    as_hex,
+    command_to,
+    explain,
+    message,
+    opening,
+)
 
-_ANSWER_TIMEOUT = 30.0  # seconds to wait for an answer
+ANSWER_TIMEOUT = 30.0  # seconds to wait for an answer
 _BEAT = 0.5  # seconds between two heartbeats
 _LEAVES = 2.0  # seconds for the command that reached a node to end after its output
 _LOGINS = 8  # simultaneous ssh logins; sshd refuses some if ten are in progress
 _PAUSES = (0.5, 1.0)  # minimum seconds before a login is repeated; up to twice as long
 # A scheduler signals each process of its job, and without ssh there would be no orderly end elsewhere.
 _DEAF = ("/bin/sh", "-c", "trap '' TERM USR1 USR2; exec \"$@\"", "sh")
+_LAST_WORDS = 0.1  # seconds for what it said at its end to be read
+_MANY = 100  # events of a node that wait; beyond that, its writes wait
 _NOISE = 1 << 16  # bytes that a login shell may print before the greeting
 
 
@@ -46,91 +53,78 @@ class Event:
 
 
 def connections(
-    plans: Sequence[NodePlan], events: queue.Queue[Event], patience: float, answer_timeout: float = _ANSWER_TIMEOUT
+    plans: Sequence[NodePlan], events: asyncio.Queue[Event], patience: float, answer_timeout: float = ANSWER_TIMEOUT
 ) -> list[Connection]:
     """One connection for each node; few log in at a time, as sshd refuses more (MaxStartups)."""
-    logins = threading.Semaphore(_LOGINS)
+    logins = asyncio.Semaphore(_LOGINS)
     return [Connection(plan, events, patience, answer_timeout, logins) for plan in plans]
 
 
-class Connection:
-    """Talks to one node; everything from it other than answers goes to ``events``.
+class Connection(asyncio.SubprocessProtocol):
+    """Talks to one node; everything from it other than answers goes to ``events``. One :meth:`ask` at a time.
 
-    :meth:`tell` may be called from any thread; :meth:`ask` from one at a time.
+    Attributes:
+        greeted: Whether the node's program has answered.
+        is_open: Whether it is still there.
+        hello: The node's description of itself.
+        place: See :func:`ddp_callbacks.launcher.facts.place`.
     """
 
     def __init__(
         self,
         plan: NodePlan,
-        events: queue.Queue[Event],
+        events: asyncio.Queue[Event],
         patience: float,
-        answer_timeout: float = _ANSWER_TIMEOUT,
-        logins: AbstractContextManager[Any] | None = None,
+        answer_timeout: float,
+        logins: asyncio.Semaphore,
     ) -> None:
-        self._answer_timeout = answer_timeout
         self.plan = plan
-        self.greeted = False
-        self.hello: dict[str, Any] = {}  # the node's description of itself
-        self.place: dict[str, Any] = {}  # see :func:`ddp_callbacks.launcher.facts.place`
-        self._patience = patience
-        self._events = events
-        self._logins = nullcontext() if logins is None or plan.host is None else logins
-        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._heard: float | None = None  # time of the last data; None while waiting for the terminal
-        self._asks = False
-        self._silent = False
-        self._lock = threading.RLock()  # a signal handler may write while its thread does
-        self._held: bytes | None = None  # data to send once the shell there is ready
-        self._noise = b""
-        self._errors = b""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._given_up = False
-        self._closed = threading.Event()
+        self.greeted = self.is_open = False
+        self.hello: dict[str, Any] = {}
+        self.place: dict[str, Any] = {}
+        self._events, self._patience, self._answer_timeout, self._logins = events, patience, answer_timeout, logins
+        self._asks = self._silent = False
+        self._waiting = 0  # events that nobody has taken
+        self._process: Any = None  # the transport of the process that talks to the node
+        self._beats: asyncio.Task[None] | None = None
 
-    def _open(self) -> None:
-        self._noise = self._errors = b""
-        self._answers = queue.Queue()
+    async def _open(self) -> None:
+        self._buffer = self._noise = self._errors = b""
+        self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._ended = asyncio.Event()
+        self._held: bytes | None = None  # data to send once the shell there is ready
+        loop = asyncio.get_running_loop()
+        words = [*_DEAF, *command_to(self.plan, self._patience)]
         # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
-        self._process = process = subprocess.Popen(
-            [*_DEAF, *command_to(self.plan, self._patience)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
-        self._stderr_reader = threading.Thread(target=self._read_errors, args=(process,), daemon=True)
-        self._stderr_reader.start()
-        if self.plan.host is not None and self.plan.rsh is not None:
+        self._process, _ = await loop.subprocess_exec(lambda: self, *words, start_new_session=True)
+        self._heard = loop.time()
+        if not self.plan.is_here and self.plan.rsh is not None:
             self._write(FIRST_LINE)
             self._held = b""
-        threading.Thread(target=self._read, args=(process, self._answers), daemon=True).start()
         self._write(opening(self.plan.python))
-        if self._given_up:
-            process.kill()
 
-    def ask(self, do: str, **values: Any) -> dict[str, Any]:
-        """Send a message; return the node's answer.
+    async def ask(self, do: str, timeout: float | None = None, **values: Any) -> dict[str, Any]:
+        """Send a message; return the node's answer. With ``timeout``, the node answers heartbeats until then.
 
         Raises:
             NodeProblem: The node could not do it, the connection ended, or no answer came.
         """
-        self._asks = True
+        self._asks, seconds = timeout is None, timeout or self._answer_timeout
         self.tell(do, **values)
         try:
-            answer = self._answers.get(timeout=self._answer_timeout)
-        except queue.Empty:
+            answer = await asyncio.wait_for(self._answers.get(), seconds)
+        except TimeoutError:
             remedy = f". Does its login shell wait for something? Try: {self.plan.shell}true"
-            raise NodeProblem(f"no answer within {self._answer_timeout:g} s{remedy}") from None
+            raise NodeProblem(f"no answer within {seconds:g} s{remedy}") from None
         finally:
             self._asks = False
         if answer is None:
-            raise NodeProblem(self.explain_end())
+            raise NodeProblem(await self.explain_end())
         if "problem" in answer:
             raise NodeProblem(answer["problem"])
         return answer
 
-    def greet(self, grace: float | None = None) -> None:
+    async def greet(self, grace: float | None = None) -> None:
         """Connect to the node and read its description. If its sshd refuses the login for lack of slots, try again.
 
         Args:
@@ -139,212 +133,194 @@ class Connection:
         Raises:
             NodeProblem: It cannot be reached.
         """
-        try:
-            self._greet(grace)
-        except NodeProblem:
-            if self.plan.instead is None or self.greeted or self.plan.host is None or self._given_up:
-                raise
-            self.plan = replace(self.plan, rsh=self.plan.instead, instead=None)
-            self._greet(grace)
-
-    def _greet(self, grace: float | None) -> None:
         if shutil.which(program := command_to(self.plan)[0]) is None:
             raise NodeProblem(
                 f"there is no {program} on this machine to reach it by. Install it, or name another: --rsh"
             )
         for pause in (*_PAUSES, None):
             try:
-                with self._logins:
-                    if self._given_up:
-                        raise NodeProblem("ended before it was reached")
-                    self._open()
-                    self.hello = self.ask("hello", silence=self._patience, grace=grace)
+                async with self._logins:
+                    await self._open()
+                    self.hello = await self.ask("hello", silence=self._patience, grace=grace)
+                break
             except NodeProblem:
-                if pause is None or self._given_up or not self._was_turned_away():
+                if pause is None or not self._was_turned_away():
                     raise
-                time.sleep(pause * (1 + random.random()))
-            else:
-                threading.Thread(target=self._beat, daemon=True).start()
-                return
+                await asyncio.sleep(pause * (1 + random.random()))
+        self._beats = asyncio.create_task(self._beat())
 
     def _was_turned_away(self) -> bool:
         """Whether an sshd, on the node or on the route, had too many logins."""
-        is_ssh = self.plan.host is not None and self.plan.rsh is None
+        is_ssh = not self.plan.is_here and self.plan.rsh is None
         return is_ssh and not self.greeted and any(words in self._errors for words in TURNED_AWAY)
 
-    def reach(self, addresses: list[tuple[str, int]], seconds: float) -> None:
-        """Make the node connect to ports that other nodes hold.
+    @property
+    def addresses(self) -> list[str]:
+        """Where others may reach it, the most likely first: where ssh has, or on the route to the outside."""
+        by_ssh = self.hello["address"] if not self.plan.is_here and self.plan.rsh is None else None
+        return [*dict.fromkeys(filter(None, (by_ssh, *self.place["addresses"])))]
 
-        Raises:
-            NodeProblem: It cannot connect.
-        """
-        problems = self.ask("reach", addresses=addresses, seconds=seconds)["problems"]
+    # --- what is asked, each of which raises NodeProblem if the node cannot do it -------------------------------------
+
+    async def enter(self, environ: dict[str, str], script: str | None) -> None:
+        """Change to the working directory, set variables for all that is started, and check that the script exists."""
+        found = {as_hex(name): as_hex(value) for name, value in environ.items()}
+        await self.ask(
+            "enter", cwd=as_hex(self.plan.cwd), environ=found, script=None if script is None else as_hex(script)
+        )
+
+    async def look(self, which: str, seconds: float) -> None:
+        """Find its place; ``which`` is the first argument of :mod:`ddp_callbacks.launcher.facts`."""
+        plan = self.plan
+        words = plan.words(plan.python, "-P", "-c", Path(facts.__file__).read_text(), which, str(plan.cores or 0))
+        said = await self.ask("output", argv=[as_hex(word) for word in words], seconds=seconds)
+        if said["code"]:
+            needs = f"--setup {plan.setup!r} or Python failed" if plan.setup else "needs Python 3.11 or newer"
+            raise NodeProblem(f"{needs}: {said['err'].strip().rpartition(chr(10))[2]}")
+        self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # below what --setup may print
+
+    async def listen(self, address: str, port: int) -> int:
+        """Hold a port for the ranks' store; 0 finds a free one."""
+        return int((await self.ask("listen", address=address, port=port))["port"])
+
+    async def reach(self, addresses: list[tuple[str, int]], seconds: float) -> None:
+        """Connect to ports that other nodes hold."""
+        problems = (await self.ask("reach", addresses=addresses, seconds=seconds))["problems"]
         if any(problems):
             raise NodeProblem("; ".join(filter(None, problems)))
+
+    async def find_interface(self, address: str) -> None:
+        """Find the interface on the route to ``address``; gloo and NCCL use it, unless the user chose another."""
+        own = (await self.ask("route", address=address))["address"]
+        self.place["interface"] = self.place["interfaces"].get(own, "")
+
+    # ------------------------------------------------------------------------------------------------------------------
 
     def tell(self, do: str, **values: Any) -> None:
         """Send a message that has no answer."""
         self._write(message(do, **values))
 
-    def stop(self, number: int) -> None:
-        """Ask the ranks there to stop, with a signal, and end the job after its grace."""
-        self._tell_or_give_up("stop", number=number)
-
-    def end(self, seconds: float) -> None:
-        """End the job there: SIGTERM, and SIGKILL after these seconds."""
-        self._tell_or_give_up("end", seconds=seconds)
-
-    def _tell_or_give_up(self, do: str, **values: Any) -> None:
-        """Send a message; if the node is not connected yet, give up connecting."""
-        if self.greeted:
-            self.tell(do, **values)
-            return
-        self._given_up = True
-        if self._process is not None:
-            self._process.kill()
-
-    def close(self, timeout: float) -> None:
+    async def close(self, timeout: float) -> None:
         """Disconnect, so that the node ends the job. Wait for the local process; kill it after ``timeout``."""
-        self._closed.set()
         if self._process is None:
             return
-        with self._lock:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._beats is not None:
+            self._beats.cancel()
+        self._process.get_pipe_transport(0).close()
+        await self._end_process(timeout if self.greeted else 0)
+        self._process.close()  # a shared connection of ssh may still hold the pipes
 
-    def explain_end(self) -> str:
-        """Why the connection ended, from the messages of ssh or the shell there."""
-        assert self._process is not None
-        try:
-            self._process.wait(_LEAVES)
-        except subprocess.TimeoutExpired:  # a command in ssh's place that outlives what it has started
+    async def _end_process(self, timeout: float) -> None:
+        """Wait for the local process; kill it after ``timeout``."""
+        for seconds in (timeout, _LEAVES):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), seconds)
+                return
+            self._kill()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
             self._process.kill()
-            self._process.wait()
-        self._stderr_reader.join(1)
-        said = [line for line in self._errors.decode(errors="replace").splitlines() if line.strip()]
+
+    async def explain_end(self) -> str:
+        """Why the connection ended, from the messages of ssh or the shell there."""
+        await self._end_process(_LEAVES)  # a command in ssh's place may outlive what it has started
+        await asyncio.sleep(_LAST_WORDS)
+        code, errors = self._process.get_returncode(), self._errors.decode(errors="replace").splitlines()
+        said = [line.strip() for line in errors if line.strip()]
         if self._silent:
             return f"the connection was lost (silent for {self._patience:g} s)"
         if self.greeted:
-            return f"the connection was lost{f' ({said[-1].strip()})' if said else ''}"
-        if self._held is not None:
-            return explain_command(self.plan, self._process.returncode, said)
-        if self._process.returncode == 255 and self.plan.host is not None:
-            return explain_ssh(self.plan.host, said)
-        if self._process.returncode in (126, 127):
+            return f"the connection was lost{f' ({said[-1]})' if said else ''}"
+        if self._held is not None or (code == 255 and not self.plan.is_here):
+            return explain(self.plan, code, said)
+        if code in (126, 127):
             where = "Set its path with --python, or with python= in the host file"
             return f"cannot start the interpreter {self.plan.python}. {where}"
         noise = self._noise.decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed([*noise, *said]) if line.strip()), "no output")
-        return f"the interpreter {self.plan.python} failed to start (exit code {self._process.returncode}): {last}"
+        return f"the interpreter {self.plan.python} failed to start (exit code {code}): {last}"
 
     def _write(self, data: bytes) -> None:
-        with self._lock:
-            if self._held is not None:
-                self._held += data
-                return
-            assert self._process is not None
-            stdin = self._process.stdin
-            try:
-                while data and stdin is not None and not stdin.closed:
-                    data = data[os.write(stdin.fileno(), data) :]
-            except OSError:
-                pass  # the reader reports the end
+        if self._process is None:
+            return
+        if self._held is not None:
+            self._held += data
+        elif not (pipe := self._process.get_pipe_transport(0)).is_closing():
+            pipe.write(data)
 
-    def _beat(self) -> None:
+    async def _beat(self) -> None:
         """Send heartbeats, even while the terminal takes no output, and check that the node answers.
 
         ssh's keep-alive does not work on a shared connection (ControlPath).
         """
-        while not self._closed.wait(_BEAT):
+        while True:
+            await asyncio.sleep(_BEAT)
             self.tell("beat")
-            if self._is_silent() and self._process is not None:
+            silence = asyncio.get_running_loop().time() - self._heard
+            # While it works on an answer, :meth:`ask` has a timeout; while its events wait, nothing is read.
+            if silence > self._patience and not self._asks and self._waiting < _MANY:
                 self._silent = True
-                self._process.kill()
+                self._kill()
 
-    def _is_silent(self) -> bool:
-        """Whether the node has been silent too long, unless it works on an answer: :meth:`ask` has a timeout."""
-        heard = self._heard
-        return self.greeted and not self._asks and heard is not None and time.monotonic() - heard > self._patience
+    # --- what comes ---------------------------------------------------------------------------------------------------
 
-    def _read_errors(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stderr is not None
-        with process.stderr as stream:
-            while data := stream.read(1 << 16):
-                self._errors = (self._errors + data)[-_NOISE:]
+    def process_exited(self) -> None:
+        self._ended.set()
 
-    def _read(self, process: subprocess.Popen[bytes], answers: queue.Queue[dict[str, Any] | None]) -> None:
-        """Sort received data into answers and events, until the end."""
-        assert process.stdout is not None
-        buffer = b""
-        with process.stdout as stream:  # no other thread may close it during a read
-            while data := stream.read(1 << 16):
-                buffer += data
-                self._heard = time.monotonic()
-                if not self.greeted:
-                    buffer = self._await_greeting(buffer)
-                if self.greeted:
-                    buffer = self._take_frames(buffer)
-        answers.put(None)
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd == 1:
+            self.is_open = False
+            self._answers.put_nowait(None)
+            if self.greeted:
+                self._put(Event(self, "closed", -1, b""))
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Sort received data into answers and events."""
+        if fd == 2:
+            self._errors = (self._errors + data)[-_NOISE:]
+            return
+        self._buffer += data
+        self._heard = asyncio.get_running_loop().time()
+        if not self.greeted:
+            self._await_greeting()
         if self.greeted:
-            self._put(Event(self, "closed", -1, b""))
+            self._take_frames()
 
-    def _await_greeting(self, buffer: bytes) -> bytes:
-        """The data after the greeting, if it has come; a login shell may print something before it."""
-        if self._held is not None and READY in buffer:
-            buffer = buffer.partition(READY)[2]
-            with self._lock:
-                held, self._held = self._held, None
-                self._write(held)
-        self._noise, greeting, rest = buffer.partition(GREETING)
-        self.greeted = bool(greeting)
-        return rest if greeting else buffer[-_NOISE:]
+    def _await_greeting(self) -> None:
+        """Drop the data up to the greeting, if it has come; a login shell may print something before it."""
+        if self._held is not None and READY in self._buffer:
+            self._buffer = self._buffer.partition(READY)[2]
+            held, self._held = self._held, None
+            self._write(held)
+        self._noise, greeting, rest = self._buffer.partition(GREETING)
+        self.greeted = self.is_open = bool(greeting)
+        self._buffer = rest if greeting else self._buffer[-_NOISE:]
 
-    def _take_frames(self, buffer: bytes) -> bytes:
+    def _take_frames(self) -> None:
         start = 0
-        while len(buffer) - start >= HEADER.size:
-            kind, rank, length = HEADER.unpack_from(buffer, start)
+        while len(self._buffer) - start >= HEADER.size:
+            kind, rank, length = HEADER.unpack_from(self._buffer, start)
             begin, end = start + HEADER.size, start + HEADER.size + length
-            if len(buffer) <= end:
+            if len(self._buffer) <= end:
                 break
-            data, start = buffer[begin:end], end + 1  # skip the newline
+            data, start = self._buffer[begin:end], end + 1  # skip the newline
             if kind == b"r":
-                self._answers.put(json.loads(data))
+                self._answers.put_nowait(json.loads(data))
             elif kind != b"b":
                 self._put(Event(self, kind.decode(), rank, data))
-        return buffer[start:]
+        self._buffer = self._buffer[start:]
 
     def _put(self, event: Event) -> None:
-        """Queue an event. May wait for the terminal; data from the node is not read meanwhile."""
-        self._heard = None
-        self._events.put(event)
-        self._heard = time.monotonic()
+        """Queue an event. If many of this node wait, as for the terminal, its data is not read meanwhile."""
+        self._events.put_nowait(event)
+        self._waiting += 1
+        if self._waiting >= _MANY:
+            self._process.get_pipe_transport(1).pause_reading()
 
-
-def addresses_of(node: Connection, others: Sequence[Connection]) -> list[str]:
-    """The addresses at which the other nodes may reach this one, the most likely first.
-
-    If we use ssh, there is one, on the network over which we reach the nodes: the address that ssh has connected to;
-    for this machine, the one on the route to another node.
-    """
-    own = _address_reached(node)
-    if own is not None:
-        return [own]
-    elsewhere = next(filter(None, map(_address_reached, others)), None)
-    if elsewhere is not None:
-        return [str(node.ask("route", address=elsewhere)["address"])]
-    if all(each.plan.host is None for each in (node, *others)):
-        return ["127.0.0.1"]  # all of them are this machine
-    return list(node.place["addresses"]) or ["127.0.0.1"]
-
-
-def _address_reached(node: Connection) -> str | None:
-    """The address that ssh has connected to; ``None`` if unknown, and for this machine."""
-    address = node.hello.get("address")
-    if node.plan.host is None or node.plan.rsh is not None or not address:
-        return None
-    return None if ipaddress.ip_address(address.partition("%")[0]).is_loopback else str(address)
+    def note_taken(self) -> None:
+        """One of its events was taken."""
+        self._waiting -= 1
+        if self._waiting == 0:
+            self._heard = asyncio.get_running_loop().time()
+            self._process.get_pipe_transport(1).resume_reading()

@@ -2,163 +2,184 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import queue
 import shlex
-import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from typing import Any
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, addresses_of, connections
-from ddp_callbacks.launcher.diagnosis import Facts, Finding, judge, judge_clock
-from ddp_callbacks.launcher.plan import Job, NodePlan
-from ddp_callbacks.launcher.ranks import ask_for_facts, find_interface, start_ranks
-from ddp_callbacks.launcher.remote import as_hex
-from ddp_callbacks.launcher.screen import Cell, Color, Screen, Table
+from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, connections
+from ddp_callbacks.launcher.hosts import NodePlan
+from ddp_callbacks.launcher.plan import Job, starts
+from ddp_callbacks.versions import how_to_install_this
 
 LIMIT = 20.0  # seconds in total
 _PATIENCE = 3.5  # seconds without a heartbeat
 _ANSWER_TIMEOUT = 10.0  # seconds; a node that takes longer is not asked again
 _FACTS_TIMEOUT = 8.0  # seconds
 _REACH_TIMEOUT = 2.0  # seconds per connection
+GIB = 1 << 30
+_CLOCK = 1.0  # seconds; with a larger difference, files of one node look too new on another
+_MEMORY = 1 * GIB  # free memory
+_SHARED_MEMORY = GIB // 4  # free; a container has 64 MB by default
+_NEEDED = ("torch", "ddp_callbacks")
+_MARKS = {"green": "", "amber": "! ", "red": "FAIL "}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check has found.
+
+    Attributes:
+        node: Its name; empty for all of them together.
+        check: The checked property.
+        level: ``red``: a run would fail; ``amber``: it may surprise.
+        text: The finding, in a few words.
+        remedy: For red and amber: a full sentence with the command to type.
+    """
+
+    node: str
+    check: str
+    level: Literal["green", "amber", "red"]
+    text: str
+    remedy: str = ""
+
+
+def examine(job: Job) -> int:
+    """Check the job's nodes, and print what was found; return the exit code."""
+    findings = asyncio.run(_examine(job))
+    works = all(finding.level != "red" for finding in findings)
+    if job.json:
+        print(json.dumps({"works": works, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        print("\n".join(lines(findings)), "A run would work." if works else "A run would not work.", sep="\n")
+    return 0 if works else 1
+
+
+async def _examine(job: Job) -> list[Finding]:
+    doctor = Doctor(job)
+    try:
+        return await doctor.examine()
+    finally:
+        await asyncio.gather(*(node.close(1.0) for node in doctor.nodes))
 
 
 class Doctor:
-    """Checks the nodes; use it in a ``with`` block, which disconnects from them at its end."""
+    """Checks the nodes of a job."""
 
-    def __init__(self, plans: Sequence[NodePlan], script: str | None) -> None:
-        self._script = script
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._end = time.monotonic() + LIMIT
-        self._events: queue.Queue[Event] = queue.Queue()
-        self._nodes = connections(plans, self._events, _PATIENCE, _ANSWER_TIMEOUT)
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self.nodes = connections(job.nodes, self._events, _PATIENCE, _ANSWER_TIMEOUT)
         self._findings: list[Finding] = []
-        self._facts: dict[str, Facts] = {}
         self._held: dict[Connection, tuple[str, int]] = {}  # the address and port on which a node listens
 
-    def __enter__(self) -> Doctor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._on_each(lambda node: node.close(1.0), self._nodes)
-
-    def examine(self) -> list[Finding]:
-        """All findings, node by node; blocks for little more than :data:`LIMIT` seconds."""
-        self._on_each(self._reach, self._nodes)
-        there = [node for node in self._nodes if node.hello]
-        self._on_each(self._look, there)
-        known = [node.plan.name for node in there if node.plan.name in self._facts]
-        self._findings += judge({name: self._facts[name] for name in known})
-        whole = [node for node in there if node.place]
-        self._on_each(lambda node: self._listen(node, whole), whole)
-        self._on_each(self._try_ports, list(self._held))
-        if len(self._nodes) > 1:
-            self._all_reduce()
+    async def examine(self) -> list[Finding]:
+        """All findings, node by node; takes little more than :data:`LIMIT` seconds."""
+        await asyncio.gather(*map(self._look, self.nodes))
+        known = [node for node in self.nodes if node.place]
+        self._findings += judge({node.plan: node.place for node in known})
+        await asyncio.gather(*(self._try(node, "address", self._listen, _see_addresses) for node in known))
+        if len(self._held) > 1:
+            await asyncio.gather(*(self._try(node, "ports", self._reach_others, self._allow) for node in self._held))
+        if len(self.nodes) > 1:
+            await self._check_all_reduce()
             plain = "traffic between the nodes is not encrypted; use a network that you trust"
             self._findings.append(Finding("", "encryption", "amber", "none", plain))
-        nodes = [node.plan.name for node in self._nodes]
+        nodes = [node.plan.name for node in self.nodes]
         return sorted(self._findings, key=lambda finding: [*nodes, finding.node].index(finding.node))
 
-    def _on_each(self, do: Callable[[Connection], None], nodes: Sequence[Connection]) -> None:
-        if nodes:
-            with ThreadPoolExecutor(len(nodes)) as pool:
-                list(pool.map(do, nodes))
+    async def _look(self, node: Connection) -> None:
+        if not await self._try(node, "reached", self._reach, lambda plan: ""):
+            return
+        if await self._try(node, "folder", self._enter, _copy) and self._job.script is not None:
+            await self._try(node, "script", self._find, _copy)
+        await self._try(node, "python", self._learn, lambda plan: "Choose another with --python")
 
-    def _find(self, node: Connection, check: str, text: str) -> None:
-        self._findings.append(Finding(node.plan.name, check, "green", text))
+    async def _try(
+        self,
+        node: Connection,
+        check: str,
+        do: Callable[[Connection], Awaitable[str]],
+        remedy: Callable[[NodePlan], str],
+    ) -> bool:
+        """Note what ``do`` finds, unless it is empty, or its problem and the remedy; return whether it was well."""
+        try:
+            if text := await do(node):
+                self._findings.append(Finding(node.plan.name, check, "green", text))
+            return True
+        except NodeProblem as problem:
+            says = ". ".join(filter(None, (str(problem), remedy(node.plan))))
+            self._findings.append(Finding(node.plan.name, check, "red", "failed", says))
+            return False
 
-    def _fail(self, node: Connection, check: str, problem: str, text: str = "failed") -> None:
-        self._findings.append(Finding(node.plan.name, check, "red", text, problem))
-
-    def _reach(self, node: Connection) -> None:
+    async def _reach(self, node: Connection) -> str:
         begin = time.monotonic()
-        try:
-            node.greet()
-        except NodeProblem as problem:
-            self._fail(node, "reached", str(problem))
-        else:
-            by = "ssh" if node.plan.rsh is None else os.path.basename(node.plan.rsh[0])
-            how = "here" if node.plan.host is None else f"by {by}, {time.monotonic() - begin:.1f} s"
-            self._find(node, "reached", how)
+        await node.greet()
+        by = "ssh" if node.plan.rsh is None else os.path.basename(node.plan.rsh[0])
+        return "here" if node.plan.is_here else f"by {by}, {time.monotonic() - begin:.1f} s"
 
-    def _look(self, node: Connection) -> None:
-        plan = node.plan
-        try:
-            node.ask("enter", cwd=as_hex(plan.cwd), environ={})
-            self._find(node, "folder", plan.cwd)
-        except NodeProblem as problem:
-            self._fail(node, "folder", f"{problem}. {_copy(plan)}", "missing")
-        else:
-            self._look_for_script(node)
-        try:
-            before = time.time()
-            node.place = ask_for_facts(node, "all", _FACTS_TIMEOUT)
-            after = time.time()
-        except NodeProblem as problem:
-            self._fail(node, "python", f"{plan.python} does not work: {problem}. Choose another with --python")
-            return
+    async def _enter(self, node: Connection) -> str:
+        await node.enter({}, None)
+        return node.plan.cwd
+
+    async def _find(self, node: Connection) -> str:
+        await node.enter({}, self._job.script)
+        return self._job.script or ""
+
+    async def _learn(self, node: Connection) -> str:
+        before = time.time()
+        await node.look("all", _FACTS_TIMEOUT)
+        after = time.time()
         ahead = node.place["time"] - (before + after) / 2
-        self._findings.append(judge_clock(plan.name, ahead, (after - before) / 2))
-        self._facts[plan.name] = Facts(plan.shell, plan.python, node.place)
+        self._findings.append(judge_clock(node.plan.name, ahead, (after - before) / 2))
+        return ""
 
-    def _look_for_script(self, node: Connection) -> None:
-        if self._script is None:
-            return
-        try:
-            node.ask("find", path=as_hex(self._script))
-            self._find(node, "script", self._script)
-        except NodeProblem as problem:
-            remedy = "Check its name" if node.plan.host is None else _copy(node.plan)
-            self._fail(node, "script", f"{problem}. {remedy}", "missing")
+    async def _listen(self, node: Connection) -> str:
+        address = node.addresses[0] if len(self.nodes) > 1 and node.addresses else "127.0.0.1"
+        self._held[node] = address, await node.listen(address, 0)
+        interface = node.place["interfaces"].get(address)
+        return f"{address} ({interface})" if interface else address
 
-    def _listen(self, node: Connection, there: list[Connection]) -> None:
-        try:
-            address = addresses_of(node, [other for other in there if other is not node])[0]
-            self._held[node] = (address, node.ask("listen", address=address, port=0)["port"])
-            known = self._facts.get(node.plan.name)
-            interface = known.values["interfaces"].get(address) if known else None
-            self._find(node, "address", f"{address} ({interface})" if interface else address)
-        except NodeProblem as problem:
-            self._fail(node, "address", f"{problem}. Check: {node.plan.shell}ip address")
-
-    def _try_ports(self, node: Connection) -> None:
+    async def _reach_others(self, node: Connection) -> str:
         """Connect from this node to all others. Called on all nodes, this tests both directions between any two."""
-        others = {other: held for other, held in self._held.items() if other is not node}
-        if not others:
-            return
-        try:
-            node.reach(list(others.values()), _REACH_TIMEOUT)
-            self._find(node, "ports", "reaches the others")
-        except NodeProblem as problem:
-            own = self._held[node][0]
-            remedy = f"Open the firewall of that node, for example: ufw allow from {own}"
-            self._fail(node, "ports", f"{problem}. {remedy}", "blocked")
+        await node.reach([held for other, held in self._held.items() if other is not node], _REACH_TIMEOUT)
+        return "reaches the others"
 
-    def _all_reduce(self) -> None:
+    def _allow(self, plan: NodePlan) -> str:
+        own = next(address for node, (address, _) in self._held.items() if node.plan is plan)
+        return f"Open the firewall of that node, for example: ufw allow from {own}"
+
+    async def _check_all_reduce(self) -> None:
         """Run an all-reduce with one process per node."""
         if any(finding.level == "red" for finding in self._findings):
-            self._findings.append(Finding("", "all-reduce", "red", "skipped", "skipped: fix the problems above first"))
-            return
-        job = Job(tuple(node.plan for node in self._nodes), ("-P", "-m", "ddp_callbacks.launcher.probe"))
-        where = self._held[self._nodes[0]]
-        try:
-            for node in self._nodes:
-                find_interface(node, where[0])
-            start_ranks(job, self._nodes, where)
-            self._findings.append(self._result_of_all_reduce())
-        except NodeProblem as problem:
-            self._findings.append(Finding("", "all-reduce", "red", "failed", str(problem)))
+            found = Finding("", "all-reduce", "red", "skipped", "skipped: fix the problems above first")
+        else:
+            try:
+                found = Finding("", "all-reduce", "green", await self._all_reduce())
+            except NodeProblem as problem:
+                found = Finding("", "all-reduce", "red", "failed", str(problem))
+        self._findings.append(found)
 
-    def _result_of_all_reduce(self) -> Finding:
+    async def _all_reduce(self) -> str:
+        where = self._held[self.nodes[0]]
+        for node in self.nodes:
+            node.place["processes"] = 1
+            await node.find_interface(where[0])
+        messages = starts(_probe(self._job), [(node.plan, node.place) for node in self.nodes], where)
+        for node, message in zip(self.nodes, messages, strict=True):
+            node.tell("start", **message)
         said: dict[str, bytes] = {"o": b"", "e": b""}
-        running = len(self._nodes)
+        running = len(self.nodes)
         while running:
             try:
-                event = self._events.get(timeout=max(0.0, self._end - time.monotonic()))
-            except queue.Empty:
+                event = await asyncio.wait_for(self._events.get(), max(0.0, self._end - time.monotonic()))
+            except TimeoutError:
                 raise NodeProblem(f"did not end within {LIMIT:g} s, the limit for all checks") from None
             ended = json.loads(event.data).get("ended") if event.kind == "m" else None
             if event.kind in said:
@@ -167,16 +188,22 @@ class Doctor:
                 last = said["e"].decode(errors="replace").strip().rpartition("\n")[2]
                 raise NodeProblem(f"failed on {event.node.plan.name}: {last}")
             running -= bool(ended)
-        if not said["o"]:
-            raise NodeProblem("ended without a result")
-        result = json.loads(said["o"])
-        text = f"{result['latency'] * 1e3:.2f} ms for one number, {result['bandwidth'] / 1e6:.0f} MB/s per node"
-        return Finding("", "all-reduce", "green", text)
+        return said["o"].decode().strip() or "ended without a result"
+
+
+def _probe(job: Job) -> Job:
+    """The job that runs the probe instead of the script."""
+    arguments = {"training_script": "-P", "training_script_args": ["-m", "ddp_callbacks.launcher.probe"]}
+    return Job(**vars(job) | arguments | {"module": False, "no_python": False})
+
+
+def _see_addresses(plan: NodePlan) -> str:
+    return f"Check: {plan.shell}ip address"
 
 
 def _copy(plan: NodePlan) -> str:
     """How to copy the working directory to the node."""
-    if plan.host is None:
+    if plan.is_here:
         return f"Choose another with --chdir, or: mkdir -p {shlex.quote(plan.cwd)}"
     if plan.rsh is not None:
         return f"Copy it there, or choose another with --chdir. Check: {plan.shell}ls -l"
@@ -186,39 +213,98 @@ def _copy(plan: NodePlan) -> str:
     )
 
 
+# --- what the facts mean ----------------------------------------------------------------------------------------------
+
+
+def judge(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> list[Finding]:
+    """All findings about nodes from their facts, see :mod:`ddp_callbacks.launcher.facts`."""
+    packages = dict.fromkeys([*_NEEDED, *(name for facts in nodes.values() for name in facts["packages"])])
+    findings = [*_pythons(nodes)]
+    for package in packages:
+        findings += _versions(package, nodes)
+    for plan, facts in nodes.items():
+        findings += _sizes(plan, facts)
+    return [*findings, *_gpus(nodes)]
+
+
+def judge_clock(node: str, ahead: float, uncertainty: float) -> Finding:
+    """Seconds by which a clock is ahead of this machine's, and the uncertainty."""
+    how = f"{abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
+    remedy = f"its clock is {how}. Run: timedatectl set-ntp true"
+    return _finding(node, "clock", abs(ahead) <= _CLOCK + uncertainty, f"{ahead:+.1f} s", remedy)
+
+
+def _finding(
+    node: str, check: str, is_good: bool, text: str, remedy: str, level: Literal["amber", "red"] = "amber"
+) -> Finding:
+    return Finding(node, check, "green", text) if is_good else Finding(node, check, level, text, remedy)
+
+
+def _usual(values: Iterable[str]) -> str:
+    """The most frequent value; the first one among equals; empty if there is none."""
+    return next((value for value, _ in Counter(values).most_common(1)), "")
+
+
+def _pythons(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
+    usual = _usual(facts["python"].rpartition(".")[0] for facts in nodes.values())
+    for plan, facts in nodes.items():
+        own = facts["python"]
+        remedy = f"Python {own}, but {usual} on the others. Choose another with --python"
+        yield _finding(plan.name, "python", own.startswith(f"{usual}."), own, remedy)
+
+
+def _versions(package: str, nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
+    """A package on any node must be on all of them, in the same version."""
+    found = {plan: facts["packages"].get(package) for plan, facts in nodes.items()}
+    usual = _usual(version for version in found.values() if version)
+    wanted = f"{package}=={usual.partition('+')[0]}" if usual else package
+    for plan, version in found.items():
+        what = f"{package} {version}, but {usual} on the others" if version else f"{package} is not installed"
+        python = f"{plan.shell}{plan.python}"
+        command = how_to_install_this(python) if package == "ddp_callbacks" else f"{python} -m pip install {wanted}"
+        level: Literal["amber", "red"] = "amber" if package == "numpy" else "red"
+        is_usual = version is not None and version == usual
+        yield _finding(plan.name, package, is_usual, version or "missing", f"{what}. Run: {command}", level)
+
+
+def _sizes(plan: NodePlan, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    yield Finding(plan.name, "cores", "green", str(facts["cores"]))
+    free, shared = facts["free_memory"], facts["shared_memory"]
+    text = f"{free / GIB:.1f} of {facts['memory'] / GIB:.1f} GiB free"
+    remedy = f"less than 1 GiB is free. Check: {plan.shell}ps aux --sort=-rss | head"
+    yield _finding(plan.name, "memory", free >= _MEMORY, text, remedy)
+    remedy = (
+        "DataLoader workers pass batches through it. Run: mount -o remount,size=8g /dev/shm; for Docker: docker run "
+    )
+    text = f"{shared / GIB:.1f} GiB free"
+    yield _finding(plan.name, "/dev/shm", shared >= _SHARED_MEMORY, text, f"{remedy}--shm-size=8g")
+
+
+def _gpus(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
+    has_none = not any(facts["gpus"] for facts in nodes.values())
+    for plan, facts in nodes.items():
+        text = ", ".join(f"{count} x {gpu}" for gpu, count in Counter(facts["gpus"]).items()) or "none"
+        remedy = f"no GPU found, but others have some. Check: {plan.shell}nvidia-smi"
+        yield _finding(plan.name, "GPUs", has_none or bool(facts["gpus"]), text, remedy, "red")
+
+
 # --- the output -------------------------------------------------------------------------------------------------------
 
-_COLORS: dict[str, Color] = {"green": "green", "amber": "yellow", "red": "bold red"}
-_MARKS = {"green": "", "amber": "! ", "red": "FAIL "}
 
-
-def show(nodes: Sequence[str], findings: Sequence[Finding], screen: Screen) -> None:
-    """Print one table with a column for each node; below it, findings about all of them, and remedies."""
-    table = Table(("", "left"), *((node, "left") for node in nodes))
-    cells = {(finding.check, finding.node): finding for finding in findings if finding.node}
-    for check in dict.fromkeys(finding.check for finding in findings if finding.node):
-        table.add_row(check, *(_cell(cells.get((check, node))) for node in nodes))
-    screen.table(table)
-    for finding in findings:
-        if not finding.node and finding.level == "green":
-            screen.line(f"{finding.check}: ", _cell(finding))
+def lines(findings: Sequence[Finding]) -> list[str]:
+    """One line for each check, with the nodes where they differ; below, what to fix."""
+    said = []
+    for check in dict.fromkeys(finding.check for finding in findings):
+        nodes: dict[str, list[str]] = {}
+        for finding in findings:
+            if finding.check == check:
+                nodes.setdefault(f"{_MARKS[finding.level]}{finding.text}", []).append(finding.node)
+        each = [f"{text} ({', '.join(names)})" if len(nodes) > 1 else text for text, names in nodes.items()]
+        said.append(f"{check:<18} {'; '.join(each)}")
     for level in ("red", "amber"):
         for finding in findings:
             if finding.level == level:
-                where = f"{finding.node}, {finding.check}" if finding.node else finding.check
-                screen.line(Cell(f"{_MARKS[level]}{where}: {finding.remedy}", _COLORS[level]))
-    works = all(finding.level != "red" for finding in findings)
-    screen.line(Cell("A run would work." if works else "A run would not work.", _COLORS["green" if works else "red"]))
-
-
-def _cell(finding: Finding | None) -> Cell:
-    if finding is None:
-        return Cell("")
-    return Cell(f"{_MARKS[finding.level]}{finding.text}", _COLORS[finding.level])
-
-
-def show_json(findings: Sequence[Finding], works: bool) -> None:
-    """``{"works": BOOL, "findings": [{"node", "check", "level", "text", "remedy"}, ...]}``."""
-    report: dict[str, Any] = {"works": works, "findings": [asdict(finding) for finding in findings]}
-    json.dump(report, sys.stdout, indent=2)
-    print()
+                said.append(
+                    f"{_MARKS[level]}{', '.join(filter(None, (finding.node, finding.check)))}: {finding.remedy}"
+                )
+    return said

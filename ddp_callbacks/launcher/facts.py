@@ -70,50 +70,23 @@ def facts(cores: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
-        "memory": memory.get("MemTotal"),
-        "free_memory": memory.get("MemAvailable"),
+        "memory": memory["MemTotal"],
+        "free_memory": memory["MemAvailable"],
         "shared_memory": _free_space("/dev/shm"),
         "gpus": _gpus(),
     }
 
 
 def usable_cores(root: str = "/") -> int:
-    """The number of cores this process may use: its affinity, or the quota of its container or job."""
-    quotas = [quota for folder in _groups(root) if (quota := _quota(folder)) is not None]
-    return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
-
-
-def _groups(root: str) -> list[str]:
-    """The folders of this process's control groups that limit processor time, and of their parents."""
-    found = []
-    try:
-        with open(os.path.join(root, "proc/self/cgroup")) as file:
-            lines = [line.rstrip("\n").split(":", 2) for line in file]
-    except OSError:
-        return []
-    for _, controllers, path in lines:
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        names = path.strip("/").split("/")
-        for depth in range(len(names) + 1):
-            found.append(os.path.join(root, "sys/fs/cgroup", controllers, *names[:depth]))
-    return found
-
-
-def _quota(folder: str) -> float | None:
-    """Number of cores; ``None`` without a limit."""
-    try:
-        with open(os.path.join(folder, "cpu.max")) as file:  # version 2
-            quota, period = file.read().split()
-    except OSError:
-        try:
-            with open(os.path.join(folder, "cpu.cfs_quota_us")) as file:  # version 1
-                quota = file.read().strip()
-            with open(os.path.join(folder, "cpu.cfs_period_us")) as file:
-                period = file.read()
-        except OSError:
-            return None
-    return None if quota in ("max", "-1") else int(quota) / int(period)
+    """The number of cores this process may use: its affinity, or the quota of its container or job (cgroup 2)."""
+    found: list[float] = [len(os.sched_getaffinity(0))]
+    with suppress(OSError), open(os.path.join(root, "proc/self/cgroup")) as file:
+        names = file.read().strip().rpartition("0::/")[2].split("/")
+        for depth in range(len(names) + 1):  # the group, and those above it
+            with suppress(OSError), open(os.path.join(root, "sys/fs/cgroup", *names[:depth], "cpu.max")) as limit:
+                quota, period = limit.read().split()
+                found += [int(quota) / int(period)] if quota != "max" else []
+    return max(1, int(min(found)))
 
 
 def _version(package: str) -> str | None:
@@ -130,12 +103,12 @@ def _memory() -> dict[str, int]:
         return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
 
 
-def _free_space(folder: str) -> int | None:
-    try:
+def _free_space(folder: str) -> int:
+    """Bytes; 0 if it is missing."""
+    with suppress(OSError):
         found = os.statvfs(folder)
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize
+        return found.f_bavail * found.f_frsize
+    return 0
 
 
 def _gpus() -> list[str]:

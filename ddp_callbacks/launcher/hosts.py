@@ -1,4 +1,4 @@
-"""Read which nodes to use, and how many processes on each."""
+"""Which nodes to use, and how many processes on each: from ``-H`` or a host file."""
 
 from __future__ import annotations
 
@@ -15,25 +15,47 @@ _IGNORED = ("max_slots", "max-slots", "max")  # Open MPI's limit for oversubscri
 
 
 @dataclass(frozen=True)
-class Host:
+class NodePlan:
     """A node of the job.
 
     Attributes:
-        name: Its name for ssh: an alias of the ssh configuration, ``user@host``, a name or an address.
-        slots: Number of processes; ``None`` lets the node decide (one per GPU, or else per CPU socket).
-        python: The interpreter there, if it differs from ``--python``.
-        chdir: The working directory there, if it differs from ``--chdir``.
+        host: Its name for ssh: an alias of the ssh configuration, ``user@host``, a name or an address.
+        processes: As in ``--nproc-per-node``; if empty, the node decides: one per GPU, or else per CPU socket.
+        python: The interpreter.
+        cwd: The working directory.
         cores: How many the job has there; ``None`` for all that the node lets it use.
+        rank: Its node rank.
+        is_here: Whether it is this machine, which needs no ssh.
+        rsh: The command that reaches it instead of ssh.
+        setup: A command of bash that goes before all that is started there.
     """
 
-    name: str
-    slots: int | None = None
-    python: str | None = None
-    chdir: str | None = None
+    host: str
+    processes: str = ""
+    python: str = ""
+    cwd: str = ""
     cores: int | None = None
+    rank: int = 0
+    is_here: bool = False
+    rsh: tuple[str, ...] | None = None
+    setup: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its name in the output."""
+        return self.host.rpartition("@")[2]
+
+    @property
+    def shell(self) -> str:
+        """The prefix of a command to type for this node; empty for this machine."""
+        return "" if self.is_here else f"{shlex.join(self.rsh or ('ssh', self.host))} "
+
+    def words(self, *words: str) -> list[str]:
+        """A command, after what sets up the node; a login shell knows ``module``."""
+        return ["bash", "-lc", f'{self.setup} && exec "$@"', "bash", *words] if self.setup else list(words)
 
 
-def parse_hosts(text: str) -> list[Host]:
+def parse_hosts(text: str) -> list[NodePlan]:
     """Parse ``-H``: ``node1:4,node2``, with an IPv6 address in brackets.
 
     Raises:
@@ -45,7 +67,7 @@ def parse_hosts(text: str) -> list[Host]:
     return _checked([_host_and_slots(part.strip(), source) for part in text.split(",")], source)
 
 
-def parse_hostfile(text: str, source: str) -> list[Host]:
+def parse_hostfile(text: str, source: str) -> list[NodePlan]:
     """Parse a host file: one host per line, ``#`` begins a comment.
 
     It accepts Open MPI's and DeepSpeed's ``node1 slots=4`` and MPICH's ``node1:4``. ``python=`` and ``chdir=`` are
@@ -70,7 +92,7 @@ def parse_hostfile(text: str, source: str) -> list[Host]:
     return _checked(hosts, source)
 
 
-def read_hostfile(path: str) -> list[Host]:
+def read_hostfile(path: str) -> list[NodePlan]:
     """Read a host file; see :func:`parse_hostfile`."""
     try:
         text = Path(path).read_text()
@@ -79,23 +101,22 @@ def read_hostfile(path: str) -> list[Host]:
     return parse_hostfile(text, path)
 
 
-def _host_of_line(words: list[str], where: str) -> Host:
+def _host_of_line(words: list[str], where: str) -> NodePlan:
     host = _host_and_slots(words[0], where)
-    settings: dict[str, str] = {}
+    found = {"slots": host.processes} if host.processes else {}
     for word in words[1:]:
-        key, equals, value = word.partition("=")
-        if not equals or key not in ("slots", "python", "chdir", *_IGNORED) or not value:
+        key, _, value = word.partition("=")
+        if key not in ("slots", "python", "chdir", *_IGNORED) or not value:
             raise ConfigurationError(
                 f"{where}: cannot parse {word!r}. Write HOST slots=N, optionally with python=PATH and chdir=PATH."
             )
-        if key in settings or (key == "slots" and host.slots is not None):
+        if key in found:
             raise ConfigurationError(f"{where}: {key} is given twice.")
-        settings[key] = value
-    slots = _positive(settings["slots"], host.name, where) if "slots" in settings else host.slots
-    return Host(host.name, slots, settings.get("python"), settings.get("chdir"))
+        found[key] = _slots(value, host.host, where) if key == "slots" else value
+    return NodePlan(host.host, found.get("slots", ""), found.get("python", ""), found.get("chdir", ""))
 
 
-def _host_and_slots(text: str, where: str) -> Host:
+def _host_and_slots(text: str, where: str) -> NodePlan:
     name, colon, slots = text, "", ""
     if match := re.fullmatch(r"((?:[^@]*@)?)\[(.*)\](:?)(.*)", text):
         name, colon, slots = match[1] + match[2], match[3], match[4]
@@ -106,19 +127,19 @@ def _host_and_slots(text: str, where: str) -> Host:
     # ssh would treat a leading dash as an option.
     if not name or name.startswith("-") or not re.fullmatch(r"[\w.@:%-]+", name):
         raise ConfigurationError(f"{where}: {text!r} is not a host. Write HOST or HOST:SLOTS.")
-    return Host(name, _positive(slots, name, where) if colon else None)
+    return NodePlan(name, _slots(slots, name, where) if colon else "")
 
 
-def _positive(text: str, host: str, where: str) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+def _slots(text: str, host: str, where: str) -> str:
+    if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise ConfigurationError(f"{where}: the slots of {host} must be a number of at least 1, got {text!r}.")
-    return int(text)
+    return text
 
 
-def _checked(hosts: list[Host], source: str) -> list[Host]:
+def _checked(hosts: list[NodePlan], source: str) -> list[NodePlan]:
     if not hosts:
         raise ConfigurationError(f"{source}: no host given.")
-    twice = [name for name, count in Counter(host.name for host in hosts).items() if count > 1]
+    twice = [name for name, count in Counter(host.host for host in hosts).items() if count > 1]
     if twice:
         raise ConfigurationError(f"{source}: {twice[0]} is named twice. Name it once, with all its slots.")
     return hosts

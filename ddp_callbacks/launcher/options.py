@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
+import socket
 import subprocess
-from argparse import REMAINDER, SUPPRESS, Action, ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import sys
+from argparse import REMAINDER, SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ddp_callbacks.auto import AUTO
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.flags import FORWARDED, NODES, add_flags, add_some
-from ddp_callbacks.launcher.hosts import Host, parse_hosts, read_hostfile
-from ddp_callbacks.launcher.node.ending import GRACE
-from ddp_callbacks.launcher.plan import Here, Job, NodePlan, plan_nodes
+from ddp_callbacks.launcher.batch_job import JOBS
+from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, REFUSED
+from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts, read_hostfile
+from ddp_callbacks.launcher.plan import Job
+from ddp_callbacks.network import is_loopback, own_addresses
 from ddp_callbacks.schedulers import cores_of_job, hosts_of_job
 from ddp_callbacks.versions import __version__
 
@@ -30,148 +32,141 @@ Start a script on every process of every node. ddprun reaches the nodes over ssh
   ddprun -H node1:4,node2:4 train.py --lr 0.1     four processes on each of two nodes
   ddprun --hostfile hosts train.py                nodes from a file, one per line: HOST slots=N, or HOST:N
   ddprun train.py                                 in a PBS, Slurm or LSF job: on the job's nodes
-  ddprun --rsh srun train.py                      in a Slurm job: through srun instead of ssh
+  ddprun --rsh ssh train.py                       in a Slurm job: through ssh instead of srun
   ddprun doctor -H node1,node2                    check that a run on these nodes would work
-  ddprun stacks                                   show where each rank of a running job is
-"""
+  ddprun stacks                                   show where each rank of a running job is"""
+_ABOUT_DOCTOR = """\
+Check that a run would work, and say what to fix. It takes all flags of ddprun: put "doctor" into your command."""
 _WITHOUT_PIPE = ("pbs_tmrsh", "pbsdsh")  # for --rsh
 _SRUN = ("srun", "--overlap", "--mpi=none", "--cpu-bind=none", "-N1", "-n1", "-w", "{host}")
 _PLAIN = re.compile(r"[0-9,-]*")  # the devices that another node may have, too
-_NO_SCRIPT = "name a script to run: ddprun train.py. See ddprun --help."
-_USAGE = "ddprun [flags] SCRIPT [the script's arguments]"
 
 
-@dataclass(frozen=True)
-class DoctorOptions:
-    """The options of ``ddprun doctor``."""
-
-    nodes: tuple[NodePlan, ...]
-    json: bool
-    script: str | None
+def is_this_machine(name: str) -> bool:
+    """Whether a host, as the user has named it, needs no ssh: its name or address is this machine's. Asks no server."""
+    own, short = socket.gethostname(), name.partition(".")[0]
+    return is_loopback(name) or own in (name, short) or name == own.partition(".")[0] or name in own_addresses()
 
 
-class _OneLineParser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message}. See {self.prog} --help.")
-
-
-class _RunParser(_OneLineParser):
-    def __init__(self, environ: Mapping[str, str], show_all: bool = False) -> None:
-        super().__init__(prog="ddprun", usage=_USAGE, allow_abbrev=False)
-        self.environ = environ
-        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all flags and exit")
-        self.add_argument("--version", action="version", version=f"ddprun {__version__}")
-        add_flags(self, environ, show_all)
-        self.add_argument("training_script", help=SUPPRESS)
+class _Parser(ArgumentParser):
+    def __init__(self, environ: Mapping[str, str], is_doctor: bool, show_all: bool) -> None:
+        super().__init__(
+            prog="ddprun doctor" if is_doctor else "ddprun",
+            usage="%(prog)s [flags] SCRIPT [the script's arguments]",
+            description=_ABOUT_DOCTOR if is_doctor else _ABOUT,
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        if is_doctor:
+            self.add_argument("--json", action="store_true", help="print JSON instead of lines")
+        else:
+            self.add_argument("--help-all", action="store_true", help="show all flags and exit")
+            self.add_argument("--version", action="version", version=f"ddprun {__version__}")
+        usual = self.add_argument_group("flags")
+        for title, flags in GROUPS.items():
+            group = self.add_argument_group(title) if show_all else usual
+            for flag in flags:
+                flag.add_to(group, environ, is_shown=flags is NODES if is_doctor else show_all or flag.usual)
+        self.add_argument("training_script", nargs="?", help=SUPPRESS)
         self.add_argument("training_script_args", nargs=REMAINDER, help=SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("the following arguments are required"):
-            raise ConfigurationError(_NO_SCRIPT)
-        super().error(message)
+        raise ConfigurationError(f"{message}. See {self.prog} --help.")
 
-    def format_help(self) -> str:
-        usage, _, flags = super().format_help().partition("\n\n")
-        return f"{usage}\n\n{_ABOUT}\n{flags}"
-
-    def refuse_unknown(self, flags: Sequence[str]) -> NoReturn:
-        """Report an unknown flag, with similar known ones."""
-        flag = flags[0].partition("=")[0]
-        known = [spelling for action in self._actions for spelling in action.option_strings if len(spelling) > 2]
+    def refuse_unknown(self, given: str) -> NoReturn:
+        """Report an unknown flag, with what to do instead, or a similar known one."""
+        flag = given.partition("=")[0]
+        if remedy := REFUSED.get(flag) or REFUSED.get(flag.replace("_", "-")):
+            raise ConfigurationError(f"ddprun has no {flag}: {remedy}.")
+        known = [spelling for spelling in self._option_string_actions if len(spelling) > 2]
         close = get_close_matches(flag, known, 1, 0.8)
         hint = f"Did you mean {close[0]}?" if close else "If it belongs to your script, put it after the script."
-        raise ConfigurationError(
-            f"unknown flag {flag}: neither ddprun nor torchrun has it. {hint} See {self.prog} --help."
-        )
+        self.error(f"unknown flag {flag}: neither ddprun nor torchrun has it. {hint.rstrip('.')}")
 
 
-class _HelpAll(Action):
-    def __call__(self, parser: ArgumentParser, *_: Any) -> NoReturn:
-        assert isinstance(parser, _RunParser)
-        _RunParser(parser.environ, show_all=True).print_help()
-        parser.exit()
-
-
-def parse_options(argv: Sequence[str], environ: Mapping[str, str], here: Here) -> Job:
-    """Parse the command line, without the program's name.
+def parse_options(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    is_here: Callable[[str], bool] = is_this_machine,
+    is_doctor: bool = False,
+) -> Job:
+    """Parse the command line, without the program's name, or without ``ddprun doctor``.
 
     Raises:
         ConfigurationError: With a one-line message.
     """
-    if not argv:
-        raise ConfigurationError(_NO_SCRIPT)
-    parser = _RunParser(environ)
-    args, unknown = parser.parse_known_args(argv)
+    parser = _Parser(environ, is_doctor, show_all=False)
+    job, unknown = parser.parse_known_args(argv, namespace=Job())
     if unknown:
-        parser.refuse_unknown(unknown)
-    _refuse_contradictions(args)
-    nodes = _nodes(args, environ, here, args.nproc_per_node)
-    command = (args.training_script, *args.training_script_args)
-    return Job(
-        nodes=nodes,
-        min_nodes=_min_nodes(args, nodes),
-        max_restarts=args.max_restarts,
-        address=args.master_addr,
-        port=args.master_port,
-        script=None if args.module or args.no_python else args.training_script,
-        has_python=not args.no_python,
-        command=("-m", *command) if args.module else command,
-        bind=args.bind,
-        role=args.role,
-        run_id=args.rdzv_id,
-        environ=_variables([f"{AUTO}=1"] * args.auto + args.variables, environ, nodes),
-        forwarded=_forwarded(environ),
-        shown=args.show_ranks if args.tee == "0" else None,
-        prefix=not args.no_prefix,
-        log_dir=args.log_dir,
-        heartbeat_timeout=args.heartbeat_timeout,
-        kill_after=args.shutdown_timeout,
-        grace=args.grace,
-        time_limit=args.time_limit,
-        requeue=args.requeue,
-        dry_run=args.dry_run,
-    )
+        parser.refuse_unknown(unknown[0])
+    if not is_doctor and job.help_all:
+        _Parser(environ, is_doctor, show_all=True).print_help()
+        parser.exit()
+    if not is_doctor and job.training_script is None:
+        raise ConfigurationError("name a script to run: ddprun train.py. See ddprun --help.")
+    _refuse_contradictions(job, environ)
+    job.nodes = _nodes(job, environ, is_here)
+    job.min_nodes = _min_nodes(job)
+    job.environ = _variables([*([f"{AUTO}=1"] if job.auto else []), *(job.x or ())], environ, job.nodes)
+    # Which GPUs are visible is a matter of each node: their names and numbers differ.
+    found = {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
+    job.forwarded = {name: value for name, value in found.items() if not name.endswith("_VISIBLE_DEVICES")}
+    return job
 
 
-def _refuse_contradictions(args: Namespace) -> None:
-    if args.time_limit is not None and args.time_limit <= (args.grace or GRACE):
-        raise ConfigurationError(
-            f"--time-limit must be longer than --grace ({args.grace or GRACE:g} s), got {args.time_limit:g}."
-        )
-    if args.module and args.no_python:
+def _refuse_contradictions(job: Job, environ: Mapping[str, str]) -> None:
+    if job.time_limit is not None and job.time_limit <= job.force:
+        raise ConfigurationError(f"--time-limit must be longer than --grace ({job.force:g} s), got {job.time_limit:g}.")
+    if job.module and job.no_python:
         raise ConfigurationError("--module and --no-python cannot be combined.")
+    if job.hosts is not None and job.hostfile is not None:
+        raise ConfigurationError("-H and --hostfile both name the nodes. Use one of them.")
+    if job.requeue and not any(map(environ.get, JOBS)):
+        raise ConfigurationError("--requeue needs a Slurm, PBS or LSF job. Elsewhere, --max-restarts starts again.")
 
 
-def _min_nodes(args: Namespace, nodes: Sequence[NodePlan]) -> int:
-    low, _, high = args.nnodes.partition(":")
+def _min_nodes(job: Job) -> int:
+    low, _, high = job.nnodes.partition(":")
     if not low:
-        return len(nodes)
-    if not int(low) <= len(nodes) <= int(high or low):
+        return len(job.nodes)
+    if not int(low) <= len(job.nodes) <= int(high or low):
         raise ConfigurationError(
-            f"--nnodes {args.nnodes} does not match the number of nodes, {len(nodes)}. Name the nodes with -H or "
+            f"--nnodes {job.nnodes} does not match the number of nodes, {len(job.nodes)}. Name the nodes with -H or "
             "--hostfile, and leave --nnodes out or give a range that contains their number."
         )
     return int(low)
 
 
-def parse_doctor_options(argv: Sequence[str], environ: Mapping[str, str], here: Here) -> DoctorOptions:
-    """Parse the command line after ``ddprun doctor``; errors as in :func:`parse_options`."""
-    parser = _OneLineParser(
-        prog="ddprun doctor", description="Check that a run on these nodes would work, and say what to fix."
+def _nodes(job: Job, environ: Mapping[str, str], is_here: Callable[[str], bool]) -> tuple[NodePlan, ...]:
+    """The nodes in rank order; ``--nproc-per-node`` overrides their slots."""
+    is_named = job.hosts is not None or job.hostfile is not None
+    if job.rsh is None and not is_named and "SLURM_JOB_ID" in environ and shutil.which("srun"):
+        job.rsh = ["srun"]
+    rsh = _rsh(job.rsh)
+    return tuple(
+        replace(
+            host,
+            processes=job.nproc_per_node or host.processes,
+            python=host.python or job.python or sys.executable,
+            cwd=host.cwd or job.chdir or working_directory(environ),
+            rank=rank,
+            is_here=is_here(host.host),
+            rsh=None if rsh is None else tuple(word.replace("{host}", host.host) for word in rsh),
+            setup=job.setup,
+        )
+        for rank, host in enumerate(_hosts(job, environ) or [NodePlan("localhost")])
     )
-    add_some(parser, NODES)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("script", nargs="?", help="a script that every node must have")
-    args = parser.parse_args(argv)
-    return DoctorOptions(_nodes(args, environ, here, ""), args.json, args.script)
 
 
-def _nodes(args: Namespace, environ: Mapping[str, str], here: Here, processes: str) -> tuple[NodePlan, ...]:
-    hosts = _hosts(args, environ) or [Host("localhost")]
-    usual = NodePlan("", None, 0, processes, args.python or here.python, args.chdir or here.cwd, setup=args.setup)
-    if args.rsh is None and "SLURM_JOB_ID" in environ and not (args.hosts or args.hostfile) and shutil.which("srun"):
-        return plan_nodes(hosts, replace(usual, instead=_srun()), here)
-    return plan_nodes(hosts, replace(usual, rsh=_rsh(args.rsh)), here)
+def _hosts(job: Job, environ: Mapping[str, str]) -> list[NodePlan]:
+    """Hosts from ``-H``, a host file, or the current job; none if it is to run here."""
+    if job.hosts is not None:
+        return parse_hosts(job.hosts)
+    if job.hostfile is not None:
+        return read_hostfile(job.hostfile)
+    found = hosts_of_job(environ)
+    cores = cores_of_job(len(found), environ)
+    return [NodePlan(name, str(slots or ""), cores=there) for (name, slots), there in zip(found, cores, strict=True)]
 
 
 def _srun() -> tuple[str, ...]:
@@ -180,47 +175,21 @@ def _srun() -> tuple[str, ...]:
     return (*_SRUN[:1], *(["--external-launcher"] if "--external-launcher" in said else []), *_SRUN[1:])
 
 
-def _rsh(text: str | None) -> tuple[str, ...] | None:
-    if text is None:
+def _rsh(words: list[str] | None) -> tuple[str, ...] | None:
+    """The words of ``--rsh``, with ``{host}`` in them."""
+    if words is None:
         return None
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigurationError(f"--rsh takes a command, got {text!r}: {error}.") from None
-    if not words:
-        raise ConfigurationError("--rsh takes a command, got an empty one.")
-    if os.path.basename(words[0]) in _WITHOUT_PIPE:
+    program = words[0] if words else ""
+    if os.path.basename(program) in _WITHOUT_PIPE:
         raise ConfigurationError(
-            f"--rsh {text!r}: {words[0]} passes on neither input nor output; what it starts writes to the job's files. "
-            "Leave out --rsh if ssh can reach the nodes, or start the processes with mpiexec."
+            f"--rsh: {program} passes on neither input nor output; what it starts writes to the job's files. Leave out "
+            "--rsh if ssh can reach the nodes, or start the processes with mpiexec."
         )
-    if shutil.which(words[0]) is None:
-        raise ConfigurationError(f"--rsh {text!r}: program {words[0]} not found in PATH.")
+    if shutil.which(program) is None:
+        raise ConfigurationError(f"--rsh: program {program!r} not found in PATH.")
     if words == ["srun"]:
         return _srun()
-    return tuple(words) if "{host}" in text else (*words, "{host}")
-
-
-def _hosts(args: Namespace, environ: Mapping[str, str]) -> list[Host]:
-    """Hosts from ``-H``, a host file, or the current job; none if it is to run here."""
-    if args.hosts is not None and args.hostfile is not None:
-        raise ConfigurationError("-H and --hostfile both name the nodes. Use one of them.")
-    if args.hosts is not None:
-        return parse_hosts(args.hosts)
-    if args.hostfile is not None:
-        return read_hostfile(args.hostfile)
-    found = hosts_of_job(environ)
-    cores = cores_of_job(len(found), environ)
-    return [Host(name, slots, cores=there) for (name, slots), there in zip(found, cores, strict=True)]
-
-
-def _forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    """The current settings of the libraries, so that all nodes have the same.
-
-    But which GPUs are visible is a matter of each node: their names and numbers differ.
-    """
-    found = {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
-    return {name: value for name, value in found.items() if not name.endswith("_VISIBLE_DEVICES")}
+    return tuple(words) if any("{host}" in word for word in words) else (*words, "{host}")
 
 
 def _variables(given: Sequence[str], environ: Mapping[str, str], nodes: Sequence[NodePlan]) -> dict[str, str]:
@@ -234,7 +203,7 @@ def _variables(given: Sequence[str], environ: Mapping[str, str], nodes: Sequence
             raise ConfigurationError(f"-x {name}: the variable is not set here. Set it, or write -x {name}=VALUE.")
         variables.update(found)
     for name, value in variables.items():
-        if name.endswith("_VISIBLE_DEVICES") and not _PLAIN.fullmatch(value) and any(node.host for node in nodes):
+        if name.endswith("_VISIBLE_DEVICES") and not _PLAIN.fullmatch(value) and not all(n.is_here for n in nodes):
             raise ConfigurationError(
                 f"-x {name}: {value} names devices of one machine, which the other nodes do not have. Give their "
                 f"numbers: -x {name}=0,1"

@@ -1,11 +1,13 @@
-"""Output of the ranks: a file for each, and selected ranks on the terminal, line by line."""
+"""The streams of ``ddprun``: the ranks' output in files and on the terminal, line by line, and rank 0's input."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import re
 import select
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +19,7 @@ from ddp_callbacks.launcher.stacks import SUMMARY
 _PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _LOOK = 0.25  # seconds between two checks whether to give up
 _LONGEST = 1 << 16  # bytes of an unfinished line to hold back
+_MOST = 1 << 16  # bytes of standard input to send before rank 0 has taken them
 TAIL = 1 << 14  # bytes of a rank's standard error to keep, to explain its failure
 
 
@@ -199,3 +202,47 @@ class _Lines:
             marked += piece
             self._at_start = piece.endswith((b"\r", b"\n"))
         return bytes(marked)
+
+
+class StandardInput:
+    """Reads standard input inside a ``with`` block, so that ``input()`` and a breakpoint work in rank 0.
+
+    In the background of a terminal it waits.
+
+    Args:
+        send: Called with data for rank 0; with none at the end.
+
+    Attributes:
+        taken: Is set when rank 0 has taken what was sent.
+    """
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self._send = send
+        self.taken = asyncio.Event()
+
+    def __enter__(self) -> StandardInput:
+        self._task = asyncio.create_task(self._read())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._task.cancel()
+
+    async def _read(self) -> None:
+        data = b"-"
+        while data:
+            self.taken.clear()
+            data = await self._next()
+            self._send(data)
+            await self.taken.wait()
+
+    async def _next(self) -> bytes:
+        while sys.stdin is not None:  # otherwise number 0 may be something else's
+            try:
+                if not (await asyncio.to_thread(select.select, [0], [], [], _LOOK))[0]:
+                    continue
+                if not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp():
+                    return os.read(0, _MOST)
+                await asyncio.sleep(_LOOK)
+            except OSError:
+                break  # the terminal was closed
+        return b""

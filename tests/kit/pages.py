@@ -223,11 +223,10 @@ def run_python(name: str, python: str) -> None:
 def try_ddprun(*argv: str) -> None:
     """In a process of its own: ``ddprun`` with these arguments, as far as that goes without the nodes."""
     from ddp_callbacks.launcher import cli
-    from ddp_callbacks.launcher.options import parse_doctor_options
-    from ddp_callbacks.launcher.plan import Here
+    from ddp_callbacks.launcher.options import parse_options
 
     if argv[0] == "doctor":
-        parse_doctor_options(argv[1:], {}, Here("python", "/", lambda name: False))
+        parse_options(argv[1:], {}, is_doctor=True)
     else:
         sys.argv[:] = ["ddprun", "--dry-run", *argv]
         cli.main()

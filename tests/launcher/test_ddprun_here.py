@@ -308,7 +308,7 @@ def no_torch(tmp_path: Path) -> dict[str, str]:
         (["doctor", "--help"], 0, "usage: ddprun doctor"),
         (["--dry-run", "-H", "localhost:2", "x.py"], 0, "node 0: localhost"),
         (["--nproc-per-nodes", "2", "x.py"], 2, "ddprun: unknown flag --nproc-per-nodes: neither ddprun nor torchrun"),
-        (["doctor", "--jsn"], 2, "ddprun: unrecognized arguments: --jsn"),
+        (["doctor", "--jsn"], 2, "ddprun: unknown flag --jsn: neither ddprun nor torchrun has it."),
     ],
 )
 def test_it_answers_without_torch_where_nothing_is_to_be_started(
@@ -618,7 +618,9 @@ def test_without_an_ssh_client_it_says_so(tmp_path: Path) -> None:
 
 
 def test_a_job_that_ends_with_75_at_once_is_not_started_again_for_ever(tmp_path: Path) -> None:
-    done = ddprun("-H", "localhost:1", "--requeue", write(tmp_path, "raise SystemExit(75)"), cwd=tmp_path)
+    done = ddprun(
+        "-H", "localhost:1", "--requeue", write(tmp_path, "raise SystemExit(75)"), cwd=tmp_path, LSB_JOBID="7"
+    )
     assert done.returncode == 75
     assert re.search(
         r"^ddprun: not started again: .* exited with 75 after [\d.]+ s, and nobody asked$", done.stderr, re.M

@@ -141,4 +141,4 @@ def test_an_elastic_run_goes_on_within_seconds_without_a_host(tmp_path: Path) ->
         for run, (first, second) in zip(runs, pairs, strict=True):
             assert run.end() == 0, run.text
             assert re.search(rf"ddprun: {second.name}: .*; continuing without it", run.text)
-            assert f"ddprun: {first.name}: rank 0, " in run.text and "eth0, restart 1" in run.text
+            assert f"ddprun: {first.name}: rank 0, " in run.text and "interface lo, restart 1" in run.text

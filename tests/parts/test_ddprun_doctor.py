@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from kit.paths import ROOT
 
-from ddp_callbacks.launcher.diagnosis import GIB, Facts, Finding, judge, judge_clock
+from ddp_callbacks.launcher.doctor import GIB, Finding, judge, judge_clock
 from ddp_callbacks.launcher.facts import usable_cores
+from ddp_callbacks.launcher.hosts import NodePlan
 
 GOOD: dict[str, Any] = {
     "python": "3.11.7",
@@ -25,9 +26,8 @@ GOOD: dict[str, Any] = {
 
 def findings(**changed: Any) -> list[Finding]:
     """Of three nodes, the third with these facts."""
-    nodes = {f"n{i}": Facts(f"ssh n{i} ", "/p/python", GOOD) for i in (1, 2)}
-    nodes["n3"] = Facts("ssh n3 ", "/p/python", {**GOOD, **changed})
-    return judge(nodes)
+    facts = {"n1": GOOD, "n2": GOOD, "n3": {**GOOD, **changed}}
+    return judge({NodePlan(name, python="/p/python"): of_node for name, of_node in facts.items()})
 
 
 def packages(**changed: str | None) -> dict[str, Any]:
@@ -57,7 +57,7 @@ FAULTS: list[tuple[dict[str, Any], str, Any, str, str]] = [
         *("memory", "amber", "0.5 of 16.0 GiB free"),
         "less than 1 GiB is free. Check: ssh n3 ps aux --sort=-rss | head",
     ),
-    ({"shared_memory": 64 << 20}, "/dev/shm", "amber", "64 MiB free", f"{SHARED} --shm-size=8g"),
+    ({"shared_memory": 64 << 20}, "/dev/shm", "amber", "0.1 GiB free", f"{SHARED} --shm-size=8g"),
 ]
 
 
@@ -71,7 +71,7 @@ def test_each_fault_is_named_with_what_mends_it(
 
 def test_a_node_without_gpus_among_others_is_red() -> None:
     """The doctor names a node without GPUs among others."""
-    nodes = {"a": Facts("", "p", {**GOOD, "gpus": ["H100", "H100"]}), "b": Facts("ssh b ", "p", GOOD)}
+    nodes = {NodePlan("a"): {**GOOD, "gpus": ["H100", "H100"]}, NodePlan("b"): GOOD}
     gpus = [finding for finding in judge(nodes) if finding.check == "GPUs"]
     assert [(finding.level, finding.text) for finding in gpus] == [("green", "2 x H100"), ("red", "none")]
 
@@ -92,14 +92,6 @@ CONTAINERS: dict[str, tuple[dict[str, str], int | None]] = {
     "docker --cpus 1.5": ({GROUP: "0::/\n", f"{QUOTA}/cpu.max": "150000 100000\n"}, 1),
     "less than one, of a group above": (
         {GROUP: "0::/a/b\n", f"{QUOTA}/a/cpu.max": "50000 100000\n", f"{QUOTA}/a/b/cpu.max": "max 1"},
-        1,
-    ),
-    "version 1": (
-        {
-            GROUP: "4:memory:/x\n3:cpu,cpuacct:/x\n",
-            f"{QUOTA}/cpu,cpuacct/x/cpu.cfs_quota_us": "100000\n",
-            f"{QUOTA}/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n",
-        },
         1,
     ),
 }

@@ -2,42 +2,63 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from ddp_callbacks.launcher.connection import Event
-from ddp_callbacks.launcher.launch import Limits
-from ddp_callbacks.launcher.plan import Job
+from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.watch import Watch
+
+Report = tuple[int, dict[str, Any] | None]  # of a host, by the number of its only rank
 
 
 class Launch:
-    """Notes what it is told to do."""
+    """Gives the watch these reports, and notes what it is told to do."""
 
-    def __init__(self, job: Job) -> None:
-        places = {"h1": {"processes": 1}, "h2": {"processes": 1}}
-        self.job, self.limits, self.calls = job, Limits(), list[str]()
+    limit, stopped_by, stacks_at, signal = "", "", float("inf"), None
+
+    def __init__(self, max_restarts: int, reports: list[Report]) -> None:
+        self.job = parse_options(["-H", "h1:1,h2:1", "--max-restarts", str(max_restarts), "t.py"], {})
         self.nodes: Any = [
-            SimpleNamespace(plan=SimpleNamespace(name=name), place=place, tell=self.tell)
-            for name, place in places.items()
+            SimpleNamespace(plan=plan, place={"processes": 1}, tell=self.tell, is_open=True) for plan in self.job.nodes
         ]
-        self.is_ending, self.restarts, self.stopped_by, self.has_begun = False, 0, "", False
+        self.is_ending, self.restarts, self.has_begun = False, 0, False
+        self.calls, self.reports, self.halted = list[str](), reports, asyncio.Event()
+
+    @property
+    def is_overdue(self) -> bool:
+        return not self.reports
+
+    async def next_event(self) -> Event | None:
+        rank, report = self.reports[0]
+        self.reports = self.reports[1:]
+        if report is not None:
+            return Event(self.nodes[rank], "m", -1, json.dumps(report).encode())
+        self.halted.set()
+        await asyncio.sleep(0.01)
+        return None
 
     def tell(self, do: str, rank: int) -> None:
         self.calls.append(f"{do}: {rank}")
 
-    def halt(self, nodes: Any) -> None:
+    async def halt(self, nodes: Any) -> dict[Any, Any]:
         self.calls.append(f"halt {len(nodes)}")
+        await self.halted.wait()
+        return {}
 
-    def start_again(self, nodes: Any, port: int) -> None:
-        self.restarts += 1
-        self.calls.append(f"start {len(nodes)} at {port}")
+    async def meet(self, nodes: Any) -> None:
+        self.calls.append(f"meet {len(nodes)}")
 
-    def ask(self, number: int) -> None:
+    def start(self, nodes: Any) -> None:
+        self.calls.append(f"start {len(nodes)}")
+
+    def ask(self) -> None:
         self.calls.append("ask")
 
     def stop(self, number: int, reason: str = "") -> None:
@@ -49,22 +70,19 @@ class Launch:
         self.calls.append("end")
 
 
-def started(rank: int) -> tuple[int, dict[str, Any]]:
+def started(rank: int) -> Report:
     return rank, {"started": {"ranks": [rank], "threads": "1", "interface": "lo"}}
 
 
-def ended(rank: int, code: int) -> tuple[int, dict[str, Any]]:
-    report = {"rank": rank, "code": code, "signal": None, "record": ""}
+def ended(rank: int, code: int) -> Report:
+    report = {"rank": rank, "code": code, "signal": None}
     return rank, {"ended": report, "now": time.monotonic()}
 
 
-def halted(rank: int) -> tuple[int, dict[str, Any]]:
-    return rank, {"halted": 0 if rank else 4000}
-
-
+HALTED: Report = 0, None  # both hosts
 BOTH = [started(0), started(1)]
 # The restarts that are left, what the hosts report, each by the number of its only rank, and what is done about it.
-REPORTS: dict[str, tuple[int, list[tuple[int, dict[str, Any]]], list[str]]] = {
+REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
     "all are done": (0, [*BOTH, ended(0, 0), ended(1, 0)], ["ended: 0", "end"]),
     "one is done before the other has begun": (0, [started(0), ended(0, 0), started(1)], ["ended: 0"]),
     "both have failed": (0, [*BOTH, ended(0, 3), ended(1, 1)], ["end"]),
@@ -73,13 +91,13 @@ REPORTS: dict[str, tuple[int, list[tuple[int, dict[str, Any]]], list[str]]] = {
     "the first is preempted, and all may start again": (1, [*BOTH, ended(1, 75)], ["ask"]),
     "one has failed, and all start again": (
         1,
-        [*BOTH, ended(1, 3), halted(1), ended(0, 143), halted(0), started(0), ended(0, 0), started(1)],
-        ["halt 2", "start 2 at 4000", "ended: 0"],
+        [*BOTH, ended(1, 3), ended(0, 143), HALTED, started(0), ended(0, 0), started(1)],
+        ["halt 2", "meet 2", "start 2", "ended: 0"],
     ),
     "it has failed once too often": (
         1,
-        [*BOTH, ended(1, 3), halted(1), halted(0), *BOTH, ended(1, 3), ended(0, 1)],
-        ["halt 2", "start 2 at 4000", "end"],
+        [*BOTH, ended(1, 3), HALTED, *BOTH, ended(1, 3), ended(0, 1)],
+        ["halt 2", "meet 2", "start 2", "end"],
     ),
     "a program cannot be started": (1, [started(0), (1, {"problem": "cannot start x"})], ["end"]),
 }
@@ -89,9 +107,8 @@ REPORTS: dict[str, tuple[int, list[tuple[int, dict[str, Any]]], list[str]]] = {
 def test_what_the_nodes_report_decides_what_is_done(case: str) -> None:
     """A job ends, or starts again, when all hosts say so."""
     restarts, reports, calls = REPORTS[case]
-    launch: Any = Launch(Job((), ("t.py",), min_nodes=2, max_restarts=restarts))
-    output: Any = SimpleNamespace(note=lambda text: None, forget_errors=lambda name: None)
-    watch = Watch(launch, output, lambda: None)
-    for rank, report in reports:
-        watch._take(Event(launch.nodes[rank], "m", -1, json.dumps(report).encode()))
+    launch: Any = Launch(restarts, reports)
+    output = MagicMock()
+    output.last_errors.return_value = []
+    asyncio.run(Watch(launch, output, lambda: None).run())
     assert launch.calls == calls

@@ -9,19 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.hosts import Host, parse_hostfile, parse_hosts, read_hostfile
+from ddp_callbacks.launcher.hosts import NodePlan, parse_hostfile, parse_hosts, read_hostfile
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("node1:4,node2:4", [Host("node1", 4), Host("node2", 4)]),
-        ("node1, node2", [Host("node1"), Host("node2")]),
-        ("ann@node1:2,10.0.0.2", [Host("ann@node1", 2), Host("10.0.0.2")]),
-        ("[fe80::1%eth0]:2,[::1],ann@[::2]:8", [Host("fe80::1%eth0", 2), Host("::1"), Host("ann@::2", 8)]),
+        ("node1:4,node2:4", [NodePlan("node1", "4"), NodePlan("node2", "4")]),
+        ("node1, node2", [NodePlan("node1"), NodePlan("node2")]),
+        ("ann@node1:2,10.0.0.2", [NodePlan("ann@node1", "2"), NodePlan("10.0.0.2")]),
+        (
+            "[fe80::1%eth0]:2,[::1],ann@[::2]:8",
+            [NodePlan("fe80::1%eth0", "2"), NodePlan("::1"), NodePlan("ann@::2", "8")],
+        ),
     ],
 )
-def test_hosts_of_the_command_line(text: str, expected: list[Host]) -> None:
+def test_hosts_of_the_command_line(text: str, expected: list[NodePlan]) -> None:
     """`-H` and host files take Open MPI's, DeepSpeed's and MPICH's spellings."""
     assert parse_hosts(text) == expected
 
@@ -41,11 +44,11 @@ def test_a_host_file_in_every_spelling(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text(HOSTFILE)
     assert read_hostfile(str(path)) == [
-        Host("node1", 4),
-        Host("node2", 2),
-        Host("node3", 3),
-        Host("node4"),
-        Host("node5", 1, "/opt/py/bin/python3", "/data/my job"),
+        NodePlan("node1", "4"),
+        NodePlan("node2", "2"),
+        NodePlan("node3", "3"),
+        NodePlan("node4"),
+        NodePlan("node5", "1", "/opt/py/bin/python3", "/data/my job"),
     ]
 
 
@@ -65,5 +68,5 @@ def test_any_text_is_hosts_that_ssh_cannot_take_for_options_or_one_error(text: s
             hosts = parse(text)
         except ConfigurationError:
             continue
-        assert hosts and all(host.name and not host.name.startswith("-") for host in hosts)
-        assert all(host.slots is None or host.slots > 0 for host in hosts)
+        assert hosts and all(host.host and not host.host.startswith("-") for host in hosts)
+        assert all(not host.processes or int(host.processes) > 0 for host in hosts)

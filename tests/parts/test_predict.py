@@ -12,9 +12,9 @@ import predict
 import pytest
 from calibration import load_training
 from cost import BF16, EXACT, Calibration, FilledBucket, Job, Layout, Machine, choose, diloco, step_time
+from screen import Screen
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.launcher.screen import Screen
 
 JOB = Job(0.1, (FilledBucket(1e6, 0.05), FilledBucket(2e7, 0.09)), 0.01)
 TWO_HOSTS = Calibration(Layout(2, 4), Machine(1e-4, 1.25e9), JOB, {"exact": 0.2, "bf16": 0.16}, ())

@@ -18,7 +18,6 @@ from ddp_callbacks.environment import worker_env
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.hosts import parse_hostfile, parse_hosts
 from ddp_callbacks.launcher.options import parse_options
-from ddp_callbacks.launcher.plan import Here
 from ddp_callbacks.schedulers import hosts_of_job
 from ddp_callbacks.torchbearer import AllReduceGradients, DDPCallback, Resume, ShardData
 
@@ -135,7 +134,7 @@ NO_BUCKET = {"bucket_cap_mb": 0}, "bucket_cap_mb must be positive, got 0"
 
 
 def plan(text: str) -> Any:
-    return parse_options(shlex.split(text), {}, Here("/opt/python", "/work", lambda name: name == "here"))
+    return parse_options(shlex.split(text), {}, lambda name: name == "here")
 
 
 DDPRUN: list[Row] = [
@@ -153,10 +152,13 @@ DDPRUN: list[Row] = [
     ("-x NO_SUCH t.py", "-x NO_SUCH: the variable is not set here. Set it, or write -x NO_SUCH=VALUE."),
     ("-x =1 t.py", "-x takes NAME or NAME=VALUE, got '=1'."),
     ("--show-ranks 0-3 t.py", "argument --show-ranks: takes rank numbers separated by commas, or all, got '0-3'. See"),
-    ("--nproc-per-node 0 t.py", "argument --nproc-per-node/--nproc_per_node: must be at least 1, got 0. See"),
+    (
+        "--nproc-per-node 0 t.py",
+        "argument --nproc-per-node/--nproc_per_node: takes a number of at least 1, auto, cpu, gpu or xpu, got '0'. See",
+    ),
     (
         "--nproc-per-node many t.py",
-        "--nproc_per_node: takes a number, auto, cpu, gpu or xpu, got 'many'. See",
+        "--nproc_per_node: takes a number of at least 1, auto, cpu, gpu or xpu, got 'many'. See",
     ),
     ("--nnodes 0 t.py", "argument --nnodes: takes a number of at least 1, or MIN:MAX, got '0'. See"),
     ("--nnodes 3 -H a,b t.py", "--nnodes 3 does not match the number of nodes, 2."),
@@ -181,12 +183,13 @@ DDPRUN: list[Row] = [
         "--rdzv-backend etcd t.py",
         "ddprun has no --rdzv-backend: the nodes meet at the first one; --master-addr",
     ),
+    ("--requeue t.py", "--requeue needs a Slurm, PBS or LSF job. Elsewhere, --max-restarts starts again."),
     ("--heartbeat-timeout 0 t.py", "argument --heartbeat-timeout: takes seconds, at least 2, got '0'. See"),
     ("--time-limit soon t.py", "argument --time-limit: takes a positive number, got 'soon'. See ddprun --help."),
-    ("--rsh 'none-such {host}' t.py", "--rsh 'none-such {host}': program none-such not found"),
-    ("--rsh /bin/pbs_tmrsh t.py", "--rsh '/bin/pbs_tmrsh': /bin/pbs_tmrsh passes on"),
-    ("--rsh '' t.py", "--rsh takes a command, got an empty one."),
-    ("""--rsh "a 'b" t.py""", '--rsh takes a command, got "a \'b": No closing quotation.'),
+    ("--rsh 'none-such {host}' t.py", "--rsh: program 'none-such' not found"),
+    ("--rsh /bin/pbs_tmrsh t.py", "--rsh: /bin/pbs_tmrsh passes on"),
+    ("--rsh '' t.py", "--rsh: program '' not found"),
+    ("""--rsh "a 'b" t.py""", 'argument --rsh: invalid split value: "a \'b". See'),
     (
         "--master-port x t.py",
         "--master_port: takes a whole number that is not negative, got 'x'. See",

@@ -1,6 +1,6 @@
 """Runs when the interpreter of a rank starts: an exception that ends the rank is written down for the launcher.
 
-It goes to the file that TORCHELASTIC_ERROR_FILE names, in the format of torch's ``@record``, with more in it. The
+It goes to the file that TORCHELASTIC_ERROR_FILE names, in a line of its own: torch's ``@record`` writes there, too. The
 stacks of all threads go to the launcher, too, when it asks for them by a signal. With ``--auto`` the imports are
 watched, see :mod:`ddp_callbacks.auto`. The folder of this file comes first in PYTHONPATH; it is taken out at once, and
 the user's own ``sitecustomize`` follows.
@@ -19,7 +19,7 @@ from importlib import import_module
 from types import TracebackType
 
 _FOLDER = os.path.dirname(__file__)
-_LONGEST, _STACK = 2000, 6000  # characters of a message and of the traceback; a pipe holds 64 KiB
+_LONGEST = 2000  # characters of a message; a pipe holds 64 KiB
 
 
 def _leave_no_trace() -> None:
@@ -68,30 +68,16 @@ def _record(exception: BaseException, began: float) -> str:
     chain = [exception]
     while (before := _before(chain[0])) is not None and before not in chain:
         chain.insert(0, before)
-    lines = [_describe(each) for each in [*chain[:-1][:1], *chain[-1:]]]
-    stack = "".join(traceback.format_exception(exception))[-_STACK:]
-    extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-    message = {"message": lines[-1], "extraInfo": extra}
-    return json.dumps({"message": message, "exceptions": lines, "time": began}, ensure_ascii=False)
+    ends = [traceback.format_exception_only(each) for each in [*chain[:-1][:1], *chain[-1:]]]
+    # Of a SyntaxError, the code comes first.
+    lines = [next(text for text in end if text[0] != " ").rstrip("\n")[:_LONGEST] for end in ends]
+    return "\n" + json.dumps({"exceptions": lines, "time": began}, ensure_ascii=False)
 
 
 def _before(exception: BaseException) -> BaseException | None:
     if exception.__cause__ is not None or exception.__suppress_context__:
         return exception.__cause__
     return exception.__context__
-
-
-def _describe(exception: BaseException) -> str:
-    """As the last line of a traceback."""
-    kind = type(exception)
-    name = (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
-    try:
-        text = str(exception)
-    except Exception:
-        text = ""
-    return f"{name}: {text}"[:_LONGEST] if text else name
 
 
 def _write_stacks(path: str) -> None:

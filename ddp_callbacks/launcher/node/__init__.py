@@ -20,7 +20,8 @@ them back.
 ``o``  standard output of a rank
 ``e``  the same for standard error
 ``s``  the stacks of a rank's threads, as Python's faulthandler writes them
-``m``  a report, JSON: ``started``, ``ended``, ``halted``, ``asked`` (a signal came here), ``problem``
+``f``  the record of a rank's failure, see :mod:`ddp_callbacks.launcher.hook`
+``m``  a report, JSON: ``started``, ``ended``, ``asked`` (a signal came here), ``problem``
 ``b``  an answer to ``beat``, empty
 ``i``  rank 0 has taken its standard input so far, empty
 ``x``  everything here has ended, empty

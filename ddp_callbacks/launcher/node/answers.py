@@ -22,21 +22,16 @@ def describe() -> dict[str, Any]:
     return {"machine": machine, "address": connection[2] if len(connection) == 4 else None}
 
 
-def enter(cwd: str, environ: dict[str, str]) -> dict[str, Any]:
-    """Change to the working directory, and set variables for all that is started here."""
+def enter(cwd: str, environ: dict[str, str], script: str | None) -> dict[str, Any]:
+    """Change to the working directory, set variables for all that is started here, and check that a file exists."""
     os.environb.update({bytes.fromhex(name): bytes.fromhex(value) for name, value in environ.items()})
     folder = os.fsdecode(bytes.fromhex(cwd))
     try:
         os.chdir(folder)
     except OSError as error:
         raise Refusal(f"cannot enter the working directory {folder}: {error.strerror}") from None
-    return {}
-
-
-def find(path: str) -> dict[str, Any]:
-    """Check that a file exists."""
-    name = os.fsdecode(bytes.fromhex(path))
-    if not os.path.exists(name):
+    name = None if script is None else os.fsdecode(bytes.fromhex(script))
+    if name is not None and not os.path.exists(name):
         raise Refusal(f"file not found: {name} (working directory {os.getcwd()})")
     return {}
 
@@ -73,7 +68,7 @@ def _cannot_reach(seconds: float, where: tuple[str, int]) -> str | None:
     return None
 
 
-ANSWERS = {function.__name__: function for function in (enter, find, output, route, reach)}
+ANSWERS = {function.__name__: function for function in (enter, output, route, reach)}
 
 
 def hold_port(address: str, port: int) -> socket.socket:

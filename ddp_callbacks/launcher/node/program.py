@@ -48,17 +48,11 @@ def _descriptor_of_signals() -> int:
 
 @dataclass
 class Rank:
-    """A rank that runs here.
-
-    Attributes:
-        record: The pipe for the record of its failure (both ends).
-        stacks: The pipe for the stacks of its threads.
-    """
+    """A rank that runs here, and our ends of the pipes for the record of its failure and for its threads' stacks."""
 
     number: int
     process: subprocess.Popen[bytes]
-    record: tuple[int, int]
-    stacks: tuple[int, int]
+    pipes: tuple[int, int]
 
 
 class Node:
@@ -80,7 +74,7 @@ class Node:
         self._input: int | None = None  # rank 0's standard input
         self._unread = b""  # what is to go there
         self._leaves = False  # whether this program ends with the ranks
-        self._next_port: int | None = None  # where to listen for the ranks that are started next
+        self._halts = False  # whether others are started next
 
     def serve(self) -> None:
         self._hear()  # data that was read ahead with this program
@@ -88,8 +82,8 @@ class Node:
             self._wait()
             self._ending.look()
             self._reap()
-            if self._next_port is not None and not self._leaves and self._ending.is_quiet():
-                self._get_ready(self._next_port)
+            if self._halts and not self._leaves and self._ending.is_quiet():
+                self._get_ready()
         self._end_store()
         for descriptor in list(self._streams):
             while self._pass_on(descriptor):
@@ -152,9 +146,9 @@ class Node:
             with suppress(BrokenPipeError):
                 os.write(self._store.stdin.fileno(), b"%d\n" % rank)
 
-    def do_halt(self, port: int, seconds: float) -> None:
-        """End the ranks, report it, and wait for others to be started; the first node listens anew, on ``port``."""
-        self._next_port = port
+    def do_halt(self, seconds: float) -> None:
+        """End the ranks; the answer comes once they have ended, and others can be started."""
+        self._halts = True
         self._ending.end(seconds)
 
     def do_beat(self) -> None:
@@ -195,10 +189,10 @@ class Node:
         environ["DDP_CALLBACKS_STACKS"] = f"/proc/{os.getpid()}/fd/{stacks[1]}"
         taken, self._input = (subprocess.DEVNULL, self._input) if rank else os.pipe()
         process = start(words, (taken, output[1], errors[1]), environ, cores=cores)
-        self._ranks[process.pid] = Rank(rank, process, record, stacks)
+        self._ranks[process.pid] = Rank(rank, process, (record[1], stacks[1]))
         for descriptor in (*([taken] if not rank else []), output[1], errors[1]):
             os.close(descriptor)
-        for descriptor, kind in ((output[0], b"o"), (errors[0], b"e"), (stacks[0], b"s")):
+        for descriptor, kind in ((output[0], b"o"), (errors[0], b"e"), (stacks[0], b"s"), (record[0], b"f")):
             os.set_blocking(descriptor, False)
             self._streams[descriptor] = kind, rank
         if not rank and self._input is not None:
@@ -219,21 +213,13 @@ class Node:
                 self._report_end_of_store(os.waitstatus_to_exitcode(status))
 
     def _report_end(self, rank: Rank, code: int) -> None:
+        for descriptor in rank.pipes:
+            os.close(descriptor)
         for descriptor in [each for each, (_, number) in self._streams.items() if number == rank.number]:
             self._pass_on(descriptor)  # as much as a pipe holds; its orphans may still write
-        self._streams.pop(rank.stacks[0])
-        os.set_blocking(rank.record[0], False)
-        record = b""
-        with suppress(BlockingIOError):
-            record = os.read(rank.record[0], MOST)
-        for descriptor in (*rank.record, *rank.stacks):
-            os.close(descriptor)
         name = signal.Signals(-code).name if code < 0 else None
-        text = record.decode(errors="replace")
-        self._link.report(
-            ended={"rank": rank.number, "code": code if code >= 0 else 128 - code, "signal": name, "record": text},
-            now=time.monotonic(),
-        )
+        ended = {"rank": rank.number, "code": code if code >= 0 else 128 - code, "signal": name}
+        self._link.report(ended=ended, now=time.monotonic())
 
     def _report_end_of_store(self, code: int) -> None:
         assert self._store is not None and self._store.stderr is not None
@@ -251,17 +237,13 @@ class Node:
             self._listener.close()
             self._listener = None
 
-    def _get_ready(self, port: int) -> None:
-        """Forget the ranks that have ended, and report that others can be started."""
-        is_first = self._listener is not None
+    def _get_ready(self) -> None:
+        """Forget the ranks that have ended."""
         self._end_store()
-        self._next_port = None
+        self._halts = False
         self._ending.reset()
         self._close_input()
-        try:
-            self._link.report(halted=self.do_listen(self._address, port)["port"] if is_first else 0)
-        except Refusal as refusal:
-            self._link.report(problem=str(refusal))
+        self._answer({})
 
     # --- the event loop -----------------------------------------------------------------------------------------------
 
@@ -307,9 +289,12 @@ class Node:
             except (Refusal, OSError) as error:
                 answer = {"problem": str(error)}
             if answer is not None:
-                self._link.put(b"r", data=json.dumps(answer).encode())
+                self._answer(answer)
         if not self._link.is_open:
             self._lose_launcher(GRACE)
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        self._link.put(b"r", data=json.dumps(answer).encode())
 
     def _speak(self) -> None:
         self._link.write()

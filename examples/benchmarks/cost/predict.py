@@ -23,9 +23,9 @@ from typing import Any
 
 from calibration import calibrate, load_training
 from cost import BF16, EXACT, Calibration, Job, Layout, Machine, Sync, choose, diloco, efficiency, step_time
+from screen import Screen, Side, Table
 
 from ddp_callbacks import join_process_group, leave_process_group
-from ddp_callbacks.launcher.screen import Screen, Side, Table
 
 HOSTS = tuple(1 << exponent for exponent in range(11))  # 1 to 1,024
 ASSUMED_LATENCY = 50e-6  # seconds

@@ -1,0 +1,97 @@
+"""Run a job, and requeue the Slurm or PBS job around it after a preemption."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
+from ddp_callbacks.launcher.batch_job import job_end, requeue
+from ddp_callbacks.launcher.launch import CannotStart, Launch
+from ddp_callbacks.launcher.output import Output, StandardInput, Terminal
+from ddp_callbacks.launcher.plan import Job
+from ddp_callbacks.launcher.watch import Watch
+
+_BRIEF = 10.0  # seconds; a job that ends itself sooner would be started again without end
+
+
+def run(job: Job) -> int:
+    """Run the job, and requeue the Slurm or PBS job around it after a preemption; return the exit code."""
+    begin, (seconds, limit) = time.monotonic(), _limit(job)
+    launch, code = asyncio.run(_run(job, seconds, limit))
+    if code and job.requeue and (launch.stopped_by or code == EXIT_PREEMPTED):
+        _say(_requeue(launch, code, time.monotonic() - begin))
+    return code
+
+
+def _limit(job: Job) -> tuple[float, str]:
+    """Seconds until the job ends, and what that end is."""
+    if job.time_limit is not None:
+        return job.time_limit, f"the time limit of {job.time_limit:g} s"
+    end = None if job.grace is None else job_end(os.environ)
+    if end is None:
+        return math.inf, ""
+    if end.length is not None and end.length <= job.force:  # each of its jobs would be asked to stop at once
+        raise ConfigurationError(
+            f"--grace must be shorter than the job, got {job.grace:g} s; {end.name} has {end.length:g} s."
+        )
+    return end.left, f"the end of {end.name}"
+
+
+def _requeue(launch: Launch, code: int, seconds: float) -> str:
+    """Requeue the job; return what was done, or why not."""
+    if code != EXIT_PREEMPTED and launch.has_begun:
+        return f"not started again: not every process exited with {EXIT_PREEMPTED}"
+    if not launch.stopped_by and seconds < _BRIEF:
+        return f"not started again: its processes exited with {EXIT_PREEMPTED} after {seconds:.1f} s, and nobody asked"
+    return requeue(os.environ)
+
+
+async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
+    launch = Launch(job, seconds, limit)
+    async with launch:
+        try:
+            await launch.connect(_say)
+            await launch.meet(launch.nodes)
+            output = _output(launch)
+        except CannotStart as error:
+            for problem in error.problems:
+                _say(problem)
+            return launch, 2
+        except asyncio.CancelledError:  # by a signal, or the end of its time
+            _say(f"stopped by {launch.stopped_by}")
+            return launch, 128 + (launch.signal or signal.SIGTERM)
+        launch.start(launch.nodes)
+        return launch, await _watch(launch, output)
+
+
+async def _watch(launch: Launch, output: Output) -> int:
+    try:
+        with output, StandardInput(launch.feed) as standard_input:
+            return await Watch(launch, output, standard_input.taken.set).run()
+    except BrokenPipeError:
+        # The reader is gone, as in ddprun ... | head. Discard what Python would still write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _output(launch: Launch) -> Output:
+    terminal = Terminal(sys.stdout.fileno(), sys.stderr.fileno(), lambda: launch.is_overdue)
+    folder = Path(launch.job.log_dir).absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    try:
+        return Output(folder, launch.job.shown, not launch.job.no_prefix, terminal)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot create {folder}: {error.strerror}. Choose another place with --log-dir."
+        ) from None
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the terminal was closed
+        print(f"ddprun: {text}", file=sys.stderr)
