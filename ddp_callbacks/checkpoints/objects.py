@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from ddp_callbacks._torch import mark_as_stepped
+from ddp_callbacks.checkpoints.format import LocalStates
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.resuming import Resumable
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.local_sgd import ParameterAverager
+from ddp_callbacks.replicas import running_statistics
 
 Objects = Mapping[str, Any]
 
@@ -101,6 +103,24 @@ def load_window(averager: ParameterAverager, states: Sequence[Any], modules: Seq
             return
     averager.load_state_dict({"steps": 0, "weight": 0.0})
     averager.outer_step()  # takes the parameters that are loaded as the anchors
+
+
+@torch.no_grad()
+def load_buffers(module: torch.nn.Module, states: LocalStates, weights: Sequence[float]) -> None:
+    """Load each rank's buffers; on another number of ranks, the mean of their running statistics, and else rank 0's.
+
+    Args:
+        states: Each rank's buffers, by name.
+        weights: For the mean, of each rank of ``states``.
+    """
+    total = sum(weights)
+    averaged = set() if states.is_same_world else {id(buffer) for buffer in running_statistics(module)}
+    for name, buffer in module.named_buffers():
+        if id(buffer) in averaged and total:
+            pairs = zip(states.of_ranks, weights, strict=True)
+            buffer.copy_(sum(of_rank[name] * (weight / total) for of_rank, weight in pairs if weight))
+        elif name in states.mine:
+            buffer.copy_(states.mine[name])
 
 
 def _copy_parameters(values: Mapping[str, torch.Tensor], modules: Sequence[torch.nn.Module]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,15 +12,16 @@ import torchbearer
 
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.compression import Compress, check_compress
-from ddp_callbacks.local_sgd import (
-    OUTER_MOMENTUM,
-    DiLoCo,
-    LocalSGD,
-    ParameterAverager,
-    set_gradients_aside,
+from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
+from ddp_callbacks.torchbearer.base import (
+    DistributedCallback,
+    LocalStates,
+    LossWeight,
+    State,
+    Weight,
+    in_training_pass,
+    share_of,
 )
-from ddp_callbacks.torchbearer.base import DistributedCallback, LocalStates, State, in_training_pass, share_of
-from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 
 
 class AverageParameters(DistributedCallback):
@@ -37,10 +38,9 @@ class AverageParameters(DistributedCallback):
 
     Args:
         sync: :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`.
-        weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`.
+        weight, reduction: See :class:`ddp_callbacks.torchbearer.base.LossWeight`.
         bucket_cap_mb, compress: See :class:`ddp_callbacks.ParameterAverager`.
         process_group: ``None`` is the default group.
-
     """
 
     def __init__(
@@ -118,29 +118,13 @@ class AverageParameters(DistributedCallback):
             if self._averager is not None:
                 self._averager.outer_step()  # of no step: the next window begins here
         elif self._averager is not None and window is not None:
-            self._load(self._averager, window, state)
+            self._averager.load_state_dict(window)
         elif optimizer := states.mine["optimizer"] or window.get("optimizer"):
             state[torchbearer.OPTIMIZER].load_state_dict(optimizer)
 
-    @contextmanager
-    def closed_window(self, state: State) -> Iterator[None]:
-        """Have the averaged model and optimizer, which any number of ranks can go on from, inside. A collective.
-
-        Args:
-            state: The Trial's state.
-        """
-        if self._averager is None:
-            yield
-            return
-        window = self._averager.state_dict()
-        self._averager.outer_step()
-        yield
-        self._load(self._averager, window, state)
-
-    def _load(self, averager: ParameterAverager, window: dict[str, Any], state: State) -> None:
-        averager.load_state_dict(window)
-        if isinstance(self._sync, DiLoCo):  # no momentum yet is a momentum, too: the averager may have a later one
-            state[torchbearer.OPTIMIZER].state.setdefault(OUTER_MOMENTUM, {})
+    def closed_window(self) -> AbstractContextManager[None]:
+        """See :meth:`ddp_callbacks.ParameterAverager.closed_window`; nothing happens before the first training pass."""
+        return nullcontext() if self._averager is None else self._averager.closed_window()
 
 
 def _multiply_gradient(loss: torch.Tensor, factor: float) -> None:
