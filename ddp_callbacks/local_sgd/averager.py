@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -169,14 +168,6 @@ class ParameterAverager:
             self._optimizer.load_state_dict(state["optimizer"])
             for fragment in self._fragments:  # also if there was none yet
                 fragment.load_momentum(self._state().get(OUTER_MOMENTUM, {}))
-
-    @contextmanager
-    def closed_window(self) -> Iterator[None]:
-        """Have the averaged model and optimizer, which any number of ranks can continue from, inside. A collective."""
-        window = self.state_dict()
-        self.outer_step()
-        yield
-        self.load_state_dict(window)
 
     def _agree(self) -> tuple[list[Fragment], float]:
         """The fragments that any rank has changed, and this rank's share of the total weight."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -58,18 +57,18 @@ class AverageParameters(DistributedCallback):
         self._sync = sync
         self._loss_weight = LossWeight(weight, reduction)
         self._bucket_cap_mb, self._compress = bucket_cap_mb, compress
-        self._averager: ParameterAverager | None = None
+        self.averager: ParameterAverager | None = None
         self._weight = 1.0  # of the current step
         self._put_back: Callable[[], None] | None = None
 
     def on_start(self, state: State) -> None:
-        self._averager = None  # an earlier run may have raised before its end
+        self.averager = None  # an earlier run may have raised before its end
 
     def on_start_training(self, state: State) -> None:
-        if self._averager is not None:
-            self._averager.outer_step()  # the window is empty; callbacks may have replaced the parameters
+        if self.averager is not None:
+            self.averager.outer_step()  # the window is empty; callbacks may have replaced the parameters
             return
-        self._averager = ParameterAverager(
+        self.averager = ParameterAverager(
             state[torchbearer.MODEL],
             self._sync,
             state[torchbearer.OPTIMIZER],
@@ -97,34 +96,30 @@ class AverageParameters(DistributedCallback):
             self._put_back = None
 
     def on_step_training(self, state: State) -> None:
-        in_training_pass(self._averager).step(self._weight)
+        in_training_pass(self.averager).step(self._weight)
 
     def on_end_training(self, state: State) -> None:
-        in_training_pass(self._averager).outer_step()
+        in_training_pass(self.averager).outer_step()
 
     def on_end(self, state: State) -> None:
-        self._averager = None
+        self.averager = None
 
     def local_state(self, state: State) -> dict[str, Any]:
         """Also between two windows: each rank's optimizer is its own."""
-        if self._averager is not None:
-            return {"window": self._averager.state_dict(), "optimizer": None}
+        if self.averager is not None:
+            return {"window": self.averager.state_dict(), "optimizer": None}
         return {"window": None, "optimizer": state[torchbearer.OPTIMIZER].state_dict()}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        """On another number of ranks, the window is closed: the Trial's own state is that of :meth:`closed_window`."""
+        """On another number of ranks, the window is closed: the Trial's own state is that of a closed one."""
         window = states.mine["window"]
         if not states.is_same_world:
-            if self._averager is not None:
-                self._averager.outer_step()  # of no step: the next window begins here
-        elif self._averager is not None and window is not None:
-            self._averager.load_state_dict(window)
+            if self.averager is not None:
+                self.averager.outer_step()  # of no step: the next window begins here
+        elif self.averager is not None and window is not None:
+            self.averager.load_state_dict(window)
         elif optimizer := states.mine["optimizer"] or window.get("optimizer"):
             state[torchbearer.OPTIMIZER].load_state_dict(optimizer)
-
-    def closed_window(self) -> AbstractContextManager[None]:
-        """See :meth:`ddp_callbacks.ParameterAverager.closed_window`; nothing happens before the first training pass."""
-        return nullcontext() if self._averager is None else self._averager.closed_window()
 
 
 def _multiply_gradient(loss: torch.Tensor, factor: float) -> None:

@@ -14,7 +14,7 @@ from torchbearer import CALLBACK_LIST, HISTORY, MODEL, OPTIMIZER, SELF, STOP_TRA
 from torchbearer.callbacks import EarlyStopping, TerminateOnNaN
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
-from ddp_callbacks.checkpoints.objects import load_buffers
+from ddp_callbacks.checkpoints.resume import load_buffers
 from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
 from ddp_callbacks.comm.codec import pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_json, any_rank, broadcast_tensors

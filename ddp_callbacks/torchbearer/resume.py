@@ -6,7 +6,7 @@ Torchbearer's loop has no entry but its beginning, so the next run gets the open
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torchbearer
@@ -37,8 +37,8 @@ class Resume(ResumeOptions, DistributedCallback):
     ``evaluate`` and ``predict`` are not resumed.
 
     Several processes need :class:`DDPCallback`, or :class:`ShardData` and :class:`ReduceMetrics`, whose process group
-    it takes. The file is a
-    checkpoint of the Trial without its callbacks, which ``Trial.load_state_dict`` loads without this library.
+    it takes. The file is a checkpoint of the Trial without its callbacks, which ``Trial.load_state_dict`` loads without
+    this library.
     """
 
     _saved: Saved | None = None  # until a run has continued from it
@@ -46,14 +46,10 @@ class Resume(ResumeOptions, DistributedCallback):
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
-        trial = state[torchbearer.SELF]
+        wrap_methods(state[torchbearer.SELF], ("run",), self._resuming(state[torchbearer.SELF]))
 
-        def resuming(run: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: self._run(trial, lambda: run(*args, **kwargs))
-
-        wrap_methods(trial, ("run",), resuming)
-
-    def _run(self, trial: Any, run: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def _resuming(self, trial: Any) -> Iterator[None]:
         callbacks: CallbackList = trial.state[torchbearer.CALLBACK_LIST]
         several = sum(isinstance(callback, Resume) for callback in callbacks)
         if several > 1:
@@ -67,7 +63,7 @@ class Resume(ResumeOptions, DistributedCallback):
             current = _Run(trial, RunState(trial, callbacks, data), resumable, about, self._read(resumable, about))
             try:
                 with current.listening(callbacks):
-                    return run()
+                    yield
             finally:
                 trial.state[torchbearer.CALLBACK_LIST] = callbacks  # Torchbearer leaves its printer there if run raises
                 self._saved = current.saved
@@ -104,8 +100,8 @@ class _Run:
     It acts after all callbacks, and outside of the events, in which all ranks draw alike.
 
     Args:
-        about: What a run that goes on from the file must have in common with this one.
-        saved: What it goes on from.
+        about: What a run that continues from the file must have in common with this one.
+        saved: What it continues from.
     """
 
     def __init__(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
 from ddp_callbacks.checkpoints import Saved
-from ddp_callbacks.checkpoints.about import describe_loader, describe_model
 from ddp_callbacks.checkpoints.attributes import (
     Checksums,
     changed,
@@ -27,6 +26,8 @@ from ddp_callbacks.checkpoints.attributes import (
     memory_of_model,
     plain_attributes,
 )
+from ddp_callbacks.checkpoints.format import describe_loader, describe_model
+from ddp_callbacks.checkpoints.resume import closed_windows
 from ddp_callbacks.data.random_state import RunRandomState, set_global_state
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.files import count_lines, keep_lines
@@ -113,14 +114,10 @@ class RunState:
     def _attributes(self, callback: Callback) -> dict[str, Any]:
         return plain_attributes(callback, self._memory) if _has_state_in_attributes(callback) else {}
 
-    @contextlib.contextmanager
-    def closed_windows(self) -> Iterator[None]:
+    def closed_windows(self) -> AbstractContextManager[None]:
         """Have a model that any number of ranks can continue from, inside. A collective."""
-        with contextlib.ExitStack() as stack:
-            for callback in self._ours.values():
-                if isinstance(callback, AverageParameters):
-                    stack.enter_context(callback.closed_window())
-            yield
+        averages = (one for one in self._ours.values() if isinstance(one, AverageParameters))
+        return closed_windows(one.averager for one in averages if one.averager is not None)
 
     def let_go(self, state: State) -> None:
         """End the workers of the passes under way, and close the callbacks' files, which the next run continues."""
