@@ -16,7 +16,7 @@ import torchbearer
 from torchbearer import bases
 from torchbearer.callbacks import Callback, Tqdm, checkpointers
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
-from torchbearer.metrics import EpochLambda, Mean, Metric, RunningMean, Var
+from torchbearer.metrics import EpochLambda, Mean, Metric, MetricTree, RunningMean, Var
 
 from ddp_callbacks.versions import require_names
 
@@ -155,21 +155,32 @@ def batches_in_window(aggregator: RunningMean) -> int:
     return int(aggregator._batch_size + aggregator._step_size)
 
 
-def metrics_within(metric: Metric) -> Iterator[Metric]:
-    """A metric and all that it holds: those of a list, of a tree, or inside a wrapper; each once, in a fixed order."""
-    seen: set[int] = set()
-    waiting = [metric]
-    while waiting:
-        found = waiting.pop()
-        if id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            for value in vars(found).values():
-                waiting.extend(item for item in (value if isinstance(value, list) else [value]) if _is_metric(item))
+def metrics_within(
+    metric: Metric, root: Metric | None = None, seen: set[int] | None = None
+) -> Iterator[tuple[Metric, Metric]]:
+    """A metric and all that it holds, with the root of the tree of each: of a list, of a tree, or inside a wrapper.
+
+    Each is there once, in a fixed order.
+    """
+    seen = set() if seen is None else seen
+    if id(metric) not in seen:
+        seen.add(id(metric))
+        top = metric.root if root is None and isinstance(metric, MetricTree) else root
+        yield metric, metric if top is None else top
+        for inner in _held_by(metric):
+            yield from metrics_within(inner, top, seen)
 
 
-def _is_metric(value: object) -> bool:
-    return isinstance(value, Metric) and not isinstance(value, torchbearer.state.StateKey)
+def aggregators(metric: Metric) -> list[tuple[Metric, Metric]]:
+    """The metrics that hold no others, each with the root of its tree."""
+    return [(found, root) for found, root in metrics_within(metric) if not any(True for _ in _held_by(found))]
+
+
+def _held_by(metric: Metric) -> Iterator[Metric]:
+    for value in vars(metric).values():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, Metric) and not isinstance(item, torchbearer.state.StateKey):
+                yield item
 
 
 # --- callbacks ----------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ class AllReduceGradients(DistributedCallback):
         self._rounds_before = 0
         self._losses = LossWatch()
         self._verify = verify
-        self._verifies_next = False
+        self._next_check: Verify | None = None  # of the next batch
         self._skip_batch = skip_batch
         self._bad: BadBatches | None = None
         self._skipped = 0  # batches of this pass
@@ -119,7 +119,7 @@ class AllReduceGradients(DistributedCallback):
 
     def on_start(self, state: State) -> None:
         self._losses = LossWatch()
-        self._verifies_next = self._verify is not None and self.world_size > 1
+        self._next_check = self._verify if self.world_size > 1 else None
         self.on_end(state)  # an earlier run may have raised before its end
 
     def on_start_training(self, state: State) -> None:
@@ -139,10 +139,9 @@ class AllReduceGradients(DistributedCallback):
 
     def on_sample(self, state: State) -> None:
         synchronizer, share = in_training_pass(self._synchronizer), share_of(state)
-        if self._verifies_next:
-            self._verifies_next = False
-            if self._verify is not None:
-                _verify_first_batch(self._verify, state, self._loss_weight, self.process_group)
+        if self._next_check is not None:
+            check, self._next_check = self._next_check, None
+            _verify_first_batch(check, state, self._loss_weight, self.process_group)
         self._rounds_before = synchronizer.rounds
         synchronizer.weigh(share.local, share.total)  # for a closure that calls no on_criterion
 
@@ -187,10 +186,10 @@ class AllReduceGradients(DistributedCallback):
 
     def local_state(self, state: State) -> dict[str, Any]:
         engine = None if self._synchronizer is None else self._synchronizer.state_dict()
-        return {"engine": engine, "verifies_next": self._verifies_next, "skipped": self._skipped}
+        return {"engine": engine, "next_check": self._next_check, "skipped": self._skipped}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        self._verifies_next = states.mine["verifies_next"]
+        self._next_check = states.mine["next_check"]
         engines = [of_rank["engine"] for of_rank in states.of_ranks]
         if None not in engines:  # else no training had begun
             self.on_start_training(state)

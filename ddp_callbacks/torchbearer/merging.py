@@ -6,15 +6,16 @@ this is local.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, MetricTree, RunningMean, Var
+from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMean, Var
 from torchbearer.metrics import Loss as _DecoratedLoss
 
 from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows, join_batch_logs, merge_batch_logs
 from ddp_callbacks.torchbearer._torchbearer import (
     add_up,
+    aggregators,
     held,
     metrics_within,
     rows_of,
@@ -26,22 +27,6 @@ from ddp_callbacks.torchbearer.base import LocalStates
 
 LossMetric = type(_DecoratedLoss().root)
 """The class inside of Torchbearer's decorators."""
-
-
-def aggregators(metric: Metric, root: Metric | None = None) -> Iterator[tuple[Metric, Metric]]:
-    """The stateful metrics, each with the root of its tree."""
-    if isinstance(metric, MetricList):
-        for item in metric.metric_list:
-            yield from aggregators(item)
-    elif isinstance(metric, MetricTree):
-        top = metric.root if root is None else root
-        yield from aggregators(metric.root, top)
-        for child in metric.children:
-            yield from aggregators(child, top)
-    elif isinstance(getattr(metric, "metric", None), Metric):  # ToDict, DefaultAccuracy
-        yield from aggregators(metric.metric, root)
-    else:
-        yield metric, metric if root is None else root
 
 
 def means_of_batches(logs: Sequence[BatchLog], reduction: str) -> BatchLog:
@@ -101,8 +86,8 @@ def load_merged(metric_list: MetricList, states: LocalStates) -> dict[str, Any]:
     Returns:
         What this rank's pass is then to have recorded; see :meth:`MetricsPass.load_state_dict`.
     """
-    pairs = list(aggregators(metric_list))
-    place_of = {id(metric): place for place, metric in enumerate(metrics_within(metric_list))}
+    pairs = aggregators(metric_list)
+    place_of = {id(metric): place for place, (metric, _) in enumerate(metrics_within(metric_list))}
     held_by = [[state["metrics"][place_of[id(aggregator)]] for aggregator, _ in pairs] for state in states.of_ranks]
     passes = [state["pass"] for state in states.of_ranks if state["pass"] is not None]
     first: dict[str, Any] = passes[0] if passes else {"values": {}, "reduction": "mean", "windows": {}}

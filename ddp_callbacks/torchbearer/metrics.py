@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torchbearer
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMean, Var
-from torchbearer.metrics.aggregators import RunningMetric
 
 from ddp_callbacks.checkpoints.attributes import decode, encode, plain_attributes
 from ddp_callbacks.comm.codec import Json, pack, unpack
@@ -19,6 +18,7 @@ from ddp_callbacks.data.batch_logs import BatchLog
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.torchbearer._torchbearer import (
+    aggregators,
     batches_in_window,
     held,
     metrics_within,
@@ -35,7 +35,9 @@ from ddp_callbacks.torchbearer.base import (
     Weight,
     share_of,
 )
-from ddp_callbacks.torchbearer.merging import LossMetric, aggregators, join, load_merged
+from ddp_callbacks.torchbearer.merging import LossMetric, join, load_merged
+
+_RECORDED = ("step", "samples", "rows", "values", "reduction", "windows")  # of a pass, next to its logs
 
 
 class ReduceMetrics(DistributedCallback):
@@ -86,7 +88,7 @@ class ReduceMetrics(DistributedCallback):
             "step": state[torchbearer.BATCH] if self._is_in_pass else None,
             "metrics": [
                 encode(plain_attributes(metric)) if self._is_in_pass or not held(metric) else {}
-                for metric in metrics_within(state[torchbearer.METRIC_LIST])
+                for metric, _ in metrics_within(state[torchbearer.METRIC_LIST])
             ],
             "pass": None if self._pass is None else encode(self._pass.state_dict()),
         }
@@ -97,7 +99,7 @@ class ReduceMetrics(DistributedCallback):
         if not is_in_pass:
             metrics.reset(state)  # one that the criterion chooses is chosen there
         states = LocalStates(decode(states.of_ranks, state[torchbearer.DEVICE]), states.rank, states.world_size)
-        for metric, attributes in zip(metrics_within(metrics), states.mine["metrics"], strict=True):
+        for (metric, _), attributes in zip(metrics_within(metrics), states.mine["metrics"], strict=True):
             vars(metric).update(attributes)
         recorded = states.mine["pass"]
         if is_in_pass and not states.is_same_world:
@@ -120,7 +122,7 @@ class MetricsPass:
         self._weight = 0.0  # of the current batch's loss
         self._local = 0  # samples of the current batch
         self._reduction = "mean"
-        self._aggregators = list(aggregators(metric_list))
+        self._aggregators = aggregators(metric_list)
         self._logs = [BatchLog() for _ in self._aggregators]
         self._windows: dict[str, Any] = {
             str(place): window_of(aggregator)
@@ -135,21 +137,12 @@ class MetricsPass:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has recorded, as tensors and plain data; the metrics have their own sums and rows. Local."""
-        return {
-            "step": self._step,
-            "samples": self._samples,
-            "rows": list(self._rows),
-            "values": dict(self._values),
-            "reduction": self._reduction,
-            "logs": self._recorded(),
-            "windows": dict(self._windows),
-        }
+        return {name: getattr(self, f"_{name}") for name in _RECORDED} | {"logs": self._recorded()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the result of :meth:`state_dict`. Local."""
-        self._step, self._samples, self._rows = state["step"], state["samples"], list(state["rows"])
-        self._values, self._reduction = dict(state["values"]), state["reduction"]
-        self._windows = dict(state["windows"])
+        for name in _RECORDED:
+            setattr(self, f"_{name}", state[name])
         for log, saved in zip(self._logs, state["logs"], strict=True):
             log.steps, log.weights, log.values = (list(column) for column in saved)
 
@@ -218,7 +211,7 @@ class MetricsPass:
         random_state = state.get(RUN_RANDOM_STATE)
         running = self._merge(random_state if random_state is not None and random_state.is_open else None)
         final = running | MetricList.process_final(self._list, state)
-        is_settled = not any(_may_differ(metric) for metric, _ in self._aggregators)
+        is_settled = not any(_may_differ(metric) for metric, _ in metrics_within(self._list))
         return final if is_settled else _settle(final, self._samples, self._group)
 
     def _merge(self, random_state: RunRandomState | None) -> dict[str, Any]:
@@ -242,10 +235,9 @@ class MetricsPass:
 
 
 def _may_differ(metric: Metric) -> bool:
-    """Whether the metric's final value may differ between the ranks after the merging."""
-    if isinstance(metric, Mean | Var | EpochLambda | RunningMetric):
-        return False  # the last has no final value
-    return type(metric).process_final is not Metric.process_final
+    """Whether the metric's final value may differ between the ranks after the merging: a user's that has one."""
+    kind = type(metric)
+    return kind.process_final is not Metric.process_final and not kind.__module__.startswith("torchbearer.")
 
 
 def _settle(final: dict[str, Any], samples: float, group: dist.ProcessGroup | None) -> dict[str, Any]:

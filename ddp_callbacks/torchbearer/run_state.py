@@ -265,7 +265,7 @@ def describe_run(trial: Any, data: ShardData) -> dict[str, str]:
     about = {
         "model": describe_model(trial.state[torchbearer.MODEL]),
         "optimizer": type(trial.state[torchbearer.OPTIMIZER]).__name__,
-        "metrics": ", ".join(metric.name for metric in metrics_within(trial.state[torchbearer.METRIC_LIST])),
+        "metrics": ", ".join(metric.name for metric, _ in metrics_within(trial.state[torchbearer.METRIC_LIST])),
         "batch_size of DDPCallback": str(data.batch_size),
     }
     for key in _DATA:
