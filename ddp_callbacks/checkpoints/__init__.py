@@ -1,11 +1,11 @@
-"""Checkpoints that a run goes on from at the next batch, on any number of processes.
+"""Checkpoints from which a run resumes at the next batch, on any number of processes.
 
 - :mod:`.file`: ``CheckpointFile``, which all ranks write and read together
-- :mod:`.format`: what is in the file, and which files are refused; :mod:`.about`: what runs must have in common
+- :mod:`.format`: what is in the file, which files are refused, and what runs must have in common
 - :mod:`.disk`: one process's writes, of which the last two are kept, and reads; :mod:`.claim`: one job writes a path
 - :mod:`.transfer`: what rank 0 does for all, and the bytes between it and the others
-- :mod:`.intervals`: when to write without being asked
-- :mod:`.resume`: what the callbacks ``Resume`` of all hosts have in common; :mod:`.attributes`: of a user's objects
+- :mod:`.resume`: what resuming has in common for all hosts, and when a file is written
+- :mod:`.attributes`: of a user's objects, which a run changes
 - :mod:`.own_loop`: ``save_checkpoint`` and ``load_checkpoint`` for a loop in plain PyTorch
 """
 

@@ -1,7 +1,7 @@
-"""One job at a time writes a path: it locks a file beside it, which names the process.
+"""One job at a time writes a path: it locks a file next to it, which names the process.
 
-The kernel frees the lock when the process ends, however it ends. Forked children, such as loader workers that outlive
-it, let go of it at once.
+The kernel frees the lock when the process ends, however it ends, and gives none to forked children, such as loader
+workers that outlive it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import os
 import socket
 import time
-import weakref
 from datetime import datetime
 
 from ddp_callbacks.errors import CheckpointError, say
@@ -38,27 +37,14 @@ class Claim:
         self._path = f"{path}.lock"
         self._file = _lock(self._path, path)
         _write_owner(self._file)
-        reference = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _forget(reference))
 
     def release(self) -> None:
         """Let others write. Safe to call twice."""
-        if self._file >= 0:
-            with contextlib.suppress(OSError):  # while it is locked: nobody locks what is no longer there
-                os.remove(self._path)
-            self.forget()
-
-    def forget(self) -> None:
-        """Close this process's descriptor, and leave the lock to the process that this one was forked from."""
         file, self._file = self._file, -1
         if file >= 0:
+            with contextlib.suppress(OSError):  # while it is locked: nobody locks what is no longer there
+                os.remove(self._path)
             os.close(file)
-
-
-def _forget(reference: weakref.ref[Claim]) -> None:
-    claim = reference()
-    if claim is not None:
-        claim.forget()
 
 
 def _lock(lock: str, path: str) -> int:
@@ -66,7 +52,7 @@ def _lock(lock: str, path: str) -> int:
     while True:
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_still(file, lock):
                 return file
         except OSError as error:

@@ -1,4 +1,4 @@
-"""One process's writes and reads of a checkpoint. At every moment of a write, a whole file is at the path."""
+"""One process's writes and reads of a checkpoint. At every moment of a write a whole file is there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import shutil
 import socket
 import warnings
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,11 @@ import torch
 
 from ddp_callbacks.checkpoints.format import not_ours, require_ours
 from ddp_callbacks.errors import CheckpointError
+from ddp_callbacks.files import write_atomically
 
 _ZIP = b"PK\x03\x04"  # the first bytes of what torch.save writes
 _TORCH_CANNOT = "PytorchStreamReader failed reading zip archive"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_MAKE_ROOM = " Make room, and the next write will do."
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 _known_damaged: set[tuple[int, ...]] = set()  # the identities of files that this process has found damaged
 
@@ -34,11 +32,6 @@ _known_damaged: set[tuple[int, ...]] = set()  # the identities of files that thi
 def previous_of(path: str) -> str:
     """Where the file before the last is: ``run.previous.pt`` for ``run.pt``."""
     return str(Path(path).with_name(f"{Path(path).stem}.previous{Path(path).suffix}"))
-
-
-def prepare_folder(path: str) -> None:
-    """Make the folder of ``path``, unless it is there."""
-    Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
 
 
 def remove_temporary_files(path: str) -> None:
@@ -50,27 +43,34 @@ def remove_temporary_files(path: str) -> None:
 
 
 def write(content: io.BytesIO, path: str) -> None:
-    """Write a file beside ``path``, flush it to the disk, keep the file at ``path`` as the previous one, rename.
+    """Write a file next to ``path``, flush it to the disk, make the file at ``path`` the previous one, and rename.
 
-    A file at ``path`` that was found damaged is not kept: the previous one stays.
+    Killed between the two renames, it leaves the previous file alone, which :func:`find` takes. A file at ``path`` that
+    was found damaged is not kept: the previous one stays.
 
     Raises:
         CheckpointError: The disk is full, or refuses. The files that were there still are.
     """
-    temporary = _temporary(path)
-    with _explaining(path):
-        try:
-            with open(temporary, "wb") as file:
-                file.write(content.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-            if _is_there(path):
-                _keep_as_previous(path)
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(temporary)
-        _flush_folder(path)
+
+    def fill(temporary: str) -> None:
+        with open(temporary, "wb") as file:
+            file.write(content.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        if _is_there(path):
+            os.replace(path, previous_of(path))
+
+    folder = Path(path).absolute().parent
+    try:
+        write_atomically(path, fill)
+        _flush_folder(folder)
+    except OSError as error:
+        is_full = error.errno in _FULL
+        free = f" {shutil.disk_usage(folder).free / 1e6:.1f} MB are free there." if is_full else ""
+        raise CheckpointError(
+            f"{path} cannot be written on host {socket.gethostname()}: {os.strerror(error.errno or 0)}.{free} "
+            f"{_still_there(path)}{' Make room, and the next write will do.' if is_full else ''}"
+        ) from error
 
 
 def _is_there(path: str) -> bool:
@@ -84,31 +84,9 @@ def _identity(path: str | int) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _temporary(path: str) -> str:
-    return f"{path}.{socket.gethostname()}-{os.getpid()}.tmp"
-
-
-def _keep_as_previous(path: str) -> None:
-    """Give the file a second name, so that there is one at ``path`` all the time."""
-    previous = previous_of(path)
-    link = _temporary(previous)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(link)
-    try:
-        os.link(path, link)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        os.replace(path, previous)  # for a moment only the previous one is there, which a reader takes then
-        return
-    os.replace(link, previous)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(link)  # a rename between two names of one file does nothing
-
-
-def _flush_folder(path: str) -> None:
+def _flush_folder(path: Path) -> None:
     """Flush the renames to the disk."""
-    folder = os.open(Path(path).absolute().parent, os.O_RDONLY)
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     except OSError as error:
@@ -116,35 +94,6 @@ def _flush_folder(path: str) -> None:
             raise
     finally:
         os.close(folder)
-
-
-@contextlib.contextmanager
-def _explaining(path: str) -> Iterator[None]:
-    """Turn an error of the disk into one that says where, why, and what is still there."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        cause = _of_disk(error)
-        if cause is None:
-            raise
-        raise CheckpointError(
-            f"{path} cannot be written on host {socket.gethostname()}: {os.strerror(cause.errno or 0)}. "
-            f"{_free(path)} {_still_there(path)}{_MAKE_ROOM if cause.errno in _FULL else ''}"
-        ) from error
-
-
-def _of_disk(error: BaseException | None) -> OSError | None:
-    """torch raises an error of its own while it closes the file that could not be written."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _free(path: str) -> str:
-    try:
-        return f"{shutil.disk_usage(Path(path).absolute().parent).free / 1e6:.1f} MB are free there."
-    except OSError as error:
-        return f"How much is free there cannot be found out: {error.strerror}."
 
 
 def _still_there(path: str) -> str:

@@ -126,17 +126,18 @@ class CheckpointFile:
             ConfigurationError: It is not open.
             PeerError: Another rank failed or died. The file is the old or the new one.
         """
-        ranks = self._gather(own)
-        on_rank_zero(lambda: self._put(lambda: _in_memory(shared, ranks, about)), _WRITE, self.process_group)
+        self.put(self.prepare(shared, own, about))
 
     def prepare(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> io.BytesIO:
-        """What :meth:`write` would write now, for :meth:`put`: in rank 0's memory. A collective.
+        """The first half of :meth:`write`: puts the file together in rank 0's memory. A collective.
 
         Args:
             shared, own, about: As for :meth:`write`.
         """
-        ranks = self._gather(own)
-        prepared = on_rank_zero(lambda: _in_memory(shared, ranks, about), _WRITE, self.process_group)
+        if not self._is_open:
+            raise ConfigurationError("call open() before write(), or use the CheckpointFile as a context manager.")
+        ranks = gather_bytes(self._pack(own), _OWN, self.process_group)  # on rank 0
+        prepared = on_rank_zero(lambda: self._prepare(shared, ranks, about), _WRITE, self.process_group)
         return prepared or io.BytesIO()
 
     def put(self, prepared: io.BytesIO) -> None:
@@ -145,7 +146,7 @@ class CheckpointFile:
         Args:
             prepared: What :meth:`prepare` has returned.
         """
-        on_rank_zero(lambda: self._put(lambda: prepared), _WRITE, self.process_group)
+        on_rank_zero(lambda: self._put(prepared), _WRITE, self.process_group)
 
     def wait(self) -> None:
         """Block until the last write is complete, and the file is there. A collective.
@@ -169,7 +170,7 @@ class CheckpointFile:
         if os.path.isdir(self.path):
             raise CheckpointError(f"{self.path} must be the path of a file, but there is a folder. Give another path.")
         try:
-            disk.prepare_folder(self.path)
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
             claim = Claim(self.path)
             disk.remove_temporary_files(self.path)
         except OSError as error:
@@ -189,12 +190,6 @@ class CheckpointFile:
             if claim is not None:
                 claim.release()
 
-    def _gather(self, own: Mapping[str, Any]) -> list[torch.Tensor]:
-        """All ranks' states as bytes, on rank 0."""
-        if not self._is_open:
-            raise ConfigurationError("call open() before write(), or use the CheckpointFile as a context manager.")
-        return gather_bytes(self._pack(own), _OWN, self.process_group)
-
     def _pack(self, own: Mapping[str, Any]) -> torch.Tensor:
         """This rank's state as bytes; if some rank's cannot be saved, all raise."""
         packed, failure = torch.empty(0, dtype=torch.uint8), None
@@ -210,23 +205,22 @@ class CheckpointFile:
                 raise CheckpointError(f"{self.path} is not written: the state of {who} cannot be: {other}") from failure
         return packed
 
-    def _put(self, content: Callable[[], io.BytesIO]) -> None:
-        if self._thread is None:
-            disk.write(content(), self.path)
-            return
+    def _prepare(self, shared: Shared, ranks: list[torch.Tensor], about: Mapping[str, str]) -> io.BytesIO:
         if self._last is not None and not self._last.done():
             start = time.monotonic()
             wait([self._last])
             say(f"waited {time.monotonic() - start:.1f} s for the last write of {self.path} before the next one")
         self._wait()
-        self._last = self._thread.submit(disk.write, content(), self.path)
+        memory = io.BytesIO()
+        torch.save(make_content(shared() if callable(shared) else shared, ranks, about), memory)
+        return memory
+
+    def _put(self, prepared: io.BytesIO) -> None:
+        if self._thread is None:
+            disk.write(prepared, self.path)
+            return
+        self._last = self._thread.submit(disk.write, prepared, self.path)
         self._last.add_done_callback(_say_failure)
-
-
-def _in_memory(shared: Shared, ranks: list[torch.Tensor], about: Mapping[str, str]) -> io.BytesIO:
-    memory = io.BytesIO()
-    torch.save(make_content(shared() if callable(shared) else shared, ranks, about), memory)
-    return memory
 
 
 def _say_failure(last: Future[None]) -> None:

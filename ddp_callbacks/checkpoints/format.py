@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from ddp_callbacks.comm.agreement import MISSING
+from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.errors import CheckpointError
 from ddp_callbacks.versions import __version__
 
@@ -51,8 +53,6 @@ class Saved:
         Raises:
             IndexError: There was no such rank.
         """
-        if not 0 <= rank < self.world_size:
-            raise IndexError(f"the checkpoint was written by {self.world_size} ranks, so it has none of rank {rank}.")
         return unpack_own(self._ranks[rank], self._weights_only)
 
     def local_states(self, rank: int, world_size: int) -> LocalStates:
@@ -164,3 +164,23 @@ def require_same(saved: Mapping[str, str], now: Mapping[str, str], path: str = "
             f"{path} belongs to another run ({'; '.join(differing)}). Give the settings that the file was written "
             "with, or another path to start anew."
         )
+
+
+def describe_model(module: torch.nn.Module) -> str:
+    """Its class, and the names and shapes of its parameters."""
+    shapes = {name: list(parameter.shape) for name, parameter in module.named_parameters()}
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    checksum = checksum_of(shapes)
+    return (
+        f"{type(module).__name__} with {numel} numbers in {len(shapes)} parameters (names and shapes: {checksum:08x})"
+    )
+
+
+def describe_loader(loader: Any, name: str) -> dict[str, str]:
+    """Its data set and batch size, where it has one; ``name`` is for messages."""
+    about = {}
+    with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
+        about[f"samples of {name}"] = str(len(loader.dataset))
+    sampler = getattr(loader, "batch_sampler", None)
+    batch_size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+    return about | {f"batch size of {name}": str(batch_size)}

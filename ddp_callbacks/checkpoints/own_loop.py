@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from ddp_callbacks.checkpoints.about import describe_loader, describe_model
+from ddp_callbacks._torch import mark_as_stepped
 from ddp_callbacks.checkpoints.file import CheckpointFile
-from ddp_callbacks.checkpoints.format import Saved, require_same
-from ddp_callbacks.checkpoints.objects import Objects, is_own, load_own, load_shared, load_window, state_of
+from ddp_callbacks.checkpoints.format import LocalStates, Saved, describe_loader, describe_model, require_same
+from ddp_callbacks.checkpoints.resume import closed_windows, load_buffers
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.data.random_state import RunRandomState, seed_by_rank
 from ddp_callbacks.data.resuming import Resumable
-from ddp_callbacks.errors import CheckpointError
+from ddp_callbacks.errors import CheckpointError, ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.local_sgd import ParameterAverager
 from ddp_callbacks.process_group import get_rank, get_world_size
 
+Objects = Mapping[str, Any]
+
+_OWN = (Resumable, GradientSynchronizer, ParameterAverager, RunRandomState)
 _OBJECTS, _GRADIENTS, _BUFFERS, _OPTIMIZERS, _RANDOM = "objects", "gradients", "buffers", "optimizers", "random"
 _COMPARE = "the comparison of what the ranks save"
+
+
+class LocalSums(dict[str, Any]):
+    """Sums of this rank's part of the data: losses, counts. A dict of numbers and tensors, for ``save_checkpoint``.
+
+    Each rank has different values. On as many ranks each continues from its own; on another number, rank 0 continues
+    from the sums over the ranks and the others from zero, so that the sum over the ranks stays the same.
+
+    Args:
+        sums: Their first values, by name: ``LocalSums(loss=0.0, samples=0)``.
+    """
+
+    def __init__(self, **sums: Any) -> None:
+        super().__init__(sums)
 
 
 def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Objects) -> None:
@@ -39,11 +57,11 @@ def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
 
     Args:
         file: A path; or an open :class:`CheckpointFile`, which keeps other jobs away between two saves, too, and can
-            write beside training (``async_save=True``).
+            write while training continues (``async_save=True``).
         objects: Everything that changes, by name: what has ``state_dict`` and ``load_state_dict`` (models, optimizers,
             schedulers, scalers, a :class:`GradientSynchronizer`, loaders of :func:`resumable_loader`), dicts of numbers
             that are equal on all ranks (the epoch), and
-            :class:`~ddp_callbacks.checkpoints.objects.LocalSums` of numbers that are not.
+            :class:`~ddp_callbacks.checkpoints.own_loop.LocalSums` of numbers that are not.
 
     Raises:
         CheckpointError: The file cannot be written; what was there still is. Or another job writes it.
@@ -51,23 +69,26 @@ def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
         PeerError: Another rank failed or died.
     """
     with _opened(file) as opened:
-        own = {name: state_of(name, value) for name, value in objects.items() if is_own(value)}
-        shared = {name: state_of(name, value) for name, value in objects.items() if not is_own(value)}
-        tensors = {_GRADIENTS: _gradients(objects, own), _BUFFERS: _buffers(objects)}
+        own = {name: _state_of(name, value) for name, value in objects.items() if _is_own(value)}
+        buffers = {name: dict(module.named_buffers()) for name, module in _modules(objects).items()}
+        tensors = {_GRADIENTS: _gradients(objects, own), _BUFFERS: buffers}
         differing = _which_differ(tensors, opened)
         mine = {name: value for name, value in tensors.items() if name in differing}
-        mine[_OPTIMIZERS] = {name: shared[name] for name in _own_optimizers(objects)}
+        averagers = [value for value in objects.values() if isinstance(value, ParameterAverager)]
+        optimizers = {name: value for name, value in objects.items() if isinstance(value, torch.optim.Optimizer)}
+        mine[_OPTIMIZERS] = {name: value.state_dict() for name, value in optimizers.items() if averagers}
         ours = {_GRADIENTS: {} if _GRADIENTS in differing else tensors[_GRADIENTS]}
-        opened.write(
-            {_OBJECTS: shared, **ours}, {_OBJECTS: own, _RANDOM: get_global_state(), **mine}, _describe(objects)
-        )
+        with closed_windows(averagers):
+            ours[_OBJECTS] = {name: _state_of(name, value) for name, value in objects.items() if not _is_own(value)}
+            opened.write(ours, {_OBJECTS: own, _RANDOM: get_global_state(), **mine}, _describe(objects))
 
 
 def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Objects) -> bool:
-    """Go on from what :func:`save_checkpoint` has saved, on any number of ranks. A collective.
+    """Continue from what :func:`save_checkpoint` has saved, on any number of ranks. A collective.
 
-    Call it right before the loop, once everything has been made. On as many ranks as before, the loop goes on with the
-    same bits. On another number, it goes on with the next batch of the same order; generators (torch's, Python's,
+    Call it right before the loop, once everything has been made. On as many ranks as before, the loop continues with
+    the same bits. On another number, it continues with the next batch of the same order, and running statistics are the
+    mean of those that the ranks had; generators (torch's, Python's,
     NumPy's) that differ between the ranks when this is called get new states, derived from rank 0's.
 
     Args:
@@ -92,13 +113,8 @@ def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
     return True
 
 
-@contextmanager
-def _opened(file: CheckpointFile | str | os.PathLike[str]) -> Iterator[CheckpointFile]:
-    if isinstance(file, CheckpointFile):
-        yield file
-    else:
-        with CheckpointFile(file) as opened:
-            yield opened
+def _opened(file: CheckpointFile | str | os.PathLike[str]) -> AbstractContextManager[CheckpointFile]:
+    return nullcontext(file) if isinstance(file, CheckpointFile) else CheckpointFile(file)
 
 
 class _Loading:
@@ -106,22 +122,20 @@ class _Loading:
 
     def __init__(self, saved: Saved, objects: Objects, file: CheckpointFile) -> None:
         self._shared, self._objects, self._process_group = saved.shared, objects, file.process_group
-        self._states = [saved.own(rank) for rank in range(saved.world_size)]
-        self._rank, self._world_size = get_rank(self._process_group), get_world_size(self._process_group)
-        self._is_same = saved.world_size == self._world_size
-        self._own = self._states[self._rank if self._is_same else 0]
+        self._states = saved.local_states(get_rank(self._process_group), get_world_size(self._process_group))
+        self._is_same, self._own = self._states.is_same_world, self._states.mine
         self._require_names(file.path)
 
     def load(self) -> None:
         """Everything, the random state last: whatever draws before it draws in vain."""
         optimizers = self._own[_OPTIMIZERS] if self._is_same else {}
         for name, value in self._objects.items():
-            if not is_own(value):
-                load_shared(value, optimizers.get(name, self._shared[_OBJECTS][name]))
+            if not _is_own(value):
+                _load_shared(value, optimizers.get(name, self._shared[_OBJECTS][name]))
         self._load_tensors()
         for name, value in self._objects.items():
-            if is_own(value):
-                self._load_own(value, [state[_OBJECTS][name] for state in self._states])
+            if _is_own(value):
+                _load_own(value, self._states.of(_OBJECTS).of(name))
         if not any(isinstance(value, RunRandomState) for value in self._objects.values()):
             self._load_random_state()
 
@@ -136,20 +150,12 @@ class _Loading:
     def _load_tensors(self) -> None:
         gradients = self._own.get(_GRADIENTS, {}) if self._is_same else {}
         gradients = self._shared[_GRADIENTS] | gradients
-        buffers = self._own.get(_BUFFERS, {}) if self._is_same else {}
         for name, module in _modules(self._objects).items():
             for key, parameter in module.named_parameters():
                 gradient = gradients.get(name, {}).get(key)
                 parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
-            for key, buffer in module.named_buffers():
-                if key in buffers.get(name, {}):
-                    buffer.copy_(buffers[name][key])
-
-    def _load_own(self, value: Any, states: list[Any]) -> None:
-        if isinstance(value, ParameterAverager) and not self._is_same:
-            load_window(value, states, list(_modules(self._objects).values()))
-        else:
-            load_own(value, states, self._rank, self._world_size)
+            if _BUFFERS in self._own:
+                load_buffers(module, self._states.of(_BUFFERS).of(name), [1.0] * len(self._states.of_ranks))
 
     def _load_random_state(self) -> None:
         """On another number of ranks: generators that all ranks have alike when the program starts stay alike."""
@@ -180,24 +186,73 @@ def _gradients(objects: Objects, own: dict[str, Any]) -> dict[str, dict[str, tor
     }
 
 
-def _buffers(objects: Objects) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: dict(module.named_buffers()) for name, module in _modules(objects).items()}
-
-
-def _own_optimizers(objects: Objects) -> list[str]:
-    """The names of optimizers of which each rank has a different state: local steps."""
-    is_local = any(isinstance(value, ParameterAverager) for value in objects.values())
-    return [name for name, value in objects.items() if is_local and isinstance(value, torch.optim.Optimizer)]
-
-
 def _modules(objects: Objects) -> dict[str, torch.nn.Module]:
     return {name: value for name, value in objects.items() if isinstance(value, torch.nn.Module)}
 
 
 def _describe(objects: Objects) -> dict[str, str]:
-    """What must be the same in the run that goes on."""
+    """What must be the same in the run that continues."""
     described = {name: describe_model(module) for name, module in _modules(objects).items()}
     for name, value in objects.items():
         if isinstance(value, Resumable):
             described |= describe_loader(value, name)
     return described
+
+
+def _is_own(value: Any) -> bool:
+    """Whether each rank has a different state of this object."""
+    return isinstance(value, (*_OWN, LocalSums))
+
+
+def _state_of(name: str, value: Any) -> Any:
+    """What to save of an object.
+
+    Raises:
+        ConfigurationError: It has neither ``state_dict`` nor is it a dict.
+    """
+    if isinstance(value, dict):
+        return dict(value)
+    if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        raise ConfigurationError(
+            f"{name!r} must have state_dict and load_state_dict, or be a dict of plain values, got a "
+            f"{type(value).__name__}. Make a loader by resumable_loader(); put numbers into a dict."
+        )
+    return value.state_dict()
+
+
+def _load_shared(value: Any, state: Any) -> None:
+    """Continue from a state that all ranks have alike. The state may be kept: give each call a new one."""
+    if isinstance(value, dict):
+        _replace(value, state)
+    else:
+        value.load_state_dict(state)
+    if isinstance(value, torch.optim.Optimizer) and value.state:
+        mark_as_stepped(value)
+
+
+def _load_own(value: Any, states: LocalStates) -> None:
+    """Continue from the states that the ranks had for themselves. Local; a collective for a ``ParameterAverager``."""
+    if isinstance(value, GradientSynchronizer):
+        value.load_state_dict(states.of_ranks)
+    elif isinstance(value, ParameterAverager) and not states.is_same_world:
+        value.load_state_dict({"steps": 0, "weight": 0.0})  # its window was closed for the model that is loaded
+        value.outer_step()
+    elif isinstance(value, LocalSums):
+        _replace(value, states.mine if states.is_same_world else _part_of_sums(states))
+    else:
+        value.load_state_dict(states.mine)
+
+
+def _replace(value: dict[str, Any], state: Mapping[str, Any]) -> None:
+    value.clear()
+    value.update(copy.deepcopy(dict(state)))
+
+
+def _part_of_sums(states: LocalStates) -> dict[str, Any]:
+    names = dict.fromkeys(name for state in states.of_ranks for name in state)
+    sums = {name: sum(state[name] for state in states.of_ranks if name in state) for name in names}
+    return sums if states.rank == 0 else {name: _zero(value) for name, value in sums.items()}
+
+
+def _zero(value: Any) -> Any:
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)(0)

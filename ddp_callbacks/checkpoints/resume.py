@@ -1,4 +1,4 @@
-"""What the callback ``Resume`` does with any host: its file, when it is written, and when all ranks stop.
+"""What resuming has in common for all hosts: a run's file, when it is written, when all ranks stop, and models.
 
 An adapter says what the state of its run is, and where a step ends.
 """
@@ -8,16 +8,25 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ddp_callbacks.checkpoints.file import CheckpointFile, Shared
-from ddp_callbacks.checkpoints.intervals import Every, Interval
+from ddp_callbacks.checkpoints.format import LocalStates
+from ddp_callbacks.comm.collectives import broadcast_tensors
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.local_sgd import ParameterAverager
 from ddp_callbacks.process_group.preemption import SIGNALS, Preemption
+from ddp_callbacks.replicas import running_statistics
+
+Every = int | timedelta | None
+"""When to write a file without being asked; see :data:`ARGUMENTS`."""
 
 Content = tuple[Shared, Mapping[str, Any], Mapping[str, str]]
 """The arguments of :meth:`CheckpointFile.write <ddp_callbacks.CheckpointFile.write>`."""
@@ -44,6 +53,64 @@ ARGUMENTS = """
     Attributes:
         preemption: The :class:`ddp_callbacks.Preemption` of the runs; its ``request`` asks to stop.
 """
+
+
+_INTERVAL = "the time of the next checkpoint"
+_MOST = 1000  # moments between two looks at the clock
+
+
+class Interval:
+    """Decides at each moment; every rank asks at the same ones.
+
+    A time is rank 0's, which tells the others; not at each moment, but about when half of what is left is over.
+
+    Args:
+        every: See ``Resume``.
+
+    Raises:
+        ConfigurationError: ``every`` is no positive number of batches, no positive time, and not ``None``.
+    """
+
+    def __init__(self, every: Every, group: dist.ProcessGroup | None = None) -> None:
+        is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0
+        if not (every is None or is_number or (isinstance(every, timedelta) and every > timedelta(0))):
+            raise ConfigurationError(
+                "every must be a positive number of training batches, a timedelta, or None (at the end of each epoch), "
+                f"got {every!r}."
+            )
+        self._every, self._group = every, group
+        self.note_written()
+
+    def is_due(self, is_batch: bool, is_epoch_end: bool) -> bool:
+        """Whether to write at this moment.
+
+        Args:
+            is_batch: A training batch has ended since the last moment.
+            is_epoch_end: The moment is between two epochs.
+        """
+        self._batches += is_batch
+        if isinstance(self._every, timedelta):
+            return self._is_time(self._every.total_seconds())
+        return is_epoch_end if self._every is None else self._batches >= self._every
+
+    def note_written(self) -> None:
+        """A file has been written, for whatever reason."""
+        self._batches = self._moments = 0
+        self._next_look, self._written = 1, time.monotonic()
+
+    def _is_time(self, seconds: float) -> bool:
+        self._moments += 1
+        if self._moments < self._next_look:
+            return False
+        (due, further), _ = broadcast_tensors(self._look(seconds), [], _INTERVAL, self._group)
+        self._next_look = self._moments + further
+        return bool(due)
+
+    def _look(self, seconds: float) -> tuple[bool, int]:
+        """Whether the time has passed, and the number of moments until the next look."""
+        elapsed = time.monotonic() - self._written
+        left = (seconds - elapsed) / max(elapsed / self._moments, 1e-6)
+        return elapsed >= seconds, max(1, min(_MOST, int(left / 2)))
 
 
 class ResumeOptions:
@@ -149,3 +216,36 @@ class ResumableRun:
     def _stop(self) -> None:
         self.file.wait()
         self._preemption.exit(self.file.path)
+
+
+@contextlib.contextmanager
+def closed_windows(averagers: Iterable[ParameterAverager]) -> Iterator[None]:
+    """Have averaged models and optimizers, which any number of ranks can continue from, inside. A collective."""
+    windows = [(averager, averager.state_dict()) for averager in averagers]
+    for averager, _ in windows:
+        averager.outer_step()
+    try:
+        yield
+    finally:
+        for averager, window in windows:
+            averager.load_state_dict(window)
+
+
+@torch.no_grad()
+def load_buffers(module: torch.nn.Module, states: LocalStates, weights: Sequence[float]) -> None:
+    """Load each rank's buffers; on another number of ranks, the mean of their running statistics, and else rank 0's.
+
+    Args:
+        states: Each rank's buffers, by name.
+        weights: For the mean, of each rank of ``states``.
+    """
+    total = sum(weights)
+    averaged = set() if states.is_same_world else {id(buffer) for buffer in running_statistics(module)}
+    for name, buffer in module.named_buffers():
+        if name not in states.mine:
+            continue
+        saved = states.mine[name]
+        if id(buffer) in averaged and total:
+            pairs = zip(states.of_ranks, weights, strict=True)
+            saved = sum(of_rank[name] * (weight / total) for of_rank, weight in pairs if weight)
+        buffer.copy_(saved)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ddp_callbacks.checkpoints import LocalStates, Saved, require_same
-from ddp_callbacks.checkpoints.about import describe_loader, describe_model
 from ddp_callbacks.checkpoints.attributes import Checksums, checksums_of
+from ddp_callbacks.checkpoints.format import describe_loader, describe_model
 from ddp_callbacks.checkpoints.resume import Content, ResumableRun, ResumeOptions
 from ddp_callbacks.data.resuming import Resumable, resumable_loader
 from ddp_callbacks.data.sharding import is_distributed

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from ddp_callbacks.checkpoints import LocalStates
+from ddp_callbacks.checkpoints.resume import load_buffers
 from ddp_callbacks.lightning._lightning import is_accumulating, torch_optimizer
-
-_AVERAGED = ("running_mean", "running_var")
 
 
 def save_module(trainer: Any) -> dict[str, Any]:
@@ -30,7 +29,6 @@ def save_module(trainer: Any) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
 def load_module(trainer: Any, states: LocalStates, weights: Sequence[int]) -> None:
     """Inverse of :func:`save_module`. Local.
 
@@ -38,12 +36,7 @@ def load_module(trainer: Any, states: LocalStates, weights: Sequence[int]) -> No
         weights: By which running statistics are averaged, for each rank of ``states``.
     """
     module, own = trainer.lightning_module, states.mine
-    for name, buffer in module.named_buffers():
-        if name in own["buffers"]:
-            saved = own["buffers"][name]
-            if not states.is_same_world and name.rpartition(".")[2] in _AVERAGED:
-                saved = _average([each["buffers"][name] for each in states.of_ranks], weights)
-            buffer.copy_(saved)
+    load_buffers(module, states.of("buffers"), weights)
     for part, training in zip(module.modules(), own["modes"], strict=False):
         part.training = training
     for name, parameter in module.named_parameters():
@@ -72,10 +65,3 @@ def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
         return {}
     named = ((name, parameter.grad) for name, parameter in module.named_parameters())
     return {name: gradient.detach().clone() for name, gradient in named if gradient is not None}
-
-
-def _average(values: Sequence[torch.Tensor], weights: Sequence[int]) -> torch.Tensor:
-    if not sum(weights):
-        return values[0]
-    weighted = [value * weight for value, weight in zip(values, weights, strict=True)]
-    return torch.stack(weighted).sum(0) / sum(weights)

@@ -2,23 +2,23 @@
 
 Torchbearer's events in order, and the callbacks that handle them::
 
-    on_init                    RankZeroOutput silences the other ranks' writers, StopTogether goes last
-    on_start                   BroadcastParameters, SynchronizeBatchNorm, ShardData
+    on_init                    RankZeroOutput silences the other ranks' writers, StopTogether moves to the end
+    on_start                   BroadcastParameters, ShardData, SynchronizeBuffers
       on_start_training        AllReduceGradients and ReduceMetrics begin
         on_sample              ShardData sets this rank's share; AllReduceGradients may verify the first batch; Flatten
         optimizer.step(closure)
           forward, on_forward, criterion
-          on_criterion         SkipBatches may end the closure here; AllReduceGradients sets the weight of the backward
+          on_criterion         AllReduceGradients may end the closure here, or sets the weight of the backward
           backward             gradients are synchronized during backward
           on_backward          the gradients are those of the global batch: clip here
         on_step_training       StopTogether, if a callback may stop there
-      on_end_training          MergeBuffers, after ReduceMetrics has merged the metrics
-      ... validation likewise; GatherPredictions in predict()
+      on_end_training          SynchronizeBuffers, after ReduceMetrics has merged the metrics
+      ... validation likewise; in predict() ShardData gathers the outputs
       on_end_epoch, on_checkpoint   with the merged metrics; then StopTogether compares the replicas
     on_end                     removes hooks, restores generators; BatchNorm layers when run() returns or raises
 
-:class:`Resume` acts behind all of them: it may end the run after a batch, a training pass or an epoch. A run that goes
-on gets the opening events again, and then everything is put back: before the next batch, or after ``on_start``.
+:class:`Resume` acts after all of them: it may end the run after a batch, a training pass or an epoch. A resumed run
+gets the opening events again, and then everything is put back: before the next batch, or after ``on_start``.
 
 With ``sync=LocalSGD(...)`` or ``DiLoCo(...)``, AverageParameters replaces AllReduceGradients: gradients stay local, and
 windows close in on_step_training and on_end_training.

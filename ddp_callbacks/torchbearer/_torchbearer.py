@@ -1,4 +1,4 @@
-"""What this library uses of Torchbearer beside its public names: each in one function, all listed in :data:`PRIVATE`.
+"""What this library uses of Torchbearer except its public names: each in one function, all listed in :data:`PRIVATE`.
 
 Importing this raises :class:`ImportError` if the installed Torchbearer lacks one.
 """
@@ -16,11 +16,12 @@ import torchbearer
 from torchbearer import bases
 from torchbearer.callbacks import Callback, Tqdm, checkpointers
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
-from torchbearer.metrics import EpochLambda, Metric, RunningMean
+from torchbearer.metrics import EpochLambda, Mean, Metric, MetricTree, RunningMean, Var
 
 from ddp_callbacks.versions import require_names
 
 _SUMS = ("_sum", "_sum_sq", "_count")  # of Mean, Var and Std; Mean lacks the second
+_ROWS = ("_y_pred", "_y_true")  # of EpochLambda
 
 PRIVATE = (
     "torchbearer.bases:_forward_with_exceptions(x, model, y_pred, state)",
@@ -53,9 +54,19 @@ Checkpointer = checkpointers._Checkpointer
 # --- the step -----------------------------------------------------------------------------------------------------
 
 
-def forward(state: Any) -> None:
-    """Call the model in ``state`` as Torchbearer's closure does: with the state if it takes it, else without."""
+def loss_of(state: Any, batch: Any) -> torch.Tensor:
+    """The loss of a batch, computed as Torchbearer's closure does; predictions and loss are in ``state`` afterwards."""
+    state[torchbearer.ITERATOR] = iter([batch])
+    state[torchbearer.SAMPLER](state)
     bases._forward_with_exceptions(torchbearer.X, torchbearer.MODEL, torchbearer.Y_PRED, state)
+    criterion = state[torchbearer.CRITERION]
+    try:
+        loss = criterion(state)
+    except TypeError:
+        both = state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE]
+        loss = criterion(*(argument for value in both for argument in bases._get_param_list(value)))
+    state[torchbearer.LOSS] = loss
+    return loss  # type: ignore[no-any-return]
 
 
 def has_own_closure(trial: Any) -> bool:
@@ -64,40 +75,30 @@ def has_own_closure(trial: Any) -> bool:
     return module != "torchbearer.bases"
 
 
-def arguments_of(value: Any) -> list[Any]:
-    """The arguments that a prediction or a target makes for a criterion: a list or a tuple is several."""
-    arguments: list[Any] = bases._get_param_list(value)
-    return arguments
-
-
 # --- metrics ------------------------------------------------------------------------------------------------------
 
 
-def sums_of(aggregator: Metric) -> dict[str, Any]:
-    """What a ``Mean`` or ``Var`` has added up so far."""
-    return {name: getattr(aggregator, name, None) for name in _SUMS}
+def held(aggregator: Metric) -> dict[str, Any]:
+    """What a ``Mean``, a ``Var`` or an ``EpochLambda`` has added up or collected so far, by attribute."""
+    names = (*_SUMS, *_ROWS) if isinstance(aggregator, Mean | Var | EpochLambda) else ()
+    return {name: vars(aggregator)[name] for name in names if name in vars(aggregator)}
 
 
-def add_up(aggregator: Metric, sums: Sequence[dict[str, Any]]) -> None:
-    """Give a ``Mean`` or ``Var`` the total of what several have added up."""
+def add_up(aggregator: Metric, of_ranks: Sequence[dict[str, Any]]) -> None:
+    """Give a ``Mean`` or ``Var`` the total of what ranks have added up: of their :func:`held`, or all attributes."""
     for name in _SUMS:
-        if hasattr(aggregator, name):
-            setattr(aggregator, name, sum(own[name] for own in sums))
+        if name in vars(aggregator):
+            setattr(aggregator, name, sum(own[name] for own in of_ranks))
 
 
-def rows_of(aggregator: EpochLambda) -> list[torch.Tensor | None]:
-    """The predictions and the targets that an ``EpochLambda`` has collected; ``None`` before the first batch."""
-    return [aggregator._y_pred, aggregator._y_true]
+def rows_of(of_ranks: Sequence[dict[str, Any]]) -> list[list[torch.Tensor | None]]:
+    """The predictions, and the targets, that an ``EpochLambda`` has collected on each rank."""
+    return [[own[name] for own in of_ranks] for name in _ROWS]
 
 
 def set_rows(aggregator: EpochLambda, predictions: torch.Tensor | None, targets: torch.Tensor | None) -> None:
     """Let an ``EpochLambda`` compute the value of the epoch from these rows."""
     aggregator._y_pred, aggregator._y_true = predictions, targets
-
-
-def rows_in(attributes: dict[str, Any]) -> list[torch.Tensor | None]:
-    """:func:`rows_of`, from its attributes."""
-    return [attributes["_y_pred"], attributes["_y_true"]]
 
 
 @contextmanager
@@ -117,7 +118,7 @@ WINDOW = ("_cache", "_i", "_result")
 
 
 def window_of(aggregator: RunningMean) -> dict[str, Any]:
-    """What a ``RunningMean`` holds now; to go on from it, give it to :func:`run_on`."""
+    """What a ``RunningMean`` holds now; to continue from it, give it to :func:`run_on`."""
     return {name: copy.copy(getattr(aggregator, name)) for name in WINDOW}
 
 
@@ -138,7 +139,7 @@ def watching(aggregator: RunningMean, note: Callable[[torch.Tensor, torch.Tensor
 
 
 def run_on(aggregator: RunningMean, window: dict[str, Any], steps: Sequence[int], means: Sequence[torch.Tensor]) -> Any:
-    """Let a ``RunningMean`` go on from ``window`` with the means of these batches of the pass; return its value then.
+    """Continue a ``RunningMean`` from ``window`` with the means of these batches of the pass; return its value then.
 
     Means before the last :func:`batches_in_window` make no difference.
     """
@@ -154,21 +155,32 @@ def batches_in_window(aggregator: RunningMean) -> int:
     return int(aggregator._batch_size + aggregator._step_size)
 
 
-def metrics_within(metric: Metric) -> Iterator[Metric]:
-    """A metric and all that it holds: those of a list, of a tree, or inside a wrapper; each once, in a fixed order."""
-    seen: set[int] = set()
-    waiting = [metric]
-    while waiting:
-        found = waiting.pop()
-        if id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            for value in vars(found).values():
-                waiting.extend(item for item in (value if isinstance(value, list) else [value]) if _is_metric(item))
+def metrics_within(
+    metric: Metric, root: Metric | None = None, seen: set[int] | None = None
+) -> Iterator[tuple[Metric, Metric]]:
+    """A metric and all that it holds, with the root of the tree of each: of a list, of a tree, or inside a wrapper.
+
+    Each is there once, in a fixed order.
+    """
+    seen = set() if seen is None else seen
+    if id(metric) not in seen:
+        seen.add(id(metric))
+        top = metric.root if root is None and isinstance(metric, MetricTree) else root
+        yield metric, metric if top is None else top
+        for inner in _held_by(metric):
+            yield from metrics_within(inner, top, seen)
 
 
-def _is_metric(value: object) -> bool:
-    return isinstance(value, Metric) and not isinstance(value, torchbearer.state.StateKey)
+def aggregators(metric: Metric) -> list[tuple[Metric, Metric]]:
+    """The metrics that hold no others, each with the root of its tree."""
+    return [(found, root) for found, root in metrics_within(metric) if not any(True for _ in _held_by(found))]
+
+
+def _held_by(metric: Metric) -> Iterator[Metric]:
+    for value in vars(metric).values():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, Metric) and not isinstance(item, torchbearer.state.StateKey):
+                yield item
 
 
 # --- callbacks ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Shared by the callbacks: joining the process group, and this rank's share of the current batch."""
+"""Shared by the callbacks: joining the process group, this rank's share of the batch, and the weight of its loss."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
-from torchbearer.callbacks import CallbackList
+from torchbearer.callbacks import AggregatePredictions, CallbackList
+from torchbearer.trial import CallbackListInjection
 
 from ddp_callbacks.checkpoints import LocalStates as LocalStates
+from ddp_callbacks.cross_entropy import cross_entropy_weight
 from ddp_callbacks.data.shares import Share, common_size
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size, join_process_group
 from ddp_callbacks.process_group.failures import announce_join
 
 State: TypeAlias = Any  # torchbearer.State, a dict whose keys are torchbearer.StateKey
+Method: TypeAlias = Callable[..., Any]
+Weight: TypeAlias = Callable[[State], float | torch.Tensor]
 
 CALLS = ("run", "evaluate", "predict")
 """The methods of a Trial that are collectives."""
@@ -64,7 +69,7 @@ class DistributedCallback(Callback):  # type: ignore[misc]
         return {}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        """Go on from what :meth:`local_state` has returned. Every rank calls it, before its next batch or epoch.
+        """Continue from what :meth:`local_state` has returned. Every rank calls it, before its next batch or epoch.
 
         Args:
             states: What it has returned on each rank.
@@ -82,6 +87,54 @@ class DistributedCallback(Callback):  # type: ignore[misc]
         return get_world_size(self.process_group)
 
 
+class LossWeight:
+    """The weight of a rank's loss, and how the ranks' losses combine to the loss of the global batch.
+
+    Args:
+        weight: A function of the Trial's state, called after the loss is computed. It returns the number that this
+            rank's loss is the mean over, for example tokens that count. ``None``: the number of samples; for cross
+            entropy and negative log likelihood torch's divisor, the sum of the class weights of the targets that are
+            not ignored.
+        reduction: ``"mean"`` or ``"sum"``. ``None``: the criterion's ``reduction`` if it has one, else ``"mean"``.
+    """
+
+    def __init__(self, weight: Weight | None = None, reduction: str | None = None) -> None:
+        if reduction not in (None, "mean", "sum"):
+            raise ConfigurationError(f'reduction must be "mean", "sum" or None, got {reduction!r}.')
+        if weight is not None and not callable(weight):
+            raise ConfigurationError(f"weight must be a function of the Trial's state, got {weight!r}.")
+        self._weight = weight
+        self._reduction = reduction
+
+    def reduction(self, state: State) -> str:
+        """``"mean"`` or ``"sum"``, for the criterion in the Trial's ``state``.
+
+        Args:
+            state: The Trial's state.
+        """
+        if self._reduction is not None:
+            return self._reduction
+        return "sum" if getattr(state[torchbearer.CRITERION], "reduction", None) == "sum" else "mean"
+
+    def of(self, state: State) -> tuple[float, float | None]:
+        """This rank's weight, and the sum over all ranks if it is known without communication. Local.
+
+        Args:
+            state: The Trial's state, after the loss is computed.
+        """
+        share = share_of(state)
+        if self.reduction(state) == "sum":
+            return float(share.local > 0), 1.0
+        own: float | torch.Tensor | None
+        if self._weight is not None:
+            own = self._weight(state)
+        else:
+            own = cross_entropy_weight(state[torchbearer.CRITERION], state.get(torchbearer.Y_TRUE))
+        if own is None:
+            return float(share.local), None if share.total is None else float(share.total)
+        return (float(own) if share.local else 0.0), None
+
+
 def share_of(state: State) -> Share:
     """This rank's share of the current batch; without sharding, the size of the batch."""
     if SHARE in state:
@@ -90,22 +143,28 @@ def share_of(state: State) -> Share:
     return Share(common_size(state[torchbearer.X]) or 1, None)
 
 
-def flat_callbacks(callbacks: CallbackList) -> list[Callback]:
-    """All callbacks of a list, including those in nested lists."""
-    return [
-        inner for item in callbacks for inner in (flat_callbacks(item) if isinstance(item, CallbackList) else [item])
-    ]
+def aggregator_of(state: State) -> AggregatePredictions | None:
+    """The callback that ``predict()`` injects; ``None`` in other passes."""
+    callbacks = state[torchbearer.CALLBACK_LIST]
+    while isinstance(callbacks, CallbackListInjection):
+        if isinstance(callbacks.callback, AggregatePredictions):
+            return callbacks.callback
+        callbacks = callbacks.callback_list
+    return None
+
+
+def has_event(callback: Callback, event: str) -> bool:
+    """Whether a callback does something in an event."""
+    return event in vars(callback) or getattr(type(callback), event, None) is not getattr(Callback, event)
 
 
 def handles(callback: Callback, events: tuple[str, ...]) -> bool:
     """Whether a user's callback, not Torchbearer's, has one of these events."""
-    kind = type(callback)
-    is_decorated = kind.__module__ == "torchbearer.callbacks.decorators"  # made from a user's function
-    if kind.__module__.startswith(("torchbearer.", "ddp_callbacks.")) and not is_decorated:
+    module = type(callback).__module__
+    is_decorated = module == "torchbearer.callbacks.decorators"  # made from a user's function
+    if module.startswith(("torchbearer.", "ddp_callbacks.")) and not is_decorated:
         return False
-    return any(
-        event in vars(callback) or getattr(kind, event, None) is not getattr(Callback, event) for event in events
-    )
+    return any(has_event(callback, event) for event in events)
 
 
 Made = TypeVar("Made")
@@ -119,13 +178,10 @@ def in_training_pass(made: Made | None) -> Made:
     """
     if made is None:
         raise ConfigurationError(
-            "the Trial was evaluated, or has predicted, in the middle of a training pass, which DDPCallback cannot go "
-            "on with. Call evaluate() and predict() between passes: in on_end_epoch for example."
+            "the Trial was evaluated, or has predicted, in the middle of a training pass, which DDPCallback cannot "
+            "continue. Call evaluate() and predict() between passes: in on_end_epoch for example."
         )
     return made
-
-
-Method: TypeAlias = Callable[..., Any]
 
 
 def wrap_methods(trial: Any, names: tuple[str, ...], wrapper: Callable[[Method], Method]) -> None:

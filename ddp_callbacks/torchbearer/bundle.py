@@ -14,15 +14,13 @@ from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group
+from ddp_callbacks.torchbearer.base import Weight
 from ddp_callbacks.torchbearer.data import ShardData
-from ddp_callbacks.torchbearer.gradients import AllReduceGradients
+from ddp_callbacks.torchbearer.gradients import AllReduceGradients, SkipBatch, check_skip
 from ddp_callbacks.torchbearer.local_sgd import AverageParameters
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
-from ddp_callbacks.torchbearer.predictions import GatherPredictions
-from ddp_callbacks.torchbearer.replicas import BroadcastParameters, MergeBuffers, StopTogether, SynchronizeBatchNorm
-from ddp_callbacks.torchbearer.skipping import SkipBatch, SkipBatches, check_skip
-from ddp_callbacks.torchbearer.weights import Weight
+from ddp_callbacks.torchbearer.replicas import BroadcastParameters, StopTogether, SynchronizeBuffers
 from ddp_callbacks.verification import Verify, check_verify, is_to_verify
 
 
@@ -40,7 +38,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
     Args:
         batch_size: See :class:`ShardData`.
         weight, reduction: What the loss is the mean over. The default is right for torch's criteria. See
-            :class:`ddp_callbacks.torchbearer.weights.LossWeight`.
+            :class:`ddp_callbacks.torchbearer.base.LossWeight`.
         sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes
             local steps, and parameters are averaged every few steps and at the end of each training pass, so that
@@ -94,19 +92,16 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
         if sync == "every_step":
             checks = verify if is_to_verify(verify, sync, weight, reduction, batch_size) else None
             synchronize: Callback = AllReduceGradients(
-                weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, checks, group
+                weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, checks, skip_batch, group
             )
         else:
             synchronize = AverageParameters(sync, weight, reduction, bucket_cap_mb, compress, group)
         callbacks = [
             BroadcastParameters(group),
-            *([SynchronizeBatchNorm(group)] if sync_batchnorm else []),
             ShardData(batch_size, group),
-            MergeBuffers(group),
-            *([SkipBatches(weight, reduction, group)] if skip_batch else []),
+            SynchronizeBuffers(sync_batchnorm, group),
             synchronize,
             ReduceMetrics(weight, reduction, group),
-            GatherPredictions(group),
             RankZeroOutput(also_rank_zero, group),
             StopTogether(group),
         ]

@@ -1,4 +1,4 @@
-"""Give each rank its part of the data, and a matching random state; flatten samples.
+"""Give each rank its part of the data, and a matching random state; join predictions; flatten samples.
 
 Which of a Trial's events draw the same random numbers on all ranks:
 
@@ -17,8 +17,9 @@ metrics.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -30,6 +31,7 @@ from torchbearer.callbacks import CallbackList
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.nested import length_of
+from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.random_state import RunRandomState, broadcast_rng_state
 from ddp_callbacks.data.resuming import resumable_loader
 from ddp_callbacks.data.sharding import ShardedLoader, shard_loader
@@ -40,13 +42,14 @@ from ddp_callbacks.torchbearer.base import (
     DATA_KEYS,
     RUN_RANDOM_STATE,
     SHARE,
+    WEIGHS_LOSS,
     DistributedCallback,
     State,
-    flat_callbacks,
+    aggregator_of,
     handles,
+    share_of,
     wrap_methods,
 )
-from ddp_callbacks.torchbearer.predictions import aggregator_of
 
 Event: TypeAlias = Callable[[State], None]
 
@@ -66,6 +69,9 @@ class ShardData(DistributedCallback):
     Rank 0 keeps the user's random state. If there are data, every other rank gets a distinct one. Callbacks draw from
     rank 0's state on all ranks, and after ``run`` returns all ranks continue with it.
 
+    In ``predict`` each rank computes whole batches in turn, and every rank gets the outputs of all, in the loader's
+    order. Those that are no tensors are pickled.
+
     Args:
         batch_size: ``"global"``: the loader's batch is the global batch, divided among the ranks. ``"per_process"``:
             each rank takes whole batches in turn, so a step has ``world_size`` batches. ``None``: the loaders are
@@ -73,7 +79,8 @@ class ShardData(DistributedCallback):
         process_group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: ``batch_size`` is invalid, or it is ``None`` with :class:`Resume`.
+        ConfigurationError: ``batch_size`` is invalid, or it is ``None`` with :class:`Resume`. An output of ``predict``
+            cannot be pickled.
     """
 
     def __init__(self, batch_size: BatchSize | None = "global", process_group: dist.ProcessGroup | None = None) -> None:
@@ -87,6 +94,7 @@ class ShardData(DistributedCallback):
         self._originals: dict[Any, Any] = {}
         self._is_resumable = False
         self._drawing: set[str] = set()  # those of _IN_BATCH that a user's callback handles
+        self._is_mine: list[bool] = []  # whether this rank computed each batch of the prediction
 
     def make_resumable(self) -> None:
         """From the next run on, use loaders that can go on in the middle of a pass, also with a single process."""
@@ -109,26 +117,21 @@ class ShardData(DistributedCallback):
     def _draw_alike(self, callbacks: CallbackList, random_state: RunRandomState) -> None:
         """Let the events of this list draw as this module says. Local; afterwards the events are collectives."""
         for name in (*_ALIKE, *_IN_BATCH):
-            alike = random_state.alike_in_batch if name in _IN_BATCH else random_state.alike
-            setattr(callbacks, name, self._drawing_alike(name, getattr(callbacks, name), random_state, alike))
+            setattr(callbacks, name, self._alike(name, getattr(callbacks, name), random_state))
 
-    def _drawing_alike(
-        self, name: str, event: Event, random_state: RunRandomState, alike: Callable[[], AbstractContextManager[None]]
-    ) -> Event:
+    def _alike(self, name: str, event: Event, random_state: RunRandomState) -> Event:
         @functools.wraps(event)
-        def drawing_alike(state: State) -> None:
-            if name in _IN_BATCH and name not in self._drawing:
-                event(state)
-                return
+        def alike(state: State) -> None:
             if name in _MEETING and random_state.is_open and not random_state.is_fresh:
                 random_state.synchronize()
-            with alike():
+            draws = random_state.alike if name in _ALIKE else random_state.alike_in_batch
+            with draws() if name in (*_ALIKE, *self._drawing) else nullcontext():
                 event(state)
 
-        return drawing_alike
+        return alike
 
     def on_start(self, state: State) -> None:
-        callbacks = flat_callbacks(state[torchbearer.CALLBACK_LIST])
+        callbacks = list(state[torchbearer.CALLBACK_LIST])
         self._drawing = {name for name in _IN_BATCH if any(handles(callback, (name,)) for callback in callbacks)}
         if self.world_size > 1 or self._is_resumable:
             self._divide_all(state)
@@ -180,8 +183,21 @@ class ShardData(DistributedCallback):
         elif isinstance(iterator := state[torchbearer.ITERATOR], ShardedIterator):
             iterator.take_share()  # that of the whole batch, which nobody needs
 
-    def on_sample_validation(self, state: State) -> None:
-        self.on_sample(state)
+    on_sample_validation = on_sample
+
+    def on_start_validation(self, state: State) -> None:
+        self._is_mine = []
+
+    def on_step_validation(self, state: State) -> None:
+        self._is_mine.append(share_of(state).local > 0)
+
+    def on_end_validation(self, state: State) -> None:
+        aggregator = aggregator_of(state)
+        if self.world_size > 1 and aggregator is not None:
+            mine = list(itertools.compress(aggregator.predictions_list, self._is_mine))
+            limit = getattr(state[torchbearer.GENERATOR], "limit", None)
+            aggregator.predictions_list = gather_outputs(mine, self.process_group)[:limit]
+            aggregator.on_end_validation(state)
 
     def on_end(self, state: State) -> None:
         for key, value in self._originals.items():
@@ -219,6 +235,8 @@ class ShardData(DistributedCallback):
         return share
 
     def _samples_needed(self, state: State, generator: Any) -> int:
+        if WEIGHS_LOSS in state:  # BatchNorm layers are synchronized
+            return 1
         return samples_needed(state[torchbearer.MODEL], getattr(generator, "batch_size", None), self.world_size)
 
 
@@ -246,8 +264,7 @@ class Flatten(Callback):  # type: ignore[misc]
     def on_sample(self, state: State) -> None:
         state[torchbearer.X] = flatten(state[torchbearer.X])
 
-    def on_sample_validation(self, state: State) -> None:
-        self.on_sample(state)
+    on_sample_validation = on_sample
 
 
 def flatten(batch: Any) -> Any:

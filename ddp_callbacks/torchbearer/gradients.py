@@ -1,8 +1,11 @@
-"""Synchronize the gradients in each backward."""
+"""Synchronize the gradients in each backward, or skip the batch on all ranks if its loss is NaN or infinite on one."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,23 +15,39 @@ from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
+from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.shares import WholeBatch
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.data.skipping import FAULTS, BadBatches, check_skip_batch, fault_of
+from ddp_callbacks.errors import ConfigurationError, SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.loss_watch import LossWatch
-from ddp_callbacks.torchbearer._torchbearer import arguments_of, forward, has_own_closure
+from ddp_callbacks.torchbearer._torchbearer import has_own_closure, loss_of
 from ddp_callbacks.torchbearer.base import (
     SHARE,
     WEIGHS_LOSS,
     DistributedCallback,
     LocalStates,
+    LossWeight,
     State,
+    Weight,
     in_training_pass,
     share_of,
+    wrap_methods,
 )
-from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 from ddp_callbacks.verification import Verify, check_first_batch, check_verify
+
+SkipBatch = Literal["non_finite"]
+
+
+def check_skip(skip_batch: str | None, sync: object) -> None:
+    """Raise :class:`ConfigurationError` unless it is ``None``, or ``"non_finite"`` with exact gradients."""
+    if skip_batch in set(FAULTS) - {"non_finite"}:
+        raise ConfigurationError(
+            f'skip_batch must be None or "non_finite" in a Trial, whose criterion always returns a loss, got '
+            f"{skip_batch!r}."
+        )
+    check_skip_batch(skip_batch, sync)
 
 
 class AllReduceGradients(DistributedCallback):
@@ -37,17 +56,25 @@ class AllReduceGradients(DistributedCallback):
     See :class:`ddp_callbacks.GradientSynchronizer` for what happens in a backward.
 
     Args:
-        weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`.
+        weight, reduction: See :class:`ddp_callbacks.torchbearer.base.LossWeight`.
         bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`.
         verify: Compare the gradient of each run's first batch with that of a single process. ``"first_batch"``: a
             difference is an error; it needs :class:`ShardData` in front. ``"warn"``: a difference of more than 1 % is a
             warning, and what cannot be compared is left out.
+        skip_batch: ``"non_finite"``: skip a training batch on all ranks, a single one included, if its loss is NaN or
+            infinite on one; ranks without samples, or with weight 0, have no say. The closure ends after
+            ``on_criterion``, which later callbacks don't get: there is no backward and no ``on_backward``, gradients
+            are ``None``, so the optimizer changes nothing, and metrics don't count the batch. All else continues, such
+            as ``on_step_training``. Rank 0 reports the batch, and the ranks and hosts with such a loss. It costs one
+            small message in each step, and reading the loss from its GPU.
         process_group: ``None`` is the default group.
 
     Raises:
-        ConfigurationError: A setting is invalid. After a step: a custom closure (``with_closure``) filled gradients
-            without a backward through the parameters, so they were never synchronized.
+        ConfigurationError: A setting is invalid. At the start: ``skip_batch`` with LBFGS, which computes the loss
+            several times per step. After a step: a custom closure (``with_closure``) filled gradients without a
+            backward through the parameters, so they were never synchronized.
         MismatchError: At the first batch: names the parameter whose gradient differs most, and a remedy.
+        SkippedBatchError: On every rank alike: all batches of an epoch were skipped.
     """
 
     def __init__(
@@ -59,12 +86,14 @@ class AllReduceGradients(DistributedCallback):
         comm_state: Any = None,
         compress: Compress = None,
         verify: Verify | None = None,
+        skip_batch: SkipBatch | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(process_group)
         check_bucket_cap_mb(bucket_cap_mb)
         check_compress(compress, comm_hook)
         check_verify(verify, "every_step")
+        check_skip(skip_batch, "every_step")
         if comm_hook is not None:
             check_comm_hook(comm_hook)
         self._loss_weight = LossWeight(weight, reduction)
@@ -78,11 +107,19 @@ class AllReduceGradients(DistributedCallback):
         self._rounds_before = 0
         self._losses = LossWatch()
         self._verify = verify
-        self._verifies_next = False
+        self._next_check: Verify | None = None  # of the next batch
+        self._skip_batch = skip_batch
+        self._bad: BadBatches | None = None
+        self._skipped = 0  # batches of this pass
+
+    def on_init(self, state: State) -> None:
+        super().on_init(state)
+        if self._skip_batch is not None:
+            wrap_methods(state[torchbearer.SELF], ("run",), self._skipping(state[torchbearer.SELF]))
 
     def on_start(self, state: State) -> None:
         self._losses = LossWatch()
-        self._verifies_next = self._verify is not None and self.world_size > 1
+        self._next_check = self._verify if self.world_size > 1 else None
         self.on_end(state)  # an earlier run may have raised before its end
 
     def on_start_training(self, state: State) -> None:
@@ -90,22 +127,35 @@ class AllReduceGradients(DistributedCallback):
             self._synchronizer = GradientSynchronizer(
                 state[torchbearer.MODEL], process_group=self.process_group, **self._options
             )
+        self._skipped = 0
+        if self._skip_batch is not None and self._bad is None:
+            if isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS):
+                raise ConfigurationError(
+                    'skip_batch="non_finite" does not work with LBFGS, which computes the loss several times per step '
+                    "and cannot continue without it. Leave out skip_batch, or use another optimizer."
+                )
+            exchange = ScalarExchange(self.process_group) if self.world_size > 1 else None
+            self._bad = BadBatches(exchange, self.process_group)
 
     def on_sample(self, state: State) -> None:
         synchronizer, share = in_training_pass(self._synchronizer), share_of(state)
-        if self._verifies_next:
-            self._verifies_next = False
-            if self._verify is not None:
-                _verify_first_batch(self._verify, state, self._loss_weight, self.process_group)
+        if self._next_check is not None:
+            check, self._next_check = self._next_check, None
+            _verify_first_batch(check, state, self._loss_weight, self.process_group)
         self._rounds_before = synchronizer.rounds
         synchronizer.weigh(share.local, share.total)  # for a closure that calls no on_criterion
 
     def on_criterion(self, state: State) -> None:
         synchronizer = in_training_pass(self._synchronizer)
-        if self.world_size == 1:
+        if self.world_size == 1 and self._bad is None:
             return
         weight, total = self._loss_weight.of(state)
         where = f"epoch {state[torchbearer.EPOCH]}, batch {state[torchbearer.BATCH]}"
+        if self._bad is not None and (faults := self._bad.agree(fault_of(state[torchbearer.LOSS]), weight)):
+            self._bad.report(faults, where)
+            raise _Skipped
+        if self.world_size == 1:
+            return
         self._losses.look(state[torchbearer.LOSS], weight, where)
         if WEIGHS_LOSS in state:
             self._weigh_loss(synchronizer, state, weight, total)
@@ -136,14 +186,15 @@ class AllReduceGradients(DistributedCallback):
 
     def local_state(self, state: State) -> dict[str, Any]:
         engine = None if self._synchronizer is None else self._synchronizer.state_dict()
-        return {"engine": engine, "verifies_next": self._verifies_next}
+        return {"engine": engine, "next_check": self._next_check, "skipped": self._skipped}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        self._verifies_next = states.mine["verifies_next"]
+        self._next_check = states.mine["next_check"]
         engines = [of_rank["engine"] for of_rank in states.of_ranks]
         if None not in engines:  # else no training had begun
             self.on_start_training(state)
             in_training_pass(self._synchronizer).load_state_dict(engines)
+        self._skipped = states.mine["skipped"]
 
     def _weigh_loss(self, synchronizer: GradientSynchronizer, state: State, weight: float, total: float | None) -> None:
         """Weight the backward of this loss at its root; the ranks' gradients are then averaged. A collective."""
@@ -151,6 +202,53 @@ class AllReduceGradients(DistributedCallback):
             own = torch.tensor([weight], dtype=torch.float64)
             total = float(all_reduce(own, "the weight of the loss", self.process_group))
         synchronizer.weigh_loss(state[torchbearer.LOSS], weight, total)
+
+    @contextmanager
+    def _skipping(self, trial: Any) -> Iterator[None]:
+        """Use a closure that ends where a batch is skipped."""
+        before = trial.closure
+        trial.closure = self._ending(before)
+        try:
+            yield
+        finally:
+            trial.closure = before
+            if self._bad is not None:
+                self._bad.close()
+                self._bad = None
+
+    def _ending(self, closure: Callable[[State], None]) -> Callable[[State], None]:
+        @functools.wraps(closure)
+        def ending(state: State) -> None:
+            try:
+                closure(state)
+            except _Skipped:
+                state[torchbearer.OPTIMIZER].zero_grad()  # of losses before this one, in a closure that has several
+                self._skipped += 1
+                self._leave_out(state)
+
+        return ending
+
+    def _leave_out(self, state: State) -> None:
+        """Let the metrics, which the Trial processes next, keep their values."""
+        metrics = state[torchbearer.METRIC_LIST]
+        before = {name: method for name, method in vars(metrics).items() if name == "process"}
+
+        def keep(_: State) -> dict[str, Any]:
+            del metrics.process
+            vars(metrics).update(before)
+            if self._skipped == state[torchbearer.STEPS]:
+                raise SkippedBatchError(
+                    f"all {state[torchbearer.STEPS]} batches of epoch {state[torchbearer.EPOCH]} were skipped: their "
+                    "losses were not finite. Perhaps the parameters are not finite: begin with a checkpoint from "
+                    "before, a smaller learning rate, or gradient clipping."
+                )
+            return dict(state[torchbearer.METRICS])
+
+        metrics.process = keep
+
+
+class _Skipped(Exception):
+    """Ends a closure."""
 
 
 def _verify_first_batch(verify: Verify, state: State, loss_weight: LossWeight, group: dist.ProcessGroup | None) -> None:
@@ -167,10 +265,7 @@ def _verify_first_batch(verify: Verify, state: State, loss_weight: LossWeight, g
         scratch[SHARE] = first.share
         return first.whole, first.part, lambda: loss_weight.of(scratch)
 
-    def loss_of(batch: Any) -> torch.Tensor:
-        return _loss_of(scratch, batch)
-
-    check_first_batch(verify, state[torchbearer.MODEL], loss_of, load, group)
+    check_first_batch(verify, state[torchbearer.MODEL], functools.partial(loss_of, scratch), load, group)
 
 
 def _first_batch(state: State) -> WholeBatch:
@@ -186,17 +281,3 @@ def _first_batch(state: State) -> WholeBatch:
             f"batch; got {type(iterator).__name__}. Give the Trial a DataLoader without a DistributedSampler."
         )
     return iterator.first_batch()
-
-
-def _loss_of(state: State, batch: Any) -> torch.Tensor:
-    """Compute the loss as Torchbearer's closure does."""
-    state[torchbearer.ITERATOR] = iter([batch])
-    state[torchbearer.SAMPLER](state)
-    forward(state)
-    criterion = state[torchbearer.CRITERION]
-    try:
-        loss = criterion(state)
-    except TypeError:
-        loss = criterion(*arguments_of(state[torchbearer.Y_PRED]), *arguments_of(state[torchbearer.Y_TRUE]))
-    state[torchbearer.LOSS] = loss
-    return loss  # type: ignore[no-any-return]

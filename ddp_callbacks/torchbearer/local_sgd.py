@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,15 +11,16 @@ import torchbearer
 
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.compression import Compress, check_compress
-from ddp_callbacks.local_sgd import (
-    OUTER_MOMENTUM,
-    DiLoCo,
-    LocalSGD,
-    ParameterAverager,
-    set_gradients_aside,
+from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
+from ddp_callbacks.torchbearer.base import (
+    DistributedCallback,
+    LocalStates,
+    LossWeight,
+    State,
+    Weight,
+    in_training_pass,
+    share_of,
 )
-from ddp_callbacks.torchbearer.base import DistributedCallback, LocalStates, State, in_training_pass, share_of
-from ddp_callbacks.torchbearer.weights import LossWeight, Weight
 
 
 class AverageParameters(DistributedCallback):
@@ -37,10 +37,9 @@ class AverageParameters(DistributedCallback):
 
     Args:
         sync: :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`.
-        weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`.
+        weight, reduction: See :class:`ddp_callbacks.torchbearer.base.LossWeight`.
         bucket_cap_mb, compress: See :class:`ddp_callbacks.ParameterAverager`.
         process_group: ``None`` is the default group.
-
     """
 
     def __init__(
@@ -58,18 +57,18 @@ class AverageParameters(DistributedCallback):
         self._sync = sync
         self._loss_weight = LossWeight(weight, reduction)
         self._bucket_cap_mb, self._compress = bucket_cap_mb, compress
-        self._averager: ParameterAverager | None = None
+        self.averager: ParameterAverager | None = None
         self._weight = 1.0  # of the current step
         self._put_back: Callable[[], None] | None = None
 
     def on_start(self, state: State) -> None:
-        self._averager = None  # an earlier run may have raised before its end
+        self.averager = None  # an earlier run may have raised before its end
 
     def on_start_training(self, state: State) -> None:
-        if self._averager is not None:
-            self._averager.outer_step()  # the window is empty; callbacks may have replaced the parameters
+        if self.averager is not None:
+            self.averager.outer_step()  # the window is empty; callbacks may have replaced the parameters
             return
-        self._averager = ParameterAverager(
+        self.averager = ParameterAverager(
             state[torchbearer.MODEL],
             self._sync,
             state[torchbearer.OPTIMIZER],
@@ -97,50 +96,30 @@ class AverageParameters(DistributedCallback):
             self._put_back = None
 
     def on_step_training(self, state: State) -> None:
-        in_training_pass(self._averager).step(self._weight)
+        in_training_pass(self.averager).step(self._weight)
 
     def on_end_training(self, state: State) -> None:
-        in_training_pass(self._averager).outer_step()
+        in_training_pass(self.averager).outer_step()
 
     def on_end(self, state: State) -> None:
-        self._averager = None
+        self.averager = None
 
     def local_state(self, state: State) -> dict[str, Any]:
         """Also between two windows: each rank's optimizer is its own."""
-        if self._averager is not None:
-            return {"window": self._averager.state_dict(), "optimizer": None}
+        if self.averager is not None:
+            return {"window": self.averager.state_dict(), "optimizer": None}
         return {"window": None, "optimizer": state[torchbearer.OPTIMIZER].state_dict()}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
-        """On another number of ranks, the window is closed: the Trial's own state is that of :meth:`closed_window`."""
+        """On another number of ranks, the window is closed: the Trial's own state is that of a closed one."""
         window = states.mine["window"]
         if not states.is_same_world:
-            if self._averager is not None:
-                self._averager.outer_step()  # of no step: the next window begins here
-        elif self._averager is not None and window is not None:
-            self._load(self._averager, window, state)
+            if self.averager is not None:
+                self.averager.outer_step()  # of no step: the next window begins here
+        elif self.averager is not None and window is not None:
+            self.averager.load_state_dict(window)
         elif optimizer := states.mine["optimizer"] or window.get("optimizer"):
             state[torchbearer.OPTIMIZER].load_state_dict(optimizer)
-
-    @contextmanager
-    def closed_window(self, state: State) -> Iterator[None]:
-        """Have the averaged model and optimizer, which any number of ranks can go on from, inside. A collective.
-
-        Args:
-            state: The Trial's state.
-        """
-        if self._averager is None:
-            yield
-            return
-        window = self._averager.state_dict()
-        self._averager.outer_step()
-        yield
-        self._load(self._averager, window, state)
-
-    def _load(self, averager: ParameterAverager, window: dict[str, Any], state: State) -> None:
-        averager.load_state_dict(window)
-        if isinstance(self._sync, DiLoCo):  # no momentum yet is a momentum, too: the averager may have a later one
-            state[torchbearer.OPTIMIZER].state.setdefault(OUTER_MOMENTUM, {})
 
 
 def _multiply_gradient(loss: torch.Tensor, factor: float) -> None:

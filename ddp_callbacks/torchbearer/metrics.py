@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchbearer
-from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, MetricTree, RunningMean, Var
-from torchbearer.metrics import Loss as _DecoratedLoss
-from torchbearer.metrics.aggregators import RunningMetric
+from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMean, Var
 
+from ddp_callbacks.checkpoints.attributes import decode, encode, plain_attributes
 from ddp_callbacks.comm.codec import Json, pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_json, all_gather_tensors
-from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows, join_batch_logs, merge_batch_logs
+from ddp_callbacks.data.batch_logs import BatchLog
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.torchbearer._torchbearer import (
-    add_up,
+    aggregators,
     batches_in_window,
-    rows_of,
-    run_on,
-    set_rows,
-    sums_of,
+    held,
+    metrics_within,
     watching,
     window_of,
     without_running,
 )
-from ddp_callbacks.torchbearer.base import RUN_RANDOM_STATE, DistributedCallback, State, share_of
-from ddp_callbacks.torchbearer.weights import LossWeight, Weight
+from ddp_callbacks.torchbearer.base import (
+    RUN_RANDOM_STATE,
+    DistributedCallback,
+    LocalStates,
+    LossWeight,
+    State,
+    Weight,
+    share_of,
+)
+from ddp_callbacks.torchbearer.merging import LossMetric, join, load_merged
 
-LossMetric = type(_DecoratedLoss().root)
-"""The class inside of Torchbearer's decorators."""
+_RECORDED = ("step", "samples", "rows", "values", "reduction", "windows")  # of a pass, next to its logs
 
 
 class ReduceMetrics(DistributedCallback):
@@ -47,7 +50,7 @@ class ReduceMetrics(DistributedCallback):
     whose value differs between the ranks, you get the mean weighted by samples, and a warning.
 
     Args:
-        weight, reduction: See :class:`ddp_callbacks.torchbearer.weights.LossWeight`; used for the metrics of the loss.
+        weight, reduction: See :class:`ddp_callbacks.torchbearer.base.LossWeight`; used for the metrics of the loss.
         process_group: ``None`` is the default group.
 
     Raises:
@@ -62,29 +65,47 @@ class ReduceMetrics(DistributedCallback):
     ) -> None:
         super().__init__(process_group)
         self._loss_weight = LossWeight(weight, reduction)
-        self._pass: MetricsPass | None = None
-
-    @property
-    def current(self) -> MetricsPass | None:
-        """The pass under way, if there are several processes."""
-        return self._pass
+        self._is_in_pass = False
+        self._pass: MetricsPass | None = None  # on several processes
 
     def on_start_training(self, state: State) -> None:
-        if self._pass is not None:
-            self._pass.close()  # an earlier run may have raised before its end
+        self.on_end_training(state)  # an earlier run may have raised before its end
+        self._is_in_pass = True
         if self.world_size > 1:
             self._pass = MetricsPass(state[torchbearer.METRIC_LIST], self._loss_weight, self.process_group)
 
-    def on_start_validation(self, state: State) -> None:
-        self.on_start_training(state)
-
     def on_end_training(self, state: State) -> None:
+        self._is_in_pass = False
         if self._pass is not None:
             self._pass.close()
             self._pass = None
 
-    def on_end_validation(self, state: State) -> None:
-        self.on_end_training(state)
+    on_start_validation, on_end_validation = on_start_training, on_end_training
+
+    def local_state(self, state: State) -> dict[str, Any]:
+        """In a pass all that the metrics hold; else what they keep from pass to pass, as running means do."""
+        return {
+            "step": state[torchbearer.BATCH] if self._is_in_pass else None,
+            "metrics": [
+                encode(plain_attributes(metric)) if self._is_in_pass or not held(metric) else {}
+                for metric, _ in metrics_within(state[torchbearer.METRIC_LIST])
+            ],
+            "pass": None if self._pass is None else encode(self._pass.state_dict()),
+        }
+
+    def load_local_state(self, states: LocalStates, state: State) -> None:
+        """On another number of ranks, a metric that cannot be merged continues from rank 0's values on each."""
+        metrics, is_in_pass = state[torchbearer.METRIC_LIST], states.mine["step"] is not None
+        if not is_in_pass:
+            metrics.reset(state)  # one that the criterion chooses is chosen there
+        states = LocalStates(decode(states.of_ranks, state[torchbearer.DEVICE]), states.rank, states.world_size)
+        for (metric, _), attributes in zip(metrics_within(metrics), states.mine["metrics"], strict=True):
+            vars(metric).update(attributes)
+        recorded = states.mine["pass"]
+        if is_in_pass and not states.is_same_world:
+            recorded = load_merged(metrics, states)
+        if self._pass is not None and recorded is not None:
+            self._pass.load_state_dict(recorded)
 
 
 class MetricsPass:
@@ -101,7 +122,7 @@ class MetricsPass:
         self._weight = 0.0  # of the current batch's loss
         self._local = 0  # samples of the current batch
         self._reduction = "mean"
-        self._aggregators = list(aggregators(metric_list))
+        self._aggregators = aggregators(metric_list)
         self._logs = [BatchLog() for _ in self._aggregators]
         self._windows: dict[str, Any] = {
             str(place): window_of(aggregator)
@@ -116,21 +137,12 @@ class MetricsPass:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has recorded, as tensors and plain data; the metrics have their own sums and rows. Local."""
-        return {
-            "step": self._step,
-            "samples": self._samples,
-            "rows": list(self._rows),
-            "values": dict(self._values),
-            "reduction": self._reduction,
-            "logs": self._recorded(),
-            "windows": dict(self._windows),
-        }
+        return {name: getattr(self, f"_{name}") for name in _RECORDED} | {"logs": self._recorded()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the result of :meth:`state_dict`. Local."""
-        self._step, self._samples, self._rows = state["step"], state["samples"], list(state["rows"])
-        self._values, self._reduction = dict(state["values"]), state["reduction"]
-        self._windows = dict(state["windows"])
+        """Continue from the result of :meth:`state_dict`. Local."""
+        for name in _RECORDED:
+            setattr(self, f"_{name}", state[name])
         for log, saved in zip(self._logs, state["logs"], strict=True):
             log.steps, log.weights, log.values = (list(column) for column in saved)
 
@@ -199,7 +211,7 @@ class MetricsPass:
         random_state = state.get(RUN_RANDOM_STATE)
         running = self._merge(random_state if random_state is not None and random_state.is_open else None)
         final = running | MetricList.process_final(self._list, state)
-        is_settled = not any(_may_differ(metric) for metric, _ in self._aggregators)
+        is_settled = not any(_may_differ(metric) for metric, _ in metrics_within(self._list))
         return final if is_settled else _settle(final, self._samples, self._group)
 
     def _merge(self, random_state: RunRandomState | None) -> dict[str, Any]:
@@ -207,7 +219,7 @@ class MetricsPass:
 
         Callbacks draw next, and the same on all ranks, so the random state travels along.
         """
-        mine = [[_found_in(aggregator) for aggregator, _ in self._aggregators], self._recorded()]
+        mine = [[held(aggregator) for aggregator, _ in self._aggregators], self._recorded()]
         tensors: list[torch.Tensor] = []
         names = [aggregator.name for aggregator, _ in self._aggregators]
         header: Json = [self._rows, names, pack([*mine, random_state and random_state.offer()], tensors)]
@@ -219,89 +231,33 @@ class MetricsPass:
         found, logs, offered = zip(*unpacked, strict=True)
         if random_state is not None:
             random_state.accept(offered[0])
-        running: dict[str, Any] = {}
-        for position, (aggregator, root) in enumerate(self._aggregators):
-            of_ranks = [own[position] for own in found]
-            reduction = self._reduction if isinstance(root, LossMetric) else "mean"
-            of_batches = [BatchLog(*own[position]) for own in logs]
-            if isinstance(aggregator, Mean | Var):
-                add_up(aggregator, of_ranks)
-                for value in join_batch_logs(of_batches, reduction):
-                    aggregator.process(value)
-            elif isinstance(aggregator, RunningMean) and any(log.steps for log in of_batches):
-                means = means_of_batches(of_batches, reduction)
-                running[aggregator.name] = run_on(aggregator, self._windows[str(position)], means.steps, means.values)
-            elif isinstance(aggregator, EpochLambda):
-                predictions, targets = zip(*of_ranks, strict=True)
-                set_rows(aggregator, interleave_rows(predictions, rows), interleave_rows(targets, rows))
-        return running
-
-
-def _found_in(aggregator: Metric) -> Any:
-    """What a metric has added up or collected on this rank."""
-    if isinstance(aggregator, Mean | Var):
-        return sums_of(aggregator)
-    return rows_of(aggregator) if isinstance(aggregator, EpochLambda) else None
-
-
-def means_of_batches(logs: Sequence[BatchLog], reduction: str) -> BatchLog:
-    """The values of the whole batches of which each rank has logged its sum for a running mean.
-
-    Args:
-        logs: One per rank.
-        reduction: ``"mean"``, or ``"sum"`` if the value of a batch is a sum.
-    """
-    log = merge_batch_logs(logs, "sum")
-    if reduction == "mean":
-        log.values = [total / weight for total, weight in zip(log.values, log.weights, strict=True)]
-    return log
-
-
-def aggregators(metric: Metric, root: Metric | None = None) -> Iterator[tuple[Metric, Metric]]:
-    """The stateful metrics, each with the root of its tree."""
-    if isinstance(metric, MetricList):
-        for item in metric.metric_list:
-            yield from aggregators(item)
-    elif isinstance(metric, MetricTree):
-        top = metric.root if root is None else root
-        yield from aggregators(metric.root, top)
-        for child in metric.children:
-            yield from aggregators(child, top)
-    elif isinstance(getattr(metric, "metric", None), Metric):  # ToDict, DefaultAccuracy
-        yield from aggregators(metric.metric, root)
-    else:
-        yield metric, metric if root is None else root
+        return join(self._aggregators, found, logs, rows, self._windows, self._reduction)
 
 
 def _may_differ(metric: Metric) -> bool:
-    """Whether the metric's final value may differ between the ranks after the merging."""
-    if isinstance(metric, Mean | Var | EpochLambda | RunningMetric):
-        return False  # the last has no final value
-    return type(metric).process_final is not Metric.process_final
+    """Whether the metric's final value may differ between the ranks after the merging: a user's that has one."""
+    kind = type(metric)
+    return kind.process_final is not Metric.process_final and not kind.__module__.startswith("torchbearer.")
 
 
-def _settle(final: dict[str, Any], samples: int, group: dist.ProcessGroup | None) -> dict[str, Any]:
+def _settle(final: dict[str, Any], samples: float, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Check that all ranks have the same metrics, and agree on those whose values differ."""
     mine = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in final.items()}
     numbers = {key: value for key, value in mine.items() if _is_numeric(value)}
     gathered = all_gather_json([sorted(mine), numbers, samples], "the final metrics", group)
-    if any(keys != gathered[0][0] for keys, _, _ in gathered):
-        raise MismatchError(_mismatch([keys for keys, _, _ in gathered]))
-    total = sum(count for _, _, count in gathered)
+    by_rank, found, counts = zip(*gathered, strict=True)
+    if any(keys != by_rank[0] for keys in by_rank):
+        raise MismatchError(_mismatch(list(by_rank)))
     for key in numbers:
-        values = [others.get(key) for _, others, _ in gathered]
-        if any(repr(value) != repr(values[0]) for value in values) and total:
+        values = [others.get(key) for others in found]
+        if any(repr(value) != repr(values[0]) for value in values) and sum(counts):
             warnings.warn(
                 f"The metric {key} is not built from Torchbearer's decorators and differs between processes; its "
                 "epoch value is the mean over the processes, weighted by samples.",
                 stacklevel=2,
             )
-            weighted = [
-                torch.tensor(value, dtype=torch.float64) * (count / total)
-                for value, (_, _, count) in zip(values, gathered, strict=True)
-                if count
-            ]
-            final[key] = torch.stack(weighted).sum(0).tolist()
+            counted = [torch.tensor(v, dtype=torch.float64) * n for v, n in zip(values, counts, strict=True) if n]
+            final[key] = (torch.stack(counted).sum(0) / sum(counts)).tolist()
     return final
 
 

@@ -18,7 +18,7 @@ from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 from ddp_callbacks.data.global_state import get_global_state
 from ddp_callbacks.files import remove_leftovers, write_atomically
 from ddp_callbacks.torchbearer._torchbearer import Checkpointer
-from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, State, flat_callbacks, wrap_methods
+from ddp_callbacks.torchbearer.base import RANDOM_STATE, DistributedCallback, State, has_event, wrap_methods
 
 WRITERS = (Checkpointer, CSVLogger, AbstractTensorBoard, LiveLossPlot, ConsolePrinter, Tqdm)
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
@@ -45,7 +45,7 @@ class RankZeroOutput(DistributedCallback):
     def on_init(self, state: State) -> None:
         super().on_init(state)
         # Not at the start of a run: writers before this callback in the list open their files at that event.
-        for callback in flat_callbacks(state[torchbearer.CALLBACK_LIST]):
+        for callback in state[torchbearer.CALLBACK_LIST]:
             if isinstance(callback, Checkpointer):
                 callback.save_checkpoint = types.MethodType(save_checkpoint, callback)
             if self.rank != 0 and isinstance(callback, self._writers):
@@ -56,7 +56,7 @@ class RankZeroOutput(DistributedCallback):
     def on_start(self, state: State) -> None:
         """Remove leftover temporary files of checkpoints."""
         if self.rank == 0:
-            for callback in flat_callbacks(state[torchbearer.CALLBACK_LIST]):
+            for callback in state[torchbearer.CALLBACK_LIST]:
                 if isinstance(callback, Checkpointer):
                     remove_leftovers(callback.fileformat)
 
@@ -85,12 +85,8 @@ def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool =
 
 def _silence(callback: Callback) -> None:
     for event in EVENTS:  # those that it has: all ranks must see the same ones
-        if event in vars(callback) or getattr(type(callback), event, None) is not getattr(Callback, event):
-            setattr(callback, event, _nothing)
-
-
-def _nothing(state: State) -> None:
-    pass
+        if has_event(callback, event):
+            setattr(callback, event, lambda state: None)
 
 
 def _not_verbose(method: Callable[..., Any]) -> Callable[..., Any]:

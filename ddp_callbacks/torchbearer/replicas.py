@@ -14,6 +14,7 @@ from torchbearer import CALLBACK_LIST, HISTORY, MODEL, OPTIMIZER, SELF, STOP_TRA
 from torchbearer.callbacks import EarlyStopping, TerminateOnNaN
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
+from ddp_callbacks.checkpoints.resume import load_buffers
 from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
 from ddp_callbacks.comm.codec import pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_json, any_rank, broadcast_tensors
@@ -39,12 +40,11 @@ from ddp_callbacks.torchbearer.base import (
     DistributedCallback,
     LocalStates,
     State,
-    flat_callbacks,
+    aggregator_of,
     handles,
     share_of,
     wrap_methods,
 )
-from ddp_callbacks.torchbearer.predictions import aggregator_of
 from ddp_callbacks.versions import __version__
 
 _MAY_STOP = ("on_forward", "on_criterion", "on_backward", "on_step_training")
@@ -71,11 +71,9 @@ class BroadcastParameters(DistributedCallback):
         MismatchError: On every rank; names the differences and the ranks.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(process_group)
-        self._called = ""
-        self._loaded: str | None = None
-        self._random_state: Any = None  # of a checkpoint, if the next run resumes from it
+    _called = ""
+    _loaded: str | None = None
+    _random_state: Any = None  # of a checkpoint, if the next run resumes from it
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -146,50 +144,41 @@ class BroadcastParameters(DistributedCallback):
         return True
 
 
-class SynchronizeBatchNorm(DistributedCallback):
-    """Make the model's BatchNorm layers use global batch statistics while the Trial runs.
+class SynchronizeBuffers(DistributedCallback):
+    """After each training pass: average running statistics, weighted by samples; copy other buffers from rank 0.
 
-    See :class:`ddp_callbacks.BatchNormSynchronizer`. The layers are restored when ``run``, ``evaluate`` or ``predict``
-    returns or raises. This callback sets ``state[WEIGHS_LOSS]``, so that :class:`AllReduceGradients` weights the loss
-    before backward instead of the gradients after it; gradients through these layers are then exact.
+    Evaluations and checkpoints then use statistics of the whole data, equal on all ranks. A batch without samples on a
+    rank doesn't change that rank's statistics. It follows :class:`ShardData`, which divides the batch.
+
+    Args:
+        sync_batchnorm: Make the model's BatchNorm layers use global batch statistics while the Trial runs, see
+            :class:`ddp_callbacks.BatchNormSynchronizer`. They are restored when ``run``, ``evaluate`` or ``predict``
+            returns or raises. This sets ``state[WEIGHS_LOSS]``, so that :class:`AllReduceGradients` weights the loss
+            before backward instead of the gradients after it; gradients through these layers are then exact.
+        process_group: ``None`` is the default group.
     """
 
-    _synchronizer: BatchNormSynchronizer | None = None
+    def __init__(self, sync_batchnorm: bool = False, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(process_group)
+        self._sync_batchnorm = sync_batchnorm
+        self._synchronizer: BatchNormSynchronizer | None = None
+        self._samples = 0.0
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
-        wrap_methods(state[SELF], CALLS, self._giving_back())
+        if self._sync_batchnorm:
+            state[WEIGHS_LOSS] = True
+            wrap_methods(state[SELF], CALLS, self._restoring())
 
     def on_start(self, state: State) -> None:
-        if self.world_size > 1 and aggregator_of(state) is None:  # in predict() a rank has whole batches
-            state[WEIGHS_LOSS] = True
+        # In predict() a rank has whole batches.
+        if self._sync_batchnorm and self.world_size > 1 and aggregator_of(state) is None:
             self._synchronizer = BatchNormSynchronizer(
                 state[MODEL],
                 counts=lambda: SHARE not in state or state[SHARE].local > 0,
                 process_group=self.process_group,
             )
-
-    @contextmanager
-    def _giving_back(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            if self._synchronizer is not None:
-                self._synchronizer.close()
-                self._synchronizer = None
-
-
-class MergeBuffers(DistributedCallback):
-    """After each training pass: average running statistics, weighted by samples; copy other buffers from rank 0.
-
-    Evaluations and checkpoints then use statistics of the whole data, equal on all ranks. A batch without samples on a
-    rank doesn't change that rank's statistics. It follows :class:`ShardData`, which divides the batch.
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(process_group)
-        self._samples = 0.0
-        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def on_start_training(self, state: State) -> None:
         self._samples = 0
@@ -210,25 +199,22 @@ class MergeBuffers(DistributedCallback):
         self._samples = 0
 
     def local_state(self, state: State) -> dict[str, Any]:
-        if self.world_size == 1:
-            return {"samples": self._samples, "buffers": []}  # those of the Trial's own state
-        return {"samples": self._samples, "buffers": list(state[MODEL].buffers())}
+        return {"samples": self._samples, "buffers": dict(state[MODEL].named_buffers())}
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
         """On another number of ranks, all begin with the merged statistics, and count for equal parts of the pass."""
-        buffers = list(state[MODEL].buffers())
-        if states.is_same_world:
-            self._samples = states.mine["samples"]
-            for buffer, saved in zip(buffers, states.mine["buffers"], strict=False):
-                buffer.copy_(saved)
-            return
-        total = sum(of_rank["samples"] for of_rank in states.of_ranks)
-        self._samples = total / states.world_size
-        if total and states.of_ranks[0]["buffers"]:
-            averaged = {id(buffer) for buffer in running_statistics(state[MODEL])}
-            for place, buffer in enumerate(buffers):
-                if id(buffer) in averaged:
-                    buffer.copy_(sum(one["buffers"][place] * (one["samples"] / total) for one in states.of_ranks))
+        samples = states.of("samples").of_ranks
+        self._samples = states.mine["samples"] if states.is_same_world else sum(samples) / states.world_size
+        load_buffers(state[MODEL], states.of("buffers"), samples)
+
+    @contextmanager
+    def _restoring(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self._synchronizer is not None:
+                self._synchronizer.close()
+                self._synchronizer = None
 
 
 class StopTogether(DistributedCallback):
@@ -255,7 +241,7 @@ class StopTogether(DistributedCallback):
         callbacks.callback_list = [other for other in callbacks.callback_list if other is not self] + [self]
 
     def on_start(self, state: State) -> None:
-        callbacks = flat_callbacks(state[CALLBACK_LIST])
+        callbacks = list(state[CALLBACK_LIST])
         self._after_step = any(_may_stop(callback, _MAY_STOP) for callback in callbacks)
         self._after_validation_step = any(_may_stop(callback, _MAY_STOP_VALIDATION) for callback in callbacks)
 

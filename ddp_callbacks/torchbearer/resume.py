@@ -1,9 +1,12 @@
-"""Stop anywhere and go on anywhere: a run that is asked to stop writes a file, and the next run goes on from it."""
+"""Stop anywhere and resume anywhere: a run that is asked to stop writes a file, and the next run continues from it.
+
+Torchbearer's loop has no entry but its beginning, so the next run gets the opening events again.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torchbearer
@@ -12,18 +15,19 @@ from torchbearer.callbacks import CallbackList
 from ddp_callbacks.checkpoints import Saved, require_same
 from ddp_callbacks.checkpoints.resume import ARGUMENTS, Content, ResumableRun, ResumeOptions
 from ddp_callbacks.errors import ConfigurationError, Preempted, say
-from ddp_callbacks.torchbearer.base import DistributedCallback, State, flat_callbacks, share_of, wrap_methods
-from ddp_callbacks.torchbearer.data import ShardData
-from ddp_callbacks.torchbearer.position import BETWEEN, TRAINING, VALIDATION, Event, Position, enter_pass, skip_training
-from ddp_callbacks.torchbearer.run_state import RunState, describe_run
+from ddp_callbacks.torchbearer._torchbearer import replace_training_pass
+from ddp_callbacks.torchbearer.base import DistributedCallback, State, wrap_methods
+from ddp_callbacks.torchbearer.data import Event, ShardData
+from ddp_callbacks.torchbearer.metrics import ReduceMetrics
+from ddp_callbacks.torchbearer.run_state import BETWEEN, TRAINING, VALIDATION, Position, RunState, describe_run
 
 
 class Resume(ResumeOptions, DistributedCallback):
-    """Let ``run`` stop when it is asked to, and go on at the next batch when the program starts again.
+    """Let ``run`` stop when it is asked to, and resume at the next batch when the program starts again.
 
     Asked by a signal, a time limit or ``preemption.request``, all ranks finish the same batch, write one file and raise
     :class:`ddp_callbacks.errors.Preempted`, which ends the process with exit code 75. If there is a file, the next
-    ``run`` goes on from it, on any number of processes, also a single one; a validation that was cut is repeated.
+    ``run`` continues from it, on any number of processes, also a single one; a validation that was cut is repeated.
     ``run(epochs)`` still means the number of epochs in all: a finished run returns its history.
 
     Callbacks see the opening events again (``on_start``, ``on_start_epoch`` and ``on_start_training``); then everything
@@ -32,25 +36,22 @@ class Resume(ResumeOptions, DistributedCallback):
     On another number it has those that any number of processes has; a window of local steps is closed there.
     ``evaluate`` and ``predict`` are not resumed.
 
-    Several processes need :class:`ShardData`, or :class:`DDPCallback`, whose process group it takes. The file is a
-    checkpoint of the Trial without its callbacks, which ``Trial.load_state_dict`` loads without this library.
+    Several processes need :class:`DDPCallback`, or :class:`ShardData` and :class:`ReduceMetrics`, whose process group
+    it takes. The file is a checkpoint of the Trial without its callbacks, which ``Trial.load_state_dict`` loads without
+    this library.
     """
 
-    _saved: Saved | None = None  # until a run has gone on from it
+    _saved: Saved | None = None  # until a run has continued from it
     _has_read = False
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
-        trial = state[torchbearer.SELF]
+        wrap_methods(state[torchbearer.SELF], ("run",), self._resuming(state[torchbearer.SELF]))
 
-        def resuming(run: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: self._run(trial, lambda: run(*args, **kwargs))
-
-        wrap_methods(trial, ("run",), resuming)
-
-    def _run(self, trial: Any, run: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def _resuming(self, trial: Any) -> Iterator[None]:
         callbacks: CallbackList = trial.state[torchbearer.CALLBACK_LIST]
-        several = sum(isinstance(callback, Resume) for callback in flat_callbacks(callbacks))
+        several = sum(isinstance(callback, Resume) for callback in callbacks)
         if several > 1:
             raise ConfigurationError(f"a Trial takes one callback Resume, got {several}. Remove the others.")
         data = self._find_data(callbacks)
@@ -62,7 +63,7 @@ class Resume(ResumeOptions, DistributedCallback):
             current = _Run(trial, RunState(trial, callbacks, data), resumable, about, self._read(resumable, about))
             try:
                 with current.listening(callbacks):
-                    return run()
+                    yield
             finally:
                 trial.state[torchbearer.CALLBACK_LIST] = callbacks  # Torchbearer leaves its printer there if run raises
                 self._saved = current.saved
@@ -77,16 +78,17 @@ class Resume(ResumeOptions, DistributedCallback):
         return self._saved
 
     def _find_data(self, callbacks: CallbackList) -> ShardData:
-        for callback in flat_callbacks(callbacks):
-            if isinstance(callback, ShardData):
-                return callback
-        if self.world_size > 1:
-            raise ConfigurationError(
-                "Resume needs DDPCallback, or ShardData, to know the position of several processes in the data. Add it."
-            )
-        data = ShardData()
-        callbacks.callback_list = [data, *callbacks.callback_list]
-        return data
+        """What knows the position in the data; a single process needs none of our other callbacks."""
+        for kind in (ShardData, ReduceMetrics):
+            if any(isinstance(callback, kind) for callback in callbacks):
+                continue
+            if self.world_size > 1:
+                raise ConfigurationError(
+                    f"Resume needs DDPCallback, or {kind.__name__}, to know the position of several processes in the "
+                    "data, and their metrics. Add it."
+                )
+            callbacks.callback_list = [kind(), *callbacks.callback_list]
+        return next(callback for callback in callbacks if isinstance(callback, ShardData))
 
 
 Resume.__doc__ = f"{Resume.__doc__}{ARGUMENTS}"
@@ -98,8 +100,8 @@ class _Run:
     It acts after all callbacks, and outside of the events, in which all ranks draw alike.
 
     Args:
-        about: What a run that goes on from the file must have in common with this one.
-        saved: What it goes on from.
+        about: What a run that continues from the file must have in common with this one.
+        saved: What it continues from.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class _Run:
 
         return handle_own
 
-    # --- going on -------------------------------------------------------------------------------------------------
+    # --- resuming -------------------------------------------------------------------------------------------------
 
     def _start(self, state: State) -> None:
         self._state = state
@@ -156,7 +158,7 @@ class _Run:
                 state[torchbearer.MAX_EPOCHS] = len(state[torchbearer.HISTORY])
             self._put_back(state)
         elif self._position.phase == VALIDATION:
-            skip_training(self._trial, self._put_back)
+            replace_training_pass(self._trial, self._skip_training)
 
     def _is_of_a_later_run(self, state: State) -> bool:
         """Whether the program had called ``run`` once more, for further epochs, when it was cut."""
@@ -164,9 +166,14 @@ class _Run:
         return bool(done > state[torchbearer.MAX_EPOCHS])
 
     def _start_training(self, state: State) -> None:
-        self._run_state.samples = 0
         if self.saved is not None and self._position.phase == TRAINING:
-            enter_pass(state, self._position.batches, self._put_back)
+            _enter_pass(state, self._position.batches, self._put_back)
+
+    def _skip_training(self, state: State) -> State:
+        """The training pass, which is done, does nothing but put everything back; no event is called."""
+        state.update(self._trial.state)
+        self._put_back(state)  # before the validation makes its iterator
+        return state
 
     def _put_back(self, state: State) -> None:
         assert self.saved is not None
@@ -179,14 +186,13 @@ class _Run:
         @contextlib.contextmanager
         def take() -> Iterator[Content]:
             own = self._run_state.own(state, position)
-            with self._run_state.closed_windows(state):
+            with self._run_state.closed_windows():
                 yield self._run_state.shared, own, self._about
 
         self._resumable.pass_moment(take, **is_at)
 
     def _step_training(self, state: State) -> None:
         """The last batch of a pass is no moment: the end of the pass, which follows, is one."""
-        self._run_state.samples += share_of(state).local
         if not _is_last(state):
             self._pass_moment(state, Position(TRAINING, state[torchbearer.BATCH] + 1), ends_batch=True)
 
@@ -207,6 +213,31 @@ class _Run:
         """A run that a callback has stopped within a pass ends here, without the end of an epoch."""
         if state[torchbearer.STOP_TRAINING]:
             self._pass_moment(state, Position(BETWEEN, is_last=True), ends_epoch=True, is_over=True)
+
+
+def _enter_pass(state: State, batches: int, put_back: Event) -> None:
+    """Let the pass that is about to begin take only the batches that are left. Call it after the event of its start.
+
+    The loop evaluates its range once, right after that event, and calls the sampler first in each step. So it gets a
+    smaller number of steps, and the sampler restores the true one and shifts ``state[BATCH]``.
+
+    Args:
+        batches: The number that is done.
+        put_back: Called once, before the first sample.
+    """
+    steps, sampler = state[torchbearer.STEPS], state[torchbearer.SAMPLER]
+    if steps != -1:
+        state[torchbearer.STEPS] = steps - batches
+    waiting = [put_back]
+
+    def shifted(of: State) -> None:
+        of[torchbearer.BATCH] += batches
+        if waiting:
+            of[torchbearer.STEPS] = steps
+            waiting.pop()(of)
+        sampler(of)
+
+    state[torchbearer.SAMPLER] = shifted
 
 
 def _is_last(state: State) -> bool:

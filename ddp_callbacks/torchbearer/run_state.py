@@ -1,32 +1,62 @@
-"""What a run of a Trial knows beside the Trial's ``state_dict``: saved on each rank, and put back."""
+"""What a run of a Trial knows in addition to the Trial's ``state_dict``: saved on each rank, and put back."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import os
+from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torchbearer
+from torchbearer import Callback
+from torchbearer.callbacks import CSVLogger
+from torchbearer.callbacks.tensor_board import AbstractTensorBoard
+from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
-from ddp_callbacks.checkpoints import LocalStates, Saved
-from ddp_callbacks.checkpoints.about import describe_loader, describe_model
-from ddp_callbacks.checkpoints.attributes import decode, encode, memory_of_model
+from ddp_callbacks.checkpoints import Saved
+from ddp_callbacks.checkpoints.attributes import (
+    Checksums,
+    changed,
+    checksums_of,
+    decode,
+    encode,
+    memory_of_model,
+    plain_attributes,
+)
+from ddp_callbacks.checkpoints.format import describe_loader, describe_model
+from ddp_callbacks.checkpoints.resume import closed_windows
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.sharding import ShardedLoader
-from ddp_callbacks.torchbearer._torchbearer import advance_bar, has_own_closure, metrics_within
-from ddp_callbacks.torchbearer.base import DistributedCallback, State, flat_callbacks
-from ddp_callbacks.torchbearer.callback_state import CallbackStates, named
+from ddp_callbacks.files import count_lines, keep_lines
+from ddp_callbacks.torchbearer._torchbearer import advance_bar, has_own_closure, metrics_within, scheduler_of
+from ddp_callbacks.torchbearer.base import DistributedCallback, State
 from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.local_sgd import AverageParameters
-from ddp_callbacks.torchbearer.metric_state import kept_state, load_kept_state, load_metric_state, metric_state
-from ddp_callbacks.torchbearer.metrics import ReduceMetrics
-from ddp_callbacks.torchbearer.position import BETWEEN, VALIDATION, Position
+
+TRAINING, VALIDATION, BETWEEN = "training", "validation", "between epochs"
 
 _TRAIN = str(torchbearer.TRAIN_DATA)
 _DATA = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA)
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a run was cut.
+
+    Attributes:
+        phase: ``"training"``: within this pass; ``"validation"``: in front of it; ``"between epochs"``: after
+            ``on_checkpoint``.
+        batches: The number of batches of the training pass under way that are done.
+        is_last: Whether no epoch follows: a callback has stopped the run.
+    """
+
+    phase: str
+    batches: int = 0
+    is_last: bool = False
 
 
 class RunState:
@@ -40,14 +70,16 @@ class RunState:
 
     def __init__(self, trial: Any, callbacks: Any, data: ShardData) -> None:
         self._trial, self._data = trial, data
-        self._callbacks = flat_callbacks(callbacks)
+        ours = {name: one for name, one in _named(callbacks) if isinstance(one, DistributedCallback)}
+        self._ours: dict[str, DistributedCallback] = ours
+        self._others = {name: one for name, one in _named(callbacks) if name not in ours}
         self._random_state = data.random_state or RunRandomState(data.process_group)
-        self._others = CallbackStates(self._callbacks, memory_of_model(trial.state[torchbearer.MODEL]))
-        self.samples = 0  # of this rank, in the training pass under way
+        self._memory = memory_of_model(trial.state[torchbearer.MODEL])
+        self._at_start: dict[str, Checksums] = {}
 
     def note_start(self) -> None:
-        """Call it after ``on_start``."""
-        self._others.note_start()
+        """Know what callbacks are set to from what changes in the run. Call it after ``on_start``."""
+        self._at_start = {name: checksums_of(self._attributes(one)) for name, one in self._others.items()}
 
     # --- saved ----------------------------------------------------------------------------------------------------
 
@@ -63,42 +95,46 @@ class RunState:
             "batch": state.get(torchbearer.BATCH),
             "metrics": encode(dict(state[torchbearer.METRICS])),
             "history": self._trial.state[torchbearer.HISTORY],  # its running values are of this rank's samples
-            "accumulators": self._accumulators(state) if position.is_within_pass else None,
-            "kept": None if position.is_within_pass else kept_state(state[torchbearer.METRIC_LIST]),
-            "distributed": {name: one.local_state(state) for name, one in named(self._of(DistributedCallback))},
-            "callbacks": self._others.save(),
-            "gradients": self._gradients() if self._accumulates() else None,
+            "ours": {name: one.local_state(state) for name, one in self._ours.items()},
+            "others": {name: self._state_of(name, one) for name, one in self._others.items()},
+            "gradients": [parameter.grad for parameter in self._parameters()] if self._accumulates() else None,
             "trainable": [parameter.requires_grad for parameter in self._parameters()],
             "loaders": {name: loader.state_dict() for name, loader in self._loaders().items()},
             "random": self._random_state.state_dict(),
         }
 
-    @contextlib.contextmanager
-    def closed_windows(self, state: State) -> Iterator[None]:
-        """Have a model that any number of ranks can go on from, inside. A collective."""
-        with contextlib.ExitStack() as stack:
-            for callback in self._of(AverageParameters):
-                stack.enter_context(callback.closed_window(state))
-            yield
+    def _state_of(self, name: str, callback: Callback) -> dict[str, Any]:
+        """What a callback's ``state_dict`` has, and what it lacks."""
+        return {
+            "state": callback.state_dict(),
+            "attributes": changed(self._attributes(callback), self._at_start.get(name, {})),
+            "scheduler": scheduler_of(callback).state_dict() if isinstance(callback, TorchScheduler) else None,
+            "rows": _rows(callback) if isinstance(callback, CSVLogger) else None,
+        }
+
+    def _attributes(self, callback: Callback) -> dict[str, Any]:
+        return plain_attributes(callback, self._memory) if _has_state_in_attributes(callback) else {}
+
+    def closed_windows(self) -> AbstractContextManager[None]:
+        """Have a model that any number of ranks can continue from, inside. A collective."""
+        averages = (one for one in self._ours.values() if isinstance(one, AverageParameters))
+        return closed_windows(one.averager for one in averages if one.averager is not None)
 
     def let_go(self, state: State) -> None:
-        """End the workers of the passes under way, and close the callbacks' files, which go on with the next run."""
-        self._others.close_files(state)
+        """End the workers of the passes under way, and close the callbacks' files, which the next run continues."""
+        for callback in self._others.values():
+            if isinstance(callback, CSVLogger | AbstractTensorBoard):
+                callback.on_end(state)
+                if batches := getattr(callback, "batch_log_dir", None):
+                    callback.close_writer(batches)
         for loader in self._loaders().values():
             if isinstance(loader, ShardedLoader):
                 loader.end()
-
-    def _accumulators(self, state: State) -> dict[str, Any]:
-        current = next((callback.current for callback in self._of(ReduceMetrics)), None)
-        return metric_state(state[torchbearer.METRIC_LIST], current, self.samples)
 
     def _loaders(self) -> dict[str, Any]:
         """The loaders of the two passes, as they are divided."""
         found = {str(key): (self._trial.state[key] or (None,))[0] for key in _DATA}
         return {name: loader for name, loader in found.items() if hasattr(loader, "state_dict")}
-
-    def _gradients(self) -> list[torch.Tensor | None]:
-        return [parameter.grad for parameter in self._parameters()]
 
     def _accumulates(self) -> bool:
         """Whether gradients may outlive a step: Torchbearer's closure sets them to zero at its start."""
@@ -111,25 +147,26 @@ class RunState:
 
     def begin(self, saved: Saved) -> Position:
         """Give the Trial what it needs at the start of the run: its epochs, and the sizes of the files that go on."""
-        states = self._states(saved)
+        states = saved.local_states(self._data.rank, self._data.world_size)
         self._load_trial(saved, states.mine)
-        self._others.load(states.mine["callbacks"])
-        if states.rank == 0 or states.is_same_world:
-            self._others.continue_files(states.mine["callbacks"])
+        for callback, found in self._saved_others(states.mine):
+            callback.load_state_dict(found["state"])
+            if found["rows"] is not None and (states.rank == 0 or states.is_same_world):
+                _keep_rows(callback, found["rows"])
         return Position(**states.mine["position"])
 
     def load_loaders(self, saved: Saved, position: Position) -> None:
-        """Let the next passes go on in the data. Call it when the loaders are divided."""
-        states = self._states(saved).mine["loaders"]
+        """Let the next passes continue in the data. Call it when the loaders are divided."""
+        states = saved.local_states(self._data.rank, self._data.world_size).mine["loaders"]
         loaders = self._loaders()
-        going_on = loaders.get(_TRAIN) if position.is_within_pass or self._is_endless else None
+        continues = loaders.get(_TRAIN) if position.phase == TRAINING or self._is_endless else None
         if self._trial.state[torchbearer.INF_TRAIN_LOADING] and not self._is_endless:
             for loader in loaders.values():
                 loader.tb_iter = None  # otherwise Torchbearer makes an iterator that it does not use
         for name, loader in loaders.items():
             if name in states:
                 loader.load_state_dict(states[name])
-                if loader is not going_on:
+                if loader is not continues:
                     loader.start_afresh()
 
     @property
@@ -140,26 +177,23 @@ class RunState:
 
     def put_back(self, saved: Saved, position: Position, state: State) -> None:
         """Make everything as it was at the cut. The random state is last: what comes before may draw."""
-        states = self._states(saved)
-        own = states.mine
+        states = saved.local_states(self._data.rank, self._data.world_size)
+        own, device = states.mine, self._trial.state[torchbearer.DEVICE]
         self._load_trial(saved, own)
-        self._others.put_back(own["callbacks"], self._trial.state[torchbearer.DEVICE])
-        for name, callback in named(self._of(DistributedCallback)):
-            if name in own["distributed"]:
-                callback.load_local_state(states.of("distributed").of(name), state)
-        self._put_back_gradients(own)
+        for callback, found in self._saved_others(own):
+            _put_back_callback(callback, found, device)
+        for name, callback in self._ours.items():
+            if name in own["ours"]:
+                callback.load_local_state(states.of("ours").of(name), state)
+        for parameter, gradient in zip(self._parameters(), own["gradients"] or (), strict=False):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
         printer = getattr(state[torchbearer.CALLBACK_LIST], "callback", None)  # the bar that Torchbearer adds
-        for callback in (*self._callbacks, printer):
+        for callback in (*self._others.values(), printer):
             advance_bar(callback, position.batches)
         if position.phase != BETWEEN:
-            state[torchbearer.METRICS] = self._decoded(own["metrics"])
+            state[torchbearer.METRICS] = decode(own["metrics"], device)
         if position.phase == VALIDATION:
             state[torchbearer.BATCH] = own["batch"]
-        if position.is_within_pass:
-            self._put_back_accumulators(states.of("accumulators"), position, state)
-        else:
-            state[torchbearer.METRIC_LIST].reset(state)  # one that the criterion chooses is chosen there
-            load_kept_state(state[torchbearer.METRIC_LIST], self._decoded(own["kept"]))
         if self._random_state.is_open or states.world_size == 1:
             self._random_state.load_state_dict(own["random"])
         else:  # without data all ranks draw the same
@@ -171,36 +205,60 @@ class RunState:
         self._trial.load_state_dict(saved.shared)
         self._trial.state[torchbearer.HISTORY][:] = own["history"]
 
-    def _put_back_gradients(self, own: dict[str, Any]) -> None:
-        if own["gradients"] is not None:
-            for parameter, gradient in zip(self._parameters(), own["gradients"], strict=True):
-                parameter.grad = None if gradient is None else gradient.to(parameter.device)
-
-    def _put_back_accumulators(self, states: LocalStates, position: Position, state: State) -> None:
-        states = LocalStates(self._decoded(states.of_ranks), states.rank, states.world_size)
-        current = next((callback.current for callback in self._of(ReduceMetrics)), None)
-        load_metric_state(state[torchbearer.METRIC_LIST], current, states, position.batches)
-        if states.is_same_world:
-            self.samples = states.mine["samples"]
-        else:
-            self.samples = sum(one["samples"] for one in states.of_ranks) if states.rank == 0 else 0
-
-    def _decoded(self, value: Any) -> Any:
-        return decode(value, self._trial.state[torchbearer.DEVICE])
-
-    def _states(self, saved: Saved) -> LocalStates:
-        """New ones."""
-        return saved.local_states(self._data.rank, self._data.world_size)
+    def _saved_others(self, own: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+        return [(one, own["others"][name]) for name, one in self._others.items() if name in own["others"]]
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         return self._trial.state[torchbearer.MODEL].parameters()  # type: ignore[no-any-return]
 
-    def _of(self, kind: Any) -> list[Any]:
-        return [callback for callback in self._callbacks if isinstance(callback, kind)]
+
+def _named(callbacks: Any) -> list[tuple[str, Any]]:
+    """Each with its class and its place among those of its class: others may have been added since it was saved."""
+    counts: Counter[str] = Counter()
+    found = []
+    for callback in callbacks:
+        kind = type(callback).__qualname__
+        found.append((f"{kind} {counts[kind]}", callback))
+        counts[kind] += 1
+    return found
+
+
+def _has_state_in_attributes(callback: Callback) -> bool:
+    """Whether it is one of Torchbearer's without a ``state_dict``."""
+    kind = type(callback)
+    has_none = kind.state_dict is Callback.state_dict and not isinstance(callback, CSVLogger)
+    return has_none and kind.__module__.startswith("torchbearer.")
+
+
+def _put_back_callback(callback: Callback, saved: dict[str, Any], device: torch.device | str) -> None:
+    callback.load_state_dict(saved["state"])
+    vars(callback).update(decode(saved["attributes"], device))
+    if _has_state_in_attributes(callback):
+        for value in vars(callback).values():
+            if isinstance(value, Iterator):  # of parameters to clip or to decay: ended in the first batch
+                deque(value, maxlen=0)
+    if saved["scheduler"] is not None:
+        scheduler_of(callback).load_state_dict(saved["scheduler"])
+
+
+def _rows(callback: CSVLogger) -> int | None:
+    file = getattr(callback, "csvfile", None)
+    if file is None or file.closed:
+        return None
+    file.flush()
+    return count_lines(callback.filename)
+
+
+def _keep_rows(callback: CSVLogger, rows: int) -> None:
+    """Let a file of rows continue after those that it had; before ``on_start``, which would begin it anew."""
+    if os.path.exists(callback.filename):
+        keep_lines(callback.filename, rows)
+        callback.filemode = "a"
+        callback.write_header = callback.write_header and rows == 0
 
 
 def describe_run(trial: Any, data: ShardData) -> dict[str, str]:
-    """What a checkpoint must have in common with the run that goes on from it. Call it before the loaders are divided.
+    """What a checkpoint must have in common with the run that continues from it. Call it before loaders are divided.
 
     Args:
         data: Divides the loaders.
@@ -208,7 +266,7 @@ def describe_run(trial: Any, data: ShardData) -> dict[str, str]:
     about = {
         "model": describe_model(trial.state[torchbearer.MODEL]),
         "optimizer": type(trial.state[torchbearer.OPTIMIZER]).__name__,
-        "metrics": ", ".join(metric.name for metric in metrics_within(trial.state[torchbearer.METRIC_LIST])),
+        "metrics": ", ".join(metric.name for metric, _ in metrics_within(trial.state[torchbearer.METRIC_LIST])),
         "batch_size of DDPCallback": str(data.batch_size),
     }
     for key in _DATA:

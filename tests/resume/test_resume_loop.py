@@ -12,7 +12,7 @@ import pytest
 import torch
 import torchbearer
 from kit.compare import assert_equal
-from kit.ranks import Nursery, note
+from kit.ranks import Nursery, note, run_distributed
 from loops import BATCHES, EPOCHS, Loop
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -114,6 +114,26 @@ def test_a_program_that_gets_a_signal_exits_with_75_and_the_next_start_goes_on(
     for rank in nursery.run(program, 2, tmp_path, name, "run.pt", 7):
         assert rank.code == 0, rank.stderr
         assert_equal(tuple(rank.notes["result"]), whole, RELATIVE)
+
+
+def cut_with_statistics(path: str) -> list[torch.Tensor]:
+    """This rank's own running statistics when the loop is saved."""
+    made = Loop("dropout")
+    made.run(3, lambda: save_checkpoint(path, made.objects))
+    return [statistic.clone() for statistic in statistics_of(made)]
+
+
+def statistics_of(loop: Loop) -> list[Any]:
+    return [loop.model[1].running_mean, loop.model[1].running_var]
+
+
+def test_on_another_number_running_statistics_are_the_mean_of_the_ranks(tmp_path: Path) -> None:
+    first, second = run_distributed(cut_with_statistics, 2, str(tmp_path / "run.pt"))
+    alone = Loop("dropout")
+    load_checkpoint(tmp_path / "run.pt", alone.objects)
+    for found, one, other in zip(statistics_of(alone), first, second, strict=True):
+        assert not torch.equal(one, other)
+        torch.testing.assert_close(found, (one + other) / 2, rtol=1e-12, atol=0)
 
 
 def test_a_loop_is_refused_what_it_cannot_go_on_from(tmp_path: Path) -> None:
