@@ -188,6 +188,13 @@ _REMEDY = (
 
 
 @torch.no_grad()
+def checksum_of_replica(module: torch.nn.Module) -> list[int]:
+    """Of the bits of what :func:`require_equal_replicas` compares. Local."""
+    memories = [memory_of(tensor) for _, tensor in _compared(module)]
+    return [*map(checksum_of_memory, _joined(memories)), sum(memory.numel() for memory in memories)]
+
+
+@torch.no_grad()
 def require_equal_replicas(
     module: torch.nn.Module, when: str, group: dist.ProcessGroup | None = None, note: Json = None
 ) -> list[Json]:
@@ -215,7 +222,7 @@ def require_equal_replicas(
         return [note]
     named = dict(_compared(module))
     memories = list(map(memory_of, named.values()))
-    whole = [*map(checksum_of_memory, _joined(memories)), sum(memory.numel() for memory in memories)]
+    whole = checksum_of_replica(module)
     own = [whole, _processor(named), socket.gethostname(), note]
     found, processors, hosts, notes = zip(*all_gather_json(own, "the comparison of the replicas", group), strict=True)
     if all(other == whole for other in found):

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from ddp_callbacks.lightning.packages import FABRIC, ROOTS
-from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.versions import require_names
 
 _RESULT = "trainer.connectors.logger_connector.result"
@@ -73,7 +71,6 @@ PRIVATE = (
     "loops.prediction_loop:_PredictionLoop.__init__ uses batch_progress, epoch_batch_indices",
     f"loops.prediction_loop:_PredictionLoop.{PREDICT_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
     f"loops.prediction_loop:_PredictionLoop.{BATCH_INDICES}(self, dataloader)",
-    "loops.fetchers:_DataLoaderIterDataFetcher.__init__ uses _dataloader_idx",
     "loops.optimization.automatic:_AutomaticOptimization.output_result_cls.from_training_step_output",
     "utilities.combined_loader:CombinedLoader.__init__ uses _mode",
     # what self.log records
@@ -127,7 +124,6 @@ PRIVATE_OF_RESUME = (
     "utilities.combined_loader:_MaxSizeCycle.__init__ uses _consumed",
     f"utilities.combined_loader:{_MAX_SIZE}.__next__ uses iterators",
     "utilities.combined_loader:_ModeIterator.__init__ uses _idx",
-    "loops.fetchers:_DataLoaderIterDataFetcher.__init__ uses _batch_idx",
     f"{_LOGGER}:_LoggerConnector.__init__ uses _current_fx, _first_loop_iter",
     f"{_RESULT}:_Metadata.__init__(on_step, on_epoch, reduce_fx, metric_attribute)",
     f"{_RESULT}:_Metadata.__init__(self, fx, name, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph)",
@@ -141,13 +137,12 @@ PRIVATE_OF_BOTH = (
     "utilities.data:_auto_add_worker_init_fn(dataloader, rank)",
     "utilities.imports:_IS_INTERACTIVE",
     "loggers.csv_logs:CSVLogger.__init__ uses _version",
-    "loggers.csv_logs:_ExperimentWriter._check_log_dir_exists(self)",
     "loggers.tensorboard:TensorBoardLogger.__init__ uses _version",
 )
 """The same below ``lightning.fabric``, of what Trainers and Fabric use."""
 
 PRIVATE_OF_FABRIC = (
-    "fabric:Fabric._setup_dataloader(self, dataloader, use_distributed_sampler)",
+    "fabric:Fabric._requires_distributed_sampler uses distributed_sampler_kwargs",
     "strategies:DDPStrategy.__init__ uses _backward_sync_control, _process_group_backend, _timeout",
     "strategies:DDPStrategy._configure_launcher(self)",
     "strategies:DDPStrategy._set_world_ranks(self)",
@@ -269,21 +264,6 @@ def compares_losses(callback: Any) -> bool:
     return not {kind.__name__ for kind in type(callback).__mro__}.isdisjoint(("_LRCallback", "SpikeDetection"))
 
 
-# --- Fabric --------------------------------------------------------------------------------------------------------
-
-
-def is_to_divide(frame: FrameType | None) -> bool:
-    """What ``use_distributed_sampler`` is in the call of ``Fabric.setup_dataloaders`` that this code runs in.
-
-    Fabric does not tell the strategy.
-    """
-    while frame is not None:
-        if frame.f_code.co_name == "_setup_dataloader" and "use_distributed_sampler" in frame.f_locals:
-            return bool(frame.f_locals["use_distributed_sampler"])
-        frame = frame.f_back
-    return True
-
-
 # --- loops ---------------------------------------------------------------------------------------------------------
 
 
@@ -325,16 +305,6 @@ def follows_step(trainer: Any) -> bool:
 def operation_of(metric: Any) -> str:
     """How parts of what is logged under a key become one: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``."""
     return "mean" if metric.meta.is_mean_reduction else str(metric.meta.reduce_fx.__name__)
-
-
-def accumulator(metric: Any) -> tuple[Any, Any]:
-    """Of the mean of an epoch: the sum of the values, weighted by sizes, and that of the sizes."""
-    return metric.value, metric.cumulated_batch_size
-
-
-def set_accumulator(metric: Any, accumulated: tuple[Any, Any]) -> None:
-    """Replace what :func:`accumulator` returns."""
-    metric.value, metric.cumulated_batch_size = accumulated
 
 
 def replace_results(loop: Any, make: Callable[[bool], Any]) -> None:
@@ -404,20 +374,6 @@ def set_version_of(logger: Any, version: int | str) -> None:
     logger._version = version
 
 
-@contextmanager
-def keeping_csv(logger: Any) -> Iterator[None]:
-    """Inside, a CSVLogger that is used for the first time keeps the file that it finds."""
-    modules = (sys.modules[kind.__module__] for kind in type(logger).__mro__)
-    writer = next(found for module in modules if (found := getattr(module, "ExperimentWriter", None)) is not None)
-    check = "_check_log_dir_exists"
-    assert hasattr(writer, check)
-    setattr(writer, check, lambda _: None)
-    try:
-        yield
-    finally:
-        delattr(writer, check)  # that of the class below it
-
-
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
     """The Trainer's checkpoint, as ``save_checkpoint`` writes it. All ranks must call it."""
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(False)
@@ -441,16 +397,10 @@ def restore_again(trainer: Any, checkpoint: dict[str, Any]) -> None:
     connector.restore_precision_plugin_state()
     connector.restore_optimizers_and_schedulers()
     connector._loaded_checkpoint = before
-    call = _calls(trainer)
+    call = importlib.import_module(f"{ROOTS[trainer.strategy.package]}.trainer.call")
     with _without_information():
         call._call_callbacks_on_load_checkpoint(trainer, dict(checkpoint))
     call._call_callbacks_load_state_dict(trainer, checkpoint)
-
-
-def _calls(trainer: Any) -> Any:
-    """The module that calls hooks."""
-    root = type(trainer._checkpoint_connector).__module__.partition(".trainer.")[0]
-    return importlib.import_module(f"{root}.trainer.call")
 
 
 def trainer_state(trainer: Any) -> dict[str, Any]:
@@ -551,12 +501,10 @@ def _without_information() -> Iterator[None]:
 @contextmanager
 def silent(loggers: Sequence[Any]) -> Iterator[None]:
     """Inside, loggers get no rows."""
-    replaced = [Replaced(logger, "log_metrics", lambda *_, **__: None) for logger in loggers]
-    try:
+    with Replacements() as replacements:
+        for logger in loggers:
+            replacements.replace(logger, "log_metrics", lambda *_, **__: None)
         yield
-    finally:
-        for each in replaced:
-            each.undo()
 
 
 def position_in_training(fit_loop: Any) -> dict[str, Any]:
@@ -577,8 +525,6 @@ def set_position(fetcher: Any, combined: Any, position: dict[str, Any]) -> None:
         fetcher.batches = [(batch, used + n, 0) for n, (batch, *_) in enumerate(fetcher.batches)]
         ahead = len(fetcher.batches)
     iterator._idx = fetcher.fetched = used + ahead
-    if "_batch_idx" in vars(fetcher):  # what hooks get, where the step draws
-        fetcher._batch_idx = used - 1
     if fetcher.length is not None:
         fetcher.done = fetcher.fetched >= fetcher.length
 
@@ -600,21 +546,19 @@ def result_states(results: Any, synced: set[str]) -> dict[str, Any]:
     return {"metrics": metrics, "dataloader_idx": results.dataloader_idx}
 
 
-def load_results(results: Any, state: dict[str, Any], module: Any, reduce: Any, joint: bool) -> set[str]:
+def load_results(results: Any, state: dict[str, Any], trainer: Any, joint: bool) -> set[str]:
     """Inverse of :func:`result_states`, and what this takes.
 
     Args:
-        module: The LightningModule, which has the torchmetrics that were logged.
-        reduce: Of the strategy.
         joint: Whether Lightning is not to be told of ``sync_dist=True``.
     """
-    home = importlib.import_module(
-        next(kind for kind in type(results).__mro__ if kind.__name__ == _COLLECTION).__module__
-    )
+    home, module = importlib.import_module(f"{ROOTS[trainer.strategy.package]}.{_RESULT}"), trainer.lightning_module
     results.clear()
     for key, saved in state["metrics"].items():
         meta = home._Metadata(**saved["meta"])
-        meta.sync = home._Sync(fn=reduce, _should=saved["syncs"] and not joint, rank_zero_only=saved["rank_zero_only"])
+        meta.sync = home._Sync(
+            fn=trainer.strategy.reduce, _should=saved["syncs"] and not joint, rank_zero_only=saved["rank_zero_only"]
+        )
         results[key] = metric = home._ResultMetric(meta, saved["is_tensor"])
         for name, value in saved["values"].items():
             setattr(metric, name, value)
@@ -625,7 +569,6 @@ def load_results(results: Any, state: dict[str, Any], module: Any, reduce: Any, 
     return {key for key, saved in state["metrics"].items() if saved["syncs"]} if joint else set()
 
 
-_COLLECTION = "_ResultCollection"
 _OF_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 _OF_RESULT = ("has_reset", "_forward_cache", "_update_count")
 _OF_NUMBER = ("value", "cumulated_batch_size", "_computed")

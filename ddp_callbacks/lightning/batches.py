@@ -123,7 +123,6 @@ class Batches:
         self._reduction: Reduction = reduction
         self._exchange = exchange
         self._sums_weights = sums_weights
-        self._drawn_by_step: list[ShardedLoader] = []
         self._set(Share(0, None), 0.0, None)
 
     @property
@@ -132,16 +131,10 @@ class Batches:
         return self.share.local == 0
 
     @property
-    def has_samples(self) -> bool:
-        """Whether this rank has a sample of the batch, also while a step draws it itself."""
-        drawn = [share for loader in self._drawn_by_step for share in loader.shares]
-        return any(share.local for share in drawn) if drawn else not self.is_padding
-
-    @property
     def weight_and_total(self) -> tuple[float, float]:
         """What this rank's loss counts, of how much; all ranks alike where the total is not known."""
         if self._reduction == "sum":
-            return float(self.has_samples), 1.0
+            return float(not self.is_padding), 1.0
         return (1.0, float(get_world_size())) if self.total is None else (self.weight, self.total)
 
     def take(self, batch: Any, loaders: list[Any], training: bool, has_loss: bool = True) -> None:
@@ -166,25 +159,6 @@ class Batches:
     def weigh(self, batch: Any, share: Share) -> tuple[float, float | None]:
         """What the loss of a part counts, and that of the whole, ``None`` where it is not known here. Local."""
         return weigh(batch, share, self._weight_of, self._reduction)
-
-    def let_draw(self, loaders: list[Any]) -> None:
-        """The step draws from ``loaders`` itself (``training_step(dataloader_iter)``); :meth:`settle` notes what."""
-        if self._weight_of is not None:
-            raise ConfigurationError(
-                "weight= needs the batch of each step, but training_step(dataloader_iter) draws batches that only it "
-                "sees. Leave out weight=, or write training_step(batch, batch_idx)."
-            )
-        self._drawn_by_step = [loader for loader in loaders if isinstance(loader, ShardedLoader)]
-        self._set(Share(1, None), 1.0, None)
-
-    def settle(self) -> None:
-        """Note the share of what the step has drawn so far, if it draws itself."""
-        shares = [share for loader in self._drawn_by_step for share in loader.shares]
-        for loader in self._drawn_by_step:
-            loader.shares.clear()
-        if shares:
-            share = sum(shares[1:], start=shares[0])
-            self._set(share, float(share.local), None if share.total is None else float(share.total))
 
     def _set(self, share: Share, weight: float, total: float | None) -> None:
         self.share, self.weight, self.total = share, weight, total

@@ -12,7 +12,7 @@ from ddp_callbacks.checkpoints.transfer import broadcast_file
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.lightning._lightning import checkpoint_connector
-from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import get_rank
 
 Load = Callable[[], dict[str, Any]]
@@ -46,7 +46,7 @@ def load_on_all(load: Load, path: Any, weights_only: bool | None) -> dict[str, A
     return loaded if missing is None else received
 
 
-def follow_rank_zero(trainer: Any) -> Replaced:
+def follow_rank_zero(trainer: Any, replacements: Replacements) -> None:
     """Let ranks that have found nothing to resume from resume from what rank 0 has found.
 
     ``ckpt_path="last"`` and a requeued job's checkpoint are looked for on the disk of each rank.
@@ -59,7 +59,7 @@ def follow_rank_zero(trainer: Any) -> Replaced:
             require_agreement({"resumes from": paths[get_rank()] or "nothing"}, "what they resume from", remedy)
         resume_start(paths[0] if path is None else path, *args, **kwargs)
 
-    return Replaced(checkpoint_connector(trainer), "resume_start", resume)
+    replacements.replace(checkpoint_connector(trainer), "resume_start", resume)
 
 
 def _broadcast(checkpoint: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ddp_callbacks.lightning._lightning import (
     signal_connector,
     validation_interval,
 )
-from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group.votes import abstain, is_unanimous
 
 NONE = (False,) * 4
@@ -44,7 +44,7 @@ class Decisions:
     whether to validate (``val_check_interval={"minutes": 5}``). Here a rank only notes such a thing.
     """
 
-    def __init__(self, trainer: Any, exchange: ScalarExchange) -> None:
+    def __init__(self, trainer: Any, exchange: ScalarExchange, replacements: Replacements) -> None:
         self._trainer = trainer
         self._exchange = exchange
         self._carried: PiggybackedScalars | None = None  # on its way
@@ -55,16 +55,12 @@ class Decisions:
         self.held: Sequence[bool] = ()
         connector = signal_connector(trainer)
         # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
-        self._replaced = [
-            Replaced(trainer.fit_loop.epoch_loop, BROADCAST_SIGTERM, lambda _: None),
-            Replaced(connector, HANDLE_SIGTERM, lambda _, *args: self._note_sigterm()),
-            Replaced(connector, HANDLE_REQUEUE, lambda _, *args: self._note_requeue(*args)),
-        ]
+        replacements.replace(trainer.fit_loop.epoch_loop, BROADCAST_SIGTERM, lambda _: None)
+        replacements.replace(connector, HANDLE_SIGTERM, lambda _, *args: self._note_sigterm())
+        replacements.replace(connector, HANDLE_REQUEUE, lambda _, *args: self._note_requeue(*args))
+        replacements.callback(self._put_clock_back)
 
-    def close(self) -> None:
-        """Give Lightning's objects back."""
-        for replaced in self._replaced:
-            replaced.undo()
+    def _put_clock_back(self) -> None:
         if self._interval is not None:
             set_last_validation(self._trainer, self._validated)
 

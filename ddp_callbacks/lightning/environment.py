@@ -24,18 +24,6 @@ class LauncherEnvironment:
     def creates_processes_externally(self) -> bool:
         return True
 
-    @property
-    def main_address(self) -> str:
-        return self._env.host or "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        return self._env.port or 0
-
-    @staticmethod
-    def detect() -> bool:
-        return WorkerEnv.from_environ().world_size > 1
-
     def world_size(self) -> int:
         return self._env.world_size
 
@@ -56,9 +44,6 @@ class LauncherEnvironment:
             if os.environ.get(name, "").isdigit():
                 return int(os.environ[name])
         return 0 if self._env.rank == self._env.local_rank else 1  # prepare_data asks whether it is the first node
-
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Nothing to compare."""
 
     def teardown(self) -> None:
         """Nothing was changed."""

@@ -19,8 +19,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from ddp_callbacks.data.random_state import RunRandomState
-from ddp_callbacks.lightning._lightning import logger_connector
-from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.lightning.packages import ROOTS
+from ddp_callbacks.lightning.replacement import Replacements
 
 _OWN = {
     "forward",
@@ -48,7 +48,7 @@ _OF_TRAINING_BATCH = {
 
 
 class HookDrawing:
-    """Lets the hooks of a Trainer draw as the module says, from construction to :meth:`close`.
+    """Lets the hooks of a Trainer draw as the module says, until the replacements are undone.
 
     Every call of a hook is an action of the Trainer's profiler.
 
@@ -56,17 +56,13 @@ class HookDrawing:
         random_state: Of the run.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, replacements: Replacements) -> None:
         self.random_state = RunRandomState()
         self._trainer = trainer
-        self._package = _package_of(trainer)
+        self._package = ROOTS[trainer.strategy.package]
         self._contexts: dict[str, Callable[[], AbstractContextManager[None]] | None] = {}
-        self._replaced = Replaced(trainer.profiler, "profile", self._profile)
-
-    def close(self) -> None:
-        """Give the profiler back; the ranks go on alike."""
-        self._replaced.undo()
-        self.random_state.end()
+        replacements.callback(self.random_state.end)
+        replacements.replace(trainer.profiler, "profile", self._profile)
 
     def _profile(self, profile: Callable[[str], Any], action_name: str) -> AbstractContextManager[Any]:
         """The profiler's, and around a hook the random state that it draws from."""
@@ -91,7 +87,11 @@ class HookDrawing:
     def _context(self, action_name: str) -> Callable[[], AbstractContextManager[None]] | None:
         owner, _, hook = action_name.rpartition(".")
         home = next(filter(None, (_home(candidate, hook) for candidate in self._candidates(owner))), None)
-        if hook in _OWN or home is None or home.startswith((f"{self._package}.core.", _base(self._package))):
+        if (
+            hook in _OWN
+            or home is None
+            or home.startswith((f"{self._package}.core.", f"{self._package}.callbacks.callback"))
+        ):
             return None
         if hook not in _OF_TRAINING_BATCH:
             return self.random_state.alike
@@ -114,15 +114,6 @@ def _home(owner: Any, hook: str) -> str | None:
     if hook in getattr(owner, "__dict__", {}):
         return "an attribute of the object"
     return next((kind.__module__ for kind in type(owner).__mro__ if hook in vars(kind)), None)
-
-
-def _package_of(trainer: Any) -> str:
-    """``lightning.pytorch`` or ``pytorch_lightning``."""
-    return type(logger_connector(trainer)).__module__.partition(".trainer.")[0]
-
-
-def _base(package: str) -> str:
-    return f"{package}.callbacks.callback"
 
 
 @contextmanager

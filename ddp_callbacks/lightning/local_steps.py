@@ -10,7 +10,7 @@ import torch
 
 from ddp_callbacks.lightning._lightning import logger_connector
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.lightning.replacement import Replaced, after
+from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.local_sgd import ParameterAverager, set_gradients_aside
 
 MakeAverager = Callable[..., ParameterAverager]
@@ -27,7 +27,7 @@ class LocalSteps:
         make: :class:`ddp_callbacks.ParameterAverager` with its settings; takes the module and the optimizer.
     """
 
-    def __init__(self, trainer: Any, module: torch.nn.Module, make: MakeAverager) -> None:
+    def __init__(self, trainer: Any, module: torch.nn.Module, make: MakeAverager, replacements: Replacements) -> None:
         self._trainer = trainer
         self._module = module
         self._make = make
@@ -35,11 +35,7 @@ class LocalSteps:
         self._weight = 0.0  # since the last step
         self._has_stepped = False  # in this batch
         # Before any hook at the end of an epoch; the strategy is not told of that moment.
-        self._replaced = Replaced(logger_connector(trainer), "epoch_end_reached", after(self._close_in_training))
-
-    def close(self) -> None:
-        """Give Lightning's object back."""
-        self._replaced.undo()
+        replacements.before(logger_connector(trainer), "epoch_end_reached", self._close_in_training)
 
     def begin(self) -> None:
         """The parameters are those to train from. A collective."""
@@ -59,8 +55,6 @@ class LocalSteps:
     @contextmanager
     def backward(self, batches: Batches | None) -> Iterator[None]:
         """Around a backward: one of a padding batch leaves no gradients."""
-        if batches is not None:
-            batches.settle()
         if batches is None or batches.weight:
             yield
             return

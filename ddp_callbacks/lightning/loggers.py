@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import csv
 import os
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ddp_callbacks.files import count_lines, keep_lines
-from ddp_callbacks.lightning._lightning import keeping_csv, set_version_of, version_of
+from ddp_callbacks.lightning._lightning import set_version_of, version_of
 from ddp_callbacks.process_group import get_rank
 
 Place = dict[str, Any]
@@ -37,31 +39,30 @@ def go_on(loggers: Sequence[Any], places: Sequence[Place]) -> None:
 
 
 def _count_lines(logger: Any) -> int | None:
-    path = _path(logger) if get_rank() == 0 else None
-    if path is None:
+    if get_rank() != 0 or not _is_csv(logger):
         return None
     logger.save()
-    return count_lines(path)
+    return count_lines(_path(logger))
 
 
 def _is_csv(logger: Any) -> bool:
-    return any(kind.__name__ == "CSVLogger" for kind in type(logger).__mro__)
+    """Whether it is a CSVLogger whose file is on a local disk."""
+    is_one = any(kind.__name__ == "CSVLogger" for kind in type(logger).__mro__)
+    return is_one and "://" not in str(logger.save_dir)
 
 
-def _path(logger: Any) -> str | None:
-    """Of the file of a CSVLogger on a local disk."""
-    writer = logger.experiment if _is_csv(logger) else None
-    path = getattr(writer, "metrics_file_path", None)
-    return None if path is None or "://" in path else str(path)
+def _path(logger: Any) -> str:
+    return os.path.join(logger.log_dir, "metrics.csv")
 
 
 def _continue(logger: Any, count: int) -> None:
-    """Keep the first lines of the file: what comes behind them was logged after the checkpoint."""
-    with keeping_csv(logger):
-        path = _path(logger)
-    if path is None or not count_lines(path):
-        return
-    if header := keep_lines(path, count)[:1]:
-        logger.experiment.metrics_keys = next(csv.reader(header))
+    """Keep the first lines of the file: the others were logged after the checkpoint."""
+    kept = keep_lines(_path(logger), count)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning says that it deletes the file
+        writer = logger.experiment
+    if kept:
+        Path(_path(logger)).write_text("".join(kept), newline="")
+        writer.metrics_keys = next(csv.reader(kept))
     else:
-        os.remove(path)  # the logger begins it anew, with a header
+        Path(_path(logger)).unlink(missing_ok=True)  # the logger begins it anew, with a header

@@ -17,42 +17,25 @@ or read what was logged. With local steps the ranks join only in steps in which 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torchmetrics import Metric
 
+from ddp_callbacks.comm.codec import pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_tensors
-from ddp_callbacks.lightning._lightning import accumulator, operation_of, set_accumulator
+from ddp_callbacks.lightning._lightning import operation_of
 from ddp_callbacks.lightning._torchmetrics import is_computed, set_step_value
 from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.lightning.differing import DifferingValues
 from ddp_callbacks.lightning.metrics import SyncedMetrics
 from ddp_callbacks.lightning.rows import Joined, Row, decode, encode, join
+from ddp_callbacks.process_group import get_rank
 
 _MOST = 64  # batches whose rows are kept
 
 _Lightnings: Any = object  # of either package: the class comes after this one
-
-
-@dataclass
-class Constant:
-    """What Lightning's accumulation is if the ``batch_size`` of a key is the same number for each batch of any size.
-
-    The ranks cannot see that from one batch: a number of samples is often the same on all of them, too.
-    """
-
-    size: float
-    accumulated: tuple[torch.Tensor, torch.Tensor]
-    is_share: bool = True
-
-    def add(self, value: torch.Tensor, is_share: bool) -> None:
-        """Count the value of a whole batch."""
-        total, count = self.accumulated
-        self.accumulated = total + value * _plain(self.size), count + _plain(self.size)
-        self.is_share = self.is_share and is_share
 
 
 class JointResults(_Lightnings):  # type: ignore[misc]
@@ -77,10 +60,9 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._rows: list[Row] = []
         self._states: dict[str, tuple[Metric, list[torch.Tensor]]] = {}  # of the last step that has logged it
         self._on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
-        self._constants: dict[str, Constant | None] = {}  # None: the sizes differ
         self._dtypes: dict[str, torch.dtype] = {}  # of the values that were logged
         self._logged: set[str] = set()  # keys, since remember()
-        self._differing = DifferingValues()
+        self._warned: set[str] = set()  # names
         self._position, self._first, self._samples = -1, 0, 0
         self._joined = -1  # the position of the last join
 
@@ -139,7 +121,6 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """As Lightning's; what was recorded for what is reset is forgotten."""
         super().reset(*args, **kwargs)
         self._rows = [row for row in self._rows if not self[row.key].has_reset]
-        self._constants = {key: own for key, own in self._constants.items() if key in self and not self[key].has_reset}
 
     # --- the run's moments --------------------------------------------------------------------------------------------
 
@@ -170,28 +151,33 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """Whether it is time to join, lest the rows fill the memory; the same on all ranks."""
         return self._position - self._joined >= _MOST
 
-    def join(self, flags: Sequence[bool] = (), ends: bool = False) -> list[bool]:
-        """Give Lightning what the ranks have logged since the last time; the flags of any rank. A collective.
+    def join(self, ends: bool = False, carried: Sequence[Any] = ()) -> list[list[Any]]:
+        """Give Lightning what the ranks have logged since the last time. A collective.
 
         Args:
-            flags: Of this rank, as many on each.
             ends: Whether the data have ended, so that the values of the epoch are computed, too.
+            carried: Tensors and plain data that travel along.
+
+        Returns:
+            What each rank has ``carried``.
         """
         keys, rows = encode(self._rows)
         states = {key: own for key, (_, own) in self._states.items()}
         attributes = self._attributes() if ends else {}
-        header = [keys, [*map(bool, flags)], {key: len(own) for key, own in states.items()}, attributes]
         tensors = [rows, *(state for own in states.values() for state in own)]
+        others: list[torch.Tensor] = []
+        header = [keys, {key: len(own) for key, own in states.items()}, attributes, pack([*carried], others)]
+        tensors += others
         self._rows, metrics, self._states, self._joined = [], self._states, {}, self._position
         gathered = all_gather_tensors(header, tensors, "the logged values")
-        for joined in join([decode(header[0], rows) for header, (rows, *_) in gathered], self._operation):
+        for joined in join([decode(keys, rows) for (keys, *_), (rows, *_) in gathered], self._operation):
             if joined.key in self:
                 self._accumulate(joined)
         for key, (metric, _) in metrics.items():
             self._take_states(key, metric, gathered)
         if ends:
-            self._compute({key: name for header, _ in gathered for key, name in header[3].items()}, set(attributes))
-        return [any(raised) for raised in zip(*(header[1] for header, _ in gathered), strict=True)]
+            self._compute({key: name for (*_, found, _), _ in gathered for key, name in found.items()}, set(attributes))
+        return [unpack(packed, sent[1 + sum(counts.values()) :]) for (_, counts, _, packed), sent in gathered]
 
     # --- a pass that is cut, or a step that is skipped ----------------------------------------------------------------
 
@@ -208,47 +194,45 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def pass_state(self) -> dict[str, Any]:
         """Of the pass under way, between two batches, when all is joined. For a file."""
-        constants = {key: each and dict(vars(each)) for key, each in self._constants.items()}
-        return {"position": self._position, "samples": self._samples, "constants": constants}
+        return {"position": self._position, "samples": self._samples}
 
-    def load_pass_state(self, position: int, samples: int, constants: dict[str, Any]) -> None:
+    def load_pass_state(self, position: int, samples: int) -> None:
         """Inverse of :meth:`pass_state`, after Lightning's own part."""
         self._rows, self._states, self.is_in_batch = [], {}, False
         self._position, self._first, self._joined, self._samples = position, position + 1, position, samples
-        self._constants = {key: each and Constant(**each) for key, each in constants.items()}
         self._on_step = {id(metric.value) for metric in self.values() if not metric.is_tensor and metric.meta.on_step}
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _row(self, key: str, value: torch.Tensor, size: float) -> Row:
-        self._batches.settle()
         if not self.is_in_batch:
-            return Row(key, -1, float(self._samples), size, self._is_given, False, False, value)
-        share, weight, is_padding = self._batches.share, self._batches.weight, self._batches.is_padding
-        return Row(key, self._position, weight, size, self._is_given, size == share.local, is_padding, value)
+            return Row(key, -1, float(self._samples), size, self._is_given, False, value)
+        weight, is_padding = self._batches.weight, self._batches.is_padding
+        return Row(key, self._position, weight, size, self._is_given, is_padding, value)
 
     def _accumulate(self, joined: Joined) -> None:
-        metric, value = self[joined.key], self._tensor(joined)
-        if metric.meta.is_mean_reduction and metric.meta.on_epoch:
-            self._note_size(metric, value, joined)
-        if joined.ends is not None:
-            self._differing.look(metric.meta.name, *joined.ends, joined.key in self.synced)
-        super().update_metrics(joined.key, value, _plain(joined.size))
+        if joined.ends is not None and joined.key not in self.synced and get_rank() == 0:
+            self._warn_of_difference(self[joined.key].meta.name, *joined.ends)
+        size = int(joined.size) if joined.size.is_integer() else joined.size
+        super().update_metrics(joined.key, self._tensor(joined), size)
 
-    def _note_size(self, metric: Any, value: torch.Tensor, joined: Joined) -> None:
-        constant = None
-        if joined.common is not None:
-            constant = self._constants.get(joined.key, Constant(joined.common, accumulator(metric)))
-        if constant is not None and constant.size == joined.common:
-            constant.add(value, joined.is_share)
-            self._constants[joined.key] = constant
-        else:
-            self._constants[joined.key] = None
+    def _warn_of_difference(self, name: str, lowest: float, highest: float) -> None:
+        """Warn, once, of what a hook has logged at the end of an epoch, with another value on each process."""
+        if name not in self._warned and highest - lowest > 1e-6 * max(abs(lowest), abs(highest)):
+            self._warned.add(name)
+            warnings.warn(
+                f"{name!r} is logged at the end of an epoch, with another value on each process (from {lowest:.6g} to "
+                f"{highest:.6g}). It becomes their mean, weighted by samples, which may not be the value of one "
+                "process. Log it in the step or use a torchmetrics metric; if the mean is what you want, pass "
+                "sync_dist=True.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _take_states(self, key: str, metric: Metric, gathered: Sequence[tuple[Any, list[torch.Tensor]]]) -> None:
         """The value of the last step of a torchmetric, from the states of all ranks that count."""
         parts = []
-        for (_, _, counts, _), tensors in gathered:
+        for (_, counts, _, _), tensors in gathered:
             begin = 1 + sum(list(counts.values())[: list(counts).index(key)]) if key in counts else 0
             if counts.get(key):
                 parts.append(tensors[begin : begin + counts[key]])
@@ -262,7 +246,6 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             attributes: Where in the module the torchmetrics are that any rank has logged, by key.
             own: The keys of this rank.
         """
-        self._settle_constants()
         for key, attribute in attributes.items():
             if key in own:
                 self[key].compute()
@@ -271,12 +254,6 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         for metric in self.values():
             if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and not is_computed(metric):
                 metric.compute()  # of the ranks that sync_dist_group names, if it does
-
-    def _settle_constants(self) -> None:
-        constants, self._constants = self._constants, {}
-        for key, constant in constants.items():
-            if constant is not None and not constant.is_share:
-                set_accumulator(self[key], constant.accumulated)
 
     def _attributes(self) -> dict[str, str]:
         """Where in the module the torchmetrics are whose value of the epoch is to be computed."""
@@ -302,7 +279,3 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def _operation(self, key: str) -> str:
         return operation_of(self[key]) if key in self else "mean"
-
-
-def _plain(size: float) -> int | float:
-    return int(size) if size.is_integer() else size

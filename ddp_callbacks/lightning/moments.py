@@ -26,53 +26,46 @@ from ddp_callbacks.lightning._lightning import (
     set_position,
     silent,
 )
-from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.lightning.replacement import Replacements
 
 Place = Literal["training", "epoch"]
 
 
-class Moments:
-    """Calls functions at the moments of the fits of a Trainer, until :meth:`close`; each may raise, to end the fit.
+def watch(
+    trainer: Any,
+    end_batch: Callable[[bool], None],
+    end_validation_batch: Callable[[], None],
+    end_epoch: Callable[[], None],
+    replacements: Replacements,
+) -> None:
+    """Call functions at the moments of the fits of a Trainer; each may raise, to end the fit.
 
     Args:
+        trainer: Lightning's.
         end_batch: Behind a training batch, with whether a validation comes next.
         end_validation_batch: Behind a batch of a validation that is no sanity check.
         end_epoch: Between two epochs.
+        replacements: Of Lightning's methods.
     """
+    loop = trainer.fit_loop
 
-    def __init__(
-        self,
-        trainer: Any,
-        end_batch: Callable[[bool], None],
-        end_validation_batch: Callable[[], None],
-        end_epoch: Callable[[], None],
-    ) -> None:
-        loop = trainer.fit_loop
+    def should_validate(decide: Callable[[Any], bool], data_fetcher: Any) -> bool:
+        validates = decide(data_fetcher)
+        end_batch(validates)
+        return validates
 
-        def should_validate(decide: Callable[[Any], bool], data_fetcher: Any) -> bool:
-            validates = decide(data_fetcher)
-            end_batch(validates)
-            return validates
+    def evaluation_step(step: Callable[..., None], *args: Any) -> None:
+        step(*args)
+        if not trainer.sanity_checking:
+            end_validation_batch()
 
-        def evaluation_step(step: Callable[..., None], *args: Any) -> None:
-            step(*args)
-            if not trainer.sanity_checking:
-                end_validation_batch()
+    def on_advance_end(end: Callable[[], None]) -> None:
+        end()
+        end_epoch()
 
-        def on_advance_end(end: Callable[[], None]) -> None:
-            end()
-            end_epoch()
-
-        self._replaced = [
-            Replaced(loop.epoch_loop, SHOULD_VALIDATE, should_validate),
-            Replaced(loop.epoch_loop.val_loop, EVALUATION_STEP, evaluation_step),
-            Replaced(loop, "on_advance_end", on_advance_end),
-        ]
-
-    def close(self) -> None:
-        """Give Lightning's objects back."""
-        for replaced in self._replaced:
-            replaced.undo()
+    replacements.replace(loop.epoch_loop, SHOULD_VALIDATE, should_validate)
+    replacements.replace(loop.epoch_loop.val_loop, EVALUATION_STEP, evaluation_step)
+    replacements.replace(loop, "on_advance_end", on_advance_end)
 
 
 class GoingOn:
@@ -85,19 +78,18 @@ class GoingOn:
     Args:
         cut: Where it was cut: ``place``, ``validates``, ``training_position``, and ``loaders``.
         restore: Puts everything back.
+        replacements: Of Lightning's methods.
     """
 
-    def __init__(self, trainer: Any, cut: dict[str, Any], restore: Callable[[], None]) -> None:
+    def __init__(
+        self, trainer: Any, cut: dict[str, Any], restore: Callable[[], None], replacements: Replacements
+    ) -> None:
         self._trainer = trainer
         self._cut = cut
         self._restore = restore
+        self._once = replacements.replace_once
         self._has_begun = False
-        self._replaced = [Replaced(trainer.fit_loop, "run", self._run)]
-
-    def close(self) -> None:
-        """Give Lightning's objects back."""
-        for replaced in reversed(self._replaced):
-            replaced.undo()
+        replacements.replace(trainer.fit_loop, "run", self._run)
 
     def _run(self, run: Callable[[], None]) -> None:
         if self._has_begun:
@@ -136,13 +128,3 @@ class GoingOn:
     def _put_back(self) -> None:
         self._put_limits_back()
         self._restore()
-
-    def _once(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Replace a method for its next call."""
-
-        def call(method: Callable[..., Any], *args: Any) -> Any:
-            replaced.undo()
-            return function(method, *args)
-
-        replaced = Replaced(owner, name, call)
-        self._replaced.append(replaced)

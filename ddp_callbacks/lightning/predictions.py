@@ -13,34 +13,19 @@ from typing import Any
 from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.lightning._lightning import BATCH_INDICES, PREDICT_STEP, loader_of
-from ddp_callbacks.lightning.batches import Batches
-from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import get_rank, get_world_size
 
 
 class Predictions:
-    """The prediction loop of a Trainer while it runs.
+    """The prediction loop of a Trainer while it runs."""
 
-    Args:
-        trainer: Lightning's.
-        batches: Those of the run.
-    """
-
-    def __init__(self, trainer: Any, batches: Batches) -> None:
+    def __init__(self, trainer: Any, replacements: Replacements) -> None:
         self._loop = trainer.predict_loop
-        self._batches = batches
-        methods: dict[str, Callable[..., Any]] = {
-            "run": self._run,
-            "reset": self._reset,
-            PREDICT_STEP: self._step,
-            BATCH_INDICES: self._indices,
-        }
-        self._replaced = [Replaced(self._loop, name, function) for name, function in methods.items()]
-
-    def close(self) -> None:
-        """Give the loop its methods back."""
-        for replaced in self._replaced:
-            replaced.undo()
+        replacements.replace(self._loop, "run", self._run)
+        replacements.replace(self._loop, "reset", self._reset)
+        replacements.replace(self._loop, PREDICT_STEP, self._step)
+        replacements.replace(self._loop, BATCH_INDICES, self._indices)
 
     def _run(self, run: Callable[[], Any]) -> Any:
         """What all ranks have predicted. A collective."""
@@ -59,9 +44,7 @@ class Predictions:
         reset()
 
     def _step(self, step: Callable[..., None], batch: Any, batch_idx: int, dataloader_idx: int, source: Any) -> None:
-        if source is not None:
-            self._batches.let_draw(self._loaders())  # predict_step(dataloader_iter)
-        elif self._is_divided(dataloader_idx):
+        if self._is_divided(dataloader_idx):
             batch_idx = batch_idx * get_world_size() + get_rank()
         step(batch, batch_idx, dataloader_idx, source)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterable
 from typing import Any, cast
@@ -35,23 +34,6 @@ _FOREIGN_PLUGINS = {
     "DeepSpeedPrecision": "DeepSpeed has an engine of its own for gradients and optimizer",
     "XLAPrecision": "TPUs need XLA's collectives",
 }
-_OF_DDP = {
-    "find_unused_parameters": "unused parameters are found in each backward by themselves",
-    "static_graph": "the graph may change from step to step",
-    "gradient_as_bucket_view": "gradients are views of the buckets already",
-    "broadcast_buffers": "buffers are merged over the processes before each evaluation",
-    "ddp_comm_hook": "it is called comm_hook here",
-    "ddp_comm_state": "it is called comm_state here",
-}
-
-
-class _SignatureOfInit:
-    """The signature of a class, which configurations read, although ``__new__`` takes anything."""
-
-    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
-        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
-
 
 _Lightnings: Any = object  # of either package: the class comes after this one
 
@@ -64,17 +46,7 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
     """
 
     user: str
-    __signature__ = _SignatureOfInit()
     _batch_size: BatchSize
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Refuse, with the reason, what only ``DDPStrategy`` takes."""
-        names = inspect.signature(cls.__init__).parameters
-        for name in kwargs:
-            if name not in names and "kwargs" not in names:
-                why = f": {_OF_DDP[name]}" if name in _OF_DDP else ""
-                raise ConfigurationError(f"{cls.__name__} has no {name}{why}.")
-        return super().__new__(cls)
 
     def __repr__(self) -> str:
         """For the error of a Trainer of the other package, to which it is no strategy."""

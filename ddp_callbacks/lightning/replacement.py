@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -39,11 +40,28 @@ class Replaced:
         return getattr, (self._owner, self._name)
 
 
-def after(first: Callable[[], None]) -> Callable[..., Any]:
-    """What calls ``first``, then the method."""
+class Replacements(contextlib.ExitStack):
+    """Methods that are ours, and what else is to end with them, until :meth:`close`."""
 
-    def both(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        first()
-        return method(*args, **kwargs)
+    def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """See :class:`Replaced`."""
+        self.callback(Replaced(owner, name, function).undo)
 
-    return both
+    def before(self, owner: Any, name: str, first: Callable[[], None]) -> None:
+        """Let a method call ``first``, then do what it did."""
+
+        def both(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            first()
+            return method(*args, **kwargs)
+
+        self.replace(owner, name, both)
+
+    def replace_once(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Replace a method for its next call."""
+
+        def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            replaced.undo()
+            return function(method, *args, **kwargs)
+
+        replaced = Replaced(owner, name, call)
+        self.callback(replaced.undo)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ddp_callbacks.checkpoints.resume import ResumeOptions
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.lightning.resume import Fit
 
 if TYPE_CHECKING:
     from ddp_callbacks.gradients import GradientSynchronizer
     from ddp_callbacks.lightning.local_steps import LocalSteps
-    from ddp_callbacks.lightning.resume import Fit
     from ddp_callbacks.lightning.run import Run
 
 _SEARCHES = ("BatchSizeFinder", "LearningRateFinder")  # of either package; the Tuner's, too
@@ -35,7 +36,7 @@ class ResumableMixin:
         Raises:
             ConfigurationError: There are several, or a search for a batch size or a learning rate.
         """
-        found = [callback for callback in trainer.callbacks if hasattr(callback, "begin_fit")]
+        found = [callback for callback in trainer.callbacks if isinstance(callback, ResumeOptions)]
         if len(found) > 1:
             raise ConfigurationError(f"a Trainer takes one callback Resume, got {len(found)}. Remove the others.")
         if not found or trainer.state.fn != "fit" or trainer.fast_dev_run:
@@ -46,7 +47,8 @@ class ResumableMixin:
                     f"Resume cannot tell the trials of {type(callback).__name__} from the fit. Search in a Trainer "
                     "without Resume, and give what it finds to this one."
                 )
-        found[0].begin_fit(trainer)
+        self.resume = Fit(trainer, found[0])
+        self.resume.begin()
 
     @property
     def takes_local_steps(self) -> bool:

@@ -29,8 +29,8 @@ from ddp_callbacks.lightning._lightning import (
     set_checkpoint,
     signal_connector,
 )
-from ddp_callbacks.lightning.moments import GoingOn, Moments, Place
-from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.lightning.moments import GoingOn, Place, watch
+from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.saved_attributes import attributes_of
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -41,7 +41,6 @@ class ResumeMixin(ResumeOptions, _Callbacks):  # type: ignore[misc]
     """Mixed into a ``Callback`` of either package; see ``Resume``."""
 
     package: str
-    _fit: Fit | None = None
 
     def require_host(self) -> None:
         """The names of Lightning that only this callback uses are there."""
@@ -53,36 +52,16 @@ class ResumeMixin(ResumeOptions, _Callbacks):  # type: ignore[misc]
         Raises:
             ConfigurationError: Of a fit: the Trainer has another strategy.
         """
-        if stage == "fit" and self._fit is None and not trainer.fast_dev_run:
+        if stage == "fit" and not hasattr(trainer.strategy, "resume") and not trainer.fast_dev_run:
             raise ConfigurationError(
                 'Resume needs Trainer(strategy="ddp_callbacks"), with a single process, too; this Trainer has '
                 f"{type(trainer.strategy).__name__}."
             )
 
-    def begin_fit(self, trainer: Any) -> None:
-        """The strategy has met the other processes: read the file, if there is one. A collective.
-
-        Raises:
-            CheckpointError: The file belongs to another job or run, or cannot be read.
-        """
-        self._fit = trainer.strategy.resume = Fit(trainer, self)
-        self._fit.begin(self.on_signal)
-
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """What changes from now on is in the file."""
-        if self._fit is not None:
-            self._fit.note_start()
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The fit has ended."""
-        self._fit = None
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Likewise."""
-        self._fit = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_fit": None}
+        if (fit := getattr(trainer.strategy, "resume", None)) is not None:
+            fit.note_start()
 
 
 class Fit:
@@ -90,28 +69,32 @@ class Fit:
 
     def __init__(self, trainer: Any, options: ResumeOptions) -> None:
         self._trainer = trainer
+        self._on_signal = options.on_signal
         self._resumable = ResumableRun(options)
         self._saved: Saved | None = None
         self._mine: dict[str, Any] = {}  # of the file: this rank's, or rank 0's
         self._taken = {"train": 0, "val": 0}  # loaders that Lightning has asked for
         self._attributes: Checksums = {}  # of the module, when hooks began
-        self._exit = contextlib.ExitStack()
+        self._exit = Replacements()
 
-    def begin(self, on_signal: bool) -> None:
-        """Read the file, and stand ready to be asked to stop. A collective."""
+    def begin(self) -> None:
+        """Read the file, if there is one, and stand ready to be asked to stop. A collective.
+
+        Raises:
+            CheckpointError: The file belongs to another job or run, or cannot be read.
+        """
         trainer, resumable = self._trainer, self._resumable
         self._exit.enter_context(resumable.opened())
         self._saved = resumable.file.read()
-        moments = Moments(trainer, self._end_batch, resumable.pass_moment_of_validation, self._end_epoch)
-        self._exit.callback(moments.close)
-        self._replace(checkpoint_connector(trainer), RESUME_START, self._resume_start)
-        self._replace(trainer.fit_loop, "on_save_checkpoint", self._without_loaders)
-        if on_signal:
-            self._replace(signal_connector(trainer), REGISTER_SIGNALS, lambda _: None)
+        watch(trainer, self._end_batch, resumable.pass_moment_of_validation, self._end_epoch, self._exit)
+        self._exit.replace(checkpoint_connector(trainer), RESUME_START, self._resume_start)
+        self._exit.replace(trainer.fit_loop, "on_save_checkpoint", self._without_loaders)
+        if self._on_signal:
+            self._exit.replace(signal_connector(trainer), REGISTER_SIGNALS, lambda _: None)
         if self._saved is not None:
             self._mine = self._states().mine
             loggers.go_on(trainer.loggers, self._saved.own(0)["loggers"])
-            self._exit.callback(GoingOn(trainer, self._mine, self._restore).close)
+            GoingOn(trainer, self._mine, self._restore, self._exit)
 
     def end(self) -> None:
         """The fit has ended, well or not. A collective, if well or preempted."""
@@ -252,9 +235,6 @@ class Fit:
         state = save()
         state.pop("combined_loader", None)
         return state
-
-    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        self._exit.callback(Replaced(owner, name, function).undo)
 
 
 def _original(loader: Any) -> Any:

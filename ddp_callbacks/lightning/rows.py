@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-_NUMBERS = 7  # of a row, before its value
+_NUMBERS = 6  # of a row, before its value
 
 
 class Row(NamedTuple):
@@ -20,7 +20,6 @@ class Row(NamedTuple):
         weight: What the value is the mean over; 0 if it is that of a padding batch, or a mean over nothing.
         size: Lightning's batch size: what the value counts among batches.
         is_given: Whether the user has passed that size.
-        is_share: Whether it is this rank's number of samples.
         is_padding: Whether this rank has no sample of the batch.
         value: A scalar, on any device.
     """
@@ -30,7 +29,6 @@ class Row(NamedTuple):
     weight: float
     size: float
     is_given: bool
-    is_share: bool
     is_padding: bool
     value: torch.Tensor | float
 
@@ -42,21 +40,17 @@ class Joined(NamedTuple):
         key: Lightning's.
         value: Of all ranks.
         size: What it counts among batches.
-        common: The batch size that the user has passed, if it is the same on all ranks; otherwise ``None``.
-        is_share: Whether the size of each rank is its number of samples.
         ends: The lowest and the highest value of the ranks, if they were logged outside of batches.
     """
 
     key: str
     value: float
     size: float
-    common: float | None
-    is_share: bool
     ends: tuple[float, float] | None
 
 
 def encode(rows: Sequence[Row]) -> tuple[list[str], torch.Tensor]:
-    """Their keys, and a float64 tensor of shape ``[rows, 8]`` on the CPU. Waits for the devices of the values."""
+    """Their keys, and a float64 tensor of shape ``[rows, 7]`` on the CPU. Waits for the devices of the values."""
     keys = list(dict.fromkeys(row.key for row in rows))
     index = {key: number for number, key in enumerate(keys)}
     numbers = [[float(index[row.key]), *map(float, row[1:_NUMBERS])] for row in rows]
@@ -67,8 +61,8 @@ def encode(rows: Sequence[Row]) -> tuple[list[str], torch.Tensor]:
 def decode(keys: Sequence[str], encoded: torch.Tensor) -> list[Row]:
     """Inverse of :func:`encode`."""
     return [
-        Row(keys[int(key)], int(position), weight, size, bool(is_given), bool(is_share), bool(is_padding), value)
-        for key, position, weight, size, is_given, is_share, is_padding, value in encoded.tolist()
+        Row(keys[int(key)], int(position), weight, size, bool(is_given), bool(is_padding), value)
+        for key, position, weight, size, is_given, is_padding, value in encoded.tolist()
     ]
 
 
@@ -99,13 +93,10 @@ def _join(key: str, rows: list[Row], operation: str) -> Joined:
     weights = [row.size if by_size else row.weight for row in counted]
     values = [float(row.value) for row in counted]
     is_outside = rows[0].position < 0
-    common = rows[0].size if rows[0].is_given and len({row.size for row in rows}) == 1 else None
     return Joined(
         key,
         _combine(values, weights, operation),
         sum(sizes) / (len(sizes) if is_outside else 1),
-        common,
-        all(row.is_share for row in own),
         (min(values), max(values)) if is_outside and operation == "mean" else None,
     )
 

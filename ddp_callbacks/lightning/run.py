@@ -35,12 +35,12 @@ from ddp_callbacks.lightning.hooks import HookDrawing
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.metrics import SyncedMetrics
-from ddp_callbacks.lightning.padding import Collections, remember
+from ddp_callbacks.lightning.padding import remember
 from ddp_callbacks.lightning.predictions import Predictions
-from ddp_callbacks.lightning.replacement import Replaced, after
+from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.skipping import SkippingOnAll, without_loss
 from ddp_callbacks.lightning.verification import verify_first_batch
-from ddp_callbacks.replicas import merge_buffers, require_equal_replicas
+from ddp_callbacks.replicas import checksum_of_replica, merge_buffers, require_equal_replicas
 from ddp_callbacks.verification import Verify
 
 SKIPPED = object()
@@ -64,49 +64,41 @@ class Run:
         self._model = model
         self._synchronizer = synchronizer
         self._exchange = ScalarExchange()
+        self._exit = Replacements()
         self._local = local
         self.batches = Batches(weight, self._exchange, local is None, reduction)
         self._metrics = SyncedMetrics([model, *trainer.callbacks], self._is_padding)
-        self._collections = Collections(model)
-        self.drawing = HookDrawing(trainer)
+        self._exit.callback(self._metrics.close)
+        self.drawing = HookDrawing(trainer, self._exit)
         self.drawing.random_state.synchronize()
         self._undo: Callable[[], None] | None = None  # what a padding batch has left behind
-        self._decisions = Decisions(trainer, self._exchange)
+        self._decisions = Decisions(trainer, self._exchange, self._exit)
         self._trained = 0  # samples of this rank since the buffers were merged
-        self._batch_norm: BatchNormSynchronizer | None = None
         epoch_loop, connector = trainer.fit_loop.epoch_loop, logger_connector(trainer)
         evaluations = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
         self._loops = (trainer.fit_loop, *evaluations, trainer.predict_loop)
         for loop in (epoch_loop, *evaluations):
             replace_results(loop, lambda training: results_class(training, self.batches, self._metrics))
-        self._replaced: list[Replaced] = []
-        self._before(connector, "on_batch_end", self._before_batch_end)
-        self._before(connector, "epoch_end_reached", self._at_end_of_data)
-        self._before(connector, "on_epoch_end", self._before_epoch_end)
+        self._exit.before(connector, "on_batch_end", self._before_batch_end)
+        self._exit.before(connector, "epoch_end_reached", self._at_end_of_data)
+        self._exit.before(connector, "on_epoch_end", self._before_epoch_end)
         for callback in trainer.callbacks:
             for name in MONITORED:
                 if hasattr(callback, name):
-                    self._before(callback, name, self._before_monitor)
+                    self._exit.before(callback, name, self._before_monitor)
         for loop in (trainer.fit_loop, epoch_loop):  # a hook before the first batch may have decided to stop
-            self._before(loop, "run", self.decide)
+            self._exit.before(loop, "run", self.decide)
         self._automatic = epoch_loop.automatic_optimization
         self._automatic.output_result_cls = _MayBeSkipped(self._automatic.output_result_cls)
-        self.predictions = Predictions(trainer, self.batches)
+        Predictions(trainer, self._exit)
 
     def close(self) -> None:
         """Give Lightning's objects, the user's loaders and the module's layers back; loaders' workers have ended."""
-        if self._batch_norm is not None:
-            self._batch_norm.close()
-        self.drawing.close()
-        self._metrics.close()
-        self._decisions.close()
-        self.predictions.close()
+        self._exit.close()
         for loop in self._loops:
             combined = loader_of(loop)
             if combined is not None:
                 combined.flattened = [_original(loader) for loader in combined.flattened]
-        for replaced in reversed(self._replaced):
-            replaced.undo()
         del self._automatic.output_result_cls
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,7 +120,8 @@ class Run:
 
     def synchronize_batch_norm(self) -> None:
         """The module's BatchNorm layers normalize by the whole batch from now on. A collective."""
-        self._batch_norm = BatchNormSynchronizer(self._model, counts=lambda: self.batches.has_samples)
+        layers = BatchNormSynchronizer(self._model, counts=lambda: not self.batches.is_padding)
+        self._exit.callback(layers.close)
 
     def begin_batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Note what this rank has of a batch; return the batch."""
@@ -147,13 +140,8 @@ class Run:
 
     def training_step(self, step: Callable[[], Any]) -> Any:
         """What ``training_step`` returns, and where that is nothing on any rank, what tells Lightning to go on."""
-        results = results_of(self._trainer)
-        if not results.is_in_batch:  # training_step(dataloader_iter)
-            self.batches.let_draw(self._loaders())
-            self._begin_batch(self._meets())
         output = step()
-        self.batches.settle()
-        if not results.joins_steps:
+        if not results_of(self._trainer).joins_steps:
             if output is None and self._is_automatic:
                 raise SkippedBatchError(without_loss(self._trainer, None))
             return output
@@ -196,12 +184,6 @@ class Run:
         if self._undo is not None:
             self._undo()
             self._undo = None
-            self._collections.end()
-
-    def end_prediction(self) -> None:
-        """``predict_step`` has returned."""
-        self.batches.settle()
-        self.end_batch()
 
     def _begin_batch(self, joins_steps: bool) -> None:
         self.end_batch()  # of one that a hook has skipped
@@ -209,7 +191,6 @@ class Run:
             results_of(self._trainer).begin_batch(joins_steps)
         if self.batches.is_padding:
             self._undo = remember(self._model, self._metrics)
-            self._collections.begin()
 
     def joint_loss(self, closure: Callable[[], Any]) -> Any:
         """The loss of the whole batch."""
@@ -221,7 +202,7 @@ class Run:
     def begin_training(self) -> None:
         """Callbacks that compare losses, of which Lightning's learning rate finder is one, look at whole batches."""
         for callback in filter(compares_losses, self._trainer.callbacks):
-            self._replaced.append(Replaced(callback, "on_train_batch_end", self._with_joint_loss))
+            self._exit.replace(callback, "on_train_batch_end", self._with_joint_loss)
 
     def _with_joint_loss(
         self, hook: Callable[..., None], trainer: Any, module: Any, outputs: Any, *args: Any, **kwargs: Any
@@ -287,27 +268,30 @@ class Run:
             refresh_metrics(self._trainer, results)
 
     def _at_end_of_data(self) -> None:
-        results = results_of(self._trainer)
-        results.join(ends=True)
-        if self._trainer.training:
-            refresh_metrics(self._trainer, results)
-            self.merge_buffers()
-            self.drawing.random_state.synchronize()
+        results, random_state = results_of(self._trainer), self.drawing.random_state
+        if not self._trainer.training:
+            results.join(ends=True)
+            return
+        (offered, *_) = results.join(ends=True, carried=[random_state.offer()])
+        random_state.accept(*offered)
+        refresh_metrics(self._trainer, results)
+        self.merge_buffers()
 
     def _before_epoch_end(self) -> None:
-        flags = results_of(self._trainer).join(self._decisions.flags(), ends=True)
-        results_of(self._trainer).end_pass()
+        results, random_state = results_of(self._trainer), self.drawing.random_state
         if self._trainer.training:
-            self._decisions.act(flags)
-            self.drawing.random_state.synchronize()
-            require_equal_replicas(self._model, f"at the end of epoch {self._trainer.current_epoch}")
+            own = [self._decisions.flags(), checksum_of_replica(self._model), random_state.offer()]
+            flags, checksums, (offered, *_) = zip(*results.join(ends=True, carried=own), strict=True)
+            self._decisions.act([any(raised) for raised in zip(*flags, strict=True)])
+            random_state.accept(offered)
+            if any(checksum != checksums[0] for checksum in checksums):
+                require_equal_replicas(self._model, f"at the end of epoch {self._trainer.current_epoch}")
+        else:
+            results.join(ends=True)
+        results.end_pass()
         for loader in self._loaders():
             if isinstance(loader, ShardedLoader):
                 loader.shares.clear()  # of batches that were fetched ahead, where a limit has ended the pass
-
-    def _before(self, owner: Any, name: str, first: Callable[[], None]) -> None:
-        """From now on until :meth:`close`, ``first`` is called before a method of Lightning's or of a callback."""
-        self._replaced.append(Replaced(owner, name, after(first)))
 
     def _loaders(self) -> list[Any]:
         combined = active_loader(self._trainer)

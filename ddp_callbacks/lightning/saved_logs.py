@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddp_callbacks.checkpoints import LocalStates
-from ddp_callbacks.lightning._lightning import load_results, result_states, set_accumulator
+from ddp_callbacks.lightning._lightning import load_results, result_states
 from ddp_callbacks.lightning.logs import JointResults
 
 
@@ -25,15 +25,11 @@ def load_logs(results: Any, states: LocalStates, trainer: Any, batches: int) -> 
     """
     joint = isinstance(results, JointResults)
     logged = _all_keys(states)
-    synced = load_results(results, logged, trainer.lightning_module, trainer.strategy.reduce, joint)
-    state = states.mine["pass"] or {"position": batches - 1, "samples": 0, "constants": {}}
+    synced = load_results(results, logged, trainer, joint)
     if joint:
+        state = states.mine["pass"] or {"position": batches - 1}
         results.synced = synced
-        results.load_pass_state(**(state if states.is_same_world else state | {"samples": 0}))
-        return
-    for key, constant in state["constants"].items():
-        if constant is not None and not constant["is_share"]:
-            set_accumulator(results[key], constant["accumulated"])
+        results.load_pass_state(state["position"], state["samples"] if states.is_same_world else 0)
 
 
 def _all_keys(states: LocalStates) -> dict[str, Any]:

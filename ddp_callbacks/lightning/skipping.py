@@ -110,7 +110,6 @@ class SkippingOnAll(Skipping):
         allows_none = Fault.NO_LOSS in self._faults
         traces = _Traces(self._trainer, self._metrics) if allows_none else None
         output = step()
-        self._batches.settle()
         faults = self._bad.agree(self._fault(output), self._batches.weight)
         if traces is not None and Fault.NO_LOSS in faults.values():
             traces.keep_common(faults.get(dist.get_rank()) == Fault.NO_LOSS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +20,7 @@ from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
-from ddp_callbacks.errors import Preempted
+from ddp_callbacks.errors import ConfigurationError, Preempted
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning._lightning import (
     PREPARE_DATA,
@@ -47,7 +48,7 @@ from ddp_callbacks.lightning.processes import (
     require_same_optimizers,
 )
 from ddp_callbacks.lightning.reductions import reduce
-from ddp_callbacks.lightning.replacement import Replaced
+from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.resumable import ResumableMixin
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
@@ -133,7 +134,8 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         self._divides = True  # use_distributed_sampler, as the user has it
         self._synchronizer: GradientSynchronizer | None = None
         self._local: LocalSteps | None = None  # in its place, if the gradients are not synchronized
-        self._met: list[Replaced] = []  # methods that are ours since the processes have met
+        self._met = Replacements()  # since the processes have met
+        self._exit = Replacements()  # of a run
         self._run: Run | None = None
         self._skipping: Skipping | None = None
         self._is_to_verify = False  # the next batch
@@ -168,9 +170,9 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         self.set_world_ranks()
         self._meet()
         self._let_prepare_data_alone()
-        self._end_meeting()
+        self._met.close()
         if self.world_size > 1:
-            self._met = [follow_rank_zero(self._trainer)]
+            follow_rank_zero(self._trainer, self._met)
         self.begin_resuming(self._trainer)
 
     # --- a run of the Trainer -----------------------------------------------------------------------------------------
@@ -187,6 +189,8 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         self._close()
         loaded, self._loaded = self._loaded, (None, "")
+        if self.world_size > 1 or self.resume is not None:
+            _refuse_steps_that_draw(self.lightning_module)
         if self.world_size > 1:
             require_same_checkpoint(*loaded)
             settings = {"batch_size": self._batch_size, "skip_batch": self._skip_batch}
@@ -194,16 +198,18 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         if self._trainer.state.fn == "fit":
             if self._sync == "every_step":
                 self._synchronizer = GradientSynchronizer(model, room=ROOM, **self._synchronizer_options)
+                self._exit.callback(self._synchronizer.close)
             else:
                 options = {name: self._synchronizer_options[name] for name in ("bucket_cap_mb", "compress")}
                 make = functools.partial(ParameterAverager, sync=self._sync, **options)
-                self._local = LocalSteps(self._trainer, model, make)
+                self._local = LocalSteps(self._trainer, model, make, self._exit)
         if self.world_size > 1:
             broadcast_parameters(model)
             weight = weight_function(self._weight, model) if self._trainer.state.fn != "predict" else None
             self._run = Run(
                 self._trainer, model, weight, self._reduction, self.results_class, self._local, self._synchronizer
             )
+            self._exit.callback(self._run.close)
             self._is_to_verify, self._losses = True, LossWatch()
             if self._syncs_batch_norm and not self._trainer.predicting:  # a rank then has whole batches
                 self._run.synchronize_batch_norm()
@@ -211,6 +217,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
             self._skipping = (
                 Skipping(self._trainer, self._skip_batch) if self._run is None else self._run.skipping(self._skip_batch)
             )
+            self._exit.callback(self._skipping.close)
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -224,7 +231,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         """End a run: hooks are removed, metrics and BatchNorm layers are as they were."""
         self._close()
         self.end_resuming()
-        self._end_meeting()
+        self._met.close()
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -285,7 +292,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         """As Lightning's."""
         output = super().predict_step(*args, **kwargs)
         if self._run is not None:
-            self._run.end_prediction()
+            self._run.end_batch()
         return output
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -377,7 +384,8 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
             "_local": None,
             "_run": None,
             "_skipping": None,
-            "_met": [],
+            "_met": Replacements(),
+            "_exit": Replacements(),
             "resume": None,
         }
         return state | ended
@@ -425,7 +433,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
     def _weighed(self, loss: torch.Tensor) -> Iterator[None]:
         synchronizer, run = self._synchronizer, self._run
         if run is not None:
-            run.batches.settle()
             self._losses.look(loss, run.batches.weight, f"step {self._trainer.global_step}")
         if self._local is not None:
             with self._local.backward(None if run is None else run.batches):
@@ -449,30 +456,23 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
             return
 
         def prepare_data(prepare: Callable[[], None]) -> None:
-            replaced.undo()
             with alone_in("prepare_data"):
                 prepare()
 
-        replaced = Replaced(data_connector(self._trainer), PREPARE_DATA, prepare_data)
-
-    def _end_meeting(self) -> None:
-        for replaced in self._met:
-            replaced.undo()
-        self._met = []
+        Replacements().replace_once(data_connector(self._trainer), PREPARE_DATA, prepare_data)
 
     def _close(self) -> None:
-        if self._synchronizer is not None:
-            self._synchronizer.close()
-            self._synchronizer = None
-        if self._skipping is not None:
-            self._skipping.close()
-            self._skipping = None
-        if self._run is not None:
-            self._run.close()
-            self._run = None
-        if self._local is not None:
-            self._local.close()
-            self._local = None
+        self._exit.close()
+        self._synchronizer = self._skipping = self._run = self._local = None
+
+
+def _refuse_steps_that_draw(module: Any) -> None:
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+            raise ConfigurationError(
+                f"{type(module).__name__}.{name}(dataloader_iter) draws batches that only it sees, so that several "
+                f"processes cannot weigh them, nor Resume tell where it was. Write {name}(batch, batch_idx)."
+            )
 
 
 def _require_same_run(trainer: Any, model: torch.nn.Module, of_strategy: dict[str, Any]) -> None:

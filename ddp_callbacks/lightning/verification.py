@@ -14,9 +14,8 @@ from ddp_callbacks.data.shares import WholeBatch
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning._lightning import before_transfer, own_transfer_hooks, silent_logger, silent_profiler
 from ddp_callbacks.lightning.batches import Batches
+from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.verification import Verify, check_first_batch
-
-_LOGGING = ("log", "log_dict")
 
 
 def verify_first_batch(
@@ -94,20 +93,13 @@ def _loss(output: Any) -> torch.Tensor:
 @contextmanager
 def _muted(trainer: Any, module: Any) -> Iterator[None]:
     """``self.log`` does nothing inside, loggers write nothing, and the profiler notes nothing."""
-    before = {name: module.__dict__[name] for name in _LOGGING if name in module.__dict__}
-    for name in _LOGGING:
-        module.__dict__[name] = _log_nothing
     loggers, profiler, package = trainer.loggers, trainer.profiler, trainer.strategy.package
     trainer.loggers = [silent_logger(package) for _ in loggers]
     trainer.profiler = silent_profiler(package)
-    try:
-        yield
-    finally:
-        trainer.loggers, trainer.profiler = loggers, profiler
-        for name in _LOGGING:
-            del module.__dict__[name]
-        module.__dict__.update(before)
-
-
-def _log_nothing(*_: Any, **__: Any) -> None:
-    pass
+    with Replacements() as muted:
+        for name in ("log", "log_dict"):
+            muted.replace(module, name, lambda *_, **__: None)
+        try:
+            yield
+        finally:
+            trainer.loggers, trainer.profiler = loggers, profiler

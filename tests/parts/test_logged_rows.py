@@ -11,7 +11,7 @@ from ddp_callbacks.lightning.rows import Row, decode, encode, join
 
 
 def row(value: float, weight: float, size: float, given: bool = False, padding: bool = False) -> Row:
-    return Row("loss", 0, weight, size, given, size == weight, padding, torch.tensor(value))
+    return Row("loss", 0, weight, size, given, padding, torch.tensor(value))
 
 
 NAN = float("nan")
@@ -35,14 +35,14 @@ def test_the_rows_of_all_ranks_become_the_value_of_the_whole_batch(name: str) ->
     """Logged values equal a calculation by hand."""
     operation, ranks, expected = CASES[name]
     encoded = [encode(rows) for rows in ranks]
-    assert [tensor.shape for _, tensor in encoded] == [(len(rows), 8) for rows in ranks]
+    assert [tensor.shape for _, tensor in encoded] == [(len(rows), 7) for rows in ranks]
     (found,) = join([decode(*each) for each in encoded], lambda _: operation)
     assert (found.value, found.size) == pytest.approx(expected)
 
 
 def test_batches_come_in_order_and_calls_in_one_batch_apart() -> None:
     def rows(*positions: int) -> list[Row]:
-        return [Row("loss", at, 1.0, 1.0, False, True, False, float(at + 10 * n)) for n, at in enumerate(positions)]
+        return [Row("loss", at, 1.0, 1.0, False, False, float(at + 10 * n)) for n, at in enumerate(positions)]
 
     found: list[Any] = join([rows(0, 1, 1), rows(0, 1, 1, 2)], lambda _: "sum")
     assert [joined.value for joined in found] == [0.0, 22.0, 42.0, 32.0]

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from ddp_callbacks import CrossEntropyWeight
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.lightning.batches import Batches
 
 CLASSES = 5
 CRITERIA: dict[str, Any] = {
@@ -51,14 +50,12 @@ def of(**criteria: nn.Module) -> CrossEntropyWeight:
 
 
 of_batch = CrossEntropyWeight()
-drawing = Batches(len, exchange=None)  # type: ignore[arg-type]
 REFUSED: dict[str, Any] = {
     r"a tuple whose second entry is the targets, or a mapping .* got a tuple": lambda: of_batch((torch.zeros(2),)),
     r"got a mapping of x.* Give CrossEntropyWeight": lambda: of_batch({"x": torch.zeros(2)}),
     r"must be a tensor of class indices, got torch.float32": lambda: of_batch((torch.zeros(2), torch.zeros(2, 3))),
     r"must be a tensor of class indices, got list": lambda: of_batch((torch.zeros(2), [1, 2])),
     r"among the modules of Module, which has none. Give weight=": of,
-    r"weight= needs the batch of each step, but training_step.dataloader_iter.": lambda: drawing.let_draw([]),
     r"which has first, second": lambda: of(first=nn.CrossEntropyLoss(), second=nn.NLLLoss()),
     r"must be nn.CrossEntropyLoss or nn.NLLLoss, got MSELoss": lambda: CrossEntropyWeight(nn.MSELoss()),
 }

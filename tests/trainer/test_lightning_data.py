@@ -292,12 +292,15 @@ def test_prediction_writers_get_each_row_once_with_its_index() -> None:
 class Fetches(Net):
     def predict_step(self, dataloader_iter: Any) -> Any:
         (x, _), _, _ = next(dataloader_iter)
-        return self(x), [type(value).__name__ for value in x], x
+        return self(x)
 
 
-@WORLD.as_on_one()
-def test_predictions_of_a_step_that_draws_itself_are_whole(strategy: str) -> Any:
-    return trainer(strategy).predict(Fetches(), loader(11, 5, 3))
+@WORLD.on(TWO)
+def test_a_step_that_draws_itself_is_refused_with_the_remedy() -> None:
+    """A step that draws its batches itself is refused."""
+    said = message_of(lambda: trainer(OURS).predict(Fetches(), loader(11, 5, 3)))
+    assert said.startswith("ConfigurationError: Fetches.predict_step(dataloader_iter) draws batches that only it sees")
+    assert said.endswith("Write predict_step(batch, batch_idx).")
 
 
 # --- loaders with a state ---------------------------------------------------------------------------------------------

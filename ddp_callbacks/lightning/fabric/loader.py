@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import Share, common_size
 
-
-class Listener(Protocol):
-    """Who hears of the passes over loaders. ``running`` stands for the pass; see :class:`WatchedLoader`."""
-
-    def begin_pass(self) -> None:
-        """A pass over a divided loader begins. A collective."""
-
-    def draw(self, running: object, batch: Any, share: Share) -> None:
-        """A batch was drawn. Local."""
-
-    def complete_pass(self) -> None:
-        """A pass over a divided loader has come to its end. A collective."""
-
-    def leave(self, running: object) -> None:
-        """A pass has ended, or the loop has left it. Local."""
+if TYPE_CHECKING:
+    from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin
 
 
 class WatchedLoader:
@@ -35,14 +22,18 @@ class WatchedLoader:
         loader: The user's.
         divide: Makes this rank's part of it, for a least number of samples. A collective.
         needed: That number, when a pass begins: it depends on the models, and whether they train.
-        listener: Hears of each batch.
+        strategy: Hears of each batch.
     """
 
     def __init__(
-        self, loader: Any, divide: Callable[[Any, int], Any], needed: Callable[[Any], int], listener: Listener
+        self,
+        loader: Any,
+        divide: Callable[[Any, int], Any],
+        needed: Callable[[Any], int],
+        strategy: CallbackFabricMixin,
     ) -> None:
         self.__dict__.update(vars(loader))
-        self._of_user, self._divide, self._needed, self._listener = loader, divide, needed, listener
+        self._of_user, self._divide, self._needed, self._strategy = loader, divide, needed, strategy
         self._at_least = 1
         self._part = divide(loader, 1)
 
@@ -55,14 +46,14 @@ class WatchedLoader:
             self._at_least, self._part = at_least, self._divide(self._of_user, at_least)
         is_divided, running = isinstance(self._part, ShardedLoader), object()
         if is_divided:
-            self._listener.begin_pass()
+            self._strategy.begin_pass()
         batches = iter(self._part)
         try:
             for batch in batches:
                 share = batches.take_share() if isinstance(batches, ShardedIterator) else None
-                self._listener.draw(running, batch, share or Share(common_size(batch) or 1, None))
+                self._strategy.draw(running, batch, share or Share(common_size(batch) or 1, None))
                 yield batch
         finally:
-            self._listener.leave(running)
+            self._strategy.leave(running)
         if isinstance(batches, ShardedIterator):
-            self._listener.complete_pass()
+            self._strategy.complete_pass()

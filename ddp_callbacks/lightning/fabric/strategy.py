@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -20,7 +19,7 @@ from ddp_callbacks.data.nested import name_of
 from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
 from ddp_callbacks.data.shares import BatchSize, Share
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning._lightning import is_to_divide, require_fabric
+from ddp_callbacks.lightning._lightning import require_fabric
 from ddp_callbacks.lightning.batches import (
     Reduction,
     Weight,
@@ -48,7 +47,6 @@ class CallbackFabricMixin(ProcessesMixin):
 
     package: str
     user = "Fabric"
-    distributed_sampler_kwargs = None  # Fabric puts no DistributedSampler into loaders; they are divided here
     add_worker_init_fn: Callable[[object, int], None]
     interactive: bool
 
@@ -93,6 +91,7 @@ class CallbackFabricMixin(ProcessesMixin):
         self._backward_sync_control = _SyncControl()
         self._batches = BatchesInHand()
         self._traces = Traces()
+        self._divides_next = False  # the loader that Fabric sets up
         self._open: set[object] = set()  # passes over loaders that run
         self._last = Share(1, None)
         self._weights = (1.0, 1.0)  # of the last backward
@@ -173,9 +172,14 @@ class CallbackFabricMixin(ProcessesMixin):
 
     # --- loaders ------------------------------------------------------------------------------------------------------
 
+    @property
+    def distributed_sampler_kwargs(self) -> None:
+        """No ``DistributedSampler`` for loaders. Fabric asks unless ``use_distributed_sampler=False``."""
+        self._divides_next = True
+
     def process_dataloader(self, dataloader: Any) -> Any:
         """This rank's part of a loader. A collective."""
-        divides = is_to_divide(sys._getframe(1)) and self.world_size > 1
+        divides, self._divides_next = self._divides_next and self.world_size > 1, False
         if divides and isinstance(getattr(dataloader, "dataset", None), IterableDataset):
             self._seed_workers_alike(dataloader)
         return WatchedLoader(dataloader, self._divide if divides else _leave, self._needed, self)
