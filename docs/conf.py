@@ -6,8 +6,9 @@ import inspect
 import io
 import os
 import re
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from pydoc import locate
 from typing import Any
@@ -27,9 +28,19 @@ project = "ddp_callbacks"
 release = version = ddp_callbacks.__version__
 copyright = "the authors of ddp_callbacks"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+if os.environ.get("INTERSPHINX"):  # links into the references of others: their inventories need the network
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+        "lightning": ("https://lightning.ai/docs/pytorch/stable", None),
+    }
 exclude_patterns = ["_build"]
 html_theme = "furo"
-html_title = "ddp_callbacks"
+html_title = f"ddp_callbacks {release}"
+if versions := os.environ.get("DOCS_VERSIONS"):  # the folders of the site, one for each release: "v0.1.0 v0.2.0"
+    links = (f'<a href="{os.environ.get("DOCS_ROOT", ".")}/{name}/index.html">{name}</a>' for name in versions.split())
+    html_theme_options = {"announcement": "Releases: " + " ".join(links)}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["copy.js"]
@@ -115,18 +126,50 @@ def link_to_pages_of_files(app: Sphinx, docname: str, source: list[str]) -> None
 
 
 def add_summary(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Begin the pages of the API with a table of what they describe."""
+    """Begin the pages of the API with a table of what they describe, and where a page shows it at work."""
     names = re.findall(r"^\.\. auto(?:class|function):: (\S+)", source[0], re.MULTILINE)
     if names and docname.startswith("reference/api/"):
-        table = "\n".join(
-            ["| | |", "|---|---|", *(f"| {{py:obj}}`~{name}` | {_first_sentence(name)} |" for name in names)]
-        )
+        shown = examples()
+        rows = (f"| {{py:obj}}`~{name}` | {_first_sentence(name)} | {shown.get(name, '')} |" for name in names)
+        table = "\n".join(["| | | |", "|---|---|---|", *rows])
         source[0] = re.sub(r"\n(?=## |```)", lambda _: f"\n{table}\n\n", source[0], count=1)
 
 
 def _first_sentence(name: str) -> str:
     text = " ".join((inspect.getdoc(locate(name)) or "").partition("\n\n")[0].split())
-    return re.sub(r":\w+:`[~.]*([^`]*)`", r"`\1`", text.replace("``", "`")).replace("|", "\\|")
+    text = re.sub(r":\w+:`[~.]*([^`<]*?)(?: <[^`]*>)?`", r"`\1`", text.replace("``", "`"))
+    return text.replace("|", "\\|")
+
+
+_PART = r"^#{1,4} (?P<heading>[^\n]+)$|^```(?P<language>[^\n]*)\n(?P<code>.*?)^```"
+
+
+@cache
+def examples() -> dict[str, str]:
+    """A link to the first part of a page whose code imports it, by dotted name."""
+    found: dict[str, str] = {}
+    for page in [
+        path for folder in ("how_to", "tutorials", "explanation") for path in sorted((DOCS / folder).glob("*.md"))
+    ]:
+        title = anchor = ""
+        for part in re.finditer(_PART, _visible(page), re.MULTILINE | re.DOTALL):
+            if heading := part["heading"]:
+                title, anchor = title or heading, re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            elif part["language"] in ("python", "diff"):
+                link = f"[{title}](../../{page.relative_to(DOCS)}#{anchor})"
+                found = dict.fromkeys(_imported(part["code"]), link) | found
+    return found
+
+
+def _visible(page: Path) -> str:
+    return re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+
+
+def _imported(code: str) -> Iterator[str]:
+    """What a program, or the new lines of a diff, imports from the package."""
+    code = re.sub(r"^[+] ?", "", code, flags=re.MULTILINE)
+    for module, some, one in re.findall(r"^from (ddp_callbacks[\w.]*) import (?:\(([^)]*)\)|(.+))", code, re.MULTILINE):
+        yield from (f"{module}.{name}" for name in re.findall(r"\w+", some or one))
 
 
 class Help(SphinxDirective):

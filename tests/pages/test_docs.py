@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import runpy
 import shutil
 import tomllib
 from collections.abc import Iterator
@@ -236,6 +237,16 @@ def test_public_names_are_described_with_all_their_parameters(name: str, thing: 
     named = [parameter for parameter in parameters if parameter not in ("self", "cls")]
     missing = [parameter for parameter in named if not re.search(rf"(?<!\w){re.escape(parameter)}\b", text)]
     assert not missing, f"{name} does not say what {missing} are"
+
+
+def test_each_public_class_is_shown_at_work() -> None:
+    """The reference links each public class to code that uses it."""
+    pytest.importorskip("sphinx")
+    shown = runpy.run_path(str(DOCS / "conf.py"))["examples"]()
+    modules = (ddp_callbacks, ddp_callbacks.torchbearer, ddp_callbacks.lightning)
+    public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
+    classes = {name for name in public if inspect.isclass(_find(name))} - {"ddp_callbacks.Share"}  # nobody makes one
+    assert classes <= set(shown), classes - set(shown)
 
 
 PACKAGE = ROOT / "ddp_callbacks"
