@@ -6,7 +6,7 @@ import inspect
 import io
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from functools import cache, partial
 from pathlib import Path
