@@ -218,7 +218,7 @@ def add_flags(parser: ArgumentParser, environ: Mapping[str, str], show_all: bool
             flag.add_to(group, _default(flag, environ), show_all or flag.usual)
     for refused in REFUSED:
         spellings = [refused] if refused.count("-") < 3 else [refused, "--" + refused[2:].replace("-", "_")]
-        parser.add_argument(*spellings, action=_Refuse, nargs=0, help=SUPPRESS, dest="refused")
+        parser.add_argument(*spellings, action=_Refuse, nargs="?", help=SUPPRESS, dest="refused")
 
 
 def add_some(parser: ArgumentParser, flags: Iterable[Flag]) -> None:
