@@ -95,8 +95,7 @@ def _loss(output: Any) -> torch.Tensor:
 def _muted(trainer: Any, module: Any) -> Iterator[None]:
     """``self.log`` does nothing inside, loggers write nothing, and the profiler notes nothing."""
     before = {name: module.__dict__[name] for name in _LOGGING if name in module.__dict__}
-    for name in _LOGGING:
-        module.__dict__[name] = _log_nothing
+    module.__dict__.update(dict.fromkeys(_LOGGING, _log_nothing))
     loggers, profiler, package = trainer.loggers, trainer.profiler, trainer.strategy.package
     trainer.loggers = [silent_logger(package) for _ in loggers]
     trainer.profiler = silent_profiler(package)
