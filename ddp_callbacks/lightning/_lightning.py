@@ -35,7 +35,7 @@ SHOULD_VALIDATE = "_should_check_val_fx"  # of the training epoch loop
 _MAX_SIZE = "_MaxSize"  # an iterator over several loaders
 
 PRIVATE = (
-    "core.module:LightningModule.__init__ uses _trainer",
+    "core.module:LightningModule.__init__ uses _trainer, _current_fx_name",
     "core.module:LightningModule._on_before_batch_transfer(self, batch)",
     "core.optimizer:LightningOptimizer.__init__ uses _optimizer",
     # the Trainer
@@ -247,6 +247,11 @@ def accelerator_connector(trainer: Any) -> Any:
 def trainer_of(module: Any) -> Any:
     """The Trainer that runs a module, or has run it last; ``None`` if none has."""
     return vars(module).get("_trainer")
+
+
+def is_asked_by_loop(trainer: Any) -> bool:
+    """Whether a loop has called ``strategy.batch_to_device``, not a hook of the user's."""
+    return bool(trainer.lightning_module._current_fx_name == "batch_to_device")
 
 
 def before_transfer(module: Any, batch: Any) -> Any:

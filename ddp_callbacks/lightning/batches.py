@@ -153,7 +153,7 @@ class Batches:
         else:
             size = common_size(batch)
             share = Share(1 if size is None else size, None)
-        weight = self._own_weight(batch, share) if has_loss else float(share.local)
+        weight = weigh(batch, share, self._weight_of, "mean")[0] if has_loss else float(share.local)
         self._set(share, weight, self._total(weight, share, training))
 
     def weigh(self, batch: Any, share: Share) -> tuple[float, float | None]:
@@ -162,9 +162,6 @@ class Batches:
 
     def _set(self, share: Share, weight: float, total: float | None) -> None:
         self.share, self.weight, self.total = share, weight, total
-
-    def _own_weight(self, batch: Any, share: Share) -> float:
-        return weigh(batch, share, self._weight_of, "mean")[0]
 
     def _total(self, weight: float, share: Share, training: bool) -> float | None:
         """The sum of the ranks' weights, if it is wanted. A collective in training, if the loaders do not tell it."""

@@ -173,6 +173,7 @@ class Fit:
                 self._set_loader("train", index, loader)  # Lightning has begun a pass
         own_state.put_back(self._trainer, self._states(), self._saved.shared)
         forget_loaders(self._trainer)
+        self._saved = None  # it is as large as the model and its optimizer
 
     def _states(self) -> LocalStates:
         assert self._saved is not None

@@ -19,6 +19,7 @@ from ddp_callbacks.lightning._lightning import (
     active_loader,
     compares_losses,
     follows_step,
+    is_asked_by_loop,
     loader_of,
     loaders_of_batch,
     logger_connector,
@@ -125,9 +126,8 @@ class Run:
 
     def begin_batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Note what this rank has of a batch; return the batch."""
-        results = results_of(self._trainer)
-        if results is not None and results.is_in_batch:
-            return batch  # it is not the loop that asks
+        if not is_asked_by_loop(self._trainer):
+            return batch
         training = self._trainer.training
         combined = active_loader(self._trainer)
         loaders = loaders_of_batch(combined, dataloader_idx)

@@ -110,6 +110,8 @@ def test_every_flag_of_torchrun_has_its_meaning_or_is_refused_by_name() -> None:
             if action.dest not in TAKEN:
                 with pytest.raises(ConfigurationError, match=rf"^ddprun has no {spelling}: \w"):
                     plan(spelling, "x", "train.py")
+                with pytest.raises(ConfigurationError, match=rf"^ddprun has no {spelling}: \w"):
+                    plan(f"{spelling}=x", "train.py")
                 continue
             value, name, expected = TAKEN[action.dest]
             made = plan(spelling, *([value] if value else []), "train.py")

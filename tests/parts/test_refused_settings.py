@@ -171,6 +171,7 @@ DDPRUN: list[Row] = [
         "ddprun has no --node-rank: start ddprun once, for all nodes (-H or",
     ),
     ("-n 2 t.py", "ddprun has no -n: write --nproc-per-node N."),
+    ("-n2 t.py", "ddprun has no -n: write --nproc-per-node N."),
     ("--bind socket t.py", "argument --bind: takes none, core, numa, got 'socket'. See ddprun --help."),
     (
         "-H a -x CUDA_VISIBLE_DEVICES=GPU-7ef t.py",

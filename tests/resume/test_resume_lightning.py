@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import gc
 import importlib
 import inspect
 import os
@@ -155,6 +156,28 @@ def test_a_cut_in_the_sanity_check_of_a_run_that_goes_on_loses_nothing(tmp_path:
     assert second["global_step"] == whole["global_step"] == 8
     assert_equal(first["logged"] + second["logged"], whole["logged"][6:], 0.0)
     assert_equal(second["parameters"], whole["parameters"], 0.0)
+
+
+class Wide(Net):
+    """Counts the tensors of the size of a large one, in its last step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = torch.nn.Parameter(torch.zeros(54_321))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+        self.count = sum(each.numel() == 54_321 for each in tensors)
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_file_that_a_fit_goes_on_from_does_not_stay_in_memory(tmp_path: Path) -> None:
+    whole, module = Wide(), Wide()
+    fit(tmp_path / "whole.ckpt", module=whole)
+    fit(tmp_path / "run.ckpt", 3, module=module)
+    fit(tmp_path / "run.ckpt", module=module)
+    assert module.count == whole.count
 
 
 def test_a_fast_dev_run_writes_nothing(tmp_path: Path) -> None:

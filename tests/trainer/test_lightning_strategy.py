@@ -36,6 +36,20 @@ WORLD = Bodies(__name__, quiet)
 # --- what the strategy is asked ---------------------------------------------------------------------------------------
 
 
+def move(made: pl.Trainer, *_: Any) -> None:
+    """Rank 0 moves a batch of its own to its device, as callbacks do that show samples."""
+    if made.is_global_zero:
+        made.strategy.batch_to_device(data(3).tensors)
+
+
+@WORLD.as_on_one()
+def test_a_hook_may_move_a_batch_of_its_own_to_the_device(strategy: str) -> Any:
+    hooks: Any = dict.fromkeys(
+        ["on_fit_start", "on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end"], move
+    )
+    return fit(strategy, callbacks=[LambdaCallback(**hooks)])
+
+
 @WORLD.on(TWO)
 def test_the_strategy_answers_exactly_and_alike_on_all_ranks() -> None:
     """`strategy.reduce`, decisions and `broadcast` are exact; unequal `all_gather` raises."""
