@@ -111,16 +111,14 @@ def count_of_tensors(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-def shared_storage(fd: int, nbytes: int) -> torch.UntypedStorage:
-    """Map the memory behind a file descriptor, as torch does for tensors from other processes."""
+def shared_storage(fd: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
+    """Map the memory behind a file descriptor, as torch does for tensors from other processes.
+
+    Returns:
+        The storage, and the descriptor that it keeps, with which other processes can open it.
+    """
     storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
-    return storage
-
-
-def descriptor_of(storage: torch.UntypedStorage) -> int:
-    """The file descriptor with which other processes can open a shared storage."""
-    fd: int = storage._share_fd_cpu_()[0]
-    return fd
+    return storage, storage._share_fd_cpu_()[0]
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -42,7 +42,6 @@ DOING = "gradients that are summed beside backward"
 CHUNK_NBYTES = 4 << 20
 """The size of a shard that is worth a sum by itself; with less, gloo's ring runs short of work."""
 
-_MOMENT = 1e-3  # seconds of the usual wait
 _MAX_CHUNKS = 8  # of a sum: an inbox has room for a limited number of sums under way, and each chunk is one
 
 
@@ -110,8 +109,7 @@ class HierarchicalWork:
 
     def wait(self) -> None:
         """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
-        if not self.wait_slice(_MOMENT):
-            wait(self, self.posted.doing, alive(self.group))
+        wait(self, self.posted.doing, alive(self.group))
         self.gathered.result()
         self.memory.finish(self.posted)
 
