@@ -143,11 +143,6 @@ def non_persistent_buffers(layer: torch.nn.Module) -> set[str]:
     return layer._non_persistent_buffers_set
 
 
-def replace_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> None:
-    """Replace the batch sampler of a fresh copy of a loader; ``DataLoader`` refuses this after construction."""
-    loader.__dict__.update(batch_sampler=batch_sampler, _iterator=None, in_order=True)
-
-
 def copied_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A copy with workers of its own: it keeps the user's class and options."""
     copied = copy.copy(loader)
@@ -155,14 +150,9 @@ def copied_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     return copied
 
 
-def replace_sampler(loader: DataLoader[Any], sampler: Any) -> None:
-    """As :func:`replace_batch_sampler`, of a loader that has none."""
-    loader.__dict__.update(sampler=sampler, in_order=True)
-
-
-def start_workers_for_each_pass(loader: DataLoader[Any]) -> None:
-    """Take ``persistent_workers`` from a copy of a loader; ``DataLoader`` refuses this after construction."""
-    loader.__dict__.update(persistent_workers=False)
+def override(loader: DataLoader[Any], **attributes: Any) -> None:
+    """Change attributes of a copy of a loader; ``DataLoader`` refuses this after construction."""
+    loader.__dict__.update(attributes)
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:

@@ -26,7 +26,7 @@ from torch.utils.data import (
     IterableDataset,
 )
 
-from ddp_callbacks._torch import copied_loader, keeps_iterator, replace_batch_sampler, replace_sampler
+from ddp_callbacks._torch import copied_loader, keeps_iterator, override
 from ddp_callbacks.data.global_state import digest_of
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.nested import name_of, undividable
@@ -127,8 +127,8 @@ class Part:
         self.sources = (loader, sampler, getattr(sampler, "sampler", None))
         self.has_batches = loader.batch_sampler is not None or isinstance(sampler, BatchSampler)
         self.loader = copied_loader(loader)
-        replace = replace_sampler if loader.batch_sampler is None else replace_batch_sampler
-        replace(self.loader, _Sampler(self))
+        kind = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        override(self.loader, **{kind: _Sampler(self)}, in_order=True)
         if self.rank and division != "own":
             self.loader.generator = None  # the workers' seeds come from this rank's random state
         self.keeps_indices = False

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_callbacks._torch import copied_loader, keeps_iterator, start_workers_for_each_pass
+from ddp_callbacks._torch import copied_loader, keeps_iterator, override
 from ddp_callbacks.data.before_loading import has_state, used_of
 from ddp_callbacks.data.global_state import RandomStates, plain_state, states_of_generators
 from ddp_callbacks.data.nested import arrays_in, length_of, name_of
@@ -141,7 +141,7 @@ def resumable_whole(loader: Any, group: dist.ProcessGroup | None, per_step: int)
     if isinstance(loader, DataLoader):
         whole.loader = copied_loader(loader)
         if not is_stateful:
-            start_workers_for_each_pass(whole.loader)  # or what they draw would depend on earlier passes
+            override(whole.loader, persistent_workers=False)  # or what workers draw would depend on earlier passes
     return whole
 
 
