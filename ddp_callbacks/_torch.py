@@ -111,16 +111,14 @@ def count_of_tensors(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-def shared_storage(fd: int, nbytes: int) -> torch.UntypedStorage:
-    """Map the memory behind a file descriptor, as torch does for tensors from other processes."""
+def shared_storage(fd: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
+    """Map the memory behind a file descriptor, as torch does for tensors from other processes.
+
+    Returns:
+        The storage, and the descriptor that it keeps, with which other processes can open it.
+    """
     storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
-    return storage
-
-
-def descriptor_of(storage: torch.UntypedStorage) -> int:
-    """The file descriptor with which other processes can open a shared storage."""
-    fd: int = storage._share_fd_cpu_()[0]
-    return fd
+    return storage, storage._share_fd_cpu_()[0]
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -145,11 +143,6 @@ def non_persistent_buffers(layer: torch.nn.Module) -> set[str]:
     return layer._non_persistent_buffers_set
 
 
-def replace_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> None:
-    """Replace the batch sampler of a fresh copy of a loader; ``DataLoader`` refuses this after construction."""
-    loader.__dict__.update(batch_sampler=batch_sampler, _iterator=None, in_order=True)
-
-
 def copied_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A copy with workers of its own: it keeps the user's class and options."""
     copied = copy.copy(loader)
@@ -157,14 +150,9 @@ def copied_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     return copied
 
 
-def replace_sampler(loader: DataLoader[Any], sampler: Any) -> None:
-    """As :func:`replace_batch_sampler`, of a loader that has none."""
-    loader.__dict__.update(sampler=sampler, in_order=True)
-
-
-def start_workers_for_each_pass(loader: DataLoader[Any]) -> None:
-    """Take ``persistent_workers`` from a copy of a loader; ``DataLoader`` refuses this after construction."""
-    loader.__dict__.update(persistent_workers=False)
+def override(loader: DataLoader[Any], **attributes: Any) -> None:
+    """Change attributes of a copy of a loader; ``DataLoader`` refuses this after construction."""
+    loader.__dict__.update(attributes)
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:

@@ -58,9 +58,7 @@ def any_rank(flag: bool, doing: str, group: dist.ProcessGroup | None = None) -> 
     Raises:
         PeerError: Another rank failed, died or went silent.
     """
-    if get_world_size(group) == 1:
-        return flag
-    return any(map(any, all_gather_bytes(bytes([flag]), doing, group)))
+    return any(all_gather_json(bool(flag), doing, group))
 
 
 def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None = None) -> torch.Tensor:

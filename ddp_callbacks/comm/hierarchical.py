@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,13 +37,11 @@ from ddp_callbacks.comm.shared_memory import ALIGNMENT, SharedMemoryAllReduce, S
 from ddp_callbacks.process_group.failures import enter, wait
 from ddp_callbacks.process_group.presence import OWN_THREADS
 
-P = ParamSpec("P")
 T = TypeVar("T")
 DOING = "gradients that are summed beside backward"
 CHUNK_NBYTES = 4 << 20
 """The size of a shard that is worth a sum by itself; with less, gloo's ring runs short of work."""
 
-_MOMENT = 1e-3  # seconds of the usual wait
 _MAX_CHUNKS = 8  # of a sum: an inbox has room for a limited number of sums under way, and each chunk is one
 
 
@@ -69,8 +68,8 @@ class HierarchicalAllReduce:
 
     def _launch(self, chunk: torch.Tensor, doing: str) -> HierarchicalWork:
         posted = self._memory.post(chunk, doing)
-        sent = self._between.reduce.submit(self._reduce, posted)
-        gathered = self._between.gather.submit(self._gather, posted, sent)
+        sent = self._between.reduce.submit(partial(self._reduce, posted))
+        gathered = self._between.gather.submit(partial(self._gather, posted, sent))
         return HierarchicalWork(self._memory, posted, gathered, self._between.group)
 
     def _reduce(self, posted: SharedMemoryWork) -> ProcessGroupWork | None:
@@ -110,8 +109,7 @@ class HierarchicalWork:
 
     def wait(self) -> None:
         """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
-        if not self.wait_slice(_MOMENT):
-            wait(self, self.posted.doing, alive(self.group))
+        wait(self, self.posted.doing, alive(self.group))
         self.gathered.result()
         self.memory.finish(self.posted)
 
@@ -139,25 +137,22 @@ class Worker:
     """Runs calls one after the other, in a daemon thread, which cannot keep the process alive."""
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True).start()
         weakref.finalize(self, self._calls.put, None).atexit = False
 
-    def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call ``function`` in the thread."""
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Make a call in the thread."""
         future: Future[T] = Future()
-
-        def call() -> None:
-            try:
-                future.set_result(function(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._calls.put(call)
+        self._calls.put((call, future))
         return future
 
 
-def _run(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (call := calls.get()) is not None:
-        call()
-        del call  # its tensors
+def _run(calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+    while (item := calls.get()) is not None:
+        call, future = item
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        del item, call, future  # their tensors

@@ -14,7 +14,7 @@ import os
 import torch
 
 from ddp_callbacks import environment
-from ddp_callbacks._torch import descriptor_of, outside_inference_mode, shared_storage
+from ddp_callbacks._torch import outside_inference_mode, shared_storage
 from ddp_callbacks.errors import ConfigurationError
 
 SWITCH = "DDP_CALLBACKS_SHARED_MEMORY"
@@ -50,7 +50,7 @@ def allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Segment]:
         try:
             os.ftruncate(fd, nbytes)
             # As torch does for tensors that it sends to other processes: so it can send this one without moving it.
-            storage = shared_storage(fd, nbytes)
+            storage, kept = shared_storage(fd, nbytes)
         finally:
             os.close(fd)
     except (OSError, RuntimeError) as error:
@@ -58,8 +58,7 @@ def allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Segment]:
             f"no shared memory of {nbytes} bytes for gradients: {error}. Raise that limit (ulimit -n), or set "
             f"{SWITCH}=0 to sum through gloo."
         ) from error
-    fd = descriptor_of(storage)
-    return torch.empty(0, dtype=dtype).set_(storage)[:numel], (os.fstat(fd).st_ino, fd)
+    return torch.empty(0, dtype=dtype).set_(storage)[:numel], (os.fstat(kept).st_ino, kept)
 
 
 def map_bytes(pid: int, fd: int) -> torch.Tensor:

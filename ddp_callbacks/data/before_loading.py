@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from ddp_callbacks._torch import copied_loader, keeps_iterator, replace_batch_sampler, replace_sampler
+from ddp_callbacks._torch import copied_loader, keeps_iterator, override
 from ddp_callbacks.data.global_state import digest_of
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source
 from ddp_callbacks.data.nested import has_state, name_of, undividable
@@ -86,8 +86,8 @@ class Part(Source):
         sources = (loader, self.sampler, getattr(self.sampler, "sampler", None))
         super().__init__(copied_loader(loader), sources, divider, group)
         self.has_batches = loader.batch_sampler is not None or isinstance(self.sampler, BatchSampler)
-        replace = replace_sampler if loader.batch_sampler is None else replace_batch_sampler
-        replace(self.loader, self)
+        kind = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        override(self.loader, **{kind: self}, in_order=True)
         self.is_own = divider.division == "own"
         if divider.rank and not self.is_own:
             self.loader.generator = None  # the workers' seeds come from this rank's random state

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ddp_callbacks._torch import copied_loader, keeps_iterator, start_workers_for_each_pass
+from ddp_callbacks._torch import copied_loader, keeps_iterator, override
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.data.global_state import RandomStates, states_of_generators
@@ -126,7 +126,7 @@ class Whole(Source):
                 )
             loader = copied_loader(loader)
             if not self.is_stateful:
-                start_workers_for_each_pass(loader)  # or what they draw would depend on earlier passes
+                override(loader, persistent_workers=False)  # or what workers draw would depend on earlier passes
         super().__init__(loader, sources, divider, group)
 
     def iterate(self, shares: deque[Share]) -> ShardedIterator:

@@ -42,7 +42,7 @@ class Reducer:
         weighing: The weights of this rank's backwards.
         rounds: How many synchronizations are complete.
         outgoing: The numbers that travel with the next synchronization.
-        carried: The numbers of all ranks that traveled with the last one, float64 of shape ``[world size, room]``.
+        carried: The numbers of all ranks that traveled with one last, by rank.
 
     Args:
         room: How many numbers of each rank can travel along.
@@ -62,8 +62,8 @@ class Reducer:
         self._sums, self._group = sums, sums.group
         self.weighing = Weighing(self.parameters, self.used, self._group.size())
         self.rounds = 0
-        self.outgoing: array[float] | None = None
-        self.carried = torch.zeros(0, room, dtype=torch.float64)
+        self.outgoing: Sequence[float] | None = None
+        self.carried: list[list[float]] = []
         assigned = assign_buckets(dense, bucket_cap_mb)
         self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), 1 + room)
         self.buckets = [
@@ -149,8 +149,8 @@ class Reducer:
     def _message(self) -> torch.Tensor:
         """This rank's metadata."""
         dirty = [bucket.is_dirty for bucket in self.buckets]
-        room = self.carried.shape[1]
-        numbers = array("d", [self.weighing.weight]) + (self.outgoing or array("d", bytes(8 * room)))
+        outgoing = [0.0] * (self._format.numbers - 1) if self.outgoing is None else self.outgoing
+        numbers = array("d", [self.weighing.weight, *outgoing])
         return self._format.encode(Metadata(self._trained(), dirty, self.used), numbers)
 
     def _trained(self) -> float:
@@ -177,8 +177,9 @@ class Reducer:
             message = all_reduce(self._message(), "the metadata of the gradients", self._group)
         metadata, numbers = self._format.decode(message)
         if self.outgoing is not None:
-            by_rank = torch.frombuffer(numbers, dtype=torch.float64).view(-1, self._format.numbers)
-            self.carried, self.outgoing = by_rank[:, 1:].clone(), None
+            width = self._format.numbers
+            self.carried = [numbers[at + 1 : at + width].tolist() for at in range(0, len(numbers), width)]
+            self.outgoing = None
         return metadata, numbers
 
     def _send_rest(self, filled: list[Bucket], dirty: list[bool]) -> None:

@@ -19,7 +19,6 @@ arrive at the end of the compiled backward, so the buckets of one graph don't ov
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -55,7 +54,7 @@ class GradientSynchronizer:
     Attributes:
         rounds: How many synchronizations are complete; 0 with a single process.
         room: As given.
-        carried: What the ranks passed to :meth:`carry` last, float64 of shape ``[world size, room]``.
+        carried: What the ranks passed to :meth:`carry` last, by rank.
 
     Args:
         module: Its parameters are synchronized. Frozen ones cost nothing, and may be unfrozen later.
@@ -94,7 +93,7 @@ class GradientSynchronizer:
         self._module = module
         self._has_accumulated = False  # ever
         self._switch = Switch()
-        self._carried = torch.zeros(0, room, dtype=torch.float64)  # with a single process
+        self._carried: list[list[float]] = []  # with a single process
         self._reducer: Reducer | None = None
         self._world_size = get_world_size(process_group)
         if self._world_size == 1:
@@ -118,8 +117,8 @@ class GradientSynchronizer:
         return 0 if self._reducer is None else self._reducer.rounds
 
     @property
-    def carried(self) -> torch.Tensor:
-        """What the ranks passed to :meth:`carry` last, float64 of shape ``[world size, room]``."""
+    def carried(self) -> list[list[float]]:
+        """What the ranks passed to :meth:`carry` last, by rank."""
         return self._carried if self._reducer is None else self._reducer.carried
 
     def weigh(self, weight: float, total: float | None = None) -> None:
@@ -189,24 +188,23 @@ class GradientSynchronizer:
         if self._reducer is not None and self._switch.enabled:
             self._hooks.synchronize()
 
-    def carry(self, numbers: torch.Tensor) -> None:
+    def carry(self, numbers: Sequence[float]) -> None:
         """Send numbers with the next synchronization; afterwards, ``carried`` has those of all ranks. Local.
 
         Every rank must call it before the same synchronization.
 
         Args:
-            numbers: float64, on the CPU, of shape ``[room]``.
+            numbers: As many as there is room for.
 
         Raises:
-            ConfigurationError: ``numbers`` has another dtype or shape.
+            ConfigurationError: There is room for another number of them.
         """
-        if numbers.shape != (self.room,) or numbers.dtype != torch.float64:
-            given = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
-            raise ConfigurationError(f"there is room for float64 numbers of shape ({self.room},), got {given}.")
+        if len(numbers) != self.room:
+            raise ConfigurationError(f"there is room for {self.room} numbers, got {len(numbers)}.")
         if self._reducer is None:
-            self._carried = numbers[None]
+            self._carried = [list(numbers)]
         else:
-            self._reducer.outgoing = array("d", numbers.tolist())
+            self._reducer.outgoing = numbers
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank must know to go on with the same bits: plain data and tensors, for a checkpoint. Local.

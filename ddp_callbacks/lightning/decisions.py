@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_callbacks.comm.scalars import HEADER, Carrier, PiggybackedScalars, ScalarExchange
+from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning._lightning import (
     BROADCAST_SIGTERM,
     HANDLE_REQUEUE,
@@ -26,9 +27,7 @@ from ddp_callbacks.process_group.votes import abstain, is_unanimous
 NONE = (False,) * 4
 """No flag is raised."""
 
-ROOM = (
-    HEADER + 1 + len(NONE)
-)  # numbers of a rank that travel with the gradients: whether its step is skipped, and flags
+ROOM = 1 + len(NONE)  # numbers of a rank that travel with the gradients: whether its step is skipped, and flags
 _OF_STEP = "the decisions of a step"
 
 
@@ -47,7 +46,7 @@ class Decisions:
     def __init__(self, trainer: Any, exchange: ScalarExchange, replacements: Replacements) -> None:
         self._trainer = trainer
         self._exchange = exchange
-        self._carried: PiggybackedScalars | None = None  # on its way
+        self._carrier: GradientSynchronizer | None = None  # of what is on its way
         self._rows: list[list[float]] = []  # that came in this step
         self._sigterm = False
         self._requeue: int | None = None  # the signal that has asked for it
@@ -69,7 +68,7 @@ class Decisions:
         own = [self._trainer.should_stop, self._sigterm, self._requeue is not None, self._is_time_to_validate()]
         return [flag or held for flag, held in itertools.zip_longest(own, self.held, fillvalue=False)]
 
-    def send(self, is_skipped: bool, carrier: Carrier | None) -> None:
+    def send(self, is_skipped: bool, carrier: GradientSynchronizer | None) -> None:
         """Tell the others of this step. A collective if there is no carrier.
 
         Args:
@@ -81,13 +80,13 @@ class Decisions:
         if carrier is None:
             self._rows = self._exchange.exchange(row, _OF_STEP)
         else:
-            self._carried = self._exchange.send_with(carrier, row, _OF_STEP)
+            carrier.carry(row)
+            self._carrier = carrier
 
     def take(self) -> None:
         """Take what has come with the gradients. Local."""
-        if self._carried is not None:
-            carried, self._carried = self._carried, None
-            self._rows = carried.arrive()
+        if self._carrier is not None:
+            self._rows, self._carrier = self._carrier.carried, None
 
     def skipped_by(self) -> list[bool]:
         """For each rank, whether its ``training_step`` has returned nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ import torch.distributed as dist
 from ddp_callbacks._torch import outside_inference_mode
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
+from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.comm.compression import Compress, check_compress, dtype_of
 from ddp_callbacks.comm.hosts import choose_all_reduce
-from ddp_callbacks.comm.scalars import ScalarExchange
+from ddp_callbacks.comm.protocol import AllReduce, allocate
 from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.local_sgd.fragments import OUTER_MOMENTUM, Fragment, make_fragments
 from ddp_callbacks.local_sgd.methods import DiLoCo, LocalSGD, check_sync
@@ -70,23 +71,22 @@ class ParameterAverager:
         check_bucket_cap_mb(bucket_cap_mb)
         check_compress(compress, None)
         check_sync(sync, compress=compress)
-        self._sync = sync
-        self._optimizer = optimizer
+        self._sync, self._optimizer, self._group = sync, optimizer, process_group
         self._momentum: dict[str, torch.Tensor] = {}  # of all fragments
         self._steps, self._weight = 0, 0.0
-        self._world: _World | None = None
         self._fragments: list[Fragment] = []
-        if get_world_size(process_group) > 1:
-            begin_run(process_group)
-            settings = {"sync": repr(sync), "bucket_cap_mb": bucket_cap_mb, "compress": compress}
-            settings |= module_settings(module)
-            remedy = "Give every process the same model and the same settings."
-            require_agreement(settings, _DOING, remedy, process_group)
-        elif isinstance(sync, LocalSGD):
+        self._all_reduce: AllReduce | None = None
+        self._memories: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        begin_run(process_group)
+        settings = {"sync": repr(sync), "bucket_cap_mb": bucket_cap_mb, "compress": compress} | module_settings(module)
+        require_agreement(settings, _DOING, "Give every process the same model and the same settings.", process_group)
+        is_alone = get_world_size(process_group) == 1
+        if is_alone and isinstance(sync, LocalSGD):
             return
         self._fragments = make_fragments(module, sync, bucket_cap_mb)
-        if get_world_size(process_group) > 1:
-            self._world = _World(resolve_group(process_group), self._fragments, dtype_of(compress))
+        if not is_alone:
+            devices = [fragment.anchor.device for fragment in self._fragments]
+            self._all_reduce = choose_all_reduce(resolve_group(process_group), devices, dtype_of(compress))
 
     @property
     def is_last_step(self) -> bool:
@@ -107,7 +107,7 @@ class ParameterAverager:
         if not weight >= 0:
             raise ConfigurationError(f"the weight of a step must be 0 or more, got {weight!r}.")
         self._steps += 1
-        self._weight += weight
+        self._weight += float(weight)
         if self._steps >= self._sync.every:
             self.outer_step()
 
@@ -143,7 +143,7 @@ class ParameterAverager:
         optimizer as they are after :meth:`outer_step`.
         """
         state: dict[str, Any] = {"steps": self._steps, "weight": self._weight}
-        if self._world is None and isinstance(self._sync, LocalSGD):
+        if not self._fragments:
             return state
         state["anchors"] = [fragment.anchor.clone() for fragment in self._fragments]
         state["parameters"] = {name: p.detach().clone() for f in self._fragments for name, p in f.named()}
@@ -170,18 +170,35 @@ class ParameterAverager:
                 fragment.load_momentum(self._state().get(OUTER_MOMENTUM, {}))
 
     def _agree(self) -> tuple[list[Fragment], float]:
-        """The fragments that any rank has changed, and this rank's share of the total weight."""
+        """The fragments that any rank has changed, and this rank's share of the total weight. A collective."""
         changed = [fragment.has_changed() for fragment in self._fragments]
-        if self._world is None:
-            share = 1.0
-        else:
-            changed, share = self._world.agree(self._steps, self._weight, changed)
-        return [fragment for fragment, is_changed in zip(self._fragments, changed, strict=True) if is_changed], share
+        rows = all_gather_json([self._steps, self._weight, changed], _DOING, self._group)
+        self._require_steps([steps for steps, _, _ in rows])
+        total = sum(weight for _, weight, _ in rows)
+        share = self._weight / total if total else 1 / len(rows)
+        by_fragment = zip(*(flags for _, _, flags in rows), strict=True)
+        return [fragment for fragment, flags in zip(self._fragments, by_fragment, strict=True) if any(flags)], share
+
+    def _require_steps(self, steps: list[int]) -> None:
+        if len(set(steps)) == 1:
+            return
+        group = resolve_group(self._group)
+        taken = ", ".join(f"{count} on {describe_rank(group, rank)}" for rank, count in enumerate(steps))
+        raise MismatchError(
+            f"the ranks have taken different numbers of steps since their parameters were averaged: {taken}. Every "
+            "rank must count each step, even one for which it has no sample (weight 0)."
+        )
 
     def _average(self, fragment: Fragment, share: float) -> torch.Tensor:
-        if self._world is not None:
-            return self._world.average(fragment, share)
-        return fragment.write_pseudo_gradient(torch.empty_like(fragment.anchor), share)
+        """The averaged pseudo-gradient of a fragment, valid until the next. A collective."""
+        numel, kind = fragment.anchor.numel(), (fragment.anchor.dtype, fragment.anchor.device)
+        if kind not in self._memories or self._memories[kind].numel() < numel:
+            make = allocate if self._all_reduce is None else self._all_reduce.allocate
+            self._memories[kind] = make(numel, *kind)
+        memory = fragment.write_pseudo_gradient(self._memories[kind][:numel], share)
+        if self._all_reduce is not None:
+            self._all_reduce.launch(memory, _DOING).wait()
+        return memory
 
     def _take_loaded_momentum(self) -> None:
         """Use the momentum of a checkpoint, if the optimizer has loaded one since the last window."""
@@ -200,46 +217,6 @@ class ParameterAverager:
     def _state(self) -> dict[Any, Any]:
         """The optimizer's state. Look it up each time: loading replaces it."""
         return {} if self._optimizer is None else self._optimizer.state
-
-
-class _World:
-    """The exchange with the other ranks. The constructor is a collective.
-
-    Args:
-        dtype: The dtype that replaces wider ones on the network; ``None`` for no change.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, fragments: Sequence[Fragment], dtype: torch.dtype | None) -> None:
-        self._group = group
-        self._rows = ScalarExchange(group)
-        self._all_reduce = choose_all_reduce(group, [fragment.anchor.device for fragment in fragments], dtype)
-        self._memories: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-    def agree(self, steps: int, weight: float, changed: list[bool]) -> tuple[list[bool], float]:
-        """Whether any rank has changed each fragment, and this rank's share."""
-        rows = self._rows.exchange([float(steps), weight, *map(float, changed)], _DOING)
-        self._require_steps([int(row[0]) for row in rows])
-        total = sum(row[1] for row in rows)
-        share = weight / total if total else 1 / len(rows)
-        return [any(flags) for flags in zip(*(row[2:] for row in rows), strict=True)], share
-
-    def average(self, fragment: Fragment, share: float) -> torch.Tensor:
-        """The averaged pseudo-gradient of a fragment, valid until the next. A collective."""
-        numel, kind = fragment.anchor.numel(), (fragment.anchor.dtype, fragment.anchor.device)
-        if kind not in self._memories or self._memories[kind].numel() < numel:
-            self._memories[kind] = self._all_reduce.allocate(numel, *kind)
-        memory = fragment.write_pseudo_gradient(self._memories[kind][:numel], share)
-        self._all_reduce.launch(memory, _DOING).wait()
-        return memory
-
-    def _require_steps(self, steps: list[int]) -> None:
-        if len(set(steps)) == 1:
-            return
-        taken = ", ".join(f"{count} on {describe_rank(self._group, rank)}" for rank, count in enumerate(steps))
-        raise MismatchError(
-            f"the ranks have taken different numbers of steps since their parameters were averaged: {taken}. Every "
-            "rank must count each step, even one for which it has no sample (weight 0)."
-        )
 
 
 def set_gradients_aside(module: torch.nn.Module) -> Callable[[], None]:

@@ -83,7 +83,7 @@ def test_a_cuda_graph_of_a_backward_is_refused() -> None:
 def test_a_group_for_gpus_alone_gets_one_for_messages() -> None:
     """A GPU group gets one of gloo for messages."""
     from ddp_callbacks import _torch
-    from ddp_callbacks.comm import cpu_group as module
+    from ddp_callbacks.comm import subgroups as module
 
     real = _torch.devices_of
     world, rank = resolve_group(), dist.get_rank()

@@ -523,12 +523,13 @@ class OnRank(OneProcess):
                 if synchronizer.rounds == before:
                     synchronizer.synchronize()
                 assert (synchronizer.rounds == before) == backward.is_local
-                assert torch.equal(synchronizer.carried.view(torch.int64), self.carried.view(torch.int64))
+                carried = torch.tensor(synchronizer.carried, dtype=torch.float64).view(-1, ROOM)
+                assert torch.equal(carried.view(torch.int64), self.carried.view(torch.int64))
 
     def carry(self, place: str) -> None:
         self.carried = torch.stack([numbers(f"{place} {rank}") for rank in range(self.program.world_size)])
         for synchronizer in self.synchronizers:
-            synchronizer.carry(self.carried[self.rank])
+            synchronizer.carry(self.carried[self.rank].tolist())
 
     def checksum(self, before: int) -> int:
         gradients = [parameter.grad for parameter in self.net.parameters() if parameter.grad is not None]
