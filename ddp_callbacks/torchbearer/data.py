@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
@@ -30,7 +30,7 @@ from torchbearer.callbacks import CallbackList
 
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.nested import length_of
+from ddp_callbacks.data.nested import length_of, rebuild_mapping, rebuild_sequence
 from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.random_state import RunRandomState, broadcast_rng_state
 from ddp_callbacks.data.resuming import resumable_loader
@@ -271,9 +271,6 @@ def flatten(batch: Any) -> Any:
     """Reshape every tensor in ``batch`` with two or more dimensions to ``[batch, features]``."""
     if isinstance(batch, torch.Tensor):
         return batch.flatten(start_dim=1) if batch.dim() > 1 else batch
-    if isinstance(batch, dict):
-        return {key: flatten(value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        values = [flatten(value) for value in batch]
-        return values if isinstance(batch, list) else tuple(values)
-    return batch
+    if isinstance(batch, Mapping):
+        return rebuild_mapping(batch, {key: flatten(value) for key, value in batch.items()})
+    return rebuild_sequence(batch, [flatten(value) for value in batch]) if isinstance(batch, list | tuple) else batch

@@ -30,8 +30,8 @@ class RankZeroOutput(DistributedCallback):
     On the other ranks, Torchbearer's writers get no events, and the Trial is silent whatever ``verbose`` is. A
     checkpoint, also of a single process, is written to a temporary file in the same folder and then renamed. The
     previous one is deleted only after that, so there is always a checkpoint that loads, even if the process is killed.
-    Leftover temporary files are removed at the next start. A Trial's checkpoint also contains the random state under
-    the key ``"ddp_callbacks_random_state"``, which a plain Trial ignores.
+    Temporary files that killed processes have left are removed before the next one is written. A Trial's checkpoint
+    also contains the random state under the key ``"ddp_callbacks_random_state"``, which a plain Trial ignores.
 
     Args:
         also: Further callback classes to silence on the other ranks, for example your loggers.
@@ -53,18 +53,12 @@ class RankZeroOutput(DistributedCallback):
         if self.rank != 0:
             wrap_methods(state[torchbearer.SELF], ("run", "evaluate", "predict", "replay"), _not_verbose)
 
-    def on_start(self, state: State) -> None:
-        """Remove leftover temporary files of checkpoints."""
-        if self.rank == 0:
-            for callback in state[torchbearer.CALLBACK_LIST]:
-                if isinstance(callback, Checkpointer):
-                    remove_leftovers(callback.fileformat)
-
 
 def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool = False) -> None:
     """Torchbearer's ``save_checkpoint``, with the random state; deletes the old file after writing the new one."""
     values = {str(key): value for key, value in {**model_state, **model_state[torchbearer.METRICS]}.items()}
     path = self.fileformat.format(**values)
+    remove_leftovers(self.fileformat)
     if self.save_model_params_only:
         saved = model_state[torchbearer.MODEL].state_dict()
     else:

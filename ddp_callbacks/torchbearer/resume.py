@@ -79,15 +79,14 @@ class Resume(ResumeOptions, DistributedCallback):
 
     def _find_data(self, callbacks: CallbackList) -> ShardData:
         """What knows the position in the data; a single process needs none of our other callbacks."""
-        for kind in (ShardData, ReduceMetrics):
-            if any(isinstance(callback, kind) for callback in callbacks):
-                continue
-            if self.world_size > 1:
-                raise ConfigurationError(
-                    f"Resume needs DDPCallback, or {kind.__name__}, to know the position of several processes in the "
-                    "data, and their metrics. Add it."
-                )
-            callbacks.callback_list = [kind(), *callbacks.callback_list]
+        kinds = (ShardData, ReduceMetrics)
+        lacking = [kind for kind in kinds if not any(isinstance(callback, kind) for callback in callbacks)]
+        if lacking and self.world_size > 1:
+            raise ConfigurationError(
+                f"Resume needs DDPCallback, or {lacking[0].__name__}, to know the position of several processes in the "
+                "data, and their metrics. Add it."
+            )
+        callbacks.callback_list = [*(kind() for kind in lacking), *callbacks.callback_list]
         return next(callback for callback in callbacks if isinstance(callback, ShardData))
 
 
