@@ -8,7 +8,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ _ANSWER_TIMEOUT = 10.0  # seconds; a node that takes longer is not asked again
 _FACTS_TIMEOUT = 8.0  # seconds
 _REACH_TIMEOUT = 2.0  # seconds per connection
 GIB = 1 << 30
-_CLOCK = 1.0  # seconds; with a larger difference, files of one node look too new on another
 _MEMORY = 1 * GIB  # free memory
 _SHARED_MEMORY = GIB // 4  # free; a container has 64 MB by default
 _NEEDED = ("torch", "ddp_callbacks")
@@ -84,9 +83,11 @@ class Doctor:
         await asyncio.gather(*map(self._look, self.nodes))
         known = [node for node in self.nodes if node.place]
         self._findings += judge({node.plan: node.place for node in known})
-        await asyncio.gather(*(self._try(node, "address", self._listen, _see_addresses) for node in known))
+        await asyncio.gather(
+            *(self._try(node, "address", self._listen(node), f"Check: {node.plan.shell}ip address") for node in known)
+        )
         if len(self._held) > 1:
-            await asyncio.gather(*(self._try(node, "ports", self._reach_others, self._allow) for node in self._held))
+            await asyncio.gather(*map(self._reach_others, self._held))
         if len(self.nodes) > 1:
             await self._check_all_reduce()
             plain = "traffic between the nodes is not encrypted; use a network that you trust"
@@ -95,26 +96,23 @@ class Doctor:
         return sorted(self._findings, key=lambda finding: [*nodes, finding.node].index(finding.node))
 
     async def _look(self, node: Connection) -> None:
-        if not await self._try(node, "reached", self._reach, lambda plan: ""):
+        plan, script = node.plan, self._job.script
+        if not await self._try(node, "reached", self._reach(node)):
             return
-        if await self._try(node, "folder", self._enter, _copy) and self._job.script is not None:
-            await self._try(node, "script", self._find, _copy)
-        await self._try(node, "python", self._learn, lambda plan: "Choose another with --python")
+        if await self._try(node, "folder", node.enter({}, None), _copy(plan), plan.cwd) and script is not None:
+            await self._try(node, "script", node.enter({}, script), _copy(plan), script)
+        await self._try(node, "python", node.look("all", _FACTS_TIMEOUT), "Choose another with --python")
 
     async def _try(
-        self,
-        node: Connection,
-        check: str,
-        do: Callable[[Connection], Awaitable[str]],
-        remedy: Callable[[NodePlan], str],
+        self, node: Connection, check: str, attempt: Awaitable[str | None], remedy: str = "", text: str = ""
     ) -> bool:
-        """Note what ``do`` finds, unless it is empty, or its problem and the remedy; return whether it was well."""
+        """Note what an attempt has found, or else ``text``, or its problem and the remedy; return whether it worked."""
         try:
-            if text := await do(node):
-                self._findings.append(Finding(node.plan.name, check, "green", text))
+            if found := await attempt or text:
+                self._findings.append(Finding(node.plan.name, check, "green", found))
             return True
         except NodeProblem as problem:
-            says = ". ".join(filter(None, (str(problem), remedy(node.plan))))
+            says = f"{problem}. {remedy}" if remedy else str(problem)
             self._findings.append(Finding(node.plan.name, check, "red", "failed", says))
             return False
 
@@ -124,36 +122,17 @@ class Doctor:
         by = "ssh" if node.plan.rsh is None else os.path.basename(node.plan.rsh[0])
         return "here" if node.plan.is_here else f"by {by}, {time.monotonic() - begin:.1f} s"
 
-    async def _enter(self, node: Connection) -> str:
-        await node.enter({}, None)
-        return node.plan.cwd
-
-    async def _find(self, node: Connection) -> str:
-        await node.enter({}, self._job.script)
-        return self._job.script or ""
-
-    async def _learn(self, node: Connection) -> str:
-        before = time.time()
-        await node.look("all", _FACTS_TIMEOUT)
-        after = time.time()
-        ahead = node.place["time"] - (before + after) / 2
-        self._findings.append(judge_clock(node.plan.name, ahead, (after - before) / 2))
-        return ""
-
     async def _listen(self, node: Connection) -> str:
         address = node.addresses[0] if len(self.nodes) > 1 and node.addresses else "127.0.0.1"
         self._held[node] = address, await node.listen(address, 0)
         interface = node.place["interfaces"].get(address)
         return f"{address} ({interface})" if interface else address
 
-    async def _reach_others(self, node: Connection) -> str:
+    async def _reach_others(self, node: Connection) -> None:
         """Connect from this node to all others. Called on all nodes, this tests both directions between any two."""
-        await node.reach([held for other, held in self._held.items() if other is not node], _REACH_TIMEOUT)
-        return "reaches the others"
-
-    def _allow(self, plan: NodePlan) -> str:
-        own = next(address for node, (address, _) in self._held.items() if node.plan is plan)
-        return f"Open the firewall of that node, for example: ufw allow from {own}"
+        attempt = node.reach([held for other, held in self._held.items() if other is not node], _REACH_TIMEOUT)
+        remedy = f"Open the firewall of that node, for example: ufw allow from {self._held[node][0]}"
+        await self._try(node, "ports", attempt, remedy, "reaches the others")
 
     async def _check_all_reduce(self) -> None:
         """Run an all-reduce with one process per node."""
@@ -197,10 +176,6 @@ def _probe(job: Job) -> Job:
     return Job(**vars(job) | arguments | {"module": False, "no_python": False})
 
 
-def _see_addresses(plan: NodePlan) -> str:
-    return f"Check: {plan.shell}ip address"
-
-
 def _copy(plan: NodePlan) -> str:
     """How to copy the working directory to the node."""
     if plan.is_here:
@@ -225,13 +200,6 @@ def judge(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> list[Finding]:
     for plan, facts in nodes.items():
         findings += _sizes(plan, facts)
     return [*findings, *_gpus(nodes)]
-
-
-def judge_clock(node: str, ahead: float, uncertainty: float) -> Finding:
-    """Seconds by which a clock is ahead of this machine's, and the uncertainty."""
-    how = f"{abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
-    remedy = f"its clock is {how}. Run: timedatectl set-ntp true"
-    return _finding(node, "clock", abs(ahead) <= _CLOCK + uncertainty, f"{ahead:+.1f} s", remedy)
 
 
 def _finding(

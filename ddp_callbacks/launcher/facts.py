@@ -11,7 +11,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from importlib import metadata
 from typing import Any
@@ -33,7 +32,6 @@ def place(processes: str, cores: int) -> dict[str, Any]:
     likely = address_for_others([]) if ddp_callbacks else None  # first, the one on the route to the outside
     return {
         "package": os.path.dirname(ddp_callbacks.__file__) if ddp_callbacks else None,
-        "time": time.time(),
         "processes": int(processes) if processes.isdigit() else _processes(processes),
         "cores": min(usable_cores(), cores or sys.maxsize),
         "interfaces": addresses,

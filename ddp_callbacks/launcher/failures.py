@@ -7,9 +7,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+TAIL = 1 << 14  # bytes to keep of each kind that a rank writes
 _LONGEST = 4000  # maximum length of a reason
 _PEER_ERROR = re.compile(r"(ddp_callbacks\.errors\.)?PeerError\b")
 _OURS = re.compile(r"(ddp_callbacks\.errors\.)?(PeerError|MismatchError|RendezvousError|ConfigurationError)\b")
@@ -116,8 +117,7 @@ class End:
         is_ours: Whether ``ddprun`` may have ended it; then ``reason`` omits the signal, which means nothing.
         said: The last line of its standard error, if it was no exception that ended it.
         ended_by: The name of the signal that ended it.
-        stacks: What it has written of its threads.
-        record: What it has written of its failure.
+        wrote: The last bytes of its standard error, ``e``, of its threads' stacks, ``s``, and of its record, ``f``.
     """
 
     node: str
@@ -129,8 +129,11 @@ class End:
     is_ours: bool = False
     said: str = ""
     ended_by: str | None = None
-    stacks: bytes = b""
-    record: bytes = b""
+    wrote: dict[str, bytes] = field(default_factory=dict)
+
+    def text(self, kind: str) -> str:
+        """What it wrote of a kind."""
+        return self.wrote.get(kind, b"").decode(errors="surrogateescape")
 
     def __str__(self) -> str:
         return self.node if self.rank is None else f"rank {self.rank} on {self.node}"

@@ -250,13 +250,8 @@ async def ask_all(
     ask: Callable[[Connection], Awaitable[Any]], nodes: list[Connection]
 ) -> dict[Connection, NodeProblem]:
     """Ask nodes, all at the same time; return the problems."""
-
-    async def attempt(node: Connection) -> NodeProblem | None:
-        try:
-            await ask(node)
-        except NodeProblem as problem:
-            return problem
-        return None
-
-    found = zip(nodes, await asyncio.gather(*map(attempt, nodes)), strict=True)
-    return {node: problem for node, problem in found if problem is not None}
+    found = await asyncio.gather(*map(ask, nodes), return_exceptions=True)
+    for problem in found:
+        if isinstance(problem, BaseException) and not isinstance(problem, NodeProblem):
+            raise problem
+    return {node: problem for node, problem in zip(nodes, found, strict=True) if isinstance(problem, NodeProblem)}

@@ -121,7 +121,7 @@ def _refuse_contradictions(job: Job, environ: Mapping[str, str]) -> None:
         raise ConfigurationError("--module and --no-python cannot be combined.")
     if job.hosts is not None and job.hostfile is not None:
         raise ConfigurationError("-H and --hostfile both name the nodes. Use one of them.")
-    if job.requeue and not any(map(environ.get, JOBS)):
+    if job.requeue and not job.dry_run and not any(map(environ.get, JOBS)):
         raise ConfigurationError("--requeue needs a Slurm, PBS or LSF job. Elsewhere, --max-restarts starts again.")
 
 

@@ -8,7 +8,6 @@ import os
 import re
 import select
 import sys
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,6 @@ _PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _LOOK = 0.25  # seconds between two checks whether to give up
 _LONGEST = 1 << 16  # bytes of an unfinished line to hold back
 _MOST = 1 << 16  # bytes of standard input to send before rank 0 has taken them
-TAIL = 1 << 14  # bytes of a rank's standard error to keep, to explain its failure
 
 
 class Terminal:
@@ -71,20 +69,11 @@ class Output:
         self._terminal = terminal
         self._files: dict[Path, BinaryIO | None] = {}  # None once it cannot be written
         self._lines: dict[tuple[str, int, str], _Lines] = {}
-        self._tails: dict[tuple[str, int], deque[bytes]] = {}
         self._unfinished = False  # whether the terminal's last line is unfinished
-
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def write(self, node: str, rank: int, stream: str, data: bytes) -> None:
         """Take output of a rank's stream ``o`` (standard output) or ``e`` (standard error), or its stacks, ``s``."""
         self._keep(self._path_of(rank), data)
-        if stream == "e":
-            self._remember((node, rank), data)
         if stream != "s" and self.shows(rank):
             self._show(f"[{node}:{rank}] ", (node, rank, stream), data)
 
@@ -123,15 +112,6 @@ class Output:
     def _path_of(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}.log"
 
-    def last_errors(self, node: str, rank: int) -> list[str]:
-        """The last lines that a rank wrote to its standard error, oldest first."""
-        tail = b"".join(self._tails.get((node, rank), ()))
-        return tail.decode(errors="surrogateescape").replace("\r", "\n").splitlines()
-
-    def forget_errors(self, node: str) -> None:
-        """Forget the standard error of a node's old workers, which cannot explain a failure of its new ones."""
-        self._tails = {key: tail for key, tail in self._tails.items() if key[0] != node}
-
     def close(self) -> None:
         """Print the held-back output; nothing else comes."""
         for file in self._files.values():
@@ -160,12 +140,6 @@ class Output:
             held = self._shown is None or len(self._shown) > 1
             self._lines[key] = _Lines(prefix.encode() if self._prefix else b"", held)
         self._print(self._lines[key].add(data), key[2])
-
-    def _remember(self, key: tuple[str, int], data: bytes) -> None:
-        tail = self._tails.setdefault(key, deque())
-        tail.append(data)
-        while sum(map(len, tail)) - len(tail[0]) > TAIL:
-            tail.popleft()
 
     def _print(self, data: bytes, stream: str) -> None:
         if data:
@@ -204,45 +178,27 @@ class _Lines:
         return bytes(marked)
 
 
-class StandardInput:
-    """Reads standard input inside a ``with`` block, so that ``input()`` and a breakpoint work in rank 0.
+async def pass_on_input(send: Callable[[bytes], None], taken: asyncio.Event) -> None:
+    """Send standard input to rank 0, so that ``input()`` and a breakpoint work there; no data at its end.
 
-    In the background of a terminal it waits.
-
-    Args:
-        send: Called with data for rank 0; with none at the end.
-
-    Attributes:
-        taken: Is set when rank 0 has taken what was sent.
+    In the background of a terminal it waits. The next data are sent when ``taken`` says that rank 0 has room.
     """
+    data = b"-"
+    while data:
+        taken.clear()
+        data = await _next_input()
+        send(data)
+        await taken.wait()
 
-    def __init__(self, send: Callable[[bytes], None]) -> None:
-        self._send = send
-        self.taken = asyncio.Event()
 
-    def __enter__(self) -> StandardInput:
-        self._task = asyncio.create_task(self._read())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._task.cancel()
-
-    async def _read(self) -> None:
-        data = b"-"
-        while data:
-            self.taken.clear()
-            data = await self._next()
-            self._send(data)
-            await self.taken.wait()
-
-    async def _next(self) -> bytes:
-        while sys.stdin is not None:  # otherwise number 0 may be something else's
-            try:
-                if not (await asyncio.to_thread(select.select, [0], [], [], _LOOK))[0]:
-                    continue
-                if not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp():
-                    return os.read(0, _MOST)
-                await asyncio.sleep(_LOOK)
-            except OSError:
-                break  # the terminal was closed
-        return b""
+async def _next_input() -> bytes:
+    while sys.stdin is not None:  # otherwise number 0 may be something else's
+        try:
+            if not (await asyncio.to_thread(select.select, [0], [], [], _LOOK))[0]:
+                continue
+            if not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp():
+                return os.read(0, _MOST)
+            await asyncio.sleep(_LOOK)
+        except OSError:
+            break  # the terminal was closed
+    return b""

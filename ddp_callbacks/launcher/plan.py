@@ -62,10 +62,6 @@ class Job(Namespace):
         return node.words(*([] if self.no_python else [node.python, "-u"]), *self.command)
 
 
-_BINDINGS = {
-    "core": "each process on cores of its own, an equal part of those it may use there",
-    "numa": "each process on the cores of a NUMA node, or a part of them",
-}
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 
 
@@ -81,7 +77,7 @@ def _describe_node(job: Job, node: NodePlan, command_to: Callable[[NodePlan], li
         "directory": node.cwd,
         "processes": node.processes or "one per GPU, or one per CPU socket if there is no GPU",
         "command": shlex.join(job.words(node)),
-        "binding": _BINDINGS.get(job.bind, ""),
+        "binding": "" if job.bind == "none" else job.bind,
         "variables": " ".join(_variables(job, node)),
         "forwarded": " ".join(sorted(job.forwarded.keys() - job.environ.keys())),
         "rendezvous": f"{job.master_addr or usual}, {job.master_port or 'a free port'}",

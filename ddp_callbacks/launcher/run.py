@@ -8,13 +8,13 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
 from ddp_callbacks.launcher.batch_job import job_end, requeue
 from ddp_callbacks.launcher.launch import CannotStart, Launch
-from ddp_callbacks.launcher.output import Output, StandardInput, Terminal
+from ddp_callbacks.launcher.output import Output, Terminal, pass_on_input
 from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.launcher.watch import Watch
 
@@ -72,13 +72,17 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
 
 
 async def _watch(launch: Launch, output: Output) -> int:
+    taken = asyncio.Event()
+    reader = asyncio.create_task(pass_on_input(launch.feed, taken))
     try:
-        with output, StandardInput(launch.feed) as standard_input:
-            return await Watch(launch, output, standard_input.taken.set).run()
+        with closing(output):
+            return await Watch(launch, output, taken.set).run()
     except BrokenPipeError:
         # The reader is gone, as in ddprun ... | head. Discard what Python would still write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    finally:
+        reader.cancel()
 
 
 def _output(launch: Launch) -> Output:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ddp_callbacks.errors import EXIT_PREEMPTED
 from ddp_callbacks.launcher.connection import Connection, Event
-from ddp_callbacks.launcher.failures import End, first_cause, read_record
+from ddp_callbacks.launcher.failures import TAIL, End, first_cause, read_record
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.launcher.stacks import innermost, summary
@@ -64,17 +64,15 @@ class Watch:
 
     async def _take(self, event: Event) -> None:
         name, rank = event.node.plan.name, self._ranks.get(event.rank)
-        if event.kind == "f" and rank is not None:
-            rank.record += event.data
-        elif event.kind in "oes":
+        if rank is not None and event.kind in "esf":
+            rank.wrote[event.kind] = (rank.wrote.get(event.kind, b"") + event.data)[-TAIL:]
+        if event.kind in "oes":
             await asyncio.to_thread(self._output.write, name, event.rank, event.kind, event.data)
-            if event.kind == "s" and rank is not None:
-                rank.stacks += event.data
         elif event.kind == "m":
             await self._take_report(name, json.loads(event.data))
         elif event.kind == "i":
             self._take_input()
-        elif event.node in self._running:
+        elif event.kind in ("x", "closed") and event.node in self._running:
             self._running.remove(event.node)
             if event.kind == "closed":
                 await self._lose(event.node, await event.node.explain_end())
@@ -114,7 +112,7 @@ class Watch:
         if rank is None or rank.node != name or self._restart is not None:
             return  # its node was lost, or it was ended to be started again
         rank.code, rank.ended_by, rank.order = report["code"], report["signal"], time.monotonic()
-        rank.printed = read_record(rank.record.decode(errors="replace"), ahead)
+        rank.printed = read_record(rank.text("f"), ahead)
         # If we had ended the job, that may be the reason.
         rank.is_ours = self._launch.is_ending and rank.ended_by in (None, "SIGTERM", "SIGKILL")
         # C++ aborts after an exception that ends the interpreter.
@@ -146,7 +144,6 @@ class Watch:
 
     def _forget(self, name: str) -> None:
         """Forget the ranks of a node: new ones start there, or the job continues without it."""
-        self._output.forget_errors(name)
         self._ranks = {number: rank for number, rank in self._ranks.items() if rank.node != name}
 
     # --- starting again -----------------------------------------------------------------------------------------------
@@ -221,12 +218,7 @@ class Watch:
     def _where(self, ranks: Iterable[int]) -> list[str]:
         """Where these ranks are, or were when they were ended."""
         found = {number: self._ranks[number] for number in sorted(ranks)}
-        return summary(
-            {
-                f"rank {number} on {rank.node}": innermost(rank.stacks.decode(errors="replace"))
-                for number, rank in found.items()
-            }
-        )
+        return summary({f"rank {number} on {rank.node}": innermost(rank.text("s")) for number, rank in found.items()})
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -268,7 +260,7 @@ class Watch:
             when = "at the second signal" if self._launch.is_forced else f"after --grace {self._job.grace:g}"
             self._output.note(f"{which} {', '.join(late)} {were} killed {when}")
         limit = self._launch.stopped_by == self._launch.limit
-        if hung := [number for number, rank in self._ranks.items() if rank.stacks and (limit or number in killed)]:
+        if hung := [number for number, rank in self._ranks.items() if rank.text("s") and (limit or number in killed)]:
             self._output.note_stacks(self._where(hung))
         return 128 + (self._launch.signal or signal.SIGTERM)
 
@@ -277,10 +269,10 @@ class Watch:
         cause = first_cause([*self._lost, *self._ends()]) or first_cause(late)
         if cause is None:
             return self._conclude_well()
-        if cause.rank is not None and not self._output.shows(cause.rank):
-            self._output.quote(cause.node, cause.rank, self._output.last_errors(cause.node, cause.rank)[-_QUOTED:])
         rank = self._ranks.get(-1 if cause.rank is None else cause.rank)
-        if rank is not None and rank.ended_by and rank.is_ours and rank.stacks and not rank.printed:
+        if rank is not None and not self._output.shows(rank.rank or 0):
+            self._output.quote(rank.node, rank.rank or 0, _lines(rank)[-_QUOTED:])
+        if rank is not None and rank.ended_by and rank.is_ours and rank.text("s") and not rank.printed:
             self._output.note_stacks(self._where([cause.rank or 0]))  # it hung, as others say
         self._output.note(cause.text)
         self._output.note(self._output.describe_place(cause.rank))
@@ -303,12 +295,17 @@ class Watch:
             elif has_preempted and rank.is_ours and rank.ended_by == "SIGKILL":
                 ends.append(replace(rank, reason=reason, is_ours=False))
             else:
-                ends.append(replace(rank, said="" if rank.printed else self._last_words(rank)))
+                ends.append(replace(rank, said="" if rank.printed else _last_words(rank)))
         return ends
 
-    def _last_words(self, rank: End) -> str:
-        said = reversed(self._output.last_errors(rank.node, rank.rank or 0))
-        return next((line.strip() for line in said if line.strip() and not _LOGGED.match(line)), "")
+
+def _lines(rank: End) -> list[str]:
+    """The last lines of its standard error."""
+    return rank.text("e").replace("\r", "\n").splitlines()
+
+
+def _last_words(rank: End) -> str:
+    return next((line.strip() for line in reversed(_lines(rank)) if line.strip() and not _LOGGED.match(line)), "")
 
 
 def _number_of_ranks(nodes: Sequence[Connection]) -> int:

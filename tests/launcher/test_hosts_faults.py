@@ -154,7 +154,7 @@ def test_the_doctor_finds_good_nodes_good_which_a_plain_command_reaches(
         "/dev/shm",
         "memory",
     }
-    checks = ["reached", "folder", "script", "clock", "python", "torch", "ddp_callbacks", "cores", "memory", "address"]
+    checks = ["reached", "folder", "script", "python", "torch", "ddp_callbacks", "cores", "memory", "address"]
     for check in [*checks, "/dev/shm", "GPUs", "ports"]:
         assert {finding["node"] for finding in found if finding["check"] == check} == {"h1", "h2", "h3"}, check
     (result,) = [finding for finding in found if finding["check"] == "all-reduce"]

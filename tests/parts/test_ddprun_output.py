@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_callbacks.launcher.output import TAIL, Output, Terminal
+from ddp_callbacks.launcher.output import Output, Terminal
 
 
 class Shown(Terminal):
@@ -65,15 +65,6 @@ def test_a_note_begins_a_line_of_its_own(tmp_path: Path) -> None:
         terminal.tell("a", 0, "e", b"50%")
         terminal.output.note("the end")
     assert terminal.said["e"] == b"[a:0] 50%\nddprun: the end\n"
-
-
-def test_the_last_errors_are_kept_and_no_more_until_the_next_attempt(tmp_path: Path) -> None:
-    with Shown(tmp_path) as terminal:
-        terminal.tell("b", 3, "e", *(b"line %d\n" % i for i in range(10000)))
-        last = terminal.output.last_errors("b", 3)
-        assert last[-1] == "line 9999" and TAIL <= sum(len(line) + 1 for line in last) < TAIL + 1000
-        terminal.output.forget_errors("b")
-        assert terminal.output.last_errors("b", 3) == []
 
 
 def test_a_full_disk_is_noted_and_ends_nothing(tmp_path: Path) -> None:

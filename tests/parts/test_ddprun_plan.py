@@ -200,7 +200,7 @@ def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         assert binding.cores_of_ranks(kind, ranks, str(tmp_path)) == cores, (kind, ranks)
     assert binding.cores_of_ranks("core", 2, "/no/numa") == [{8, 4, 1, 5}, {2, 6, 3, 7}]
-    assert "  binding     each process on cores of its own" in describe(plan("--bind", "core", "t.py"), command_to)
+    assert "  binding     core\n" in describe(plan("--bind", "core", "t.py"), command_to)
 
 
 def test_a_secret_is_not_shown() -> None:
