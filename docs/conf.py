@@ -38,8 +38,10 @@ if os.environ.get("INTERSPHINX"):  # links into the references of others: their 
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"ddp_callbacks {release}"
-if versions := os.environ.get("DOCS_VERSIONS"):  # the folders of the site, one for each release: "v0.1.0 v0.2.0"
-    links = (f'<a href="{os.environ.get("DOCS_ROOT", ".")}/{name}/index.html">{name}</a>' for name in versions.split())
+if versions := os.environ.get(
+    "DOCS_VERSIONS"
+):  # folders of the site at DOCS_ROOT, one for each release: "v0.1.0 v0.2.0"
+    links = (f'<a href="{os.environ["DOCS_ROOT"]}/{name}/index.html">{name}</a>' for name in versions.split())
     html_theme_options = {"announcement": "Releases: " + " ".join(links)}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

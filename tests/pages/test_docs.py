@@ -240,7 +240,6 @@ def test_public_names_are_described_with_all_their_parameters(name: str, thing: 
 
 
 def test_each_public_class_is_shown_at_work() -> None:
-    """The reference links each public class to code that uses it."""
     pytest.importorskip("sphinx")
     shown = runpy.run_path(str(DOCS / "conf.py"))["examples"]()
     modules = (ddp_callbacks, ddp_callbacks.torchbearer, ddp_callbacks.lightning)

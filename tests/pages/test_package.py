@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from kit.commands import DEADLINE
 from kit.paths import ROOT
 
-pytestmark = [pytest.mark.night, pytest.mark.cold]
+from ddp_callbacks import __version__
 
 SCRIPT = """
 import torch
@@ -49,6 +50,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "dist"
 
 
+@pytest.mark.night
+@pytest.mark.cold
 def test_the_wheel_and_the_sdist_hold_the_whole_package(built: Path) -> None:
     """Wheel and sdist hold every module of the package."""
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "ddp_callbacks").rglob("*.py")}
@@ -58,13 +61,26 @@ def test_the_wheel_and_the_sdist_hold_the_whole_package(built: Path) -> None:
         assert modules <= {name.partition("/")[2] for name in archive.getnames()}
 
 
-def test_the_wheel_trains_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
+@pytest.mark.night
+@pytest.mark.cold
+def test_wheel_and_sdist_train_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
     """The wheel installs into an empty environment and trains there."""
-    (wheel,) = built.glob("*.whl")
+    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     run(sys.executable, "-m", "venv", "empty", folder=tmp_path)
     python = tmp_path / "empty" / "bin" / "python"
     run(python, "-m", "pip", "install", f"torch=={torch.__version__.partition('+')[0]}", folder=tmp_path)
-    run(python, "-m", "pip", "install", wheel, folder=tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
-    output = run(python.with_name("ddprun"), "--nproc-per-node", "2", "train.py", folder=tmp_path)
-    assert "gradient of rank 0 [[3.0, 3.0, 3.0]]" in output, output  # the mean of 2 and 4
+    for package in (wheel, sdist):  # of the sdist, pip makes another wheel
+        run(python, "-m", "pip", "install", "--force-reinstall", "--no-deps", package, folder=tmp_path)
+        output = run(python.with_name("ddprun"), "--nproc-per-node", "2", "train.py", folder=tmp_path)
+        assert "gradient of rank 0 [[3.0, 3.0, 3.0]]" in output, output  # the mean of 2 and 4
+
+
+def test_the_conda_recipe_agrees_with_the_metadata() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    recipe = (ROOT / "packaging" / "conda" / "recipe.yaml").read_text()
+    torch_needed = project["dependencies"][0].replace("torch", "")
+    lightning_needed = project["optional-dependencies"]["lightning"][0].replace("lightning", "")
+    assert f"  version: {__version__}\n" in recipe and f"- ddprun = {project['scripts']['ddprun']}\n" in recipe
+    assert f"- pytorch {torch_needed}\n" in recipe and f"- python {project['requires-python']}\n" in recipe
+    assert recipe.count(f"lightning {lightning_needed}\n") == 2
