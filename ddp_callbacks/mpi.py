@@ -56,10 +56,9 @@ Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 _lock = threading.RLock()  # held during MPI calls: some libraries allow only one thread at a time
 _ProcessGroup: Any = dist.ProcessGroup  # its methods are overloaded; torch.distributed calls one form of each
 _Ops: Any = dist.ReduceOp.RedOpType
-_OPS = {getattr(_Ops, op): getattr(MPI, op[:4]) for op in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
+_OPS = {getattr(_Ops, op): getattr(MPI, op[:4]) for op in ("SUM", "PRODUCT", "MIN", "MAX")}
 _TYPES = {getattr(torch, f"int{bits}"): getattr(MPI, f"INT{bits}_T") for bits in (8, 16, 32, 64)}
 _TYPES |= {torch.float64: MPI.DOUBLE, torch.float32: MPI.FLOAT, torch.uint8: MPI.UINT8_T}
-_BITWISE = (_Ops.BAND, _Ops.BOR, _Ops.BXOR)
 _HALVES = (torch.float16, torch.bfloat16)  # MPI lacks them: they are reduced in float32, and rounded once
 
 
@@ -237,15 +236,6 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         copies = [(output_tensors[0], received)]
         return self._start("scatter", copies, [sent], self._comm.Iscatter, *specs, opts.rootRank)
 
-    def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
-    ) -> Work:
-        if output_sizes or input_sizes:
-            raise _refusal("all_to_all_single with split sizes")
-        sent, received = _dense(input).clone(), _dense(output)
-        copies = [(output, received)]
-        return self._start("all-to-all", copies, [sent], self._comm.Ialltoall, _spec(sent), _spec(received))
-
     def barrier(self, opts: Any = None) -> Work:
         return self._start("barrier", [], [], self._comm.Ibarrier)
 
@@ -262,7 +252,6 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
 
     _allgather_base = all_gather_single
-    alltoall_base = all_to_all_single
 
     def _start(self, name: str, copies: Copies, buffers: Any, call: Callable[..., Any], *args: Any) -> Work:
         with _lock:
@@ -293,7 +282,9 @@ def _refuse(name: str) -> None:
     setattr(MPIProcessGroup, name, refuse)
 
 
-for _name in ("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "alltoall", "allreduce_coalesced"):
+for _name in ("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "allreduce_coalesced"):
+    _refuse(_name)
+for _name in ("alltoall", "alltoall_base", "all_to_all_single"):
     _refuse(_name)
 
 
@@ -317,7 +308,7 @@ def _reduction(tensors: Tensors, opts: Any) -> tuple[torch.Tensor, Any, MPI.Op]:
     (numbers,) = map(_dense, tensors)
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
     numbers = numbers.float() if numbers.dtype in _HALVES else numbers
-    if numbers.dtype not in _TYPES or op not in _OPS or (op in _BITWISE and numbers.is_floating_point()):
+    if numbers.dtype not in _TYPES or op not in _OPS:
         raise _refusal(f"{op} of {tensors[0].dtype}")
     return numbers, _spec(numbers, _TYPES[numbers.dtype]), _OPS[op]
 

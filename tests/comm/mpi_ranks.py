@@ -83,8 +83,6 @@ def moves(rank: int, mine: list[Tensor]) -> Iterator[tuple[str, Any, Any]]:
     for source in (mine, whole):  # the second time in place
         dist.all_gather_single(whole.view(-1), source[rank].reshape(-1))
         yield "all_gather_single", whole, torch.stack(mine)
-    dist.all_to_all_single(received := torch.zeros_like(whole), torch.stack([mine[rank]] * ranks))
-    yield "all_to_all_single", received, torch.stack(mine)
     came = scattered(nothing)
     works = [dist.irecv(came, (rank - 1) % ranks, tag=7), dist.isend(scattered(mine[rank]), (rank + 1) % ranks, tag=7)]
     assert all(work is not None and work.wait() and work.is_completed() for work in works)
@@ -135,7 +133,8 @@ def what_it_lacks_is_named() -> None:
         lambda: dist.reduce_scatter(out, many),
         lambda: dist.all_reduce(out, Op.AVG),
         lambda: dist.all_reduce(torch.zeros(1, dtype=torch.bool)),
-        lambda: dist.all_reduce(out, Op.BOR),
+        lambda: dist.all_reduce(many[0].int(), Op.BOR),
+        lambda: dist.all_to_all_single(torch.zeros(dist.get_world_size()), torch.zeros(dist.get_world_size())),
         lambda: dist.broadcast(torch.zeros(1).to_sparse(), 0),
     ):
         try:
