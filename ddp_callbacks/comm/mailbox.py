@@ -23,16 +23,14 @@ import torch.distributed as dist
 
 from ddp_callbacks._torch import timeout_of
 from ddp_callbacks.comm.protocol import alive
-from ddp_callbacks.comm.segments import path_of
+from ddp_callbacks.comm.segments import SWITCH, path_of
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.diagnosis import ProcessEnded
 from ddp_callbacks.process_group.failures import wait
 
 _HEAD = struct.Struct("=HH")  # before each post: the position of its sender, and its length
-ROOM = select.PIPE_BUF - _HEAD.size
-"""The longest post, in bytes."""
-
-_CAPACITY = 1 << 20  # bytes of a pipe, where the system allows that; usually 64 KiB otherwise
+_USUAL = 1 << 16  # bytes of a pipe
+_CAPACITY = 1 << 18  # if the system allows it; all pipes of a user together may have 64 MiB
 _CHUNK = 1 << 16  # bytes that are read at once
 _SPINS = 50  # attempts before sleeping: the usual wait is shorter than falling asleep and waking up
 
@@ -67,6 +65,9 @@ def make_inbox(opened: ExitStack) -> int:
 class Mailbox:
     """Posts of each rank of a host to all others. One thread posts and one collects.
 
+    Attributes:
+        room: The longest post, in bytes: a rank may post twice before others read it.
+
     Args:
         group: The group of these ranks.
         local_ranks: The ranks of this host.
@@ -83,6 +84,7 @@ class Mailbox:
         self._group, self.timeout = weakref.ref(group), timeout_of(group)
         self._ranks, self._here = local_ranks.ranks, local_ranks.local_rank
         self._inbox = inboxes[self._here]
+        self.room = min(select.PIPE_BUF, _USUAL // (2 * len(inboxes))) - _HEAD.size
         self._paths = [path_of(pid, fd) for pid, fd in zip(local_ranks.pids, inboxes, strict=True)]
         self._outboxes = []
         for path in self._paths[: self._here] + self._paths[self._here + 1 :]:
@@ -102,7 +104,9 @@ class Mailbox:
             for outbox in self._outboxes:
                 os.write(outbox, post)
         except BlockingIOError:
-            raise ConfigurationError("too many sums are in flight: raise bucket_cap_mb.") from None
+            raise ConfigurationError(
+                f"too many sums are in flight: raise bucket_cap_mb, or set {SWITCH}=0 to sum through gloo."
+            ) from None
         self._note(self._here, content)
         return self._counts[self._here]
 

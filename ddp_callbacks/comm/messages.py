@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import all_gather_flat
-from ddp_callbacks.comm.mailbox import ROOM, Mailbox
+from ddp_callbacks.comm.mailbox import Mailbox
 from ddp_callbacks.comm.protocol import alive
 from ddp_callbacks.comm.segments import path_of
 from ddp_callbacks.process_group.failures import launching, wait
@@ -93,7 +93,7 @@ class HostMessenger:
         return [by_rank[rank] for rank in range(len(by_rank))]
 
     def _gather_here(self, message: bytes, doing: str) -> list[bytes]:
-        if len(message) < ROOM:
+        if len(message) < self._mailbox.room:
             return self._read_posts(_SHORT + message, doing)
         with os.fdopen(os.memfd_create("ddp_callbacks"), "wb") as file:
             file.write(message)

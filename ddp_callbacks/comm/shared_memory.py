@@ -65,12 +65,10 @@ class SharedMemoryAllReduce:
         tensor, segment = segments.allocate(numel, dtype)
         address = tensor.untyped_storage().data_ptr()
         self._segments[address] = segment
-        weakref.finalize(tensor, self._forget, address).atexit = False
+        # Not this object, whose pending sums hold their tensors: the registry of finalizers would keep all of them.
+        weakref.finalize(tensor, self._segments.pop, address, None).atexit = False
+        weakref.finalize(tensor, self._shards.clear).atexit = False
         return tensor
-
-    def _forget(self, address: int) -> None:
-        self._segments.pop(address, None)
-        self._shards.clear()
 
     def launch(self, tensor: torch.Tensor, doing: str) -> SharedMemoryWork:
         """Start summing ``tensor`` over the ranks of this node, in place. Does not block."""
