@@ -16,7 +16,7 @@ from torchbearer.metrics.aggregators import RunningMetric
 
 from ddp_callbacks.comm.codec import Json, pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_json, all_gather_tensors
-from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows, join_batch_logs, merge_batch_logs
+from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows, merge_batch_logs
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.torchbearer._torchbearer import (
@@ -226,7 +226,7 @@ class MetricsPass:
             of_batches = [BatchLog(*own[position]) for own in logs]
             if isinstance(aggregator, Mean | Var):
                 add_up(aggregator, of_ranks)
-                for value in join_batch_logs(of_batches, reduction):
+                for value in merge_batch_logs(of_batches, reduction).values:
                     aggregator.process(value)
             elif isinstance(aggregator, RunningMean) and any(log.steps for log in of_batches):
                 means = means_of_batches(of_batches, reduction)
