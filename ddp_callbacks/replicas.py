@@ -169,13 +169,10 @@ def _weighted_mean(tensors: list[torch.Tensor], weight: float, group: dist.Proce
     flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors] + [one])
     flat = flat * weight if weight else torch.zeros_like(flat)  # drops the NaN of a rank with weight 0
     all_reduce(flat, "the running statistics", group)
-    if flat[-1] > 0:
-        _copy_back(flat[:-1] / flat[-1], tensors)
-
-
-def _copy_back(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    *parts, total = flat.split([*(tensor.numel() for tensor in tensors), 1])
+    if total > 0:
+        for part, tensor in zip(parts, tensors, strict=True):
+            tensor.copy_((part / total).view(tensor.shape))
 
 
 _SMALL = 1 << 16  # bytes

@@ -27,6 +27,7 @@ import torch
 
 from ddp_callbacks.errors import ConfigurationError
 
+_STATE = ("weight", "total", "_accumulates", "_are_means", "_have_been_sums", "_supposed")  # of a checkpoint
 _ROUNDING = 1e-5  # relative, of a sum of weights in float32
 # Autograd nodes that exchange gradients between ranks: synchronized BatchNorm, and a reentrant checkpoint, which hides
 # its layers.
@@ -144,20 +145,12 @@ class Weighing:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data, for a checkpoint."""
-        return {
-            "weight": self.weight,
-            "total": self.total,
-            "accumulates": self._accumulates,
-            "are_means": self._are_means,
-            "have_been_sums": self._have_been_sums,
-            "supposed": self._supposed,
-        }
+        return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`state_dict`."""
-        self.weight, self.total, self._accumulates = state["weight"], state["total"], state["accumulates"]
-        self._are_means, self._have_been_sums = state["are_means"], state["have_been_sums"]
-        self._supposed = state["supposed"]
+        for name in _STATE:
+            setattr(self, name, state[name])
         self._drops = not self.weight
         self._arrange()
 

@@ -32,8 +32,8 @@ class BatchLog:
         self.values.append(value.detach().clone())
 
 
-def join_batch_logs(logs: Sequence[BatchLog], reduction: str) -> list[torch.Tensor]:
-    """The scalar of each whole batch, in step order.
+def merge_batch_logs(logs: Sequence[BatchLog], reduction: str) -> BatchLog:
+    """One log with the scalars of the whole batches, as if one rank had had all samples.
 
     Args:
         logs: One per rank.
@@ -43,22 +43,9 @@ def join_batch_logs(logs: Sequence[BatchLog], reduction: str) -> list[torch.Tens
     for log in logs:
         for step, weight, value in zip(log.steps, log.weights, log.values, strict=True):
             parts.setdefault(step, []).append((weight, value))
-    return [_join(parts[step], reduction) for step in sorted(parts)]
-
-
-def merge_batch_logs(logs: Sequence[BatchLog], reduction: str) -> BatchLog:
-    """One log with the scalars of the whole batches, as if one rank had had all samples.
-
-    Args:
-        logs: One per rank.
-        reduction: As for :func:`join_batch_logs`.
-    """
-    weights: dict[int, float] = {}
-    for log in logs:
-        for step, weight in zip(log.steps, log.weights, strict=True):
-            weights[step] = weights.get(step, 0.0) + weight
-    steps = sorted(weights)
-    return BatchLog(steps, [weights[step] for step in steps], join_batch_logs(logs, reduction))
+    steps = sorted(parts)
+    weights = [sum(weight for weight, _ in parts[step]) for step in steps]
+    return BatchLog(steps, weights, [_join(parts[step], reduction) for step in steps])
 
 
 def interleave_rows(parts: Sequence[torch.Tensor | None], rows: Sequence[Sequence[int]]) -> torch.Tensor | None:

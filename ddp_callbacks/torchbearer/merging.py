@@ -12,7 +12,7 @@ from typing import Any
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMean, Var
 from torchbearer.metrics import Loss as _DecoratedLoss
 
-from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows, join_batch_logs, merge_batch_logs
+from ddp_callbacks.data.batch_logs import BatchLog, interleave_rows, merge_batch_logs
 from ddp_callbacks.torchbearer._torchbearer import (
     add_up,
     aggregators,
@@ -67,7 +67,7 @@ def join(
         reduction = loss_reduction if isinstance(root, LossMetric) else "mean"
         if isinstance(aggregator, Mean | Var):
             add_up(aggregator, of_ranks)
-            for value in join_batch_logs(logs, reduction):
+            for value in merge_batch_logs(logs, reduction).values:
                 type(aggregator).process(aggregator, value)
         elif isinstance(aggregator, RunningMean) and any(log.steps for log in logs):
             means = means_of_batches(logs, reduction)
