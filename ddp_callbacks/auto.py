@@ -24,26 +24,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ddp_callbacks.errors import say
+
 AUTO = "DDP_CALLBACKS_AUTO"
 """Environment variable: "1" trains what a script makes with the default settings on all processes."""
 
 
 def is_auto() -> bool:
     """Whether this process is one of several whose script is to train on all of them."""
-    if os.environ.get(AUTO) != "1":
-        return False
-    from ddp_callbacks.environment import WorkerEnv
+    return os.environ.get(AUTO) == "1" and _place().world_size > 1
 
-    return WorkerEnv.from_environ().world_size > 1
+
+def _place() -> Any:
+    from ddp_callbacks.environment import WorkerEnv  # late: it is on the same level
+
+    return WorkerEnv.from_environ()
 
 
 @functools.cache
 def announce(what: str, by: str) -> None:
     """Say on rank 0, once for each, what trains on all processes, and what does not."""
-    from ddp_callbacks.environment import WorkerEnv
-    from ddp_callbacks.errors import say
-
-    env = WorkerEnv.from_environ()
+    env = _place()
     if env.rank == 0:
         say(
             f"--auto: each {what} of this script trains on {env.world_size} processes, by {by}. All else in the script "
@@ -107,15 +108,13 @@ def _give_trials_the_callback() -> None:
 
 
 def _with_ours(callbacks: Sequence[Any]) -> list[Any]:
-    if not is_auto():
-        return [*callbacks]
     from torchbearer.callbacks import CallbackList
 
     from ddp_callbacks.torchbearer import DDPCallback
     from ddp_callbacks.torchbearer.base import DistributedCallback
 
     given = CallbackList([*callbacks]).callback_list  # without lists inside
-    if any(isinstance(callback, DistributedCallback) for callback in given):
+    if not is_auto() or any(isinstance(callback, DistributedCallback) for callback in given):
         return [*callbacks]
     announce("Trial", "DDPCallback()")
     return [DDPCallback(), *callbacks]

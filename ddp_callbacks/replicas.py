@@ -184,7 +184,6 @@ _REMEDY = (
 )
 
 
-@torch.no_grad()
 def checksum_of_replica(module: torch.nn.Module) -> list[int]:
     """Of the bits of what :func:`require_equal_replicas` compares. Local."""
     memories = [memory_of(tensor) for _, tensor in _compared(module)]
@@ -218,13 +217,13 @@ def require_equal_replicas(
     if get_world_size(group) == 1:
         return [note]
     named = dict(_compared(module))
-    memories = list(map(memory_of, named.values()))
     whole = checksum_of_replica(module)
     own = [whole, _processor(named), socket.gethostname(), note]
     found, processors, hosts, notes = zip(*all_gather_json(own, "the comparison of the replicas", group), strict=True)
     if all(other == whole for other in found):
         return list(notes)
-    by_rank = all_gather_json(list(map(checksum_of_memory, memories)), "the checksums of the replicas", group)
+    checksums = [checksum_of_memory(memory_of(tensor)) for tensor in named.values()]
+    by_rank = all_gather_json(checksums, "the checksums of the replicas", group)
     differing = [name for name, found in zip(named, zip(*by_rank, strict=True), strict=True) if len(set(found)) > 1]
     distances = all_gather_json([_take(named[name], group) for name in differing], "distances of the replicas", group)
     lines = [

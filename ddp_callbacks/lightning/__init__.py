@@ -20,8 +20,10 @@ many steps and at the moments in ``local_steps``, and the ranks meet in those st
 What is logged waits as ``rows`` until the ranks join it; ``logs`` says when.
 
 With the callback ``Resume`` a fit can stop at the ``moments`` and go on there: ``resume`` reads and writes the file;
-``own_state`` is what the ranks have beside Lightning's checkpoint: ``saved_logs``, ``saved_metrics``, ``saved_module``,
-``saved_attributes``. ``resumable`` is the strategy's part.
+``own_state`` is what the ranks have beside Lightning's checkpoint: what was logged, ``saved_metrics``,
+``saved_module``, ``saved_attributes``.
+
+What is private in Lightning is touched in ``_parts``, ``_logged`` and ``_progress``, and ``_lightning`` requires it.
 
 ``package`` makes ``classes`` for one of the ``packages``; ``callback`` chooses the strategy when a Trainer is made;
 ``reductions`` are what users ask the strategies for.

@@ -57,34 +57,22 @@ def copy_states(metric: Metric) -> Callable[[], None]:
     return restore
 
 
-def copy_all(metric: Metric) -> Callable[[], None]:
-    """As :func:`copy_states`, with the number of updates and what ``compute`` has returned."""
-    restore_states, count, computed = copy_states(metric), metric._update_count, metric._computed
-
-    def restore() -> None:
-        restore_states()
-        # Other ranks have updated it, too, and compute it together with this one.
-        metric._computed = computed if metric._update_count == count else None
-        metric._update_count = count
-
-    return restore
-
-
-def remember_updates(metric: Metric) -> tuple[Callable[[], bool], Callable[[], None]]:
+def remember(metric: Metric) -> tuple[Callable[[], bool], Callable[[], None]]:
     """Two functions: whether the metric has been updated from now on, and one that makes it forget that.
 
-    Lists are copied without their entries, which metrics only append to.
+    Lists are copied without their entries, which metrics only append to. What ``compute`` has returned is forgotten,
+    too: other ranks have updated the metric, and compute it together with this one.
     """
     states = {
         name: state.detach().clone() if isinstance(state, torch.Tensor) else [*state]
         for name, state in metric.metric_state.items()
     }
-    count, computed, value = metric._update_count, metric._computed, metric._forward_cache
+    count, value = metric._update_count, metric._forward_cache
 
     def forget() -> None:
         for name, state in states.items():
             setattr(metric, name, state)
-        metric._update_count, metric._computed, metric._forward_cache = count, computed, value
+        metric._update_count, metric._computed, metric._forward_cache = count, None, value
 
     return lambda: bool(metric._update_count != count), forget
 

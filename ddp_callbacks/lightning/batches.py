@@ -6,7 +6,7 @@ come from several loaders at once (``CombinedLoader``); then it has a share of e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from ddp_callbacks.data.sharding import ShardedLoader, deal_out, shard_loader
 from ddp_callbacks.data.shares import BatchSize, Share, common_size
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.lightning import _parts
 from ddp_callbacks.process_group import get_world_size
 
 Weight = Callable[[Any], float | torch.Tensor]
@@ -170,6 +171,20 @@ class Batches:
         if not training or not self._sums_weights:
             return None
         return sum(row[0] for row in self._exchange.exchange([weight], "the weight of the batch"))
+
+
+def give_loaders_back(loops: Iterable[Any]) -> None:
+    """Let Lightning's loops have the user's loaders; the workers of the last passes have ended."""
+    for combined in map(_parts.loader_of, loops):
+        if combined is not None:
+            combined.flattened = [_original(loader) for loader in combined.flattened]
+
+
+def _original(loader: Any) -> Any:
+    if not isinstance(loader, ShardedLoader):
+        return loader
+    loader.end()
+    return loader.loader
 
 
 def _next_share(loader: Any) -> Share | None:

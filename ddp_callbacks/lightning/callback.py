@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from ddp_callbacks.auto import announce, is_auto
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.lightning._lightning import logger_connector
+from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.processes import NAMES
 from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
 
@@ -51,7 +51,7 @@ class DDPCallbackMixin(_Callbacks):  # type: ignore[misc]
         strategy = trainer.strategy
         if getattr(strategy, "chosen_by", None) is self:
             return
-        home = type(logger_connector(trainer)).__module__.partition(".")[0]
+        home = type(_parts.logger_connector(trainer)).__module__.partition(".")[0]
         if home != self.package:
             raise ConfigurationError(
                 f"this Trainer is one of {home}, and this DDPCallback is for {self.package}: import it from "

@@ -11,7 +11,7 @@ import torch
 from ddp_callbacks.checkpoints.transfer import broadcast_file
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.collectives import all_gather_json
-from ddp_callbacks.lightning._lightning import checkpoint_connector
+from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import get_rank
 
@@ -59,7 +59,7 @@ def follow_rank_zero(trainer: Any, replacements: Replacements) -> None:
             require_agreement({"resumes from": paths[get_rank()] or "nothing"}, "what they resume from", remedy)
         resume_start(paths[0] if path is None else path, *args, **kwargs)
 
-    replacements.replace(checkpoint_connector(trainer), "resume_start", resume)
+    replacements.replace(_parts.checkpoint_connector(trainer), "resume_start", resume)
 
 
 def _broadcast(checkpoint: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:

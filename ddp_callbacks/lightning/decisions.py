@@ -11,16 +11,7 @@ from typing import Any
 
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning._lightning import (
-    BROADCAST_SIGTERM,
-    HANDLE_REQUEUE,
-    HANDLE_SIGTERM,
-    last_validation,
-    requeue,
-    set_last_validation,
-    signal_connector,
-    validation_interval,
-)
+from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group.votes import abstain, is_unanimous
 
@@ -52,16 +43,16 @@ class Decisions:
         self._requeue: int | None = None  # the signal that has asked for it
         self._validated = math.inf  # when, by this rank's clock
         self.held: Sequence[bool] = ()
-        connector = signal_connector(trainer)
+        connector = _parts.signal_connector(trainer)
         # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
-        replacements.replace(trainer.fit_loop.epoch_loop, BROADCAST_SIGTERM, lambda _: None)
-        replacements.replace(connector, HANDLE_SIGTERM, lambda _, *args: self._note_sigterm())
-        replacements.replace(connector, HANDLE_REQUEUE, lambda _, *args: self._note_requeue(*args))
+        replacements.replace(trainer.fit_loop.epoch_loop, _parts.BROADCAST_SIGTERM, lambda _: None)
+        replacements.replace(connector, _parts.HANDLE_SIGTERM, lambda _, *args: self._note_sigterm())
+        replacements.replace(connector, _parts.HANDLE_REQUEUE, lambda _, *args: self._note_requeue(*args))
         replacements.callback(self._put_clock_back)
 
     def _put_clock_back(self) -> None:
         if self._interval is not None:
-            set_last_validation(self._trainer, self._validated)
+            _parts.set_last_validation(self._trainer, self._validated)
 
     def flags(self) -> list[bool]:
         """This rank's: to stop, as a hook may have set here alone; SIGTERM; to requeue; time to validate."""
@@ -121,30 +112,26 @@ class Decisions:
         them waiting.
         """
         self.held = [own and not agreed for own, agreed in zip(self.flags(), flags, strict=True)]
-        has_to_requeue = self._act(flags)
-        if has_to_requeue:
-            number, self._requeue = self._requeue or signal.SIGUSR1, None
-            requeue(self._trainer, number)
-
-    def _act(self, flags: Sequence[bool]) -> bool:
         stop, sigterm, has_to_requeue, validate = flags
-        self._trainer.should_stop, signal_connector(self._trainer).received_sigterm = stop, sigterm
+        self._trainer.should_stop, _parts.signal_connector(self._trainer).received_sigterm = stop, sigterm
         if self._interval is not None and self._trainer.training:
             # Lightning compares this with its clock: at any moment the answer is the one that was agreed upon.
-            set_last_validation(self._trainer, -math.inf if validate else math.inf)
-        return has_to_requeue
+            _parts.set_last_validation(self._trainer, -math.inf if validate else math.inf)
+        if has_to_requeue:
+            number, self._requeue = self._requeue or signal.SIGUSR1, None
+            _parts.requeue(self._trainer, number)
 
     @property
     def _interval(self) -> float | None:
         """Between validations, in seconds, if it is time that decides."""
-        return validation_interval(self._trainer)
+        return _parts.validation_interval(self._trainer)
 
     def _is_time_to_validate(self) -> bool:
         trainer = self._trainer
         if self._interval is None or not trainer.training:
             return False
-        if math.isfinite(last_validation(trainer)):  # Lightning has noted a validation, or the start
-            self._validated = last_validation(trainer)
+        if math.isfinite(_parts.last_validation(trainer)):  # Lightning has noted a validation, or the start
+            self._validated = _parts.last_validation(trainer)
         return time.monotonic() - self._validated >= self._interval
 
     def _note_sigterm(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddp_callbacks.lightning._lightning import logger_connector
+from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.local_sgd import ParameterAverager, set_gradients_aside
@@ -35,7 +35,7 @@ class LocalSteps:
         self._weight = 0.0  # since the last step
         self._has_stepped = False  # in this batch
         # Before any hook at the end of an epoch; the strategy is not told of that moment.
-        replacements.before(logger_connector(trainer), "epoch_end_reached", self._close_in_training)
+        replacements.before(_parts.logger_connector(trainer), "epoch_end_reached", self._close_in_training)
 
     def begin(self) -> None:
         """The parameters are those to train from. A collective."""

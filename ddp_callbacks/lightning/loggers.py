@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_callbacks.files import count_lines, keep_lines
-from ddp_callbacks.lightning._lightning import set_version_of, version_of
+from ddp_callbacks.lightning import _progress
 from ddp_callbacks.process_group import get_rank
 
 Place = dict[str, Any]
@@ -22,7 +22,7 @@ Place = dict[str, Any]
 
 def places_of(loggers: Sequence[Any]) -> list[Place]:
     """Where each logger is: its version, and on rank 0 the lines of its CSV file, which is complete then. Local."""
-    return [{"version": version_of(logger), "lines": _count_lines(logger)} for logger in loggers]
+    return [{"version": _progress.version_of(logger), "lines": _count_lines(logger)} for logger in loggers]
 
 
 def go_on(loggers: Sequence[Any], places: Sequence[Place]) -> None:
@@ -31,9 +31,9 @@ def go_on(loggers: Sequence[Any], places: Sequence[Place]) -> None:
     Call it before Lightning has used the loggers.
     """
     for logger, place in zip(loggers, places, strict=False):
-        if place["version"] is not None and version_of(logger) is None:
-            set_version_of(logger, place["version"])
-        is_same = _is_csv(logger) and version_of(logger) == place["version"]
+        if place["version"] is not None and _progress.version_of(logger) is None:
+            _progress.set_version_of(logger, place["version"])
+        is_same = _is_csv(logger) and _progress.version_of(logger) == place["version"]
         if place["lines"] is not None and get_rank() == 0 and is_same:
             _continue(logger, place["lines"])
 

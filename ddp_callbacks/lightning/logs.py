@@ -26,7 +26,7 @@ from torchmetrics import Metric
 
 from ddp_callbacks.comm.codec import pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_tensors
-from ddp_callbacks.lightning._lightning import operation_of
+from ddp_callbacks.lightning import _logged
 from ddp_callbacks.lightning._torchmetrics import is_computed, set_step_value
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.metrics import SyncedMetrics
@@ -278,4 +278,4 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         return torch.tensor(joined.value, dtype=self._dtypes.get(joined.key, like.dtype), device=like.device)
 
     def _operation(self, key: str) -> str:
-        return operation_of(self[key]) if key in self else "mean"
+        return _logged.operation_of(self[key]) if key in self else "mean"

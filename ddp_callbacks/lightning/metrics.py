@@ -17,11 +17,10 @@ from torchmetrics import Metric
 from ddp_callbacks.comm.collectives import all_gather_tensors
 from ddp_callbacks.lightning._torchmetrics import (
     compute_alone,
-    copy_all,
     copy_states,
     is_in_forward,
     merge_states,
-    remember_updates,
+    remember,
     set_aside,
 )
 
@@ -78,19 +77,9 @@ class SyncedMetrics:
             metric.dist_sync_fn, metric.dist_sync_on_step = function, on_step
         self._before = []
 
-    def copy_states(self) -> Callable[[], None]:
-        """What makes the metrics forget what happens from now on."""
-        copies = [copy_all(metric) for metric in self._metrics]
-
-        def restore() -> None:
-            for put_back in copies:
-                put_back()
-
-        return restore
-
     def remember(self) -> list[tuple[Callable[[], bool], Callable[[], None]]]:
         """For each metric: whether it has been updated from now on, and what makes it forget that."""
-        return [*map(remember_updates, self._metrics)]
+        return [*map(remember, self._metrics)]
 
     def _gather(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         """Every rank's state, of those that count."""

@@ -15,17 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ddp_callbacks.lightning._lightning import (
-    EVALUATION_STEP,
-    SHOULD_VALIDATE,
-    begin_epoch_again,
-    end_loaders,
-    let_begin,
-    lift_limits,
-    loader_of,
-    set_position,
-    silent,
-)
+from ddp_callbacks.lightning import _parts, _progress
 from ddp_callbacks.lightning.replacement import Replacements
 
 Place = Literal["training", "epoch"]
@@ -63,8 +53,8 @@ def watch(
         end()
         end_epoch()
 
-    replacements.replace(loop.epoch_loop, SHOULD_VALIDATE, should_validate)
-    replacements.replace(loop.epoch_loop.val_loop, EVALUATION_STEP, evaluation_step)
+    replacements.replace(loop.epoch_loop, _progress.SHOULD_VALIDATE, should_validate)
+    replacements.replace(loop.epoch_loop.val_loop, _progress.EVALUATION_STEP, evaluation_step)
     replacements.replace(loop, "on_advance_end", on_advance_end)
 
 
@@ -97,12 +87,12 @@ class GoingOn:
             return
         self._has_begun = True
         loop = self._trainer.fit_loop
-        let_begin(loop)
-        self._put_limits_back = lift_limits(loop)
+        _progress.let_begin(loop)
+        self._put_limits_back = _progress.lift_limits(loop)
         if self._cut["place"] == "epoch":
             self._once(loop, "on_run_start", self._begin_run)
         else:
-            begin_epoch_again(loop)
+            _progress.begin_epoch_again(loop)
             self._once(loop, "on_advance_start", self._begin_epoch)
             self._once(loop.epoch_loop, "on_run_start", self._begin_pass)
         run()
@@ -112,17 +102,19 @@ class GoingOn:
         self._put_back()
 
     def _begin_epoch(self, begin: Callable[[], None]) -> None:
-        with silent(self._trainer.loggers):  # they have the rows of these hooks
+        with _progress.silent(self._trainer.loggers):  # they have the rows of these hooks
             begin()
 
     def _begin_pass(self, begin: Callable[..., None], data_fetcher: Any) -> None:
         begin(data_fetcher)
         self._put_back()
-        combined, loaders = loader_of(self._trainer.fit_loop), self._cut["loaders"]["train"]
-        set_position(data_fetcher, combined, self._cut["training_position"])
-        end_loaders(combined, [index for index, state in enumerate(loaders) if state and state["pass"] is None])
+        combined, loaders = _parts.loader_of(self._trainer.fit_loop), self._cut["loaders"]["train"]
+        _progress.set_position(data_fetcher, combined, self._cut["training_position"])
+        _progress.end_loaders(
+            combined, [index for index, state in enumerate(loaders) if state and state["pass"] is None]
+        )
         loop = self._trainer.fit_loop.epoch_loop
-        self._once(loop, SHOULD_VALIDATE, lambda *_: self._cut["validates"])
+        self._once(loop, _progress.SHOULD_VALIDATE, lambda *_: self._cut["validates"])
         loop.on_advance_end(data_fetcher)
 
     def _put_back(self) -> None:

@@ -11,15 +11,9 @@ from typing import Any
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.checkpoints.attributes import Checksums, changed
 from ddp_callbacks.data.random_state import RunRandomState
-from ddp_callbacks.lightning._lightning import (
-    load_trainer_state,
-    restore_again,
-    results_of_evaluation,
-    results_of_training,
-    trainer_state,
-)
+from ddp_callbacks.lightning import _logged, _progress
+from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.saved_attributes import attributes_of, load_attributes
-from ddp_callbacks.lightning.saved_logs import load_logs, logs_of
 from ddp_callbacks.lightning.saved_metrics import load_metrics, save_metrics
 from ddp_callbacks.lightning.saved_module import load_module, load_optimizers, save_module, save_optimizers
 
@@ -31,9 +25,9 @@ def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
         at_start: Of the module's attributes when the fit began.
     """
     return {
-        "trainer": trainer_state(trainer),
-        "training": logs_of(results_of_training(trainer)),
-        "evaluation": logs_of(results_of_evaluation(trainer)),  # which values of a step are logged
+        "trainer": _progress.trainer_state(trainer),
+        "training": _logs_of(_logged.results_of_training(trainer)),
+        "evaluation": _logs_of(_logged.results_of_evaluation(trainer)),  # which values of a step are logged
         "metrics": save_metrics([trainer.lightning_module, *trainer.callbacks]),
         "module": save_module(trainer),
         "attributes": changed(attributes_of(trainer.lightning_module), at_start),
@@ -51,12 +45,12 @@ def put_back(trainer: Any, states: LocalStates, checkpoint: dict[str, Any]) -> N
         checkpoint: The Trainer's, for all.
     """
     own, module, strategy = states.mine, trainer.lightning_module, trainer.strategy
-    restore_again(trainer, checkpoint)
-    load_trainer_state(trainer, own["trainer"])
+    _progress.restore_again(trainer, checkpoint)
+    _progress.load_trainer_state(trainer, own["trainer"])
     loop = trainer.fit_loop.epoch_loop
     batches, validated = loop.batch_progress.current.ready, loop.val_loop.batch_progress.current.ready
-    load_logs(results_of_training(trainer), states.of("training"), trainer, batches)
-    load_logs(results_of_evaluation(trainer), states.of("evaluation"), trainer, validated)
+    _load_logs(_logged.results_of_training(trainer), states.of("training"), trainer, batches)
+    _load_logs(_logged.results_of_evaluation(trainer), states.of("evaluation"), trainer, validated)
     load_metrics([module, *trainer.callbacks], states.of("metrics"))
     load_attributes(module, states.of("attributes"), strategy.root_device)
     load_module(trainer, states.of("module"), states.of("strategy").of("trained").of_ranks)
@@ -70,3 +64,33 @@ def random_state_of(trainer: Any) -> RunRandomState:
     """That of the run on several processes; on one, the process's."""
     found: RunRandomState | None = trainer.strategy.random_state
     return RunRandomState() if found is None else found
+
+
+def _logs_of(results: Any) -> dict[str, Any]:
+    """What a loop's collection has, between two batches. A collective on several processes."""
+    if not isinstance(results, JointResults):
+        return {"lightning": _logged.result_states(results, set()), "pass": None}
+    results.join()
+    return {"lightning": _logged.result_states(results, results.synced), "pass": results.pass_state()}
+
+
+def _load_logs(results: Any, states: LocalStates, trainer: Any, batches: int) -> None:
+    """Inverse of :func:`_logs_of`. Local.
+
+    Args:
+        batches: That the pass has had.
+    """
+    joint = isinstance(results, JointResults)
+    logged = _all_keys(states)
+    synced = _logged.load_results(results, logged, trainer, joint)
+    if joint:
+        state = states.mine["pass"] or {"position": batches - 1}
+        results.synced = synced
+        results.load_pass_state(state["position"], state["samples"] if states.is_same_world else 0)
+
+
+def _all_keys(states: LocalStates) -> dict[str, Any]:
+    """Lightning's part of a state, with the keys that only other ranks have logged."""
+    own = states.mine["lightning"]
+    every = {key: metric for state in states.of_ranks for key, metric in state["lightning"]["metrics"].items()}
+    return {**own, "metrics": every | own["metrics"]}

@@ -9,12 +9,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Literal
 
-from ddp_callbacks.lightning._lightning import (
-    add_worker_init_fn,
-    is_interactive,
-    require_lightning,
-    results_class,
-)
+from ddp_callbacks.lightning import _logged, _parts
+from ddp_callbacks.lightning._lightning import require_lightning
 from ddp_callbacks.lightning._torchmetrics import require_torchmetrics
 from ddp_callbacks.lightning.callback import DDPCallbackMixin, let_callbacks_choose
 from ddp_callbacks.lightning.classes import CallbackFabricStrategy, CallbackStrategy, DDPCallback, Resume
@@ -47,14 +43,14 @@ def make(name: str, home: str) -> tuple[type, type, type, type]:
     of_fabric = importlib.import_module(f"{FABRIC[name]}.strategies")
     shared: dict[str, Any] = {
         "package": name,
-        "add_worker_init_fn": staticmethod(add_worker_init_fn(name)),
-        "interactive": is_interactive(name),
+        "add_worker_init_fn": staticmethod(_parts.add_worker_init_fn(name)),
+        "interactive": _parts.is_interactive(name),
     }
     own = {
         "__init__": _for_configs(CallbackStrategy.__init__, strategies.DDPStrategy.__init__),
         "strategy_name": NAMES[0],
         "ddp_strategy": strategies.DDPStrategy,
-        "results_class": type("JointResults", (JointResults, results_class(name)), {"__module__": home}),
+        "results_class": type("JointResults", (JointResults, _logged.results_class(name)), {"__module__": home}),
     }
     strategy = _make(home, CallbackStrategy, strategies.DDPStrategy, shared | own)
     fabric = _make(home, CallbackFabricStrategy, of_fabric.DDPStrategy, shared)

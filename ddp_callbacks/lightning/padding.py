@@ -18,10 +18,12 @@ def remember(module: torch.nn.Module, metrics: SyncedMetrics) -> Callable[[], No
     """
     buffers = [(buffer, buffer.clone()) for buffer in running_statistics(module)]
     lists = [(value, len(value)) for value in vars(module).values() if type(value) is list and value]
-    restore = metrics.copy_states()
+    updates = metrics.remember()
 
     def undo() -> None:
-        restore()
+        for is_updated, forget in updates:
+            if is_updated():
+                forget()
         for value, length in lists:
             del value[length:]
         with torch.no_grad():

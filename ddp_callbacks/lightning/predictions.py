@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_callbacks.data.outputs import gather_outputs
 from ddp_callbacks.data.sharding import ShardedLoader
-from ddp_callbacks.lightning._lightning import BATCH_INDICES, PREDICT_STEP, loader_of
+from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -24,8 +24,8 @@ class Predictions:
         self._loop = trainer.predict_loop
         replacements.replace(self._loop, "run", self._run)
         replacements.replace(self._loop, "reset", self._reset)
-        replacements.replace(self._loop, PREDICT_STEP, self._step)
-        replacements.replace(self._loop, BATCH_INDICES, self._indices)
+        replacements.replace(self._loop, _parts.PREDICT_STEP, self._step)
+        replacements.replace(self._loop, _parts.BATCH_INDICES, self._indices)
 
     def _run(self, run: Callable[[], Any]) -> Any:
         """What all ranks have predicted. A collective."""
@@ -60,4 +60,4 @@ class Predictions:
         return isinstance(self._loaders()[index], ShardedLoader)
 
     def _loaders(self) -> list[Any]:
-        return list(loader_of(self._loop).flattened)
+        return list(_parts.loader_of(self._loop).flattened)

@@ -15,20 +15,9 @@ from ddp_callbacks.checkpoints.resume import Content, ResumableRun, ResumeOption
 from ddp_callbacks.data.resuming import Resumable, resumable_loader
 from ddp_callbacks.data.sharding import is_distributed
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.lightning import loggers, own_state
-from ddp_callbacks.lightning._lightning import (
-    REGISTER_SIGNALS,
-    RESUME_START,
-    checkpoint_connector,
-    dump_checkpoint,
-    forget_loaders,
-    is_done,
-    loader_of,
-    position_in_training,
-    require_resume,
-    set_checkpoint,
-    signal_connector,
-)
+from ddp_callbacks.lightning import _parts, _progress, loggers, own_state
+from ddp_callbacks.lightning._lightning import require_resume
+from ddp_callbacks.lightning.batches import give_loaders_back
 from ddp_callbacks.lightning.moments import GoingOn, Place, watch
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.saved_attributes import attributes_of
@@ -87,10 +76,10 @@ class Fit:
         self._exit.enter_context(resumable.opened())
         self._saved = resumable.file.read()
         watch(trainer, self._end_batch, resumable.pass_moment_of_validation, self._end_epoch, self._exit)
-        self._exit.replace(checkpoint_connector(trainer), RESUME_START, self._resume_start)
+        self._exit.replace(_parts.checkpoint_connector(trainer), _parts.RESUME_START, self._resume_start)
         self._exit.replace(trainer.fit_loop, "on_save_checkpoint", self._without_loaders)
         if self._on_signal:
-            self._exit.replace(signal_connector(trainer), REGISTER_SIGNALS, lambda _: None)
+            self._exit.replace(_parts.signal_connector(trainer), _progress.REGISTER_SIGNALS, lambda _: None)
         if self._saved is not None:
             self._mine = self._states().mine
             loggers.go_on(trainer.loggers, self._saved.own(0)["loggers"])
@@ -99,10 +88,7 @@ class Fit:
     def end(self) -> None:
         """The fit has ended, well or not. A collective, if well or preempted."""
         fit_loop = self._trainer.fit_loop
-        for loop in (fit_loop, fit_loop.epoch_loop.val_loop):
-            combined = loader_of(loop)
-            if combined is not None:
-                combined.flattened = [_original(loader) for loader in combined.flattened]
+        give_loaders_back((fit_loop, fit_loop.epoch_loop.val_loop))
         self._exit.__exit__(*sys.exc_info())
 
     def note_start(self) -> None:
@@ -152,7 +138,7 @@ class Fit:
             resume(path, *args, **kwargs)
             return
         self._require_same(self._about(()))
-        set_checkpoint(self._trainer, dict(self._saved.shared), self._resumable.file.path)
+        _progress.set_checkpoint(self._trainer, dict(self._saved.shared), self._resumable.file.path)
 
     def _require_same(self, about: dict[str, str]) -> None:
         """Of what the file tells."""
@@ -172,7 +158,7 @@ class Fit:
             if self._mine["place"] == "epoch" or (state is not None and state["pass"] is None):
                 self._set_loader("train", index, loader)  # Lightning has begun a pass
         own_state.put_back(self._trainer, self._states(), self._saved.shared)
-        forget_loaders(self._trainer)
+        _progress.forget_loaders(self._trainer)
         self._saved = None  # it is as large as the model and its optimizer
 
     def _states(self) -> LocalStates:
@@ -186,13 +172,13 @@ class Fit:
         self._resumable.pass_moment(take, ends_batch=True, validates=validates)
 
     def _end_epoch(self) -> None:
-        is_over = is_done(self._trainer.fit_loop)
+        is_over = _progress.is_done(self._trainer.fit_loop)
         self._resumable.pass_moment(functools.partial(self._take, "epoch"), ends_epoch=True, is_over=is_over)
 
     @contextlib.contextmanager
     def _take(self, place: Place, validates: bool = False) -> Iterator[Content]:
         trainer, train = self._trainer, self._loaders("train")
-        position = position_in_training(trainer.fit_loop)
+        position = _progress.position_in_training(trainer.fit_loop)
         own = own_state.take(trainer, self._attributes) | {
             "place": place,
             "validates": validates,
@@ -202,8 +188,8 @@ class Fit:
                 "val": [self._state_of(loader) for loader in self._loaders("val")],
             },
         }
-        checkpoint = dump_checkpoint(trainer)  # closes a window of local steps
-        forget_loaders(trainer, checkpoint)
+        checkpoint = _progress.dump_checkpoint(trainer)  # closes a window of local steps
+        _progress.forget_loaders(trainer, checkpoint)
         if trainer.strategy.takes_local_steps:
             trainer.strategy.load_own_state([own["strategy"]] * get_world_size(), True)
         own["loggers"] = loggers.places_of(trainer.loggers)
@@ -223,7 +209,7 @@ class Fit:
 
     def _loaders(self, stage: str) -> list[Any]:
         fit_loop = self._trainer.fit_loop
-        combined = loader_of(fit_loop if stage == "train" else fit_loop.epoch_loop.val_loop)
+        combined = _parts.loader_of(fit_loop if stage == "train" else fit_loop.epoch_loop.val_loop)
         return [] if combined is None else list(combined.flattened)
 
     def _about(self, loaders: Sequence[Any]) -> dict[str, str]:
@@ -236,14 +222,6 @@ class Fit:
         state = save()
         state.pop("combined_loader", None)
         return state
-
-
-def _original(loader: Any) -> Any:
-    """The user's loader; the workers of the last pass have ended."""
-    if not isinstance(loader, Resumable):
-        return loader
-    loader.end()
-    return loader.loader
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

@@ -11,26 +11,10 @@ from torch.optim.swa_utils import AveragedModel
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.data.sharding import ShardedLoader
-from ddp_callbacks.data.skipping import SkipBatch
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning._lightning import (
-    MONITORED,
-    active_loader,
-    compares_losses,
-    follows_step,
-    is_asked_by_loop,
-    loader_of,
-    loaders_of_batch,
-    logger_connector,
-    logs_step,
-    refresh_metrics,
-    replace_results,
-    results_of,
-    results_of_training,
-    skips_backward,
-)
-from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, joint_loss
+from ddp_callbacks.lightning import _logged, _parts
+from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, give_loaders_back, joint_loss
 from ddp_callbacks.lightning.decisions import NONE, Decisions
 from ddp_callbacks.lightning.hooks import HookDrawing
 from ddp_callbacks.lightning.local_steps import LocalSteps
@@ -39,7 +23,7 @@ from ddp_callbacks.lightning.metrics import SyncedMetrics
 from ddp_callbacks.lightning.padding import remember
 from ddp_callbacks.lightning.predictions import Predictions
 from ddp_callbacks.lightning.replacement import Replacements
-from ddp_callbacks.lightning.skipping import SkippingOnAll, without_loss
+from ddp_callbacks.lightning.skipping import without_loss
 from ddp_callbacks.lightning.verification import verify_first_batch
 from ddp_callbacks.replicas import checksum_of_replica, merge_buffers, require_equal_replicas
 from ddp_callbacks.verification import Verify
@@ -64,47 +48,43 @@ class Run:
         self._trainer = trainer
         self._model = model
         self._synchronizer = synchronizer
-        self._exchange = ScalarExchange()
+        self.exchange = ScalarExchange()
         self._exit = Replacements()
         self._local = local
-        self.batches = Batches(weight, self._exchange, local is None, reduction)
-        self._metrics = SyncedMetrics([model, *trainer.callbacks], self._is_padding)
-        self._exit.callback(self._metrics.close)
+        self.batches = Batches(weight, self.exchange, local is None, reduction)
+        self.metrics = SyncedMetrics([model, *trainer.callbacks], self._is_padding)
+        self._exit.callback(self.metrics.close)
         self.drawing = HookDrawing(trainer, self._exit)
         self.drawing.random_state.synchronize()
         self._undo: Callable[[], None] | None = None  # what a padding batch has left behind
-        self._decisions = Decisions(trainer, self._exchange, self._exit)
+        self.decisions = Decisions(trainer, self.exchange, self._exit)
         self._trained = 0  # samples of this rank since the buffers were merged
-        epoch_loop, connector = trainer.fit_loop.epoch_loop, logger_connector(trainer)
+        epoch_loop, connector = trainer.fit_loop.epoch_loop, _parts.logger_connector(trainer)
         evaluations = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
         self._loops = (trainer.fit_loop, *evaluations, trainer.predict_loop)
         for loop in (epoch_loop, *evaluations):
-            replace_results(loop, lambda training: results_class(training, self.batches, self._metrics))
+            _logged.replace_results(loop, lambda training: results_class(training, self.batches, self.metrics))
         self._exit.before(connector, "on_batch_end", self._before_batch_end)
         self._exit.before(connector, "epoch_end_reached", self._at_end_of_data)
         self._exit.before(connector, "on_epoch_end", self._before_epoch_end)
         for callback in trainer.callbacks:
-            for name in MONITORED:
+            for name in _parts.MONITORED:
                 if hasattr(callback, name):
                     self._exit.before(callback, name, self._before_monitor)
         for loop in (trainer.fit_loop, epoch_loop):  # a hook before the first batch may have decided to stop
-            self._exit.before(loop, "run", self.decide)
-        self._automatic = epoch_loop.automatic_optimization
-        self._automatic.output_result_cls = _MayBeSkipped(self._automatic.output_result_cls)
+            self._exit.before(loop, "run", self.decisions.agree)
+        kind = epoch_loop.automatic_optimization.output_result_cls
+        self._exit.replace(kind, "from_training_step_output", _without_skipped)
         Predictions(trainer, self._exit)
 
     def close(self) -> None:
         """Give Lightning's objects, the user's loaders and the module's layers back; loaders' workers have ended."""
         self._exit.close()
-        for loop in self._loops:
-            combined = loader_of(loop)
-            if combined is not None:
-                combined.flattened = [_original(loader) for loader in combined.flattened]
-        del self._automatic.output_result_cls
+        give_loaders_back(self._loops)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's, between two batches. Local."""
-        return {"trained": self._trained, "held": [*self._decisions.held]}
+        return {"trained": self._trained, "held": [*self.decisions.held]}
 
     def load_state_dict(self, state: dict[str, Any], is_own: bool) -> None:
         """Inverse of :meth:`state_dict`. Local.
@@ -113,11 +93,7 @@ class Run:
             is_own: Whether it is this rank's; if not, the buffers were merged already.
         """
         self._trained = state["trained"] if is_own else 0
-        self._decisions.held = state["held"] if is_own else ()
-
-    def skipping(self, skip_batch: SkipBatch) -> SkippingOnAll:
-        """What lets all ranks skip a batch that is bad on one."""
-        return SkippingOnAll(self._trainer, skip_batch, self._exchange, self.batches, self._metrics)
+        self.decisions.held = state["held"] if is_own else ()
 
     def synchronize_batch_norm(self) -> None:
         """The module's BatchNorm layers normalize by the whole batch from now on. A collective."""
@@ -126,11 +102,11 @@ class Run:
 
     def begin_batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Note what this rank has of a batch; return the batch."""
-        if not is_asked_by_loop(self._trainer):
+        if not _parts.is_asked_by_loop(self._trainer):
             return batch
         training = self._trainer.training
-        combined = active_loader(self._trainer)
-        loaders = loaders_of_batch(combined, dataloader_idx)
+        combined = _parts.active_loader(self._trainer)
+        loaders = _parts.loaders_of_batch(combined, dataloader_idx)
         self.batches.take(batch, loaders, training, not self._trainer.predicting)
         if training:
             self._trained += self.batches.share.local
@@ -141,19 +117,19 @@ class Run:
     def training_step(self, step: Callable[[], Any]) -> Any:
         """What ``training_step`` returns, and where that is nothing on any rank, what tells Lightning to go on."""
         output = step()
-        if not results_of(self._trainer).joins_steps:
+        if not _logged.results_of(self._trainer).joins_steps:
             if output is None and self._is_automatic:
                 raise SkippedBatchError(without_loss(self._trainer, None))
             return output
         carrier = self._carrier()
-        self._decisions.send(output is None, carrier)
+        self.decisions.send(output is None, carrier)
         return self._skip(carrier is not None) if output is None and self._is_automatic else output
 
     def _skip(self, are_carried: bool) -> Any:
         """What tells Lightning that all ranks skip the step. A collective."""
         if are_carried:
             self._synchronize()  # as the others do in their backward, if they skip nothing
-        skipped_by = self._decisions.skipped_by()
+        skipped_by = self.decisions.skipped_by()
         if not all(skipped_by):
             raise SkippedBatchError(without_loss(self._trainer, skipped_by))
         if not are_carried:
@@ -164,17 +140,13 @@ class Run:
         if self._synchronizer is not None:
             self._synchronizer.synchronize()
 
-    def after_backward(self) -> None:
-        """The gradients are there, and with them the decisions."""
-        self._decisions.take()
-
     def verified(self, verify: Verify, step: Callable[[], Any], arguments: Sequence[Any]) -> Any:
         """What ``step`` returns, when the gradient of this batch is that of one process, or told. A collective.
 
         Args:
             arguments: Of ``training_step``, behind the batch.
         """
-        undo = remember(self._model, self._metrics)
+        undo = remember(self._model, self.metrics)
         verify_first_batch(verify, self._trainer, self._loaders(), self.batches, arguments)
         undo()
         return step()
@@ -187,21 +159,21 @@ class Run:
 
     def _begin_batch(self, joins_steps: bool) -> None:
         self.end_batch()  # of one that a hook has skipped
-        if results_of(self._trainer) is not None:
-            results_of(self._trainer).begin_batch(joins_steps)
+        if _logged.results_of(self._trainer) is not None:
+            _logged.results_of(self._trainer).begin_batch(joins_steps)
         if self.batches.is_padding:
-            self._undo = remember(self._model, self._metrics)
+            self._undo = remember(self._model, self.metrics)
 
     def joint_loss(self, closure: Callable[[], Any]) -> Any:
         """The loss of the whole batch."""
         loss = closure()
         if loss is None:
             return None
-        return joint_loss(self._exchange, loss, *self.batches.weight_and_total)
+        return joint_loss(self.exchange, loss, *self.batches.weight_and_total)
 
     def begin_training(self) -> None:
         """Callbacks that compare losses, of which Lightning's learning rate finder is one, look at whole batches."""
-        for callback in filter(compares_losses, self._trainer.callbacks):
+        for callback in filter(_parts.compares_losses, self._trainer.callbacks):
             self._exit.replace(callback, "on_train_batch_end", self._with_joint_loss)
 
     def _with_joint_loss(
@@ -221,22 +193,22 @@ class Run:
         self._trained = 0
 
     def _before_batch_end(self) -> None:
-        results = results_of(self._trainer)
+        results = _logged.results_of(self._trainer)
         results.end_batch()
         self.end_batch()
         if self._trainer.training:
-            self._decisions.end_training_batch()
-            reads = logs_step(self._trainer) or follows_step(self._trainer)
+            self.decisions.end_training_batch()
+            reads = _logged.logs_step(self._trainer) or _logged.follows_step(self._trainer)
         elif results.joins_steps:
-            reads = self._decisions.end_evaluation_batch(results.logs_step and bool(self._trainer.loggers))
+            reads = self.decisions.end_evaluation_batch(results.logs_step and bool(self._trainer.loggers))
         else:
-            self._decisions.act(NONE)
+            self.decisions.act(NONE)
         if results.joins_steps and (reads or results.is_full):
             results.join()
 
     def _before_monitor(self) -> None:
         """ModelCheckpoint or EarlyStopping looks at what was logged. A collective."""
-        results, trainer = results_of(self._trainer), self._trainer
+        results, trainer = _logged.results_of(self._trainer), self._trainer
         meets = results.joins_steps or not results.is_in_batch
         if trainer.training and trainer.state.status != "interrupted" and meets:
             results.join()
@@ -254,35 +226,31 @@ class Run:
         synchronizer = self._synchronizer
         if synchronizer is None or not synchronizer.is_enabled:
             return None
-        return synchronizer if self._is_automatic and not skips_backward(self._trainer) else None
-
-    def decide(self) -> None:
-        """All ranks act on what any of them has decided: hooks that run beside no batch may have. A collective."""
-        self._decisions.agree()
+        return synchronizer if self._is_automatic and not _parts.skips_backward(self._trainer) else None
 
     def before_validation(self) -> None:
         """What hooks have logged behind the last step of the training is there for those that decide. A collective."""
         if self._trainer.state.fn == "fit" and not self._trainer.sanity_checking:
-            results = results_of_training(self._trainer)
+            results = _logged.results_of_training(self._trainer)
             results.join()
-            refresh_metrics(self._trainer, results)
+            _logged.refresh_metrics(self._trainer, results)
 
     def _at_end_of_data(self) -> None:
-        results, random_state = results_of(self._trainer), self.drawing.random_state
+        results, random_state = _logged.results_of(self._trainer), self.drawing.random_state
         if not self._trainer.training:
             results.join(ends=True)
             return
         (offered, *_) = results.join(ends=True, carried=[random_state.offer()])
         random_state.accept(*offered)
-        refresh_metrics(self._trainer, results)
+        _logged.refresh_metrics(self._trainer, results)
         self.merge_buffers()
 
     def _before_epoch_end(self) -> None:
-        results, random_state = results_of(self._trainer), self.drawing.random_state
+        results, random_state = _logged.results_of(self._trainer), self.drawing.random_state
         if self._trainer.training:
-            own = [self._decisions.flags(), checksum_of_replica(self._model), random_state.offer()]
+            own = [self.decisions.flags(), checksum_of_replica(self._model), random_state.offer()]
             flags, checksums, (offered, *_) = zip(*results.join(ends=True, carried=own), strict=True)
-            self._decisions.act([any(raised) for raised in zip(*flags, strict=True)])
+            self.decisions.act([any(raised) for raised in zip(*flags, strict=True)])
             random_state.accept(offered)
             if any(checksum != checksums[0] for checksum in checksums):
                 require_equal_replicas(self._model, f"at the end of epoch {self._trainer.current_epoch}")
@@ -294,34 +262,14 @@ class Run:
                 loader.shares.clear()  # of batches that were fetched ahead, where a limit has ended the pass
 
     def _loaders(self) -> list[Any]:
-        combined = active_loader(self._trainer)
+        combined = _parts.active_loader(self._trainer)
         return [] if combined is None else list(combined.flattened)
 
     def _is_padding(self) -> bool:
-        results = results_of(self._trainer)
+        results = _logged.results_of(self._trainer)
         return results is not None and results.is_in_batch and self.batches.is_padding
 
 
-class _MayBeSkipped:
-    """Lightning's class of results, which takes :data:`SKIPPED` as ``None`` is taken on one process."""
-
-    def __init__(self, result: Any) -> None:
-        self._result = result
-
-    def from_training_step_output(self, training_step_output: Any, *args: Any, **kwargs: Any) -> Any:
-        output = None if training_step_output is SKIPPED else training_step_output
-        return self._result.from_training_step_output(output, *args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return _as_it_is, (self._result,)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _original(loader: Any) -> Any:
-    if not isinstance(loader, ShardedLoader):
-        return loader
-    loader.end()
-    return loader.loader
+def _without_skipped(make: Callable[..., Any], output: Any, *args: Any, **kwargs: Any) -> Any:
+    """What Lightning makes of the output of a step, where :data:`SKIPPED` is ``None``, as on one process."""
+    return make(None if output is SKIPPED else output, *args, **kwargs)

@@ -15,7 +15,7 @@ import torch
 
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.checkpoints.resume import load_buffers
-from ddp_callbacks.lightning._lightning import is_accumulating, torch_optimizer
+from ddp_callbacks.lightning import _parts
 
 
 def save_module(trainer: Any) -> dict[str, Any]:
@@ -49,19 +49,19 @@ def save_optimizers(trainer: Any) -> list[dict[str, Any]]:
     """With local steps, those that the ranks have for themselves and the averager does not keep. Local."""
     if not trainer.strategy.takes_local_steps:
         return []
-    return [copy.deepcopy(torch_optimizer(optimizer).state_dict()) for optimizer in trainer.optimizers[1:]]
+    return [copy.deepcopy(_parts.torch_optimizer(optimizer).state_dict()) for optimizer in trainer.optimizers[1:]]
 
 
 def load_optimizers(trainer: Any, states: Sequence[dict[str, Any]]) -> None:
     """Inverse of :func:`save_optimizers`. Local."""
     for optimizer, state in zip(trainer.optimizers[1:], states, strict=False):
-        torch_optimizer(optimizer).load_state_dict(state)
+        _parts.torch_optimizer(optimizer).load_state_dict(state)
 
 
 def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
     """Those that the next step of an optimizer may see, and that the gradient engine does not keep."""
     module = trainer.lightning_module
-    if module.automatic_optimization and not (trainer.strategy.takes_local_steps and is_accumulating(trainer)):
+    if module.automatic_optimization and not (trainer.strategy.takes_local_steps and _parts.is_accumulating(trainer)):
         return {}
     named = ((name, parameter.grad) for name, parameter in module.named_parameters())
     return {name: gradient.detach().clone() for name, gradient in named if gradient is not None}

@@ -11,19 +11,20 @@ updated or normalized.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_callbacks.comm.collectives import all_gather_json
-from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.data.skipping import FAULTS, BadBatches, Fault, SkipBatch, fault_of
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.lightning._lightning import results_of, torch_optimizer
-from ddp_callbacks.lightning.batches import Batches
+from ddp_callbacks.lightning import _logged, _parts
 from ddp_callbacks.lightning.metrics import SyncedMetrics
 from ddp_callbacks.process_group.presence import describe
+
+if TYPE_CHECKING:
+    from ddp_callbacks.lightning.run import Run
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -31,47 +32,53 @@ Forget = Callable[[], None]
 
 
 class Skipping:
-    """Decides in each step of a fit on one process whether the batch is skipped.
+    """Decides in each step of a fit whether the batch is skipped; several ranks decide alike.
 
-    Raises:
-        ConfigurationError: The module optimizes manually.
+    Args:
+        run: On several processes.
     """
 
-    def __init__(self, trainer: Any, skip_batch: SkipBatch, exchange: ScalarExchange | None = None) -> None:
-        module = trainer.lightning_module
+    def __init__(self, trainer: Any, skip_batch: SkipBatch, run: Run | None) -> None:
+        self._trainer = trainer
+        self._faults = FAULTS[skip_batch]
+        self._setting = skip_batch
+        self._run = run
+        self._bad = BadBatches(None if run is None else run.exchange)
+
+    def check(self, optimizers: Sequence[Any]) -> None:
+        """Raise :class:`ConfigurationError` if the step is not Lightning's, or computes the loss several times."""
+        module = self._trainer.lightning_module
         if not module.automatic_optimization:
             raise ConfigurationError(
-                f'skip_batch="{skip_batch}" needs automatic optimization: '
+                f'skip_batch="{self._setting}" needs automatic optimization: '
                 f"{type(module).__name__} optimizes manually, "
                 "where training_step may return None, and takes steps itself. Leave out skip_batch, and look at the "
                 "loss before manual_backward."
             )
-        self._trainer = trainer
-        self._faults = FAULTS[skip_batch]
-        self._setting = skip_batch
-        self._bad = BadBatches(exchange)
-
-    def check(self, optimizers: Sequence[Any]) -> None:
-        """Raise :class:`ConfigurationError` if an optimizer computes the loss several times per step."""
-        for optimizer in map(torch_optimizer, optimizers):
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise ConfigurationError(
-                    f'skip_batch="{self._setting}" does not work with LBFGS, which computes the loss several times per '
-                    "step and cannot go on without it. Leave out skip_batch, or use another optimizer."
-                )
+        if any(isinstance(_parts.torch_optimizer(each), torch.optim.LBFGS) for each in optimizers):
+            raise ConfigurationError(
+                f'skip_batch="{self._setting}" does not work with LBFGS, which computes the loss several times per '
+                "step and cannot go on without it. Leave out skip_batch, or use another optimizer."
+            )
 
     def close(self) -> None:
         """Report how many batches were skipped, if not each was reported."""
         self._bad.close()
 
     def training_step(self, step: Callable[[], Any]) -> Any:
-        """What ``step`` returns; ``None`` if the batch is skipped."""
+        """What ``step`` returns; ``None`` if the batch is skipped. A collective on several processes."""
+        allows_none = Fault.NO_LOSS in self._faults
+        traces = _Traces(self._trainer, self._run.metrics) if self._run is not None and allows_none else None
         output = step()
-        fault = self._fault(output)
-        return self._skip({0: fault}) if fault else output
-
-    def _skip(self, faults: Mapping[int, Fault]) -> None:
-        self._bad.report(faults, where(self._trainer))
+        faults = self._bad.agree(self._fault(output), 1.0 if self._run is None else self._run.batches.weight)
+        if traces is not None and Fault.NO_LOSS in faults.values():
+            traces.keep_common(faults.get(dist.get_rank()) == Fault.NO_LOSS)
+        if faults:
+            self._bad.report(faults, where(self._trainer))
+            return None
+        # A part that counts nothing has no say: without a loss it contributes no gradient.
+        has_no_part = output is None and allows_none
+        return torch.zeros((), device=self._trainer.strategy.root_device, requires_grad=True) if has_no_part else output
 
     def _fault(self, output: Any) -> Fault:
         """What is wrong with this rank's loss, of the faults that batches are skipped for."""
@@ -84,66 +91,23 @@ class Skipping:
         return found if found in self._faults else Fault.NOTHING
 
 
-class SkippingOnAll(Skipping):
-    """The same on several ranks, which decide alike.
-
-    Args:
-        exchange: To the other ranks.
-        batches: What this rank has of the batch.
-        metrics: Of the module and the callbacks.
-    """
-
-    def __init__(
-        self,
-        trainer: Any,
-        skip_batch: SkipBatch,
-        exchange: ScalarExchange,
-        batches: Batches,
-        metrics: SyncedMetrics,
-    ) -> None:
-        super().__init__(trainer, skip_batch, exchange)
-        self._batches = batches
-        self._metrics = metrics
-
-    def training_step(self, step: Callable[[], Any]) -> Any:
-        """As on one process. A collective."""
-        allows_none = Fault.NO_LOSS in self._faults
-        traces = _Traces(self._trainer, self._metrics) if allows_none else None
-        output = step()
-        faults = self._bad.agree(self._fault(output), self._batches.weight)
-        if traces is not None and Fault.NO_LOSS in faults.values():
-            traces.keep_common(faults.get(dist.get_rank()) == Fault.NO_LOSS)
-        if faults:
-            return self._skip(faults)
-        # A part that counts nothing has no say: without a loss it contributes no gradient.
-        has_no_part = output is None and allows_none
-        return torch.zeros((), device=self._trainer.strategy.root_device, requires_grad=True) if has_no_part else output
-
-
 class _Traces:
     """What a step leaves behind from now on: logged values, states of torchmetrics, statistics of normalizations."""
 
     def __init__(self, trainer: Any, metrics: SyncedMetrics) -> None:
-        self._logged = results_of(trainer).remember()
-        self._metrics = metrics.remember()
-        self._statistics = [*map(_remember, _normalizations(trainer.lightning_module))]
+        self._logged = _logged.results_of(trainer).remember()
+        layers = map(_remember, _normalizations(trainer.lightning_module))
+        self._changes = dict(enumerate([*metrics.remember(), *layers]))
 
     def keep_common(self, returned_none: bool) -> None:
         """Forget what a rank has not done that has returned ``None``. A collective."""
-        done = self._done()
-        names = all_gather_json(sorted(done) if returned_none else None, "what a skipped step has logged")
-        common: set[str] = set.intersection(*(set(own) for own in names if own is not None))
-        for name, forget in done.items():
+        logged = self._logged()
+        done = [*logged, *(index for index, (has_changed, _) in self._changes.items() if has_changed())]
+        names = all_gather_json(done if returned_none else None, "what a skipped step has logged")
+        common = set[Any].intersection(*(set(own) for own in names if own is not None))
+        for name, forget in [*logged.items(), *((index, forget) for index, (_, forget) in self._changes.items())]:
             if name not in common:
                 forget()
-
-    def _done(self) -> dict[str, Forget]:
-        done = {f"value {key}": forget for key, forget in self._logged().items()}
-        for kind, remembered in (("metric", self._metrics), ("layer", self._statistics)):
-            done |= {
-                f"{kind} {index}": forget for index, (has_changed, forget) in enumerate(remembered) if has_changed()
-            }
-        return done
 
 
 def _normalizations(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
@@ -157,15 +121,12 @@ def _normalizations(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 def _remember(buffers: Collection[torch.Tensor]) -> tuple[Callable[[], bool], Forget]:
     copies = [buffer.clone() for buffer in buffers]
 
-    def has_changed() -> bool:
-        return not all(map(torch.equal, buffers, copies))
-
     def forget() -> None:
         with torch.no_grad():
             for buffer, copy in zip(buffers, copies, strict=True):
                 buffer.copy_(copy)
 
-    return has_changed, forget
+    return lambda: not all(map(torch.equal, buffers, copies)), forget
 
 
 def where(trainer: Any) -> str:

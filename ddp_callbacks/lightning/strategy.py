@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -22,20 +21,8 @@ from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.errors import ConfigurationError, Preempted
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning._lightning import (
-    PREPARE_DATA,
-    accelerator_connector,
-    data_connector,
-    torch_optimizer,
-    trainer_of,
-)
-from ddp_callbacks.lightning.batches import (
-    Reduction,
-    Weight,
-    shard,
-    weighed_backward,
-    weight_function,
-)
+from ddp_callbacks.lightning import _parts
+from ddp_callbacks.lightning.batches import Reduction, Weight, shard, weight_function
 from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
 from ddp_callbacks.lightning.decisions import ROOM
 from ddp_callbacks.lightning.local_steps import LocalSteps
@@ -49,26 +36,22 @@ from ddp_callbacks.lightning.processes import (
 )
 from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.replacement import Replacements
-from ddp_callbacks.lightning.resumable import ResumableMixin
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
+from ddp_callbacks.lightning.steps import StepsMixin
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
 from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.presence import alone_in
-from ddp_callbacks.replicas import (
-    broadcast_parameters,
-    describe_checkpoint,
-    require_same_checkpoint,
-)
+from ddp_callbacks.replicas import broadcast_parameters, describe_checkpoint, require_same_checkpoint
 from ddp_callbacks.verification import Verify, check_verify, is_to_verify
 from ddp_callbacks.versions import __version__
 
 _RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # of a checkpoint
 
 
-class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
+class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     """What makes a ``DDPStrategy`` of either package synchronize by callbacks; see ``CallbackStrategy``."""
 
     user = "Trainer"
@@ -162,7 +145,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
     def connect(self, model: Any) -> None:
         """A run begins: from now on loaders are divided, also those that a hook asks for before :meth:`setup`."""
         super().connect(model)
-        if trainer_of(model) is not None:
+        if _parts.trainer_of(model) is not None:
             self._take_trainer(model.trainer)
 
     def setup_distributed(self) -> None:
@@ -214,9 +197,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
             if self._syncs_batch_norm and not self._trainer.predicting:  # a rank then has whole batches
                 self._run.synchronize_batch_norm()
         if self._skip_batch is not None and self._trainer.state.fn == "fit":
-            self._skipping = (
-                Skipping(self._trainer, self._skip_batch) if self._run is None else self._run.skipping(self._skip_batch)
-            )
+            self._skipping = Skipping(self._trainer, self._skip_batch, self._run)
             self._exit.callback(self._skipping.close)
         return model
 
@@ -269,126 +250,11 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
             self.resume.take_loader(name, sharded)
         return sharded
 
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Note what this rank has of the batch, then as Lightning's."""
-        if self._run is not None:
-            batch = self._run.begin_batch(batch, dataloader_idx)
-        return super().batch_to_device(batch, device, dataloader_idx)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; then the ranks tell each other what they have decided. A collective."""
-        step = functools.partial(super().training_step, *args, **kwargs)
-        if self._skipping is not None:
-            step = functools.partial(self._skipping.training_step, step)
-        if self._run is not None and self._verify and self._is_to_verify:
-            self._is_to_verify = False
-            step = functools.partial(self._run.verified, self._verify, step, args[1:])
-        output = step() if self._run is None else self._run.training_step(step)
-        if self._local is not None:
-            self._local.end_training_step(None if self._run is None else self._run.batches)
-        return output
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's."""
-        output = super().predict_step(*args, **kwargs)
-        if self._run is not None:
-            self._run.end_batch()
-        return output
-
-    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As Lightning's, with the loss weighed by this rank's share of the batch; its value stays what it is."""
-        with self._weighed(closure_loss):
-            loss: torch.Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self._run is not None:
-            self._run.after_backward()
-        return loss
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Gradients are accumulated on this rank inside; the next backward outside synchronizes them."""
-        with nullcontext() if self._synchronizer is None else self._synchronizer.no_sync():
-            yield
-
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """As Lightning's; LBFGS, which decides by the loss, gets that of the whole batch."""
-        inner = torch_optimizer(optimizer)
-        if self._run is not None and self._local is None and isinstance(inner, torch.optim.LBFGS):
-            closure = functools.partial(self._run.joint_loss, closure)
-        step = functools.partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        output = step(closure) if self._run is None else self._run.drawing.optimizer_step(inner, step, closure)
-        if self._local is not None:
-            self._local.note_step()
-        return output
-
-    def on_train_start(self) -> None:
-        """Parameters are those to train from, and no rank trains if one wants to stop before the first epoch."""
-        super().on_train_start()
-        if self._run is not None:
-            self._run.decide()
-            self._run.drawing.random_state.synchronize()  # rank 0 has drawn for the sanity check
-            self._run.begin_training()
-        if self._local is not None:
-            self._local.begin()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Parameters that hooks have exchanged at the start of the epoch are those to train from."""
-        super().on_train_batch_start(batch, batch_idx)
-        if self._local is not None and batch_idx == 0:
-            self._local.outer_step()
-
-    def on_validation_start(self) -> None:
-        """Running statistics of the training so far are merged, and parameters averaged if they differ."""
-        if self._run is not None:
-            self._run.before_validation()
-            self._run.merge_buffers()
-        if self._local is not None:
-            self._local.outer_step()
-
-    def on_train_end(self) -> None:
-        """The processes draw alike from here on, as they did before."""
-        super().on_train_end()
-        self._end_drawing()
-
-    def on_test_end(self) -> None:
-        """As at the end of a training."""
-        super().on_test_end()
-        self._end_drawing()
-
-    def on_predict_end(self) -> None:
-        """As at the end of a training."""
-        super().on_predict_end()
-        self._end_drawing()
-
-    def on_validation_end(self) -> None:
-        """Parameters that hooks have exchanged for the validation are back, and all ranks stop if one wants to."""
-        super().on_validation_end()
-        if self._trainer.state.fn == "validate":
-            self._end_drawing()
-        if self._run is not None:
-            self._run.decide()
-        if self._local is not None:
-            self._local.outer_step()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: of the averaged parameters. A collective where local steps are taken."""
-        if self._local is not None and (self.world_size == 1 or not self._is_alone()):
-            self._local.outer_step()
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        return state
-
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a pickle, has the settings; what belongs to the processes of a run is left out."""
         state: dict[str, Any] = super().__getstate__()
-        ended: dict[str, Any] = {
-            "_synchronizer": None,
-            "_local": None,
-            "_run": None,
-            "_skipping": None,
-            "_met": Replacements(),
-            "_exit": Replacements(),
-            "resume": None,
-        }
-        return state | ended
+        ended = dict.fromkeys(("_synchronizer", "_local", "_run", "_skipping", "resume"))
+        return state | ended | {"_met": Replacements(), "_exit": Replacements()}
 
     # --- what Lightning and its users ask -----------------------------------------------------------------------------
 
@@ -405,11 +271,6 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
 
     def _stage_name(self) -> str:
         return str(self._trainer.state.stage.dataloader_prefix)
-
-    def _end_drawing(self) -> None:
-        if self._run is not None:
-            self._run.drawing.random_state.synchronize()
-            self._run.drawing.random_state.end()
 
     def _is_alone(self) -> bool:
         """Whether a question is answered by this rank alone: in a world of one, and where it has failed.
@@ -429,24 +290,9 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
         report_failure(failure)
         return True
 
-    @contextmanager
-    def _weighed(self, loss: torch.Tensor) -> Iterator[None]:
-        synchronizer, run = self._synchronizer, self._run
-        if run is not None:
-            self._losses.look(loss, run.batches.weight, f"step {self._trainer.global_step}")
-        if self._local is not None:
-            with self._local.backward(None if run is None else run.batches):
-                yield
-            return
-        if run is None or synchronizer is None:
-            yield
-            return
-        with weighed_backward(synchronizer, loss, *run.batches.weight_and_total):
-            yield
-
     def _take_trainer(self, trainer: Any) -> None:
         if self._trainer is not trainer:
-            connector = accelerator_connector(trainer)
+            connector = _parts.accelerator_connector(trainer)
             self._trainer, self._divides = trainer, connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # the loaders are divided in process_dataloader
 
@@ -459,7 +305,7 @@ class CallbackStrategyMixin(ResumableMixin, ProcessesMixin):
             with alone_in("prepare_data"):
                 prepare()
 
-        Replacements().replace_once(data_connector(self._trainer), PREPARE_DATA, prepare_data)
+        Replacements().replace_once(_parts.data_connector(self._trainer), _parts.PREPARE_DATA, prepare_data)
 
     def _close(self) -> None:
         self._exit.close()

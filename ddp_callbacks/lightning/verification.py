@@ -12,7 +12,7 @@ from ddp_callbacks.data.random_state import without_draws
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.data.shares import WholeBatch
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.lightning._lightning import before_transfer, own_transfer_hooks, silent_logger, silent_profiler
+from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.verification import Verify, check_first_batch
@@ -70,14 +70,14 @@ def _first_batch(module: Any, loaders: Sequence[Any]) -> WholeBatch:
 def _require_no_transfer_hooks(trainer: Any) -> None:
     """Raise if the user has hooks that a comparison would call once more: a default must leave no trace."""
     owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
-    names = own_transfer_hooks(trainer.strategy.package, *owners)
+    names = _parts.own_transfer_hooks(trainer.strategy.package, *owners)
     if names:
         raise ConfigurationError(f"a comparison of the first batch would call {names[0]} once more.")
 
 
 def _transfer(trainer: Any, batch: Any) -> Any:
     """As Lightning's loop does with what it has fetched."""
-    batch = before_transfer(trainer.lightning_module, trainer.precision_plugin.convert_input(batch))
+    batch = _parts.before_transfer(trainer.lightning_module, trainer.precision_plugin.convert_input(batch))
     return trainer.strategy.batch_to_device(batch)
 
 
@@ -94,8 +94,8 @@ def _loss(output: Any) -> torch.Tensor:
 def _muted(trainer: Any, module: Any) -> Iterator[None]:
     """``self.log`` does nothing inside, loggers write nothing, and the profiler notes nothing."""
     loggers, profiler, package = trainer.loggers, trainer.profiler, trainer.strategy.package
-    trainer.loggers = [silent_logger(package) for _ in loggers]
-    trainer.profiler = silent_profiler(package)
+    trainer.loggers = [_parts.silent_logger(package) for _ in loggers]
+    trainer.profiler = _parts.silent_profiler(package)
     with Replacements() as muted:
         for name in ("log", "log_dict"):
             muted.replace(module, name, lambda *_, **__: None)

@@ -18,7 +18,7 @@ from kit.paths import ROOT
 from lightning.pytorch.trainer.connectors.logger_connector import result
 
 from ddp_callbacks import _torch, join_process_group
-from ddp_callbacks.lightning import _lightning, _torchmetrics, package
+from ddp_callbacks.lightning import _lightning, _logged, _parts, _progress, _torchmetrics, package
 from ddp_callbacks.lightning.fabric.strategy import CallbackFabricMixin
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.processes import ProcessesMixin
@@ -26,10 +26,12 @@ from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
 from ddp_callbacks.torchbearer import _torchbearer
 from ddp_callbacks.versions import how_to_install, how_to_install_this, require_names
 
-OF_TRAINER = _lightning.PRIVATE + _lightning.PRIVATE_OF_RESUME
+OF_TRAINER = _parts.PRIVATE + _logged.PRIVATE + _logged.PRIVATE_OF_RESUME + _progress.PRIVATE
 CONTRACTS = {
     _torch: _torch.PRIVATE,
-    _lightning: OF_TRAINER + _lightning.PRIVATE_OF_BOTH + _lightning.PRIVATE_OF_FABRIC,
+    _parts: OF_TRAINER + _parts.PRIVATE_OF_BOTH + _parts.PRIVATE_OF_FABRIC,
+    _logged: OF_TRAINER,
+    _progress: OF_TRAINER + _progress.PRIVATE_OF_LOGGERS,
     _torchmetrics: _torchmetrics.PRIVATE,
     _torchbearer: _torchbearer.PRIVATE,
 }
@@ -55,7 +57,7 @@ def test_a_contract_names_each_private_name_that_its_file_uses(home: ModuleType)
 
 
 def test_a_contract_names_what_is_overridden_in_classes_of_lightning() -> None:
-    of_trainer, of_fabric = OF_TRAINER, _lightning.PRIVATE_OF_FABRIC
+    of_trainer, of_fabric = OF_TRAINER, _parts.PRIVATE_OF_FABRIC
     for ours, base, contract in (
         (CallbackStrategyMixin, lightning.pytorch.strategies.DDPStrategy, of_trainer),
         (ProcessesMixin, lightning.pytorch.strategies.DDPStrategy, of_trainer),

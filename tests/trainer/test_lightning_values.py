@@ -340,6 +340,24 @@ def test_over_a_network_a_step_starts_no_message_that_is_not_needed(name: str) -
         assert_equal(results, expected, RELATIVE)
 
 
+@WORLD.runs(GLOO)
+def messages_between_epochs() -> list[int]:
+    """From the begin of the last forward of an epoch to that of the first one of the next."""
+    group: Any = dist.group.WORLD
+    module, at = Net(), list[int]()
+    module.layers.register_forward_pre_hook(lambda *_: at.append(group._get_sequence_number_for_group()))
+    fit(CallbackStrategy(verify=None), module, loader(24, 8), max_epochs=4, logger=False)  # type: ignore[arg-type]
+    return [at[first] - at[first - 1] for first in range(3, len(at), 3)]
+
+
+def test_between_two_epochs_there_are_four_exchanges() -> None:
+    """Over a network the ranks exchange values at the end of the data and of the epoch, and decisions at its begin."""
+    gradients, decisions, order = 1, 1, 1
+    with_random_state = 2  # messages: it has more bytes than one holds
+    wanted = gradients + 2 * with_random_state + decisions + order
+    assert WORLD.returned(messages_between_epochs, GLOO) == [[wanted] * 3] * 2
+
+
 # --- what is left of a run --------------------------------------------------------------------------------------------
 
 

@@ -126,7 +126,7 @@ def _require_equal_proportions(batches: list[Draw], exchange: ScalarExchange) ->
     mine = ", ".join(f"{draw.weight:g} of {draw.total:g}" for draw in batches)
     raise ConfigurationError(
         f"the loss of this backward is of {len(batches)} batches, which the processes have divided in different "
-        f"proportions (here {mine}), so that no one number weighs it. Draw a batch, compute it and call "
-        "fabric.backward, and only then draw the next; or choose batch sizes that are multiples of the number of "
-        "processes, with drop_last=True."
+        f"proportions (here {mine}), so that no one number weighs it; batches that you skipped are among them. Draw a "
+        "batch, compute it and call fabric.backward, and only then draw the next; or choose batch sizes that are "
+        "multiples of the number of processes, with drop_last=True."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ddp_callbacks.data.iterator import ShardedIterator
@@ -20,30 +20,23 @@ class WatchedLoader:
 
     Args:
         loader: The user's.
-        divide: Makes this rank's part of it, for a least number of samples. A collective.
-        needed: That number, when a pass begins: it depends on the models, and whether they train.
-        strategy: Hears of each batch.
+        divides: Whether this rank has a part of it.
+        strategy: Makes that part, and hears of each batch.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        divide: Callable[[Any, int], Any],
-        needed: Callable[[Any], int],
-        strategy: CallbackFabricMixin,
-    ) -> None:
+    def __init__(self, loader: Any, divides: bool, strategy: CallbackFabricMixin) -> None:
         self.__dict__.update(vars(loader))
-        self._of_user, self._divide, self._needed, self._strategy = loader, divide, needed, strategy
+        self._of_user, self._divides, self._strategy = loader, divides, strategy
         self._at_least = 1
-        self._part = divide(loader, 1)
+        self._part = strategy.divide(loader, 1) if divides else loader
 
     def __len__(self) -> int:
         return len(self._part)
 
     def __iter__(self) -> Iterator[Any]:
-        at_least = self._needed(self._of_user)
+        at_least = self._strategy.samples_needed(self._of_user) if self._divides else 1
         if at_least != self._at_least:
-            self._at_least, self._part = at_least, self._divide(self._of_user, at_least)
+            self._at_least, self._part = at_least, self._strategy.divide(self._of_user, at_least)
         is_divided, running = isinstance(self._part, ShardedLoader), object()
         if is_divided:
             self._strategy.begin_pass()

@@ -32,7 +32,7 @@ from ddp_callbacks.lightning.batches import (
 from ddp_callbacks.lightning.fabric.batches import BatchesInHand, Draw, weight_and_total
 from ddp_callbacks.lightning.fabric.loader import WatchedLoader
 from ddp_callbacks.lightning.fabric.models import Models
-from ddp_callbacks.lightning.fabric.traces import Traces, merge_metrics_by_messages
+from ddp_callbacks.lightning.fabric.traces import merge_metrics_by_messages, remember_all
 from ddp_callbacks.lightning.processes import ProcessesMixin, check_settings, refuse_plugin, require_same_optimizers
 from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.replacement import Replaced
@@ -90,7 +90,7 @@ class CallbackFabricMixin(ProcessesMixin):
         self._models = Models(functools.partial(GradientSynchronizer, compress=compress, **options))
         self._backward_sync_control = _SyncControl()
         self._batches = BatchesInHand()
-        self._traces = Traces()
+        self._undo: dict[object, Callable[[], None]] = {}  # by pass: what its padding batch leaves behind
         self._divides_next = False  # the loader that Fabric sets up
         self._open: set[object] = set()  # passes over loaders that run
         self._last = Share(1, None)
@@ -182,7 +182,19 @@ class CallbackFabricMixin(ProcessesMixin):
         divides, self._divides_next = self._divides_next and self.world_size > 1, False
         if divides and isinstance(getattr(dataloader, "dataset", None), IterableDataset):
             self._seed_workers_alike(dataloader)
-        return WatchedLoader(dataloader, self._divide if divides else _leave, self._needed, self)
+        return WatchedLoader(dataloader, divides, self)
+
+    def divide(self, loader: Any, at_least: int) -> Any:
+        """This rank's part of a loader. A collective."""
+        return shard(loader, self._batch_size, name_of(loader), at_least)
+
+    def samples_needed(self, loader: Any) -> int:
+        """The least number of samples in a part, which depends on the models, and whether they train. Local."""
+        models = self._models.whole()
+        trains = any(layer.training for layer in models.modules() if isinstance(layer, BatchNorm))
+        if self._batch_size != "global" or not trains:
+            return 1
+        return samples_needed(models, getattr(loader, "batch_size", None), self.world_size)
 
     def begin_pass(self) -> None:
         """A pass over a divided loader begins. A collective."""
@@ -193,12 +205,12 @@ class CallbackFabricMixin(ProcessesMixin):
     def draw(self, running: object, batch: Any, share: Share) -> None:
         """A batch was drawn from a loader. Local."""
         self._open.add(running)
-        self._traces.end_batch(running)
+        self._end_batch(running)
         self._last = share
         if self.world_size == 1:
             return
         if not share.local:
-            self._traces.begin_padding(running, self._models.whole())
+            self._undo[running] = remember_all(self._models.whole())
         if torch.is_grad_enabled():
             if self._weight_of is None and self._weight is not None:
                 self._weight_of = weight_function(self._weight, self._models.whole())
@@ -207,7 +219,7 @@ class CallbackFabricMixin(ProcessesMixin):
     def leave(self, running: object) -> None:
         """A pass has ended, or the loop has left it. Local."""
         self._open.discard(running)
-        self._traces.end_batch(running)
+        self._end_batch(running)
         self._batches.leave(running)
 
     def complete_pass(self) -> None:
@@ -248,6 +260,10 @@ class CallbackFabricMixin(ProcessesMixin):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _end_batch(self, running: object) -> None:
+        if (undo := self._undo.pop(running, None)) is not None:
+            undo()
+
     def _sync(self, synchronizer: GradientSynchronizer) -> AbstractContextManager[None]:
         return (
             synchronizer.no_sync() if self._models.are_all(set(self._backward_sync_control.blocked)) else nullcontext()
@@ -262,16 +278,6 @@ class CallbackFabricMixin(ProcessesMixin):
     def _joint_loss(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
         return None if loss is None else joint_loss(self._models.exchange, loss, *self._weights)
-
-    def _divide(self, loader: Any, at_least: int) -> Any:
-        return shard(loader, self._batch_size, name_of(loader), at_least)
-
-    def _needed(self, loader: Any) -> int:
-        models = self._models.whole()
-        trains = any(layer.training for layer in models.modules() if isinstance(layer, BatchNorm))
-        if self._batch_size != "global" or not trains:
-            return 1
-        return samples_needed(models, getattr(loader, "batch_size", None), self.world_size)
 
     def _seed_workers_alike(self, loader: Any) -> None:
         """Where all ranks load the same batches and divide them afterwards, their workers must draw alike."""
@@ -306,10 +312,6 @@ class _SyncControl:
             yield
         finally:
             self.blocked.remove(id(module))
-
-
-def _leave(loader: Any, at_least: int) -> Any:
-    return loader
 
 
 def _plain(value: Any) -> Any:

@@ -16,21 +16,9 @@ from ddp_callbacks.lightning.metrics import SyncedMetrics
 from ddp_callbacks.lightning.padding import remember
 
 
-class Traces:
-    """What batches leave behind, by the pass over a loader that they belong to. Local."""
-
-    def __init__(self) -> None:
-        self._undo: dict[object, Callable[[], None]] = {}
-
-    def begin_padding(self, running: object, models: torch.nn.Module) -> None:
-        """A padding batch begins."""
-        self._undo[running] = remember(models, SyncedMetrics(_all_metrics(), _never))
-
-    def end_batch(self, running: object) -> None:
-        """The batch of a pass has ended: forget it, if it was a padding batch."""
-        undo = self._undo.pop(running, None)
-        if undo is not None:
-            undo()
+def remember_all(models: torch.nn.Module) -> Callable[[], None]:
+    """What makes the models and all metrics of the program forget what happens from now on."""
+    return remember(models, SyncedMetrics(_all_metrics(), _never))
 
 
 def merge_metrics_by_messages() -> None:

@@ -1,0 +1,153 @@
+"""Where a Trainer keeps what ``self.log`` records, beside public names; all listed in :data:`PRIVATE`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from ddp_callbacks.lightning._parts import is_accumulating
+from ddp_callbacks.lightning.packages import ROOTS
+
+_RESULT = "trainer.connectors.logger_connector.result"
+_LOGGER = "trainer.connectors.logger_connector.logger_connector"
+
+PRIVATE = (
+    "trainer:Trainer._results",
+    "loops.training_epoch_loop:_TrainingEpochLoop.__init__ uses _results, automatic_optimization",
+    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _results",
+    "loops.optimization.automatic:_AutomaticOptimization.output_result_cls.from_training_step_output",
+    f"{_LOGGER}:_LoggerConnector.epoch_end_reached(self)",
+    f"{_LOGGER}:_LoggerConnector.on_batch_end(self)",
+    f"{_LOGGER}:_LoggerConnector.on_epoch_end(self)",
+    f"{_LOGGER}:_LoggerConnector.reset_metrics uses _progress_bar_metrics, _callback_metrics, _logged_metrics",
+    f"{_LOGGER}:_LoggerConnector.should_update_logs",
+    f"{_RESULT}:_Metadata.is_mean_reduction",
+    f"{_RESULT}:_Metadata.sync",
+    f"{_RESULT}:_ResultCollection.__init__(self, training)",
+    f"{_RESULT}:_ResultCollection._get_cache(result_metric, on_step)",
+    f"{_RESULT}:_ResultCollection.log(self, fx, name, value, sync_dist, sync_dist_group, batch_size)",
+    f"{_RESULT}:_ResultCollection.metrics uses _get_cache",
+    f"{_RESULT}:_ResultCollection.reset(self, metrics, fx)",
+    f"{_RESULT}:_ResultCollection.update_metrics(self, key, value, batch_size)",
+    f"{_RESULT}:_ResultMetric.__init__ uses _forward_cache, has_reset, is_tensor, meta",
+    f"{_RESULT}:_Sync.rank_zero_only",
+    f"{_RESULT}:_Sync.should",
+)
+"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it, below ``lightning.pytorch``."""
+
+PRIVATE_OF_RESUME = (
+    f"{_RESULT}:_Metadata.__init__(on_step, on_epoch, reduce_fx, metric_attribute)",
+    f"{_RESULT}:_Metadata.__init__(self, fx, name, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph)",
+    f"{_RESULT}:_Metadata.__init__(self, add_dataloader_idx, dataloader_idx, metric_attribute)",
+    f"{_RESULT}:_ResultMetric.__init__(self, metadata, is_tensor)",
+    f"{_RESULT}:_ResultMetric.__init__ uses cumulated_batch_size",
+    f"{_RESULT}:_Sync.__init__(fn, _should, rank_zero_only)",
+)
+"""The same, of what only the callback ``Resume`` uses."""
+
+
+def results_class(package: str) -> type:
+    """The class of what keeps the logged values of a loop."""
+    found: type = importlib.import_module(f"{ROOTS[package]}.{_RESULT}")._ResultCollection
+    return found
+
+
+def results_of(trainer: Any) -> Any:
+    """What ``self.log`` records into: the collection of the loop that runs; ``None`` in predictions, between runs."""
+    return trainer._results
+
+
+def results_of_training(trainer: Any) -> Any:
+    """The same of the training loop, whatever runs."""
+    return trainer.fit_loop.epoch_loop._results
+
+
+def results_of_evaluation(trainer: Any) -> Any:
+    """The same of the validation in a fit."""
+    return trainer.fit_loop.epoch_loop.val_loop._results
+
+
+def replace_results(loop: Any, make: Callable[[bool], Any]) -> None:
+    """Give a loop another collection, made of whether the loop trains."""
+    loop._results = make(loop._results.training)
+
+
+def refresh_metrics(trainer: Any, results: Any) -> None:
+    """Let the Trainer's ``callback_metrics``, and the others, be what a collection has of the last step."""
+    connector, metrics = trainer._logger_connector, results.metrics(True)
+    connector._progress_bar_metrics.update(metrics["pbar"])
+    connector._callback_metrics.update(metrics["callback"])
+    connector._logged_metrics.update(metrics["log"])
+
+
+def logs_step(trainer: Any) -> bool:
+    """Whether the loggers write the values of the training batch that has ended."""
+    if not trainer.loggers or (trainer.lightning_module.automatic_optimization and is_accumulating(trainer)):
+        return False
+    return bool(trainer.fast_dev_run or trainer._logger_connector.should_update_logs)
+
+
+def follows_step(trainer: Any) -> bool:
+    """Whether a scheduler follows a logged value from step to step."""
+    return any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs)
+
+
+def operation_of(metric: Any) -> str:
+    """How parts of what is logged under a key become one: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``."""
+    return "mean" if metric.meta.is_mean_reduction else str(metric.meta.reduce_fx.__name__)
+
+
+# --- for a file ----------------------------------------------------------------------------------------------------
+
+
+_OF_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+_OF_RESULT = ("has_reset", "_forward_cache", "_update_count")
+_OF_NUMBER = ("value", "cumulated_batch_size", "_computed")
+
+
+def result_states(results: Any, synced: set[str]) -> dict[str, Any]:
+    """What Lightning has recorded and accumulated under each key, between two batches. For a file.
+
+    Args:
+        synced: Keys that were logged with ``sync_dist=True``, although Lightning was not told so.
+    """
+    metrics = {key: _result_state(metric, key in synced) for key, metric in results.items()}
+    return {"metrics": metrics, "dataloader_idx": results.dataloader_idx}
+
+
+def load_results(results: Any, state: dict[str, Any], trainer: Any, joint: bool) -> set[str]:
+    """Inverse of :func:`result_states`, and what this takes.
+
+    Args:
+        joint: Whether Lightning is not to be told of ``sync_dist=True``.
+    """
+    home, module = importlib.import_module(f"{ROOTS[trainer.strategy.package]}.{_RESULT}"), trainer.lightning_module
+    results.clear()
+    for key, saved in state["metrics"].items():
+        meta = home._Metadata(**saved["meta"])
+        meta.sync = home._Sync(
+            fn=trainer.strategy.reduce, _should=saved["syncs"] and not joint, rank_zero_only=saved["rank_zero_only"]
+        )
+        results[key] = metric = home._ResultMetric(meta, saved["is_tensor"])
+        for name, value in saved["values"].items():
+            setattr(metric, name, value)
+        if not saved["is_tensor"] and meta.metric_attribute is not None:
+            metric.value = module.get_submodule(meta.metric_attribute)
+    results.to(module.device)
+    results.batch, results.batch_size, results.dataloader_idx = None, None, state["dataloader_idx"]
+    return {key for key, saved in state["metrics"].items() if saved["syncs"]} if joint else set()
+
+
+def _result_state(metric: Any, is_synced: bool) -> dict[str, Any]:
+    meta = metric.meta
+    names = (*_OF_NUMBER, *_OF_RESULT) if metric.is_tensor else _OF_RESULT
+    own = [name for name in names if name in vars(metric)]
+    return {
+        "meta": {name: getattr(meta, name) for name in (*_OF_META, "dataloader_idx", "metric_attribute")}
+        | {"reduce_fx": meta.reduce_fx.__name__},
+        "syncs": meta.sync.should or is_synced,
+        "rank_zero_only": meta.sync.rank_zero_only,
+        "is_tensor": metric.is_tensor,
+        "values": {name: getattr(metric, name) for name in own},
+    }

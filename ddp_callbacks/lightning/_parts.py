@@ -1,0 +1,213 @@
+"""The parts of a Trainer, and what its package has, beside public names; all listed in :data:`PRIVATE`.
+
+Lightning comes as two packages. The functions work with the objects of either, or take the package's name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from ddp_callbacks.lightning.packages import FABRIC, ROOTS
+
+# Methods that are replaced while a run lasts.
+BROADCAST_SIGTERM = "_broadcast_sigterm_tensor"  # of the training epoch loop, before each batch
+HANDLE_SIGTERM = "_sigterm_notifier_fn"  # of the signal connector
+HANDLE_REQUEUE = "_slurm_sigusr_handler_fn"  # likewise
+PREPARE_DATA = "prepare_data"  # of the data connector
+PREDICT_STEP = "_predict_step"  # of the prediction loop
+BATCH_INDICES = "_get_batch_indices"  # likewise
+RESUME_START = "resume_start"  # of the checkpoint connector
+MONITORED = ("_monitor_candidates", "_run_early_stopping_check")  # in which ModelCheckpoint and EarlyStopping read
+
+PRIVATE = (
+    "core.module:LightningModule.__init__ uses _trainer, _current_fx_name",
+    "core.module:LightningModule._on_before_batch_transfer(self, batch)",
+    "core.optimizer:LightningOptimizer.__init__ uses _optimizer",
+    # the Trainer
+    "trainer:Trainer.__init__ uses _accelerator_connector, _checkpoint_connector, _data_connector",
+    "trainer:Trainer.__init__ uses _logger_connector, _signal_connector",
+    "trainer:Trainer._active_loop",
+    "trainer.connectors.accelerator_connector:_AcceleratorConnector.__init__ uses use_distributed_sampler",
+    "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy uses _layer_sync",
+    "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy uses _configure_launcher",
+    f"trainer.connectors.data_connector:_DataConnector.{PREPARE_DATA}(self)",
+    f"trainer.connectors.checkpoint_connector:_CheckpointConnector.{RESUME_START}(self, checkpoint_path, weights_only)",
+    "trainer.connectors.signal_connector:_SignalConnector.__init__ uses received_sigterm",
+    f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_SIGTERM}(self, signum)",
+    f"trainer.connectors.signal_connector:_SignalConnector.{HANDLE_REQUEUE}(self, signum)",
+    f"callbacks:ModelCheckpoint.{MONITORED[0]}(self, trainer)",
+    f"callbacks:EarlyStopping.{MONITORED[1]}(self, trainer)",
+    "tuner.lr_finder:_LRCallback.on_train_batch_end(self, trainer, pl_module, outputs)",
+    # its loops
+    "loops.fit_loop:_FitLoop.__init__ uses _combined_loader",
+    "loops.fit_loop:_FitLoop._skip_backward",
+    "loops.fit_loop:_FitLoop._should_accumulate(self)",
+    f"loops.training_epoch_loop:_TrainingEpochLoop.{BROADCAST_SIGTERM}(self)",
+    "loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx uses _last_val_time, _val_check_time_interval",
+    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _combined_loader",
+    "loops.prediction_loop:_PredictionLoop.__init__ uses _combined_loader",
+    f"loops.prediction_loop:_PredictionLoop.{PREDICT_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
+    f"loops.prediction_loop:_PredictionLoop.{BATCH_INDICES}(self, dataloader)",
+    "utilities.combined_loader:CombinedLoader.__init__ uses _mode",
+    # the strategy
+    "strategies:DDPStrategy.__init__ uses _process_group_backend, _timeout",
+    "strategies:DDPStrategy._configure_launcher(self)",
+    "strategies:DDPStrategy._setup_model(self, model)",
+    "strategies:ParallelStrategy.__init__ uses _layer_sync",
+)
+"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it, below ``lightning.pytorch``."""
+
+PRIVATE_OF_BOTH = (
+    "utilities.data:_auto_add_worker_init_fn(dataloader, rank)",
+    "utilities.imports:_IS_INTERACTIVE",
+)
+"""The same below ``lightning.fabric``, of what Trainers and Fabric use."""
+
+PRIVATE_OF_FABRIC = (
+    "fabric:Fabric._requires_distributed_sampler uses distributed_sampler_kwargs",
+    "strategies:DDPStrategy.__init__ uses _backward_sync_control, _process_group_backend, _timeout",
+    "strategies:DDPStrategy._configure_launcher(self)",
+    "strategies:DDPStrategy._set_world_ranks(self)",
+    "strategies:DDPStrategy._setup_distributed(self)",
+)
+"""The same, of what only Fabric's strategy uses."""
+
+
+# --- the package ---------------------------------------------------------------------------------------------------
+
+
+def add_worker_init_fn(package: str) -> Callable[[object, int], None]:
+    """The function that seeds the workers of a loader by the rank, after ``seed_everything(workers=True)``."""
+    found: Callable[[object, int], None] = importlib.import_module(
+        f"{FABRIC[package]}.utilities.data"
+    )._auto_add_worker_init_fn
+    return found
+
+
+def silent_logger(package: str) -> Any:
+    """A logger that writes nothing, whatever is called; Lightning's Tuner uses it."""
+    return importlib.import_module(f"{ROOTS[package]}.loggers.logger").DummyLogger()
+
+
+def silent_profiler(package: str) -> Any:
+    """A profiler that notes nothing."""
+    return importlib.import_module(f"{ROOTS[package]}.profilers").PassThroughProfiler()
+
+
+def own_transfer_hooks(package: str, *owners: Any) -> list[str]:
+    """The hooks for the transfer of a batch that these modules and datamodules override."""
+    hooks = importlib.import_module(f"{ROOTS[package]}.core.hooks").DataHooks
+    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    return [name for owner in owners for name in names if getattr(type(owner), name, None) is not vars(hooks)[name]]
+
+
+def is_interactive(package: str) -> bool:
+    """Whether the program runs in a notebook or a shell of Python."""
+    return bool(importlib.import_module(f"{FABRIC[package]}.utilities.imports")._IS_INTERACTIVE)
+
+
+# --- the Trainer's parts -------------------------------------------------------------------------------------------
+
+
+def logger_connector(trainer: Any) -> Any:
+    """The part of the Trainer that is called at the end of batches and epochs, to log."""
+    return trainer._logger_connector
+
+
+def data_connector(trainer: Any) -> Any:
+    """The part of the Trainer that calls ``prepare_data`` on one process of each host."""
+    return trainer._data_connector
+
+
+def signal_connector(trainer: Any) -> Any:
+    """The part of the Trainer that handles SIGTERM and Slurm's warning."""
+    return trainer._signal_connector
+
+
+def requeue(trainer: Any, number: int) -> None:
+    """Do what Lightning does at Slurm's warning, signal ``number``: save a checkpoint and requeue the job."""
+    connector = signal_connector(trainer)
+    type(connector)._slurm_sigusr_handler_fn(connector, number, None)
+
+
+def checkpoint_connector(trainer: Any) -> Any:
+    """The part of the Trainer that restores its state from a checkpoint."""
+    return trainer._checkpoint_connector
+
+
+def accelerator_connector(trainer: Any) -> Any:
+    """The part of the Trainer that has chosen the devices, and knows ``use_distributed_sampler``."""
+    return trainer._accelerator_connector
+
+
+def trainer_of(module: Any) -> Any:
+    """The Trainer that runs a module, or has run it last; ``None`` if none has."""
+    return vars(module).get("_trainer")
+
+
+def is_asked_by_loop(trainer: Any) -> bool:
+    """Whether a loop has called ``strategy.batch_to_device``, not a hook of the user's."""
+    return bool(trainer.lightning_module._current_fx_name == "batch_to_device")
+
+
+def before_transfer(module: Any, batch: Any) -> Any:
+    """What the module's and the datamodule's ``on_before_batch_transfer`` make of a batch."""
+    return module._on_before_batch_transfer(batch)
+
+
+def torch_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside of a ``LightningOptimizer``; any other one itself."""
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
+def compares_losses(callback: Any) -> bool:
+    """Whether a callback decides by the losses that ``on_train_batch_end`` gets, as ``SpikeDetection`` does."""
+    return not {kind.__name__ for kind in type(callback).__mro__}.isdisjoint(("_LRCallback", "SpikeDetection"))
+
+
+# --- loops ---------------------------------------------------------------------------------------------------------
+
+
+def loader_of(loop: Any) -> Any:
+    """The ``CombinedLoader`` of a loop; ``None`` before it has set up its data."""
+    return loop._combined_loader
+
+
+def active_loader(trainer: Any) -> Any:
+    """The ``CombinedLoader`` of the loop that runs."""
+    return trainer._active_loop._combined_loader
+
+
+def loaders_of_batch(combined: Any, dataloader_idx: int) -> list[Any]:
+    """The loaders that a batch of a ``CombinedLoader`` comes from."""
+    loaders = list(combined.flattened)
+    return loaders[dataloader_idx : dataloader_idx + 1] if combined._mode == "sequential" else loaders
+
+
+def skips_backward(trainer: Any) -> bool:
+    """Whether the fit runs without backward and steps, as for updating the BatchNorm statistics of averaged weights."""
+    return bool(trainer.fit_loop._skip_backward)
+
+
+def is_accumulating(trainer: Any) -> bool:
+    """Whether the gradients of the last training batch wait for those of the next."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def validation_interval(trainer: Any) -> float | None:
+    """Seconds between validations, if it is time that decides."""
+    interval: float | None = getattr(trainer, "_val_check_time_interval", None)
+    return interval
+
+
+def last_validation(trainer: Any) -> float:
+    """When the last one was, by ``time.monotonic()``; where time decides."""
+    time: float = trainer._last_val_time
+    return time
+
+
+def set_last_validation(trainer: Any, time: float) -> None:
+    """Let Lightning compare its clock with another time."""
+    trainer._last_val_time = time

@@ -1,0 +1,228 @@
+"""Where a fit is, which only the callback ``Resume`` looks at and sets; all private names listed in :data:`PRIVATE`."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ddp_callbacks.lightning.packages import ROOTS
+from ddp_callbacks.lightning.replacement import Replacements
+
+_LOGGER = "trainer.connectors.logger_connector.logger_connector"
+
+REGISTER_SIGNALS = "register_signal_handlers"  # of the signal connector
+EVALUATION_STEP = "_evaluation_step"  # of an evaluation loop
+SHOULD_VALIDATE = "_should_check_val_fx"  # of the training epoch loop
+_MAX_SIZE = "_MaxSize"  # an iterator over several loaders
+
+PRIVATE = (
+    f"trainer.connectors.signal_connector:_SignalConnector.{REGISTER_SIGNALS}(self)",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint(self, weights_only)",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.__init__ uses _ckpt_path, _loaded_checkpoint",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.restore_optimizers_and_schedulers(self)",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.restore_precision_plugin_state(self)",
+    "trainer.call:_call_callbacks_load_state_dict(trainer, checkpoint)",
+    "trainer.call:_call_callbacks_on_load_checkpoint(trainer, checkpoint)",
+    f"loops.training_epoch_loop:_TrainingEpochLoop.{SHOULD_VALIDATE}(self, data_fetcher)",
+    "loops.training_epoch_loop:_TrainingEpochLoop.__init__ uses _batches_that_stepped, batch_progress",
+    "loops.training_epoch_loop:_TrainingEpochLoop.on_advance_end(self, data_fetcher)",
+    "loops.training_epoch_loop:_TrainingEpochLoop.on_run_start(self, data_fetcher)",
+    "loops.training_epoch_loop:_TrainingEpochLoop.on_run_start uses is_resuming",
+    "loops.loop:_Loop.__init__ uses _restarting, _loaded_from_state_dict, _resuming_from_checkpoint",
+    "loops.fit_loop:_FitLoop.run(self)",
+    "loops.fit_loop:_FitLoop.run uses on_run_start, on_advance_start, on_advance_end, on_run_end",
+    "loops.fit_loop:_FitLoop.__init__ uses _combined_loader_states_to_load, _data_fetcher, epoch_progress",
+    "loops.fit_loop:_FitLoop.__init__ uses _last_train_dl_reload_epoch",
+    f"loops.evaluation_loop:_EvaluationLoop.{EVALUATION_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
+    "loops.evaluation_loop:_EvaluationLoop.__init__ uses _last_val_dl_reload_epoch, _seen_batches_per_dataloader",
+    "loops.fetchers:_DataFetcher.__init__ uses done, fetched, length",
+    "loops.fetchers:_PrefetchDataFetcher.__init__ uses batches",
+    "utilities.combined_loader:CombinedLoader.__init__ uses _iterator",
+    "utilities.combined_loader:_MaxSizeCycle.__init__ uses _consumed",
+    f"utilities.combined_loader:{_MAX_SIZE}.__next__ uses iterators",
+    "utilities.combined_loader:_ModeIterator.__init__ uses _idx",
+    f"{_LOGGER}:_LoggerConnector.__init__ uses _current_fx, _first_loop_iter",
+)
+"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it, below ``lightning.pytorch``."""
+
+PRIVATE_OF_LOGGERS = (
+    "loggers.csv_logs:CSVLogger.__init__ uses _version",
+    "loggers.tensorboard:TensorBoardLogger.__init__ uses _version",
+)
+"""The same below ``lightning.fabric``."""
+
+_OF_CONNECTOR = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics", "_current_fx", "_first_loop_iter")
+_OF_EVALUATION = ("_last_val_dl_reload_epoch",)
+_OF_CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+"""Of ``ModelCheckpoint``, beside its ``state_dict``."""
+
+
+def version_of(logger: Any) -> int | str | None:
+    """The version that a CSVLogger or TensorBoardLogger has been given, or has taken; ``None`` for none so far."""
+    return getattr(logger, "_version", None)
+
+
+def set_version_of(logger: Any, version: int | str) -> None:
+    """Give a logger a version, as its constructor does."""
+    logger._version = version
+
+
+def dump_checkpoint(trainer: Any) -> dict[str, Any]:
+    """The Trainer's checkpoint, as ``save_checkpoint`` writes it. All ranks must call it."""
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(False)
+    return checkpoint
+
+
+def set_checkpoint(trainer: Any, checkpoint: dict[str, Any], path: str) -> None:
+    """What the Trainer restores its state from, when the run begins."""
+    connector = trainer._checkpoint_connector
+    connector._ckpt_path, connector._loaded_checkpoint = path, checkpoint
+
+
+def restore_again(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Restore what hooks may have changed since the run began.
+
+    Callbacks see the checkpoint once more: that of an average of the weights has both in its file, and swaps them.
+    """
+    connector = trainer._checkpoint_connector
+    trainer.strategy.load_model_state_dict(checkpoint, strict=trainer.lightning_module.strict_loading)
+    before, connector._loaded_checkpoint = connector._loaded_checkpoint, checkpoint
+    connector.restore_precision_plugin_state()
+    connector.restore_optimizers_and_schedulers()
+    connector._loaded_checkpoint = before
+    call = importlib.import_module(f"{ROOTS[trainer.strategy.package]}.trainer.call")
+    with _without_information():
+        call._call_callbacks_on_load_checkpoint(trainer, dict(checkpoint))
+    call._call_callbacks_load_state_dict(trainer, checkpoint)
+
+
+def trainer_state(trainer: Any) -> dict[str, Any]:
+    """Counters, and what loops and loggers know beside Lightning's own checkpoint. For a file."""
+    fit_loop, connector = trainer.fit_loop, trainer._logger_connector
+    evaluation = fit_loop.epoch_loop.val_loop
+    loops = fit_loop.state_dict()
+    loops["state_dict"] = {}  # of the loaders
+    return {
+        "loops": loops,
+        "should_stop": bool(trainer.should_stop),
+        "reloaded": fit_loop._last_train_dl_reload_epoch,
+        "connector": {name: copy.copy(getattr(connector, name)) for name in _OF_CONNECTOR},
+        "evaluation": {name: copy.copy(getattr(evaluation, name)) for name in _OF_EVALUATION},
+        "evaluated": dict(evaluation._seen_batches_per_dataloader),
+        "checkpoints": [
+            {name: vars(callback)[name] for name in _OF_CHECKPOINTS if name in vars(callback)}
+            for callback in trainer.checkpoint_callbacks
+        ],
+    }
+
+
+def load_trainer_state(trainer: Any, state: dict[str, Any]) -> None:
+    """Inverse of :func:`trainer_state`; the loops don't know that they go on."""
+    fit_loop, connector = trainer.fit_loop, trainer._logger_connector
+    evaluation = fit_loop.epoch_loop.val_loop
+    fit_loop.load_state_dict(state["loops"])
+    let_begin(fit_loop)
+    trainer.should_stop = state["should_stop"]
+    fit_loop._last_train_dl_reload_epoch = state["reloaded"]
+    for owner, values in ((connector, state["connector"]), (evaluation, state["evaluation"])):
+        for name, value in values.items():
+            setattr(owner, name, copy.copy(value))
+    evaluation._seen_batches_per_dataloader.clear()
+    evaluation._seen_batches_per_dataloader.update(state["evaluated"])
+    for callback, values in zip(trainer.checkpoint_callbacks, state["checkpoints"], strict=False):
+        vars(callback).update(values)
+
+
+def let_begin(loop: Any) -> None:
+    """A loop, and those inside of it, take no other way than in a run that begins."""
+    loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    for inner in (vars(loop).get("epoch_loop"), vars(loop).get("val_loop")):
+        if inner is not None:
+            let_begin(inner)
+
+
+def forget_loaders(trainer: Any, checkpoint: dict[str, Any] | None = None) -> None:
+    """Lightning has read states of the loaders, which are not for these; with a checkpoint, it has written them."""
+    trainer.fit_loop._combined_loader_states_to_load = []
+    if checkpoint is not None:
+        checkpoint["loops"]["fit_loop"].get("state_dict", {}).pop("combined_loader", None)
+
+
+def begin_epoch_again(fit_loop: Any) -> None:
+    """The epoch that has begun begins once more, with its hooks; its loaders have begun their passes."""
+    for progress in (fit_loop.epoch_progress.current, fit_loop.epoch_progress.total):
+        progress.ready -= 1
+        progress.started -= 1
+    fit_loop._resuming_from_checkpoint = True
+
+
+def lift_limits(fit_loop: Any) -> Callable[[], None]:
+    """Let a fit that is over, or has taken its last step, begin all the same, until what is returned is called."""
+    fit_loop.trainer.should_stop = False  # a Timer may have set it
+    max_epochs, max_steps = fit_loop.max_epochs, fit_loop.max_steps
+    if is_done(fit_loop):
+        fit_loop.max_epochs = fit_loop.epoch_loop.max_steps = -1
+
+    def put_back() -> None:
+        fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = max_epochs, max_steps
+
+    return put_back
+
+
+def is_done(fit_loop: Any) -> bool:
+    """Whether the fit is over. Lightning says so when it asks itself, and not twice."""
+    with _without_information():
+        return bool(fit_loop.done)
+
+
+@contextmanager
+def _without_information() -> Iterator[None]:
+    """Inside, nothing of the level INFO is logged: Lightning has said it once."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.INFO))
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def silent(loggers: Sequence[Any]) -> Iterator[None]:
+    """Inside, loggers get no rows."""
+    with Replacements() as replacements:
+        for logger in loggers:
+            replacements.replace(logger, "log_metrics", lambda *_, **__: None)
+        yield
+
+
+def position_in_training(fit_loop: Any) -> dict[str, Any]:
+    """How many batches the epoch has used of those that were fetched, and which of several loaders have ended."""
+    fetcher = fit_loop._data_fetcher
+    ahead = len(getattr(fetcher, "batches", ()))
+    consumed = list(getattr(fit_loop._combined_loader._iterator, "_consumed", ()))
+    return {"used": fetcher.fetched - ahead, "ahead": ahead, "consumed": consumed}
+
+
+def set_position(fetcher: Any, combined: Any, position: dict[str, Any]) -> None:
+    """Let a loop's fetcher go on from there; the loaders have begun their passes there."""
+    iterator, used = combined._iterator, position["used"]
+    if position["consumed"]:
+        iterator._consumed = [*position["consumed"]]
+    ahead = 0
+    if fetcher.length is None and "batches" in vars(fetcher):  # it draws one batch more than it hands out
+        fetcher.batches = [(batch, used + n, 0) for n, (batch, *_) in enumerate(fetcher.batches)]
+        ahead = len(fetcher.batches)
+    iterator._idx = fetcher.fetched = used + ahead
+    if fetcher.length is not None:
+        fetcher.done = fetcher.fetched >= fetcher.length
+
+
+def end_loaders(combined: Any, loaders: Sequence[int]) -> None:
+    """Where several loaders end one by one (``"max_size"``), let those have ended; elsewhere they have begun again."""
+    if type(combined._iterator).__name__ == _MAX_SIZE:
+        for index in loaders:
+            combined._iterator.iterators[index] = iter(())

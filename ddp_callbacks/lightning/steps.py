@@ -1,0 +1,231 @@
+"""The part of the strategy in which a run happens: its steps and moments, and what a rank has between two of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ddp_callbacks.checkpoints.resume import ResumeOptions
+from ddp_callbacks.data.random_state import RunRandomState
+from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.lightning import _parts
+from ddp_callbacks.lightning.batches import weighed_backward
+from ddp_callbacks.lightning.local_steps import LocalSteps
+from ddp_callbacks.lightning.resume import Fit
+from ddp_callbacks.lightning.run import Run
+from ddp_callbacks.lightning.skipping import Skipping
+from ddp_callbacks.loss_watch import LossWatch
+from ddp_callbacks.verification import Verify
+
+_SEARCHES = ("BatchSizeFinder", "LearningRateFinder")  # of either package; the Tuner's, too
+
+_Lightnings: Any = object  # of either package: the class comes after this one
+
+
+class StepsMixin(_Lightnings):  # type: ignore[misc]
+    """Mixed into the strategy, which makes what belongs to a run.
+
+    Attributes:
+        resume: The fit, if the Trainer has the callback ``Resume``.
+    """
+
+    resume: Fit | None = None
+    _trainer: Any
+    _run: Run | None  # on several processes
+    _local: LocalSteps | None
+    _synchronizer: GradientSynchronizer | None
+    _skipping: Skipping | None
+    _verify: Verify | None
+    _is_to_verify: bool
+    _losses: LossWatch
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Note what this rank has of the batch, then as Lightning's."""
+        if self._run is not None:
+            batch = self._run.begin_batch(batch, dataloader_idx)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; then the ranks tell each other what they have decided. A collective."""
+        step = functools.partial(super().training_step, *args, **kwargs)
+        if self._skipping is not None:
+            step = functools.partial(self._skipping.training_step, step)
+        if self._run is not None and self._verify and self._is_to_verify:
+            self._is_to_verify = False
+            step = functools.partial(self._run.verified, self._verify, step, args[1:])
+        output = step() if self._run is None else self._run.training_step(step)
+        if self._local is not None:
+            self._local.end_training_step(None if self._run is None else self._run.batches)
+        return output
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's."""
+        output = super().predict_step(*args, **kwargs)
+        if self._run is not None:
+            self._run.end_batch()
+        return output
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As Lightning's, with the loss weighed by this rank's share of the batch; its value stays what it is."""
+        with self._weighed(closure_loss):
+            loss: torch.Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._run is not None:
+            self._run.decisions.take()
+        return loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients are accumulated on this rank inside; the next backward outside synchronizes them."""
+        with nullcontext() if self._synchronizer is None else self._synchronizer.no_sync():
+            yield
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """As Lightning's; LBFGS, which decides by the loss, gets that of the whole batch."""
+        inner = _parts.torch_optimizer(optimizer)
+        if self._run is not None and self._local is None and isinstance(inner, torch.optim.LBFGS):
+            closure = functools.partial(self._run.joint_loss, closure)
+        step = functools.partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        output = step(closure) if self._run is None else self._run.drawing.optimizer_step(inner, step, closure)
+        if self._local is not None:
+            self._local.note_step()
+        return output
+
+    def on_train_start(self) -> None:
+        """Parameters are those to train from, and no rank trains if one wants to stop before the first epoch."""
+        super().on_train_start()
+        if self._run is not None:
+            self._run.decisions.agree()
+            self._run.drawing.random_state.synchronize()  # rank 0 has drawn for the sanity check
+            self._run.begin_training()
+        if self._local is not None:
+            self._local.begin()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Parameters that hooks have exchanged at the start of the epoch are those to train from."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._local is not None and batch_idx == 0:
+            self._local.outer_step()
+
+    def on_validation_start(self) -> None:
+        """Running statistics of the training so far are merged, and parameters averaged if they differ."""
+        if self._run is not None:
+            self._run.before_validation()
+            self._run.merge_buffers()
+        if self._local is not None:
+            self._local.outer_step()
+
+    def on_train_end(self) -> None:
+        """The processes draw alike from here on, as they did before."""
+        super().on_train_end()
+        self._end_drawing()
+
+    def on_test_end(self) -> None:
+        """As at the end of a training."""
+        super().on_test_end()
+        self._end_drawing()
+
+    def on_predict_end(self) -> None:
+        """As at the end of a training."""
+        super().on_predict_end()
+        self._end_drawing()
+
+    def on_validation_end(self) -> None:
+        """Parameters that hooks have exchanged for the validation are back, and all ranks stop if one wants to."""
+        super().on_validation_end()
+        if self._trainer.state.fn == "validate":
+            self._end_drawing()
+        if self._run is not None:
+            self._run.decisions.agree()
+        if self._local is not None:
+            self._local.outer_step()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: of the averaged parameters. A collective where local steps are taken."""
+        if self._local is not None and (self.world_size == 1 or not self._is_alone()):
+            self._local.outer_step()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
+
+    def _end_drawing(self) -> None:
+        if self._run is not None:
+            self._run.drawing.random_state.synchronize()
+            self._run.drawing.random_state.end()
+
+    @contextmanager
+    def _weighed(self, loss: torch.Tensor) -> Iterator[None]:
+        synchronizer, run = self._synchronizer, self._run
+        if run is not None:
+            self._losses.look(loss, run.batches.weight, f"step {self._trainer.global_step}")
+        if self._local is not None:
+            with self._local.backward(None if run is None else run.batches):
+                yield
+            return
+        if run is None or synchronizer is None:
+            yield
+            return
+        with weighed_backward(synchronizer, loss, *run.batches.weight_and_total):
+            yield
+
+    # --- stopping and going on ----------------------------------------------------------------------------------------
+
+    def begin_resuming(self, trainer: Any) -> None:
+        """The processes have met: a callback ``Resume`` of a fit reads its file. A collective if there is one.
+
+        Raises:
+            ConfigurationError: There are several, or a search for a batch size or a learning rate.
+        """
+        found = [callback for callback in trainer.callbacks if isinstance(callback, ResumeOptions)]
+        if len(found) > 1:
+            raise ConfigurationError(f"a Trainer takes one callback Resume, got {len(found)}. Remove the others.")
+        if not found or trainer.state.fn != "fit" or trainer.fast_dev_run:
+            return
+        for callback in trainer.callbacks:
+            if type(callback).__name__ in _SEARCHES:
+                raise ConfigurationError(
+                    f"Resume cannot tell the trials of {type(callback).__name__} from the fit. Search in a Trainer "
+                    "without Resume, and give what it finds to this one."
+                )
+        self.resume = Fit(trainer, found[0])
+        self.resume.begin()
+
+    @property
+    def takes_local_steps(self) -> bool:
+        """Whether the parameters of the ranks may differ between two batches."""
+        return self._local is not None
+
+    @property
+    def random_state(self) -> RunRandomState | None:
+        """Of the run; ``None`` with a single process."""
+        return None if self._run is None else self._run.drawing.random_state
+
+    def own_state(self) -> dict[str, Any]:
+        """This rank's, between two batches. Local."""
+        run = {"trained": 1, "held": []} if self._run is None else self._run.state_dict()
+        engine = None if self._synchronizer is None else self._synchronizer.state_dict()
+        return run | {"engine": engine, "local_steps": None if self._local is None else self._local.state_dict()}
+
+    def load_own_state(self, states: Sequence[dict[str, Any]], are_as_many: bool) -> None:
+        """Inverse of :meth:`own_state`. Local.
+
+        Args:
+            states: Of all ranks that took them; if there were as many as now, only this rank's is looked at.
+            are_as_many: Whether there were.
+        """
+        own = states[0]
+        if self._run is not None:
+            self._run.load_state_dict(own, are_as_many)
+        if self._synchronizer is not None and own["engine"] is not None:
+            self._synchronizer.load_state_dict([state["engine"] for state in states])
+        if are_as_many and self._local is not None and own["local_steps"] is not None:
+            self._local.load_state_dict(own["local_steps"])
+
+    def end_resuming(self) -> None:
+        """The run has ended, well or not."""
+        fit, self.resume = self.resume, None
+        if fit is not None:
+            fit.end()
