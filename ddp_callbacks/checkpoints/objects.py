@@ -23,7 +23,7 @@ _OWN = (Resumable, GradientSynchronizer, ParameterAverager, RunRandomState)
 class LocalSums(dict[str, Any]):
     """Sums of this rank's part of the data: losses, counts. A dict of numbers and tensors, for ``save_checkpoint``.
 
-    Each rank has different values. On as many ranks each goes on from its own; on another number, rank 0 goes on from
+    Each rank has different values. On as many ranks each resumes from its own; on another number, rank 0 resumes from
     the sums over the ranks and the others from zero, so that the sum over the ranks stays the same.
 
     Args:

@@ -33,18 +33,18 @@ _COMPARE = "the comparison of what the ranks save"
 
 
 def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Objects) -> None:
-    """Save a loop between two batches, so that :func:`load_checkpoint` goes on at the next one. A collective.
+    """Save a loop between two batches, so that :func:`load_checkpoint` resumes at the next one. A collective.
 
     Returns when the file is there. Call it after the last batch has been used up: after the optimizer's step, or, in
     the middle of an accumulation, after backward. Call it inside the ``for`` over a loader to resume in the middle of
-    its pass: a loop that breaks has left the pass, and the next one begins anew.
+    its pass: a loop that breaks has left the pass, and the next one begins afresh.
 
     Each rank saves for itself where it is in the data, its random state, its gradients while they are accumulated, and
     what else only it knows. Of everything else, such as the model and the optimizer, rank 0's counts.
 
     Args:
         file: A path; or an open :class:`CheckpointFile`, which keeps other jobs away between two saves, too, and can
-            write beside training (``async_save=True``).
+            write during training (``async_save=True``).
         objects: Everything that changes, by name: what has ``state_dict`` and ``load_state_dict`` (models, optimizers,
             schedulers, scalers, a :class:`GradientSynchronizer`, loaders of :func:`resumable_loader`), dicts of numbers
             that are equal on all ranks (the epoch), and
@@ -69,10 +69,10 @@ def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
 
 
 def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Objects) -> bool:
-    """Go on from what :func:`save_checkpoint` has saved, on any number of ranks. A collective.
+    """Resume from what :func:`save_checkpoint` has saved, on any number of ranks. A collective.
 
-    Call it right before the loop, once everything has been made. On as many ranks as before, the loop goes on with the
-    same bits. On another number, it goes on with the next batch of the same order; generators (torch's, Python's,
+    Call it right before the loop, once everything has been made. On as many ranks as before, the loop resumes with the
+    same bits. On another number, it resumes with the next batch of the same order; generators (torch's, Python's,
     NumPy's) that differ between the ranks when this is called get new states, derived from rank 0's.
 
     Args:
@@ -135,7 +135,7 @@ class _Loading:
         if there != self._objects.keys():
             raise CheckpointError(
                 f"{path} must hold the objects {sorted(self._objects)}, got {sorted(there)}. Pass the names that "
-                "save_checkpoint got, or another path to start anew."
+                "save_checkpoint got, or another path to start from the beginning."
             )
 
     def _load_tensors(self) -> None:

@@ -22,7 +22,7 @@ class ShardedIterator(Iterator[Any]):
 
     Args:
         batches: The iterator of the divided loader.
-        shares: Filled with the :class:`~ddp_callbacks.Share` of each batch as it is drawn.
+        shares: Filled with the :class:`~ddp_callbacks.Share` of each batch when it is drawn.
     """
 
     def __init__(self, batches: Iterator[Any], shares: deque[Share]) -> None:

@@ -166,10 +166,10 @@ class Order(Iterator[Any]):
         if checksum_of(_unpacked(_packed(again[-1:], self._sampler))) != checksum_of(self._last):
             raise ConfigurationError(
                 f"{name_of_sampler(self._sampler)} does not draw the batches of the run that was saved: batch "
-                f"{self.drawn - 1} of the pass has the indices {again[-1:]}, and had {self._last}. Go on with the data "
-                "set, the batch size and the sampler of that run, and take its randomness from torch's, Python's or "
-                "NumPy's global random state, or from generators that are its attributes. If it depends on the epoch, "
-                "call set_epoch."
+                f"{self.drawn - 1} of the pass has the indices {again[-1:]}, and had {self._last}. Resume with the "
+                "data set, the batch size and the sampler of that run, and take its randomness from torch's, "
+                "Python's or NumPy's global random state, or from generators that are its attributes. If it depends on "
+                "the epoch, call set_epoch."
             )
         draws.ahead = again[: self._again]
 

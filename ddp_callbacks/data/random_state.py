@@ -254,7 +254,7 @@ class RunRandomState:
         return {"rank": self._rank, "world_size": get_world_size(self._group)} | plain_states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the random state of a :meth:`state_dict`. Local; every rank calls it.
+        """Continue with the random state of a :meth:`state_dict`. Local; every rank calls it.
 
         CUDA's state is set, too, as soon as CUDA is in use.
 

@@ -83,7 +83,7 @@ class Whole:
         if found != self._first:
             raise ConfigurationError(
                 f"{name_of(self.loader)} does not yield the batches of the run that was saved: the first batch of the "
-                f"pass has the checksum {found}, and had {self._first}. Go on with the data set and the batch size of "
+                f"pass has the checksum {found}, and had {self._first}. Resume with the data set and the batch size of "
                 "that run, and take its randomness from torch's, Python's or NumPy's global random state, or from "
                 "generators that are its attributes."
             )

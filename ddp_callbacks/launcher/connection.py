@@ -236,7 +236,7 @@ class Connection:
         if self._process.returncode == 255 and self.plan.host is not None:
             return explain_ssh(self.plan.host, said)
         if self._process.returncode in (126, 127):
-            where = "Set its path with --python, or with python= in the host file"
+            where = "Install it there by the same path, or set its path with --python or python= in the host file"
             return f"cannot start the interpreter {self.plan.python}. {where}"
         noise = self._noise.decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed([*noise, *said]) if line.strip()), "no output")

@@ -60,7 +60,7 @@ def judge_clock(node: str, ahead: float, uncertainty: float) -> Finding:
     text = f"{ahead:+.1f} s"
     if abs(ahead) <= _CLOCK + uncertainty:
         return Finding(node, "clock", "green", text)
-    remedy = f"its clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}. Run: timedatectl set-ntp true"
+    remedy = f"its clock is {abs(ahead):.0f} s {'fast' if ahead > 0 else 'slow'}. Run: timedatectl set-ntp true"
     return Finding(node, "clock", "amber", text, remedy)
 
 

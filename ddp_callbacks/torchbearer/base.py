@@ -119,8 +119,8 @@ def in_training_pass(made: Made | None) -> Made:
     """
     if made is None:
         raise ConfigurationError(
-            "the Trial was evaluated, or has predicted, in the middle of a training pass, which DDPCallback cannot go "
-            "on with. Call evaluate() and predict() between passes: in on_end_epoch for example."
+            "the Trial was evaluated, or has predicted, in the middle of a training pass, after which DDPCallback "
+            "cannot continue it. Call evaluate() and predict() between passes: in on_end_epoch for example."
         )
     return made
 

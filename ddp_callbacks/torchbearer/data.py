@@ -88,7 +88,7 @@ class ShardData(DistributedCallback):
         self._drawing: set[str] = set()  # those of _IN_BATCH that a user's callback handles
 
     def make_resumable(self) -> None:
-        """From the next run on, use loaders that can go on in the middle of a pass, also with a single process."""
+        """From the next run on, use loaders that can resume in the middle of a pass, also with a single process."""
         if self.batch_size is None:
             raise ConfigurationError(
                 "Resume cannot know the position in loaders that are divided already (batch_size=None). Save the "

@@ -19,11 +19,11 @@ from ddp_callbacks.torchbearer.run_state import RunState, describe_run
 
 
 class Resume(ResumeOptions, DistributedCallback):
-    """Let ``run`` stop when it is asked to, and go on at the next batch when the program starts again.
+    """Let ``run`` stop when it is asked to, and resume at the next batch when the program starts again.
 
     Asked by a signal, a time limit or ``preemption.request``, all ranks finish the same batch, write one file and raise
     :class:`ddp_callbacks.errors.Preempted`, which ends the process with exit code 75. If there is a file, the next
-    ``run`` goes on from it, on any number of processes, also a single one; a validation that was cut is repeated.
+    ``run`` resumes from it, on any number of processes, also a single one; a validation that was cut is repeated.
     ``run(epochs)`` still means the number of epochs in all: a finished run returns its history.
 
     Callbacks see the opening events again (``on_start``, ``on_start_epoch`` and ``on_start_training``); then everything
@@ -73,7 +73,7 @@ class Resume(ResumeOptions, DistributedCallback):
         if self._saved is not None:
             require_same(self._saved.about, about, self.path)
             if self.rank == 0:
-                say(f"goes on from {self.path}, after epoch {len(self._saved.shared['history'])}")
+                say(f"resumes from {self.path}, after epoch {len(self._saved.shared['history'])}")
         return self._saved
 
     def _find_data(self, callbacks: CallbackList) -> ShardData:

@@ -69,7 +69,7 @@ class SkipBatches(DistributedCallback):
         if isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS):
             raise ConfigurationError(
                 'skip_batch="non_finite" does not work with LBFGS, which computes the loss several times per step and '
-                "cannot go on without it. Leave out skip_batch, or use another optimizer."
+                "cannot continue without it. Leave out skip_batch, or use another optimizer."
             )
         if self._bad is None:
             exchange = ScalarExchange(self.process_group) if self.world_size > 1 else None

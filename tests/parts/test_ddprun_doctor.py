@@ -81,7 +81,7 @@ def test_a_clock_is_judged_with_the_uncertainty_of_the_look() -> None:
     assert judge_clock("a", 0.9, 0.0).level == "green"
     assert judge_clock("a", -4.0, 3.5).level == "green"
     assert judge_clock("a", -90.0, 0.2) == Finding(
-        "a", "clock", "amber", "-90.0 s", "its clock is 90 s behind. Run: timedatectl set-ntp true"
+        "a", "clock", "amber", "-90.0 s", "its clock is 90 s slow. Run: timedatectl set-ntp true"
     )
 
 
