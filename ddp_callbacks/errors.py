@@ -69,7 +69,7 @@ class Preempted(SystemExit):
         self.reason, self.path = reason, path
 
     def __str__(self) -> str:
-        return f"stopped by {self.reason}; {self.path} is written, from which the next run goes on"
+        return f"stopped by {self.reason}; {self.path} is written, from which the next run resumes"
 
 
 class NonFiniteLossWarning(RuntimeWarning):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def write_atomically(path: str, write: Callable[[str], object]) -> None:
-    """Call ``write`` with a temporary path beside ``path``, flush the file to disk, and rename it to ``path``.
+    """Call ``write`` with a temporary path next to ``path``, flush the file to disk, and rename it to ``path``.
 
     If the process is killed at any moment, ``path`` is the old file or the new one. Leftover temporary files for the
     same path are removed first. Call it in one process only, for example on rank 0.

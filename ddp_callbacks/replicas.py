@@ -57,7 +57,7 @@ def merge_buffers(module: torch.nn.Module, samples: float, group: dist.ProcessGr
 
     Args:
         module: The same model on every rank; its buffers are overwritten.
-        samples: The number of samples behind this rank's statistics since the buffers were last equal.
+        samples: The number of samples in this rank's statistics since the buffers were last equal.
         group: ``None`` is the default group.
 
     Raises:
@@ -237,7 +237,7 @@ def require_equal_replicas(
     text = f"the ranks hold different models {when}:\n  " + "\n  ".join(lines[:SHOWN]) + more + "\n"
     if len(set(processors)) == 1:
         raise MismatchError(text + _REMEDY)
-    warnings.warn(f"{text}They compute on {', '.join(processors)}; all go on with rank 0's.", stacklevel=2)
+    warnings.warn(f"{text}They compute on {', '.join(processors)}; all continue with rank 0's.", stacklevel=2)
     return list(notes)
 
 

@@ -133,7 +133,7 @@ def add_summary(app: Sphinx, docname: str, source: list[str]) -> None:
     if names and docname.startswith("reference/api/"):
         shown = examples()
         rows = (f"| {{py:obj}}`~{name}` | {_first_sentence(name)} | {shown.get(name, '')} |" for name in names)
-        table = "\n".join(["| | | |", "|---|---|---|", *rows])
+        table = "\n".join(["| Name | | Shown in |", "|---|---|---|", *rows])
         source[0] = re.sub(r"\n(?=## |```)", lambda _: f"\n{table}\n\n", source[0], count=1)
 
 

@@ -91,6 +91,6 @@ def _taken(path: str, owner: bytes) -> CheckpointError:
     except (ValueError, KeyError):
         who = "a process that has not said its name"
     return CheckpointError(
-        f"{path} is being written by another job: {who}. Two jobs must not go on from one file. End the other one, or "
+        f"{path} is being written by another job: {who}. Two jobs must not resume from one file. End the other one, or "
         f"give this one another path. If its host has died and its lock stays, remove {path}.lock."
     )

@@ -134,14 +134,14 @@ def _find(path: str, weights_only: bool) -> Found | None:
         content, damage = load(memory, candidate, weights_only)
         if content is not None:
             if reasons:
-                warnings.warn(f"{reasons[0]}, so the run goes on from the one before: {candidate}.", stacklevel=3)
+                warnings.warn(f"{reasons[0]}, so the run resumes from the one before: {candidate}.", stacklevel=3)
             return candidate, memory, content
         reasons.append(f"{candidate} is damaged ({damage})")
         _known_damaged.add(identity)
     if all(reason.endswith("is not there") for reason in reasons):
         return None
     raise CheckpointError(
-        f"no checkpoint can be read: {'; '.join(reasons)}. Remove them to start anew, or give another path."
+        f"no checkpoint can be read: {'; '.join(reasons)}. Remove them to start afresh, or give another path."
     )
 
 

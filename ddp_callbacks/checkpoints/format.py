@@ -129,21 +129,21 @@ def require_ours(content: Any, path: str) -> None:
     if header["format"] > FORMAT:
         raise CheckpointError(
             f"{path} was written by ddp_callbacks {header.get('version')} in format {header['format']}; this is "
-            f"ddp_callbacks {__version__}, which reads formats up to {FORMAT}. Install the newer version to go on from "
-            "the file, or give another path to start anew."
+            f"ddp_callbacks {__version__}, which reads formats up to {FORMAT}. Install the newer version to resume "
+            "from the file, or give another path to start from the beginning."
         )
 
 
 def not_ours(path: str) -> CheckpointError:
     """For a file that this library hasn't written."""
     return CheckpointError(
-        f"{path} is no checkpoint of ddp_callbacks to go on from: it has no key {KEY!r}. It stays as it is. Load it by "
-        "what has written it, or give another path."
+        f"{path} is no checkpoint of ddp_callbacks to resume from: it has no key {KEY!r}. It stays unchanged. Load it "
+        "by what has written it, or give another path."
     )
 
 
 def require_same(saved: Mapping[str, str], now: Mapping[str, str], path: str = "the checkpoint") -> None:
-    """Refuse to go on from a checkpoint of another model, data set or batch size. Local.
+    """Refuse to resume from a checkpoint of another model, data set or batch size. Local.
 
     Args:
         saved: ``about`` of the file.
@@ -162,7 +162,7 @@ def require_same(saved: Mapping[str, str], now: Mapping[str, str], path: str = "
     if differing:
         raise CheckpointError(
             f"{path} belongs to another run ({'; '.join(differing)}). Give the settings that the file was written "
-            "with, or another path to start anew."
+            "with, or another path to start from the beginning."
         )
 
 

@@ -34,12 +34,12 @@ Content = tuple[Shared, Mapping[str, Any], Mapping[str, str]]
 ARGUMENTS = """
     Args:
         path: Of the file, ``"run.pt"``; only rank 0 needs to see it. The file before it is kept as ``run.previous.pt``.
-        every: When to write the file, beside when all stop: after so many training batches, after a time by rank 0's
+        every: When to write the file, except when all stop: after so many training batches, after a time by rank 0's
             clock, or at the end of each epoch (``None``). It is written when the run ends, too.
         on_signal: Whether SIGTERM and SIGUSR1 ask to stop. In a Trainer, Lightning handles no signal of its own then,
             and requeues no job of Slurm.
         time_limit: From the start of the run, after which to stop.
-        async_save: Let a thread write the file while the training goes on.
+        async_save: Let a thread write the file while the training continues.
         weights_only: Whether the file may only hold tensors and plain data, see :func:`torch.load`. With ``False``,
             reading it runs its code.
 

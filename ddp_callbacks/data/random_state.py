@@ -212,7 +212,7 @@ class RunRandomState:
         return {"rank": self._rank, **states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the random state of a :meth:`state_dict`. Local; every rank calls it.
+        """Continue with the random state of a :meth:`state_dict`. Local; every rank calls it.
 
         CUDA's state is set, too, as soon as CUDA is in use.
 

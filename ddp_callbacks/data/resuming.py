@@ -137,14 +137,14 @@ class Resumable(ShardedLoader):
             if state[key] != about[key]:
                 raise ConfigurationError(
                     f"{name} must be {state[key]!r}, as in the run that was saved in the middle of a pass, got "
-                    f"{about[key]!r}. Go on with the same loader, or start the pass afresh."
+                    f"{about[key]!r}. Resume with the same loader, or start the pass afresh."
                 )
         saved, world_size = state["world_size"], get_world_size(self._group)
         if self._division != "global" and saved != world_size:
             raise ConfigurationError(
                 f'with batch_size="per_process" or a DistributedSampler the number of processes must be {saved}, as in '
-                f"the run that was saved in the middle of a pass, got {world_size}: each step has other samples. Go on "
-                f'with {saved}, or use batch_size="global" and no DistributedSampler.'
+                f"the run that was saved in the middle of a pass, got {world_size}: each step has other samples. "
+                f'Resume with {saved}, or use batch_size="global" and no DistributedSampler.'
             )
 
 
@@ -157,7 +157,7 @@ def resumable_loader(
 ) -> Any:
     """As :func:`ddp_callbacks.shard_loader`, with ``state_dict`` and ``load_state_dict``; also with a single process.
 
-    A later run goes on at the next batch, on any number of processes (``Resumable``). This call is local;
+    A later run resumes at the next batch, on any number of processes (``Resumable``). This call is local;
     iterating over the result is a collective.
 
     Args:

@@ -39,7 +39,7 @@ from ddp_callbacks.data.whole import Whole
 from ddp_callbacks.process_group import get_rank, get_world_size
 
 _LEFT_ALONE = (
-    "The loader of {name} has a DistributedSampler, so it is left as it is: its batch is that of one process, not "
+    "The loader of {name} has a DistributedSampler, so it is left unchanged: its batch is that of one process, not "
     "divided among all, and there are fewer steps than on one process. Give the loader without that sampler, or say by "
     'batch_size="per_process" that this is meant. (A library may put the sampler there because it finds "ddp" in the '
     'name of the Trainer\'s strategy: strategy="callbacks" is another name for "ddp_callbacks".)'

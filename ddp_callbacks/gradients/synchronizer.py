@@ -207,7 +207,7 @@ class GradientSynchronizer:
             self._reducer.outgoing = numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank must know to go on with the same bits: plain data and tensors, for a checkpoint. Local.
+        """What this rank must know to resume with the same bits: plain data and tensors, for a checkpoint. Local.
 
         It has the gradients if :meth:`no_sync` accumulates them, the last weights, and what PowerSGD keeps from step to
         step. Each rank has a different one. Call it between two steps.
@@ -219,10 +219,10 @@ class GradientSynchronizer:
         return state | {"rounds": self.rounds, "weighing": self._reducer.weighing.state_dict(), "hook": hook}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the states of all ranks, in rank order. Local; every rank passes the same.
+        """Resume from the states of all ranks, in rank order. Local; every rank passes the same.
 
-        With as many ranks as before, each takes its own. Otherwise accumulated gradients go on from their sum, on rank
-        0, and PowerSGD starts anew.
+        With as many ranks as before, each takes its own. Otherwise accumulated gradients continue from their sum,
+        on rank 0, and PowerSGD starts from zero.
 
         Args:
             states: What :meth:`state_dict` has returned on each rank.
@@ -277,7 +277,7 @@ def _sum_of_gradients(states: Sequence[Mapping[str, Any]], world_size: int) -> d
     if any(state["gradients"] for state in states) and len(states) > 1 and states[0]["weighing"]["total"] is None:
         raise ConfigurationError(
             f"the checkpoint holds gradients that {len(states)} processes have accumulated under weights without a "
-            f"total, so {world_size} cannot go on from them. Start {len(states)}, or give weigh() the total."
+            f"total, so {world_size} cannot resume from them. Start {len(states)}, or give weigh() the total."
         )
     factor = world_size / len(states)  # each contribution was multiplied by the number of ranks, see Weighing
     summed: dict[str, torch.Tensor] = {}

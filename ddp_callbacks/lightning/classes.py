@@ -84,19 +84,19 @@ class DDPCallback(DDPCallbackMixin):
 
 
 class Resume(ResumeMixin):
-    """Let ``trainer.fit`` stop anywhere and go on at the next batch, on any number of processes.
+    """Let ``trainer.fit`` stop anywhere and resume at the next batch, on any number of processes.
 
     ``Trainer(strategy="ddp_callbacks", callbacks=[Resume("run.ckpt")])``. If the file is there, ``trainer.fit(module)``
-    goes on from it; ``ckpt_path`` then does not count. When a process is asked to stop (SIGTERM, SIGUSR1, the time
+    resumes from it; ``ckpt_path`` then does not count. When a process is asked to stop (SIGTERM, SIGUSR1, the time
     limit), all finish the batch of the training or the validation, rank 0 writes the file, and each process ends with
     exit code 75 (:class:`ddp_callbacks.errors.Preempted`). A validation that was cut is repeated. In a sanity check,
     the first batch of the training comes before the stop.
 
-    The file is the Trainer's own checkpoint, which Lightning alone can load. Beside that it has what Lightning does not
+    The file is the Trainer's own checkpoint, which Lightning alone can load. In addition it has what Lightning does not
     save: the position in the loaders, logged values and metrics of the pass under way, accumulated gradients, running
     statistics, random states, and the module's plain attributes that the fit has changed.
 
-    On as many processes the fit goes on with the same bits; on others, each rank draws other dropout masks than before,
+    On as many processes the fit resumes with the same bits; on others, each rank draws other dropout masks than before,
     and the rest is equal but for rounding. Hooks that open the fit and the epoch are called again; then everything is
     put back as it was. A fit that had ended begins and ends once more, without an epoch. With ``fast_dev_run`` it does
     nothing. Another strategy, and searches for a batch size or a learning rate, are refused.

@@ -45,7 +45,7 @@ def load_attributes(module: torch.nn.Module, states: LocalStates, device: torch.
         names = ", ".join(f"{type(module).__name__}.{name}" for name in lost)
         warnings.warn(
             f"{names}: each of the {len(states.of_ranks)} processes of the run that was cut had its own. On another "
-            "number of processes they begin anew. Keep what is summed over the batches of an epoch in self.log or in a "
+            "number of processes they are reset. Keep what is summed over the batches of an epoch in self.log or in a "
             "metric of torchmetrics.",
             stacklevel=2,
         )

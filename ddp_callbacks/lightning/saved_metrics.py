@@ -62,6 +62,6 @@ def _merge(metric: Metric, by_rank: LocalStates, index: int) -> dict[str, Any]:
         else:
             raise ConfigurationError(
                 f"{type(metric).__name__} keeps {name!r} in a way (dist_reduce_fx) that cannot be put together: in the "
-                f"middle of an epoch it can go on with {len(states)} processes or more, not with {world_size}."
+                f"middle of an epoch it can resume with {len(states)} processes or more, not with {world_size}."
             )
     return found

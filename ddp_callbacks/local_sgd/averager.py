@@ -139,7 +139,7 @@ class ParameterAverager:
     def state_dict(self) -> dict[str, Any]:
         """This rank's place in the window, for a checkpoint: its parameters, anchors and optimizer. Local.
 
-        Each rank has a different one. Other ranks cannot go on from it: with another number, load the model and the
+        Each rank has a different one. Other ranks cannot resume from it: with another number, load the model and the
         optimizer as they are after :meth:`outer_step`.
         """
         state: dict[str, Any] = {"steps": self._steps, "weight": self._weight}
@@ -152,7 +152,7 @@ class ParameterAverager:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the middle of a window. Local.
+        """Resume in the middle of a window. Local.
 
         Args:
             state: What :meth:`state_dict` has returned on the same rank of as many.

@@ -97,7 +97,7 @@ class ShardData(DistributedCallback):
         self._is_mine: list[bool] = []  # whether this rank computed each batch of the prediction
 
     def make_resumable(self) -> None:
-        """From the next run on, use loaders that can go on in the middle of a pass, also with a single process."""
+        """From the next run on, use loaders that can resume in the middle of a pass, also with a single process."""
         if self.batch_size is None:
             raise ConfigurationError(
                 "Resume cannot know the position in loaders that are divided already (batch_size=None). Save the "

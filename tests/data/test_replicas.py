@@ -120,7 +120,7 @@ def test_where_processors_differ_all_go_on_with_rank_0s_replica() -> None:
     ):
         warnings.simplefilter("always")
         text = said_of(model)
-    assert not text and "all go on with rank 0's" in str(caught[0].message) and torch.equal(model.large, Odd().large)
+    assert not text and "all continue with rank 0's" in str(caught[0].message) and torch.equal(model.large, Odd().large)
 
 
 class Perturbs(Callback, pl.Callback):  # type: ignore[misc]

@@ -196,7 +196,7 @@ def test_the_end_of_a_run_that_was_stopped_has_an_exit_code_and_a_line(caplog: p
         preemption.exit("run.pt")
     assert caught.value.code == EXIT_PREEMPTED == 75
     place = rf"rank 0 \(host {socket.gethostname()}, pid {os.getpid()}\)"
-    said = rf"stopped by the budget is spent on {place}; run\.pt is written, from which .* goes on"
+    said = rf"stopped by the budget is spent on {place}; run\.pt is written, from which .* resumes"
     assert re.fullmatch(said, caplog.messages[0])
 
 

@@ -58,7 +58,7 @@ FAULTS = {
     "h5": (
         r"cannot start the interpreter /no/python\. .*",
         "reached",
-        r"cannot start the interpreter /no/python\. Set its path with --python.*",
+        r"cannot start the interpreter /no/python\. Install it there .*, or set its path with --python.*",
     ),
     "h6": (
         r"cannot enter the working directory /no/such: .*",

@@ -172,6 +172,27 @@ def test_pages_use_plain_words_and_agree_on_figures(page: Page) -> None:
         assert shown <= {value}, f"{page.name}: {shown} for {pattern}"
 
 
+def _texts_of_the_package() -> Iterator[tuple[str, str]]:
+    """Messages, with where they are, and the docstrings of public names."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        descriptions = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in descriptions:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
+    yield from ((name, text) for name, _, text in DESCRIBED)
+
+
+def test_messages_and_docstrings_use_plain_words() -> None:
+    found = [
+        f"{where}: {match[0]!r} in {text!r}: write {instead}"
+        for where, text in ((where, " ".join(text.split())) for where, text in _texts_of_the_package())
+        for pattern, instead in WORDS["instead"].items()
+        if (match := re.search(pattern, text, re.IGNORECASE))
+    ]
+    assert not found, "\n".join(found)
+
+
 # --- the reference ---------------------------------------------------------------------------------------------------
 
 API = sorted((DOCS / "reference" / "api").glob("*.md"))

@@ -268,7 +268,7 @@ def test_a_damaged_file_is_passed_over_for_the_one_before_with_a_warning(
     path = tmp_path / "run.pt"
     write_steps(path, 1, 2, numel=1000)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.warns(UserWarning, match=rf"run\.pt is damaged \(.*{reason}.*goes on from the one before: .*ous"):
+    with pytest.warns(UserWarning, match=rf"run\.pt is damaged \(.*{reason}.*resumes from the one before: .*ous"):
         assert step_at(path) == 1
     with monkeypatch.context() as patch, pytest.raises(CheckpointError) as caught:
         patch.setattr(os, "fsync", full_disk)
@@ -298,7 +298,7 @@ def test_a_lost_file_is_passed_over_and_two_damaged_ones_are_an_error(tmp_path: 
     path = tmp_path / "run.pt"
     write_steps(path, 1, 2)
     os.remove(path)
-    with pytest.warns(UserWarning, match=r"run\.pt is not there, so the run goes on from the one before"):
+    with pytest.warns(UserWarning, match=r"run\.pt is not there, so the run resumes from the one before"):
         assert step_at(path) == 1
     path.write_bytes(b"")
     (tmp_path / "run.previous.pt").write_bytes(b"")

@@ -166,7 +166,7 @@ def test_what_is_not_divided_is_said_once() -> None:
     said = [text for text in texts if "istributedSampler" in text]
     assert len(said) == (0 if dist.get_rank() else 1)  # in two epochs
     if said:
-        assert said[0].startswith("The loader of TensorDataset has a DistributedSampler, so it is left as it is")
+        assert said[0].startswith("The loader of TensorDataset has a DistributedSampler, so it is left unchanged")
         assert 'strategy="callbacks" is another name' in said[0]
 
 

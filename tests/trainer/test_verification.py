@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.usefixtures("seed_variables"), pytest.mark.shares_resu
 SAMPLES = 12  # compared in parts of 4 and 8 samples
 IGNORED = -100
 PASSES = ""
-DIFFERS = "MismatchError: the gradient of the first batch on 2 processes is not that of one process: that of parameter "
+DIFFERS = "MismatchError: the gradient of the first batch on 2 processes is not that of one process: for parameter "
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -174,7 +174,7 @@ def assert_told(message: str, says: str) -> None:
     assert says in message if says else message == PASSES, message
     if says == WRONG:
         assert message.startswith(DIFFERS)
-        assert ".weight differs by up to " in message or ".bias differs by up to " in message
+        assert ".weight it differs by up to " in message or ".bias it differs by up to " in message
 
 
 @WORLD.on(TWO)
@@ -312,7 +312,7 @@ def mean_by_hand(state: Any) -> None:
 TELLS = "the gradient of the first batch on 2 processes is not that of one process: "
 WARNINGS: dict[str, tuple[Callable[[], str], str]] = {
     "a Trainer": (lambda: trainer_tells(), ""),
-    "of known targets": (lambda: trainer_tells(KnownOnly()), f"{TELLS}that of parameter layers."),
+    "of known targets": (lambda: trainer_tells(KnownOnly()), f"{TELLS}for parameter layers."),
     "that is to be silent": (lambda: trainer_tells(KnownOnly(), verify=None), ""),
     "with weight": (lambda: trainer_tells(KnownOnly(), weight=lambda batch: (batch[1] > 1).sum() + 1), ""),
     "a sum": (lambda: trainer_tells(Summed()), 'Say so (reduction="sum")'),
