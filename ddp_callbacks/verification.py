@@ -195,7 +195,7 @@ def _attempt(group: dist.ProcessGroup | None, is_strict: bool, compute: Callable
     except Exception:  # also that memory does not suffice
         found = None
     if float(all_reduce(torch.tensor([float(found is None)]), _DOING, group)):
-        raise ConfigurationError("the gradient of the first batch cannot be computed beside the training.")
+        raise ConfigurationError("the gradient of the first batch cannot be computed during training.")
     return found
 
 
@@ -238,8 +238,8 @@ class _Difference:
         found = self._by_parameter[worst]
         relative = found / self._scale if self._scale else math.inf
         return (
-            f"the gradient of the first batch on {world_size} processes is not that of one process: that of parameter "
-            f"{self._names[worst]} differs by up to {found:.2g} ({relative:.1%} of the largest gradient, "
+            f"the gradient of the first batch on {world_size} processes is not that of one process: for parameter "
+            f"{self._names[worst]} it differs by up to {found:.2g} ({relative:.1%} of the largest gradient, "
             f"{self._scale:.2g}; rounding explains {self._allowed:.1g}). {_remedy(module, adds_up)}"
         )
 

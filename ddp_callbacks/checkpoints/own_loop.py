@@ -46,11 +46,11 @@ class LocalSums(dict[str, Any]):
 
 
 def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Objects) -> None:
-    """Save a loop between two batches, so that :func:`load_checkpoint` goes on at the next one. A collective.
+    """Save a loop between two batches, so that :func:`load_checkpoint` resumes at the next one. A collective.
 
     Returns when the file is there. Call it after the last batch has been used up: after the optimizer's step, or, in
     the middle of an accumulation, after backward. Call it inside the ``for`` over a loader to resume in the middle of
-    its pass: a loop that breaks has left the pass, and the next one begins anew.
+    its pass: a loop that breaks has left the pass, and the next one starts from its beginning.
 
     Each rank saves for itself where it is in the data, its random state, its gradients while they are accumulated, and
     what else only it knows. Of everything else, such as the model and the optimizer, rank 0's counts.
@@ -144,7 +144,7 @@ class _Loading:
         if there != self._objects.keys():
             raise CheckpointError(
                 f"{path} must hold the objects {sorted(self._objects)}, got {sorted(there)}. Pass the names that "
-                "save_checkpoint got, or another path to start anew."
+                "save_checkpoint got, or another path to start from the beginning."
             )
 
     def _load_tensors(self) -> None:

@@ -38,7 +38,7 @@ from ddp_callbacks.process_group.failures import enter, wait
 from ddp_callbacks.process_group.presence import OWN_THREADS
 
 T = TypeVar("T")
-DOING = "gradients that are summed beside backward"
+DOING = "gradients that are summed during backward"
 CHUNK_NBYTES = 4 << 20
 """The size of a shard that is worth a sum by itself; with less, gloo's ring runs short of work."""
 

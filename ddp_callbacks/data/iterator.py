@@ -97,7 +97,7 @@ class ShardedIterator(Iterator[Any]):
         source: Of the batches.
         current: The pass.
         batches: The iterator of the source's loader.
-        shares: Filled with the :class:`~ddp_callbacks.Share` of each batch as it is drawn.
+        shares: Filled with the :class:`~ddp_callbacks.Share` of each batch when it is drawn.
     """
 
     def __init__(self, source: Source, current: Pass, batches: Iterator[Any], shares: deque[Share]) -> None:

@@ -115,7 +115,7 @@ class Order(Iterator[Any]):
             raise ConfigurationError(
                 f"{name_of_sampler(self._sampler)} does not draw the batches of the run that was saved: batch "
                 f"{position['drawn'] - 1} of the pass has the indices {self._block[-1:]}, and had {position['last']}. "
-                "Go on with the data set, the batch size and the sampler of that run, and take its randomness from "
+                "Resume with the data set, the batch size and the sampler of that run, and take its randomness from "
                 "torch's, Python's or NumPy's global random state, or from generators that are its attributes. If it "
                 "depends on the epoch, call set_epoch."
             )

@@ -64,7 +64,7 @@ class _WholePass(Pass):
         if found != self._checksum:
             raise ConfigurationError(
                 f"{name_of(whole.loader)} does not yield the batches of the run that was saved: the first batch of the "
-                f"pass has the checksum {found}, and had {self._checksum}. Go on with the data set and the batch size "
+                f"pass has the checksum {found}, and had {self._checksum}. Resume with the data set and the batch size "
                 "of that run, and take its randomness from torch's, Python's or NumPy's global random state, or from "
                 "generators that are its attributes."
             )

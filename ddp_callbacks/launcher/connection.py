@@ -235,7 +235,7 @@ class Connection(asyncio.SubprocessProtocol):
         if self._held is not None or (code == 255 and not self.plan.is_here):
             return explain(self.plan, code, said)
         if code in (126, 127):
-            where = "Set its path with --python, or with python= in the host file"
+            where = "Install it there by the same path, or set its path with --python or python= in the host file"
             return f"cannot start the interpreter {self.plan.python}. {where}"
         noise = self._noise.decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed([*noise, *said]) if line.strip()), "no output")

@@ -58,7 +58,7 @@ class Skipping:
         if any(isinstance(_parts.torch_optimizer(each), torch.optim.LBFGS) for each in optimizers):
             raise ConfigurationError(
                 f'skip_batch="{self._setting}" does not work with LBFGS, which computes the loss several times per '
-                "step and cannot go on without it. Leave out skip_batch, or use another optimizer."
+                "step and cannot continue without it. Leave out skip_batch, or use another optimizer."
             )
 
     def close(self) -> None:

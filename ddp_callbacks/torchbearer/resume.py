@@ -74,7 +74,7 @@ class Resume(ResumeOptions, DistributedCallback):
         if self._saved is not None:
             require_same(self._saved.about, about, self.path)
             if self.rank == 0:
-                say(f"goes on from {self.path}, after epoch {len(self._saved.shared['history'])}")
+                say(f"resumes from {self.path}, after epoch {len(self._saved.shared['history'])}")
         return self._saved
 
     def _find_data(self, callbacks: CallbackList) -> ShardData:
