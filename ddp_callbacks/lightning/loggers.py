@@ -1,13 +1,12 @@
 """A fit that goes on logs to the folder, and the file, of the one that was cut.
 
 Lightning gives each fit a version of its own, after which loggers and ``ModelCheckpoint`` name their folders, and lets
-a ``CSVLogger`` begin its file anew.
+a ``CSVLogger`` begin its file again.
 """
 
 from __future__ import annotations
 
 import csv
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +41,7 @@ def _count_lines(logger: Any) -> int | None:
     if get_rank() != 0 or not _is_csv(logger):
         return None
     logger.save()
-    return count_lines(_path(logger))
+    return count_lines(str(_path(logger)))
 
 
 def _is_csv(logger: Any) -> bool:
@@ -51,18 +50,24 @@ def _is_csv(logger: Any) -> bool:
     return is_one and "://" not in str(logger.save_dir)
 
 
-def _path(logger: Any) -> str:
-    return os.path.join(logger.log_dir, "metrics.csv")
+def _path(logger: Any) -> Path:
+    return Path(logger.log_dir, "metrics.csv")
 
 
 def _continue(logger: Any, count: int) -> None:
     """Keep the first lines of the file: the others were logged after the checkpoint."""
-    kept = keep_lines(_path(logger), count)
+    path = _path(logger)
+    aside = path.with_suffix(".kept")  # while Lightning deletes what it finds; a kill then loses nothing
+    if aside.exists():
+        aside.replace(path)
+    kept = keep_lines(str(path), count)
+    if kept:
+        path.replace(aside)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning says that it deletes the file
         writer = logger.experiment
     if kept:
-        Path(_path(logger)).write_text("".join(kept), newline="")
+        aside.replace(path)
         writer.metrics_keys = next(csv.reader(kept))
     else:
-        Path(_path(logger)).unlink(missing_ok=True)  # the logger begins it anew, with a header
+        path.unlink(missing_ok=True)  # the logger begins it again, with a header
