@@ -140,11 +140,11 @@ class Coordinator:
             handle(rank, message, now)
         return self._settle(now)
 
-    def lose(self, ranks: Iterable[int], now: float) -> Sent:
-        """What follows from the end of these ranks' connections."""
-        for rank in ranks:
-            self._forget(rank)
-        self._bury([rank for rank in ranks if rank not in self._left and rank not in self._gone])
+    def lose(self, rank: int, now: float) -> Sent:
+        """What follows from the end of this rank's connection."""
+        self._forget(rank)
+        if rank not in self._left and rank not in self._gone:
+            self._bury([rank])
         return self._settle(now)
 
     def tick(self, now: float) -> Sent:
@@ -231,13 +231,10 @@ class Coordinator:
         return self._gatherings.setdefault(message["name"], _Gathering(message["members"] or self._ranks))
 
     def _complete(self, name: str) -> None:
-        """Tell all once the last has put; for ranks that have left, what they have left behind counts."""
-        gathering = self._gatherings.get(name)
-        if gathering is None:
-            return
-        for rank, (_, leaver) in self._left.items():
-            if name in leaver["answers"]:
-                gathering.values.setdefault(rank, leaver["answers"][name])
+        """Tell all once the last has put. Of what all were asked for, ranks that have left put nothing: ``None``."""
+        gathering = self._gatherings[name]
+        if gathering.asked is not None:
+            gathering.values = dict.fromkeys(self._left) | gathering.values
         if all(rank in gathering.values for rank in gathering.members):
             values = [gathering.values[rank] for rank in gathering.members]
             self._send(gathering.members, {"event": "gathered", "name": name, "values": values})

@@ -100,9 +100,9 @@ class Preemption:
             reason: For messages: "the budget is spent".
         """
         if not self._own:
-            self._own = reason
+            self._own = f"{reason} on {_here()}"
             if self._agreement is not None:
-                self._agreement.request(f"{reason} on {_here()}")
+                self._agreement.request(self._own)
 
     def is_requested(self) -> bool:
         """Whether to stop now. Every rank calls it at the same moments, such as after each batch.
@@ -118,7 +118,7 @@ class Preemption:
         if not self.reason and self._agreement is not None:
             self.reason = self._agreement.pass_moment()
         elif not self.reason and self._own:
-            self.reason = f"{self._own} on {_here()}"
+            self.reason = self._own
         return bool(self.reason)
 
     def exit(self, path: str) -> NoReturn:
@@ -163,7 +163,7 @@ class _Agreement:
         self._lock = threading.Lock()
         self._passed = 0  # moments, by this rank
         self._counts: Gathering | None = None  # of all; once it is there, no further moment may pass
-        for said in (here.asked, here.answers):
+        for said in (here.asked, here.responders):
             said.pop(f"stop {here.preemptions - 2}", None)
         here.responders[self._name] = lambda _: self._hold()
         if self._name in here.asked:
@@ -180,17 +180,15 @@ class _Agreement:
                 self._passed += 1
                 return ""
         wait(self._counts, _DOING, self._group)
-        if self._passed < max(self._counts.values):
+        if self._passed < max(count for count in self._counts.values if count is not None):
             self._passed += 1
             return ""
         return str(self._here.asked[self._name])
 
     def close(self) -> None:
-        """This rank lets no further moment pass, and others need not wait for it."""
-        with self._lock:
-            if self._counts is None:
-                self._here.answers[self._name] = self._passed
-        self._here.responders.pop(self._name, None)
+        """This rank lets no further moment pass, which it tells if it is asked. Keeps no reference to the group."""
+        here, name, passed, members = self._here, self._name, self._passed, self._members
+        here.responders[name] = lambda _: here.put(name, passed, members)
 
     def _hold(self) -> None:
         """Let no further moment pass before all ranks have told their counts, and tell this rank's."""

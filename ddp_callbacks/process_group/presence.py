@@ -61,7 +61,6 @@ class Presence:
         moves: Whether it stays when the default group goes, as it forms another one.
         beginning: The positions of all ranks at the begin of the next run, once this rank has come there.
         asked: The notes of the gatherings that all were asked for, by name.
-        answers: This rank's part in those that it takes no other part in, by name.
         rank: Of this process in the default group.
         responders: By the first word of a name: called by the thread, with the name, if this rank is asked for a part.
     """
@@ -74,7 +73,6 @@ class Presence:
         self.moments, self.preemptions = Moments(lambda name: self.put(name, False)), 0
         self.beginning: Gathering | None = None
         self.asked: dict[str, Any] = {}
-        self.answers: dict[str, Any] = {}
         self.responders: dict[str, Callable[[str], None]] = {VOTE: self.moments.respond}
         self._seen = self._waits = 0
         self._is_over = self._has_left = self.moves = False
@@ -232,7 +230,7 @@ class Presence:
     def _say_farewell(self) -> None:
         self._has_left = True
         farewell = {"run": self.run, "failed": self.failed, "recent": self.exchanges.recent()}
-        self.send({"event": "leave", "answers": self.answers, **farewell})
+        self.send({"event": "leave", **farewell})
         if self._server is not None:
             self._server.close()
 
@@ -260,9 +258,7 @@ class Presence:
         """This rank is asked for its part of a gathering."""
         if not name.startswith(VOTE):
             self.asked[name] = note
-        if name in self.answers:
-            self.put(name, self.answers[name])
-        elif respond := self.responders.get(name.partition("/")[0]):
+        if respond := self.responders.get(name.partition("/")[0]):
             respond(name)
 
     def lose_server(self, why: str) -> None:

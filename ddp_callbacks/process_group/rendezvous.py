@@ -126,14 +126,10 @@ def _open_store(env: WorkerEnv, timeout: timedelta) -> dist.Store:
         store.set_timeout(timeout)
         return store
     assert env.host is not None and env.port is not None
-    if env.rank == 0 and not agent_hosts_store():
+    is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent
+    if env.rank == 0 and not is_hosted:
         return _listen(env.host, env.port, timeout)
     return dist.TCPStore(env.host, env.port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def agent_hosts_store() -> bool:
-    """Whether torchrun's agent hosts the store; it sets this variable if so."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _listen(host: str, port: int, timeout: timedelta) -> dist.TCPStore:

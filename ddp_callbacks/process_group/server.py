@@ -126,7 +126,7 @@ class Server:
         self._strangers.pop(connection, None)
         if self._ranks.get(connection.rank) is connection:
             del self._ranks[connection.rank]
-            self._send(self._coordinator.lose([connection.rank], time.monotonic()))
+            self._send(self._coordinator.lose(connection.rank, time.monotonic()))
 
     def _send(self, sent: Sent) -> None:
         for rank, message in sent:

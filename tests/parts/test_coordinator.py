@@ -39,8 +39,8 @@ def wait(doing: str, turn: int = 1, broke: bool = False, **other: Any) -> dict[s
     return {"event": "wait", "stand": asdict(Stand(0, doing, turn, None, recent, **other)), "broke": broke}
 
 
-def leave(failed: bool = False, recent: dict[str, int] | None = None, **answers: Any) -> dict[str, Any]:
-    return {"event": "leave", "run": 0, "failed": failed, "recent": recent or {}, "answers": answers}
+def leave(failed: bool = False, recent: dict[str, int] | None = None) -> dict[str, Any]:
+    return {"event": "leave", "run": 0, "failed": failed, "recent": recent or {}}
 
 
 def place(**other: Any) -> dict[str, Any]:
@@ -171,12 +171,12 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
             [(rank, {"event": "gathered", "name": "v", "values": [True, False]}) for rank in (0, 2)],
         ),
     ],
-    "two ask, and one has left with an answer": [
-        (1, 1, leave(s=3), []),
+    "two ask, and one has left": [
+        (1, 1, leave(), []),
         (2, 0, ask("why"), to_all(event="asked", name="s", note="why")),
         (2, 2, ask("too late"), []),
         (3, 0, put("s", 5), []),
-        (3, 2, put("s", 4), to_all(event="gathered", name="s", values=[5, 3, 4])),
+        (3, 2, put("s", 4), to_all(event="gathered", name="s", values=[5, None, 4])),
     ],
     "an unknown event": [(1, 0, {"event": "nonsense"}, []), (1, 0, {}, [])],
 }
@@ -190,7 +190,7 @@ def test_what_ranks_hear_after_each_event(name: str) -> None:
         if rank is None:
             sent = made.tick(now)
         elif message is None:
-            sent = made.lose([rank], now)
+            sent = made.lose(rank, now)
         else:
             sent = made.receive(rank, message, now)
         assert sent == expected, (now, message)
@@ -264,7 +264,7 @@ def test_a_secret_of_the_launcher_s_is_not_in_the_store(monkeypatch: pytest.Monk
     assert "of the launcher" not in json.dumps(made.address)
     rank = Connection(connect(made), 0)
     rank.send({"event": "join", "rank": 0, "name": NAMES[0], "secret": "of the launcher"})
-    rank.send({"event": "leave", "run": 0, "failed": False, "recent": {}, "answers": {}})
+    rank.send({"event": "leave", "run": 0, "failed": False, "recent": {}})
     made.close()
     rank.end()
     rank.close()
