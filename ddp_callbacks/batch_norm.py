@@ -56,8 +56,7 @@ class BatchNormSynchronizer:
     running statistics don't communicate. torch refuses second derivatives.
 
     Between GPUs, NCCL's exchanges block the GPU's stream, not the host, which waits only in the forward of a rank with
-    fewer than two values per channel, and of a layer with ``momentum=None``. No error is raised there if the ranks are
-    at different layers.
+    fewer than two values per channel. No error is raised there if the ranks are at different layers.
 
     With a single process nothing changes. The constructor is a collective. Copies and pickles of a layer made meanwhile
     have the original class and are not synchronized.
@@ -182,12 +181,17 @@ def _track(layer: BatchNorm, batch: GlobalBatch) -> None:
         layer.num_batches_tracked.add_(1)
     if layer.running_mean is None or layer.running_var is None or batch.is_empty:
         return
-    factor = 0.0 if layer.momentum is None else layer.momentum
+    factor: float | torch.Tensor = 0.0 if layer.momentum is None else layer.momentum
     if layer.momentum is None and layer.num_batches_tracked is not None:
-        factor = 1.0 / float(layer.num_batches_tracked)
+        factor = _one_over(layer.num_batches_tracked, layer.running_mean.dtype)
     unbiased = batch.var * (batch.size / (batch.size - 1))
     layer.running_mean.lerp_(batch.mean.to(layer.running_mean), factor)
     layer.running_var.lerp_(unbiased.to(layer.running_var), factor)
+
+
+def _one_over(number: torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+    """On GPUs a tensor, for which the host need not wait."""
+    return number.double().reciprocal_().to(dtype) if number.is_cuda else 1.0 / float(number)
 
 
 def _always() -> bool:

@@ -76,8 +76,9 @@ class _Parser(ArgumentParser):
     def refuse_unknown(self, given: str) -> NoReturn:
         """Report an unknown flag, with what to do instead, or a similar known one."""
         flag = given.partition("=")[0]
-        if remedy := REFUSED.get(flag) or REFUSED.get(flag.replace("_", "-")):
-            raise ConfigurationError(f"ddprun has no {flag}: {remedy}.")
+        name = flag.rstrip("0123456789")  # -n2
+        if remedy := REFUSED.get(name.replace("_", "-")):
+            raise ConfigurationError(f"ddprun has no {name}: {remedy}.")
         known = [spelling for spelling in self._option_string_actions if len(spelling) > 2]
         close = get_close_matches(flag, known, 1, 0.8)
         hint = f"Did you mean {close[0]}?" if close else "If it belongs to your script, put it after the script."

@@ -254,7 +254,7 @@ def test_a_command_sets_up_the_node_before_the_ranks_start(tmp_path: Path) -> No
     ("argv", "says"),
     [
         (["no_such.py"], "localhost: file not found: no_such.py (working directory {cwd}).\n"),
-        (["--python", "/no/python", "x.py"], "localhost: cannot start the interpreter /no/python. Set its path "),
+        (["--python", "/no/python", "x.py"], "localhost: cannot start the interpreter /no/python. Install it "),
         (["--grace", "-1", "x.py"], "argument --grace: takes a positive number, got '-1'. See ddprun --help."),
         (["--grace", "90", "--time-limit", "60", "x.py"], "--time-limit must be longer than --grace (90 s), got 60."),
         (["--chdir", "/no", "x.py"], "localhost: cannot enter the working directory /no: No such file or directory."),
