@@ -11,7 +11,10 @@ the script imports Lightning or Torchbearer, and only then, a Trainer with the d
 
 from __future__ import annotations
 
+import atexit
 import functools
+import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -41,19 +44,34 @@ def _place() -> Any:
     return WorkerEnv.from_environ()
 
 
-@functools.cache
+_announced: set[str] = set()  # kinds of objects
+
+
 def announce(what: str, by: str) -> None:
-    """Say on rank 0, once for each, what trains on all processes, and what does not."""
-    env = _place()
-    if env.rank == 0:
+    """Say on rank 0, once for each kind, what trains on all processes, and what does not."""
+    env, is_new = _place(), what not in _announced
+    _announced.add(what)
+    if is_new and env.rank == 0:
         say(
             f"--auto: each {what} of this script trains on {env.world_size} processes, by {by}. All else in the script "
             "runs on each process: loops of your own train apart, and files that it writes itself are written by all."
         )
 
 
+def _say_if_unused() -> None:
+    is_main = multiprocessing.parent_process() is None
+    if is_main and not _announced and is_auto() and _place().rank == 0:
+        say(
+            "--auto has changed nothing: this script has made no Trainer with the default strategy, and no Trial "
+            "without a callback of ddp_callbacks. Each process has run all of it. Leave out the strategy that it "
+            "names; a loop of your own needs the functions of ddp_callbacks.",
+            logging.WARNING,
+        )
+
+
 def watch_imports() -> None:
     """From now on each import of Lightning or Torchbearer is followed by what trains on all processes."""
+    atexit.register(_say_if_unused)
     sys.meta_path.insert(0, _Then({
         "lightning.pytorch": lambda: _import_ours("lightning"),
         "pytorch_lightning": lambda: _import_ours("pytorch_lightning"),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.comm.checksums import ADDRESS, is_dense
 from ddp_callbacks.comm.collectives import all_gather_json
-from ddp_callbacks.errors import MismatchError
+from ddp_callbacks.errors import ConfigurationError, MismatchError
 from ddp_callbacks.process_group import get_world_size, resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
 
@@ -65,7 +65,16 @@ def module_settings(module: torch.nn.Module) -> dict[str, str]:
 
 
 def parameter_settings(module: torch.nn.Module) -> dict[str, str]:
-    """The shape, dtype and trainability of each parameter, by name."""
+    """The shape, dtype and trainability of each parameter, by name.
+
+    Raises:
+        ConfigurationError: A parameter of a lazy module has no shape yet.
+    """
+    if lazy := [name for name, parameter in module.named_parameters() if torch.nn.parameter.is_lazy(parameter)]:
+        raise ConfigurationError(
+            f"parameter {lazy[0]} has no shape yet, as its module is lazy: no process can send it to the others. "
+            "Pass one batch through the model before you train it."
+        )
     settings = {
         f"parameter {name}": _describe(parameter) + ("" if parameter.requires_grad else " frozen")
         for name, parameter in module.named_parameters(remove_duplicate=False)

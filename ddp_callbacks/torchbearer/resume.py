@@ -34,7 +34,8 @@ class Resume(ResumeOptions, DistributedCallback):
     is put back as it was: parameters, optimizer, schedulers, the callbacks' ``state_dict``, metrics, random states, the
     position in the data. On the same number of processes the run has the numbers, bit for bit, of one that was not cut.
     On another number it has those that any number of processes has; a window of local steps is closed there.
-    ``evaluate`` and ``predict`` are not resumed.
+    ``evaluate`` and ``predict`` are not resumed; between two runs of a script that starts again, they see the state of
+    the cut, as a file holds one.
 
     Several processes need :class:`DDPCallback`, or :class:`ShardData` and :class:`ReduceMetrics`, whose process group
     it takes. The file is a checkpoint of the Trial without its callbacks, which ``Trial.load_state_dict`` loads without

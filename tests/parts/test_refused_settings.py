@@ -14,6 +14,7 @@ import pytest
 from torch import nn
 
 from ddp_callbacks import DiLoCo, GradientSynchronizer, LocalSGD, Preemption, join_process_group, spawn
+from ddp_callbacks.comm.agreement import module_settings
 from ddp_callbacks.environment import worker_env
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.hosts import parse_hostfile, parse_hosts
@@ -55,6 +56,7 @@ JOBS: list[Row] = [
     ({"PBS_NODEFILE": "/dev/null"}, "PBS_NODEFILE='/dev/null' names no host"),
     ({"PBS_NODEFILE": "/nowhere"}, "PBS_NODEFILE='/nowhere' cannot be read: ", "No such file"),
 ]
+LAZY: list[Row] = [({}, "parameter 0.weight has no shape yet, as its module is lazy", "Pass one batch")]
 JOINS: list[Row] = [
     ({"rank": 1}, "given together", "rank=1", "world_size=None"),
     ({"world_size": 2, "host": "a"}, "given together", "rank=None", "world_size=2"),
@@ -229,6 +231,7 @@ TABLE: dict[str, tuple[Callable[..., Any], list[Row]]] = {
     "AllReduceGradients": (AllReduceGradients, [NO_BUCKET]),
     "ShardData": (ShardData, [({"batch_size": "globl"}, "globl")]),
     "GradientSynchronizer": (partial(GradientSynchronizer, nn.Linear(1, 1)), [NO_BUCKET]),
+    "a lazy module": (lambda: module_settings(nn.Sequential(nn.LazyLinear(2))), LAZY),
     "ddprun": (plan, DDPRUN),
     "-H": (parse_hosts, HOSTS),
     "host file": (lambda text: parse_hostfile(text, "hosts"), HOSTFILES),

@@ -189,6 +189,22 @@ def test_an_unedited_script_trains_on_all_processes(launcher: str, tmp_path: Pat
         assert output.count(f"ddp_callbacks: --auto: {said}") == 1, output
 
 
+UNTOUCHED = """
+import sys
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+pl.Trainer(strategy="ddp", devices=2, accelerator="cpu", fast_dev_run=True, logger=False).fit(BoringModel())
+"""
+
+
+def test_auto_says_that_it_has_changed_nothing(tmp_path: Path) -> None:
+    """`--auto` says where a script leaves it nothing to do."""
+    script = tmp_path / "script.py"
+    script.write_text(UNTOUCHED)
+    output = run([*AUTO["ddprun"], script], tmp_path)
+    assert output.count("--auto has changed nothing: this script has made no Trainer with the default strategy") == 1
+
+
 OTHER_PACKAGE = """
 import sys
 import pytorch_lightning
