@@ -351,7 +351,7 @@ def messages_between_epochs() -> list[int]:
 
 
 def test_between_two_epochs_there_are_four_exchanges() -> None:
-    """Over a network, four exchanges lie between two epochs."""
+    """Over a network four exchanges separate epochs."""
     gradients, decisions, order = 1, 1, 1
     with_random_state = 2  # messages: it has more bytes than one holds
     wanted = gradients + 2 * with_random_state + decisions + order
