@@ -111,7 +111,7 @@ class LogsAll(Net):
         values, metrics = self(batch[0]).detach(), self.metrics[int(self.training)]
         for name in ("sum", "max", "min"):
             self.log(name, getattr(values, name)(), on_step=True, on_epoch=True, reduce_fx=name)
-        self.log("given", value - 1, on_step=True, on_epoch=True, batch_size=7)
+        self.log("given", value - 1, on_step=True, on_epoch=True, batch_size=7 * len(batch[0]))
         self.log("single", value.float(), on_step=True, on_epoch=True)
         self.log("integer", (batch[1] == 0).sum(), on_step=True, on_epoch=True, reduce_fx="sum")
         self.log("of the host", torch.tensor(0.1 + batch_idx), on_step=True, on_epoch=True)

@@ -597,16 +597,9 @@ class LogsAll(Net):
         self.both.reset()
 
 
-class LogsConstant(LogsAll):
-    """A size that is the same for each batch: exact where each process has a sample of each batch."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.log("constant", batch[0][:, 0].mean(), on_step=False, on_epoch=True, batch_size=1)
-
-
 @scenario
 def logs(strategy: Any) -> Any:
-    return fit(strategy, LogsConstant(), loader(29, 8, shuffle=True), loader(13, 5, 9))
+    return fit(strategy, LogsAll(), loader(29, 8, shuffle=True), loader(13, 5, 9))
 
 
 class LogsBehind(Net):

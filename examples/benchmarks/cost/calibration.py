@@ -247,10 +247,10 @@ def _sum_in_memory(node: SharedMemoryAllReduce | None, nbytes: int) -> Callable[
     tensor = node.allocate(nbytes // 4, torch.float32, torch.device("cpu")).zero_()
 
     def run() -> None:
-        work = node.post(tensor)
+        work = node.post(tensor, DOING)
         node.reduce_scatter(work, DOING)
         node.all_gather(work)
-        node.finish(work, DOING)
+        node.finish(work)
 
     return run
 
