@@ -51,12 +51,7 @@ class DDPCallbackMixin(_Callbacks):  # type: ignore[misc]
         strategy = trainer.strategy
         if getattr(strategy, "chosen_by", None) is self:
             return
-        home = type(_parts.logger_connector(trainer)).__module__.partition(".")[0]
-        if home != self.package:
-            raise ConfigurationError(
-                f"this Trainer is one of {home}, and this DDPCallback is for {self.package}: import it from "
-                f"ddp_callbacks.{home}."
-            )
+        _require_same_package(self, type(_parts.logger_connector(trainer)))
         raise ConfigurationError(
             f"DDPCallback chooses the strategy when a Trainer is made; this one was made without it, and has "
             f"{type(strategy).__name__}: Trainer(callbacks=[DDPCallback()])."
@@ -69,12 +64,12 @@ def let_callbacks_choose(trainer_class: Any) -> None:
 
     @functools.wraps(make)
     def init(trainer: Any, *args: Any, **options: Any) -> None:
-        make(trainer, *args, **_with_strategy(options))
+        make(trainer, *args, **_with_strategy(trainer_class, options))
 
     trainer_class.__init__ = init
 
 
-def _with_strategy(options: dict[str, Any]) -> dict[str, Any]:
+def _with_strategy(trainer_class: type, options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a Trainer, with the strategy that a callback among them chooses."""
     callbacks = options.get("callbacks")
     several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
@@ -85,6 +80,7 @@ def _with_strategy(options: dict[str, Any]) -> dict[str, Any]:
             return options
         announce("Trainer", f"strategy={NAMES[0]!r}")
         return options | {"strategy": NAMES[0]}
+    _require_same_package(chooses, trainer_class)
     if strategy not in ("auto", *NAMES):
         name = repr(strategy) if isinstance(strategy, str) else type(strategy).__name__
         raise ConfigurationError(
@@ -92,3 +88,13 @@ def _with_strategy(options: dict[str, Any]) -> dict[str, Any]:
             "strategy=, and give the callback the options; or leave out the callback."
         )
     return options | {"strategy": chooses.make_strategy()}
+
+
+def _require_same_package(callback: DDPCallbackMixin, lightning_class: type) -> None:
+    """Raise ConfigurationError where a class of Lightning's is not of the callback's package."""
+    home = lightning_class.__module__.partition(".")[0]
+    if home != callback.package:
+        raise ConfigurationError(
+            f"this Trainer is one of {home}, and this DDPCallback is for {callback.package}: import it from "
+            f"ddp_callbacks.{home}."
+        )

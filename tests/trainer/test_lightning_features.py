@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -119,6 +120,15 @@ def of_the_other_package() -> Any:
     made.callbacks[0].setup(made, None, "fit")
 
 
+def of_the_other_package_that_is_imported() -> Any:
+    importlib.import_module("ddp_callbacks.pytorch_lightning")
+    of_the_other_package()
+
+
+OTHER_PACKAGE = (
+    "this Trainer is one of pytorch_lightning, and this DDPCallback is for lightning: import it from "
+    "ddp_callbacks.pytorch_lightning."
+)
 CALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "another strategy": (
         lambda: trainer("ddp", callbacks=DDPCallback()),
@@ -135,11 +145,8 @@ CALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
         "DDPCallback chooses the strategy when a Trainer is made; this one was made without it, and has "
         "SingleDeviceStrategy: Trainer(callbacks=[DDPCallback()]).",
     ),
-    "the other package": (
-        of_the_other_package,
-        "this Trainer is one of pytorch_lightning, and this DDPCallback is for lightning: import it from "
-        "ddp_callbacks.pytorch_lightning.",
-    ),
+    "the other package": (of_the_other_package, OTHER_PACKAGE),
+    "the other package, which chooses strategies, too": (of_the_other_package_that_is_imported, OTHER_PACKAGE),
 }
 
 
