@@ -49,7 +49,9 @@ def _global_generators() -> list[Any]:
 def seed_global(*salt: Any) -> None:
     """Seed all global generators with ``salt``."""
     seed = digest_of(*salt)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():  # torch.manual_seed formats a stack for every kind of device, which takes 1 ms
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % (1 << 32))

@@ -5,8 +5,7 @@ Which of a Trial's events draw the same random numbers on all ranks:
 ================================================  ====================================================================
 ``on_sample``, ``on_forward``, ``on_criterion``   different per rank: they handle its part of the batch, and may augment
 the same of validation, ``on_step_validation``    likewise
-``on_backward``, ``on_step_training``             the same, if a user's callback handles them
-all others                                        the same: they may initialize or prune parameters
+all others                                        the same, if a user's callback handles them: they may prune parameters
 ================================================  ====================================================================
 
 An event that draws the same must run on all ranks and draw the same amount. If it doesn't (it runs only on rank 0), the
@@ -93,7 +92,7 @@ class ShardData(DistributedCallback):
         self._sharded: dict[int, tuple[Any, Any]] = {}
         self._originals: dict[Any, Any] = {}
         self._is_resumable = False
-        self._drawing: set[str] = set()  # those of _IN_BATCH that a user's callback handles
+        self._drawing = {"on_start"}  # the events that a user's callback may handle
         self._is_mine: list[bool] = []  # whether this rank computed each batch of the prediction
 
     def make_resumable(self) -> None:
@@ -125,14 +124,16 @@ class ShardData(DistributedCallback):
             if name in _MEETING and random_state.is_open and not random_state.is_fresh:
                 random_state.synchronize()
             draws = random_state.alike if name in _ALIKE else random_state.alike_in_batch
-            with draws() if name in (*_ALIKE, *self._drawing) else nullcontext():
+            with draws() if name in self._drawing else nullcontext():
                 event(state)
+            if name in _ALIKE:
+                random_state.is_fresh = False  # on all ranks, whichever callbacks each has
 
         return alike
 
     def on_start(self, state: State) -> None:
         callbacks = list(state[torchbearer.CALLBACK_LIST])
-        self._drawing = {name for name in _IN_BATCH if any(handles(callback, (name,)) for callback in callbacks)}
+        self._drawing |= {name for name in (*_ALIKE, *_IN_BATCH) if any(handles(each, (name,)) for each in callbacks)}
         if self.world_size > 1 or self._is_resumable:
             self._divide_all(state)
         if self.world_size > 1:
