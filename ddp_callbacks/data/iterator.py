@@ -40,6 +40,14 @@ class Pass:
         """
         raise NotImplementedError
 
+    def steps(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Share]]:
+        """This rank's part of each step, and its share.
+
+        Args:
+            batches: The iterator of the source's loader.
+        """
+        raise NotImplementedError
+
     def count_used(self, batches: int | None) -> int:
         """The number of steps used, of which ``None`` means all that were handed out."""
         if batches is not None and not 0 <= batches <= self.used:
@@ -102,7 +110,7 @@ class ShardedIterator(Iterator[Any]):
 
     def __init__(self, source: Source, current: Pass, batches: Iterator[Any], shares: deque[Share]) -> None:
         self._source, self.current = source, current
-        self.batches = batches
+        self.batches, self._steps = batches, current.steps(batches)
         self._shares = shares
         # Python's garbage collector finalizes the queues of a DataLoader's iterator before the iterator itself. Its
         # workers then get no message, and the process waits 5 s for each. A reference from here keeps the queues alive.
@@ -110,17 +118,13 @@ class ShardedIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         try:
-            part, share = self._take()
+            part, share = next(self._steps)
         except StopIteration:
             self.current.is_over = True
             raise
         self.current.used += 1
         self._shares.append(share)
         return part
-
-    def _take(self) -> tuple[Any, Share]:
-        """This rank's part of the next step."""
-        raise NotImplementedError
 
     def end(self) -> None:
         """End the workers that load the batches."""

@@ -18,7 +18,16 @@ import torch.distributed as dist
 
 from ddp_callbacks.comm import codec
 from ddp_callbacks.comm.collectives import broadcast_tensors
-from ddp_callbacks.data.global_state import RandomStates, own_generators, set_generators, states_of_generators
+from ddp_callbacks.data.global_state import (
+    GLOBAL,
+    State,
+    digest_of,
+    get_global_state,
+    own_generators,
+    set_generators,
+    set_global_state,
+    states_of_generators,
+)
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.random_state import OwnRandomState
 from ddp_callbacks.data.samplers import begin_at, name_of_sampler
@@ -40,7 +49,7 @@ class Start(NamedTuple):
     """
 
     number: int
-    before: RandomStates
+    before: State
     position: Mapping[str, Any] | None
     draws_from_before: bool
 
@@ -89,18 +98,19 @@ class Order(Iterator[Any]):
         if self._batches is not None or not self._runs_sampler:
             return
         if self._start and self._position:
-            self._begin = RandomStates(*self._position["begin"])
+            self._begin = self._position["begin"]
             self._draw_again(self._position)
-            self._start.before.put_back(self._sources)
+            set_global_state(self._start.before, self._sources)
         else:
             self._go_to(0)
 
     def _go_to(self, number: int) -> None:
         """Let the sampler go to the batch of this number, under a random state of its own."""
         if self._begin:
-            self._begin.put_back(self._sources)
-        self._begin = RandomStates.of(self._sources)
-        self.seed = self.seed or self._begin.seed(self._start.number if self._start else 0)
+            set_global_state(self._begin, self._sources)
+        self._begin = get_global_state(self._sources)
+        number_of_pass = self._start.number if self._start else 0
+        self.seed = self.seed or digest_of(number_of_pass, self._begin[0], *self._begin[GLOBAL:])
         self._state = OwnRandomState()
         with self._state.drawing():
             self._batches, self._is_fixed = begin_at(self._sampler, number)
@@ -185,8 +195,7 @@ class Order(Iterator[Any]):
         It is equal on all ranks, except for ``begin``, which rank 0 needs to run the sampler again.
         """
         last = None if self._last is None else _plain(self._last, self._sampler)
-        begin = self._begin and list(self._begin)
-        return self._position or {"drawn": self._drawn, "last": last, "seed": self.seed, "begin": begin}
+        return self._position or {"drawn": self._drawn, "last": last, "seed": self.seed, "begin": self._begin}
 
 
 def _plain(indices: Any, sampler: Any) -> Any:

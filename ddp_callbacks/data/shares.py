@@ -57,17 +57,6 @@ def slice_bounds(size: int, rank: int, world_size: int, at_least: int = 1) -> tu
     return start, start + base + (rank < extra)
 
 
-def uneven_bounds(size: int, rank: int, world_size: int) -> tuple[int, int] | None:
-    """As :func:`slice_bounds`, but rank r's part is r + 1 times rank 0's, and each has at least two samples.
-
-    ``None`` if ``size`` is too small for that. Local.
-    """
-    shares = world_size * (world_size + 1)
-    if size < shares:
-        return None
-    return size * rank * (rank + 1) // shares, size * (rank + 1) * (rank + 2) // shares
-
-
 @dataclass(frozen=True)
 class WholeBatch:
     """A batch that is the same on every rank, and this rank's part of it.

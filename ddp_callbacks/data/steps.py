@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ddp_callbacks.data.shares import Share, slice_bounds, uneven_bounds
+from ddp_callbacks.data.shares import Share, slice_bounds
 
 Division = Literal["global", "per_process", "dealt", "own"]
 
@@ -86,8 +86,9 @@ class Divider:
     def to_compare(self, size: int) -> tuple[slice, Share]:
         """This rank's part of a batch whose gradient is compared with that of the whole batch.
 
-        If possible, its size differs from training: equal parts would hide wrong weights.
+        Rank 0 has about twice as much as another, if possible: equal parts would hide wrong weights.
         """
-        bounds = uneven_bounds(size, self.rank, self.world_size)
-        start, end = bounds or slice_bounds(size, self.rank, self.world_size, self.at_least)
+        parts = self.world_size + 1
+        start, _ = slice_bounds(size, self.rank + bool(self.rank), parts, self.at_least)
+        _, end = slice_bounds(size, self.rank + 1, parts, self.at_least)
         return slice(start, end) if end > start else slice(0, size), Share(end - start, size)
