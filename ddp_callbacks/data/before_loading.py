@@ -18,8 +18,7 @@ from ddp_callbacks.data.nested import has_state, name_of, undividable
 from ddp_callbacks.data.order import Order
 from ddp_callbacks.data.random_state import SharedRandomState, without_draws
 from ddp_callbacks.data.same_data import require_same_data
-from ddp_callbacks.data.shares import Share, WholeBatch
-from ddp_callbacks.data.steps import Divider
+from ddp_callbacks.data.shares import Divider, Share, WholeBatch
 from ddp_callbacks.data.workers import SeededIndices, spared_workers
 from ddp_callbacks.errors import ConfigurationError
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from ddp_callbacks._torch import end_workers, worker_queues
 from ddp_callbacks.data.nested import name_of
 from ddp_callbacks.data.order import Start
-from ddp_callbacks.data.shares import Share, WholeBatch
-from ddp_callbacks.data.steps import Divider
+from ddp_callbacks.data.shares import Divider, Share, WholeBatch
 from ddp_callbacks.errors import ConfigurationError
 
 

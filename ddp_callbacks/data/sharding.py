@@ -33,8 +33,7 @@ from ddp_callbacks._torch import forget_workers
 from ddp_callbacks.data.before_loading import divide_before_loading
 from ddp_callbacks.data.iterator import ShardedIterator, Source
 from ddp_callbacks.data.nested import has_state, name_of
-from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size
-from ddp_callbacks.data.steps import Divider, Division
+from ddp_callbacks.data.shares import BatchSize, Divider, Division, Share, check_batch_size, common_size
 from ddp_callbacks.data.whole import Whole
 from ddp_callbacks.process_group import get_rank, get_world_size
 

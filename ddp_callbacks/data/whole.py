@@ -27,8 +27,7 @@ from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source
 from ddp_callbacks.data.nested import arrays_in, has_state, length_of, name_of, undividable
 from ddp_callbacks.data.random_state import SharedRandomState
-from ddp_callbacks.data.shares import Share, WholeBatch, common_size, slice_samples
-from ddp_callbacks.data.steps import Divider
+from ddp_callbacks.data.shares import Divider, Share, WholeBatch, common_size, slice_samples
 from ddp_callbacks.data.workers import spared_workers
 from ddp_callbacks.errors import ConfigurationError
 
