@@ -199,7 +199,7 @@ def test_a_loader_with_an_iter_of_its_own_is_divided_and_one_that_repeats_its_pa
     parts = by_rank([batch.tolist()[: share.local] for batch, share in with_shares(shard_loader(loader))])
     assert [first + second for first, second in zip(*parts, strict=True)] == [batch.tolist() for batch in loader]
     loader.passes = 2
-    with pytest.raises(ConfigurationError, match="Repeats.__iter__ begins several passes over its samples in one"):
+    with pytest.raises(ConfigurationError, match=r"Repeats\.__iter__ begins several passes over its samples in one"):
         list(shard_loader(loader))
 
 
