@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from ddp_callbacks._torch import copied_loader, keeps_iterator, override
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source
 from ddp_callbacks.data.nested import has_state, name_of, undividable
-from ddp_callbacks.data.order import Order
+from ddp_callbacks.data.order import Order, Start
 from ddp_callbacks.data.random_state import SharedRandomState, without_draws
 from ddp_callbacks.data.same_data import require_same_data
 from ddp_callbacks.data.shares import Divider, Share, WholeBatch
@@ -31,15 +31,11 @@ class _PartPass(Pass):
         indices: Of this rank's batches, if they are dealt out.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part, limit: int | None, start: Start | None) -> None:
+        super().__init__(limit, start)
         self._part = part
-        drawn = 0
-        if position := part.resumed:
-            self.used = position["batches"]
-            drawn = min(self.used * part.divider.per_step, position["drawn"])
-        self.order = Order(
-            part.sampler, part.sources, part.group, is_shared=not part.is_own, start=part.start, used=drawn
-        )
+        drawn = min(self.used * part.divider.per_step, self.resumed["drawn"]) if self.resumed else 0
+        self.order = Order(part.sampler, part.sources, part.group, is_shared=not part.is_own, start=start, used=drawn)
         self.indices: list[list[Any]] = []
         self._shares: deque[Share] = deque()  # of the steps that have been drawn and not handed out
         self._is_begun = False
@@ -54,8 +50,8 @@ class _PartPass(Pass):
             )
         self._is_begun = True
         part.check_data()
-        is_seeded = part.start is not None and part.loader.num_workers
-        order = itertools.islice(self.order, part.limit)
+        is_seeded = self.start is not None and part.loader.num_workers
+        order = itertools.islice(self.order, self.limit)
         for number, step in enumerate(part.divider.steps(order, part.size_of, operator.getitem), self.used + 1):
             if self.first is None and step.batches and part.loader.batch_sampler is not None:
                 self.first = list(itertools.chain(*step.batches))
@@ -107,11 +103,11 @@ class Part(Source):
             raise undividable(name_of(self.loader), "(one index at a time) is taken for one sample (batch_size=None)")
         return self.begun.draw()
 
-    def iterate(self, shares: deque[Share]) -> ShardedIterator:
-        self.begun = _PartPass(self)
+    def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
+        self.begun = _PartPass(self, limit, start)
         with spared_workers(self.loader):
             batches = iter(self.loader)
-        if self.resumed and self.resumed["drawn"]:
+        if self.begun.resumed and self.begun.resumed["drawn"]:
             self.begun.order.begin()
         return ShardedIterator(self, self.begun, batches, shares)
 

@@ -6,7 +6,7 @@ import functools
 import operator
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -22,14 +22,21 @@ class Pass:
     """Where a pass is.
 
     Attributes:
+        limit: The number of batches to take; ``None``: all.
+        start: Where it begins, if the loader is resumable.
+        resumed: Where an earlier run was; ``None``: the pass begins at the first batch.
         used: The number of steps handed out, with those of an earlier run.
         is_over: No step is left.
         first: Of the first step, what :meth:`ShardedIterator.first_batch` needs; ``None``: unknown here.
     """
 
-    used = 0
     is_over = False
     first: Any = None
+
+    def __init__(self, limit: int | None, start: Start | None) -> None:
+        self.limit, self.start = limit, start
+        self.resumed = start.position if start else None
+        self.used: int = self.resumed["batches"] if self.resumed else 0
 
     def position(self, batches: int | None) -> dict[str, Any]:
         """The state of a resumable loader: tensors and plain data.
@@ -65,26 +72,14 @@ class Source:
         sources: What may have random generators.
         divider: Says what this rank gets.
         group: Of the ranks; ``None`` is the default group.
-
-    Attributes:
-        start: Of the next pass, if the loader is resumable.
-        limit: The number of batches to take of each pass; ``None``: all.
     """
-
-    start: Start | None = None
-    limit: int | None = None
 
     def __init__(
         self, loader: Any, sources: tuple[Any, ...], divider: Divider, group: dist.ProcessGroup | None
     ) -> None:
         self.loader, self.sources, self.divider, self.group = loader, sources, divider, group
 
-    @property
-    def resumed(self) -> Mapping[str, Any] | None:
-        """Where an earlier run was in the pass that begins."""
-        return self.start.position if self.start else None
-
-    def iterate(self, shares: deque[Share]) -> ShardedIterator:
+    def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
         """Begin a pass. A collective of loaders that every rank produces."""
         raise NotImplementedError
 

@@ -102,9 +102,9 @@ class Resumable(ShardedLoader):
     def __iter__(self) -> ShardedIterator:
         before, resumed = get_global_state(self._source.sources), self._resumed
         starts_workers = self._had_workers and not self._keeps_workers()
-        self._source.start = Start(self._passes, before, resumed, starts_workers)
+        start = Start(self._passes, before, resumed, starts_workers)
         self._resumed, self._had_workers = None, False
-        iterator = super().__iter__()
+        iterator = self._iterate(start)
         self._passes += 1
         if resumed is not None:
             set_global_state(before, () if resumed["drawn"] else self._source.sources)

@@ -33,6 +33,7 @@ from ddp_callbacks._torch import forget_workers
 from ddp_callbacks.data.before_loading import divide_before_loading
 from ddp_callbacks.data.iterator import ShardedIterator, Source
 from ddp_callbacks.data.nested import has_state, name_of
+from ddp_callbacks.data.order import Start
 from ddp_callbacks.data.shares import BatchSize, Divider, Division, Share, check_batch_size, common_size
 from ddp_callbacks.data.whole import Whole
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -115,8 +116,10 @@ class ShardedLoader:
         return -(-length // divider.per_step)
 
     def __iter__(self) -> ShardedIterator:
-        self._source.limit = self.limit
-        iterator = self._source.iterate(self.shares)
+        return self._iterate(None)
+
+    def _iterate(self, start: Start | None) -> ShardedIterator:
+        iterator = self._source.iterate(self.shares, self.limit, start)
         self._running = weakref.ref(iterator)
         return iterator
 

@@ -26,6 +26,7 @@ from ddp_callbacks.comm.checksums import checksum_of, is_dense
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source
 from ddp_callbacks.data.nested import arrays_in, has_state, length_of, name_of, undividable
+from ddp_callbacks.data.order import Start
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.data.shares import Divider, Share, WholeBatch, common_size, slice_samples
 from ddp_callbacks.data.workers import spared_workers
@@ -37,11 +38,12 @@ _END = object()
 class _WholePass(Pass):
     """A pass over whole batches. The constructor is a collective; call it before ``iter``."""
 
-    def __init__(self, whole: Whole) -> None:
-        self._whole, self._position = whole, whole.resumed
+    def __init__(self, whole: Whole, limit: int | None, start: Start | None) -> None:
+        super().__init__(limit, start)
+        self._whole = whole
         self._drawn = self._checksum = 0  # of batches produced in this pass; of the first
-        if position := self._position:
-            self.used, self._drawn, self._checksum = position["batches"], position["drawn"], position["first"]
+        if position := self.resumed:
+            self._drawn, self._checksum = position["drawn"], position["first"]
             set_global_state(position["begin"], whole.sources)
             if whole.is_stateful:
                 whole.loader.load_state_dict(position["loader"])
@@ -49,12 +51,12 @@ class _WholePass(Pass):
 
     def skip(self, batches: Iterator[Any]) -> None:
         """Leave out what an earlier run has done. Call it after ``iter``."""
-        whole, position = self._whole, self._position
-        if position is None or not self._drawn:
+        whole = self._whole
+        if self.start is None or self.resumed is None or not self._drawn:
             return
-        if whole.is_stateful and whole.start:
-            self.state.state = position["drawing"]
-            set_global_state(whole.start.before, whole.sources)
+        if whole.is_stateful:
+            self.state.state = self.resumed["drawing"]
+            set_global_state(self.start.before, whole.sources)
             return
         with self.state.drawing():
             found = checksum_of_content(next(batches, None))
@@ -69,7 +71,7 @@ class _WholePass(Pass):
 
     def steps(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Share]]:
         whole = self._whole
-        produced = itertools.islice(self._produce(batches), whole.limit)
+        produced = itertools.islice(self._produce(batches), self.limit)
         return ((step.part, step.share) for step in whole.divider.steps(produced, whole.size_of, whole.part_of))
 
     def _produce(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -132,8 +134,8 @@ class Whole(Source):
                 override(loader, persistent_workers=False)  # or what workers draw would depend on earlier passes
         super().__init__(loader, sources, divider, group)
 
-    def iterate(self, shares: deque[Share]) -> ShardedIterator:
-        begun = _WholePass(self)
+    def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
+        begun = _WholePass(self, limit, start)
         with begun.state.drawing(), spared_workers(self.loader):
             batches = iter(self.loader)
         begun.skip(batches)
