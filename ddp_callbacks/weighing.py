@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from ddp_callbacks.errors import ConfigurationError
@@ -167,8 +167,11 @@ def trainable(parameter: torch.nn.Parameter) -> Iterator[None]:
 
 def accumulation_of(parameter: torch.nn.Parameter) -> Node:
     """The node of autograd that adds to the parameter's gradient. Its hooks live as long as someone refers to it."""
-    with trainable(parameter):
-        return get_gradient_edge(parameter).node
+    with trainable(parameter), torch.enable_grad():
+        node: Any = parameter.view_as(parameter).grad_fn
+    while node.next_functions:  # a view of a subclass of torch.Tensor has several nodes
+        node = node.next_functions[0][0]
+    return node  # type: ignore[no-any-return]
 
 
 def _weight_and_total(weight: float, total: float | None) -> str:
