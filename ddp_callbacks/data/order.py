@@ -184,12 +184,7 @@ class Order(Iterable[Any]):
 
         It is equal on all ranks, except for ``begin``, which rank 0 needs to run the sampler again.
         """
-        return self._position or {
-            "drawn": self._drawn,
-            "last": self._last,
-            "seed": self.seed,
-            "begin": self._begin,
-        }
+        return self._position or {"drawn": self._drawn, "last": self._last, "seed": self.seed, "begin": self._begin}
 
 
 def _plain(indices: Any, sampler: Any) -> Any:

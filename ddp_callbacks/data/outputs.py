@@ -27,7 +27,7 @@ _NO_OUTPUT = object()
 def gather_outputs(outputs: Sequence[Any], group: dist.ProcessGroup | None = None) -> list[Any]:
     """Each rank's first output, in the order of the ranks, then each rank's second, and so on. A collective.
 
-    They are pickled, except for the tensors in them.
+    Tensors are sent directly. Anything else is pickled, as in :func:`torch.distributed.all_gather_object`.
 
     Args:
         outputs: This rank's; the ranks may have different numbers.
@@ -41,40 +41,46 @@ def gather_outputs(outputs: Sequence[Any], group: dist.ProcessGroup | None = Non
         return list(outputs)
     found: list[Any] = []
     for start in itertools.count(0, OUTPUTS_AT_ONCE):
-        own = outputs[start : start + OUTPUTS_AT_ONCE]
-        is_last = start + OUTPUTS_AT_ONCE >= len(outputs)
-        gathered = all_gather_tensors(is_last, _pack(own), "the predictions", group)
-        by_rank = [_unpack(*parts) for _, parts in gathered]
+        own, is_last = outputs[start : start + OUTPUTS_AT_ONCE], start + OUTPUTS_AT_ONCE >= len(outputs)
+        tensors: list[torch.Tensor] = []
+        header = [[_pack(output, tensors) for output in own], is_last]
+        gathered = all_gather_tensors(header, tensors, "the predictions", group)
+        by_rank = [[_unpack(each, parts) for each in packed] for (packed, _), parts in gathered]
         by_rank[get_rank(group)] = list(own)
         turns = itertools.zip_longest(*by_rank, fillvalue=_NO_OUTPUT)
         found += [output for turn in turns for output in turn if output is not _NO_OUTPUT]
-        if all(is_last for is_last, _ in gathered):
+        if all(is_last for (_, is_last), _ in gathered):
             break
     return found
 
 
-def _pack(outputs: Sequence[Any]) -> list[torch.Tensor]:
-    """What is sent of outputs: their pickle, and the tensors in them."""
-    file, tensors = io.BytesIO(), list[torch.Tensor]()
+def _pack(output: Any, tensors: list[torch.Tensor]) -> list[Any]:
+    """Append what is sent of an output; where in ``tensors`` it is, and whether that is a pickle."""
+    if isinstance(output, torch.Tensor) and is_dense(output):
+        tensors.append(output)
+        return [len(tensors) - 1, False]
+    file = io.BytesIO()
     pickler = _Pickler(file, tensors)
     try:
-        pickler.dump(list(outputs))
+        pickler.dump(output)
     except Exception as error:
         raise ConfigurationError(
-            f"a prediction, of {type(outputs[0]).__name__}, cannot be sent to the other processes, as it cannot be "
-            f"pickled ({error}). Return tensors, or what can be pickled. (In Lightning, "
+            f"a prediction, of {type(output).__name__}, cannot be sent to the other processes, as it cannot be pickled "
+            f"({error}). Return tensors, or what can be pickled. (In Lightning, "
             "trainer.predict(..., return_predictions=False) sends nothing; writers get each process's batches.)"
         ) from error
-    return [*tensors, torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)]
+    tensors.append(torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8))
+    return [len(tensors) - 1, True]
 
 
-def _unpack(*parts: torch.Tensor) -> list[Any]:
+def _unpack(packed: list[Any], tensors: Sequence[torch.Tensor]) -> Any:
     """Inverse of :func:`_pack`."""
-    *tensors, pickled = parts
-    unpickler = pickle.Unpickler(io.BytesIO(bytes_of(pickled)))
+    place, is_pickled = packed
+    if not is_pickled:
+        return tensors[place]
+    unpickler = pickle.Unpickler(io.BytesIO(bytes_of(tensors[place])))
     unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
-    outputs: list[Any] = unpickler.load()
-    return outputs
+    return unpickler.load()
 
 
 class _Pickler(pickle.Pickler):
