@@ -1,40 +1,38 @@
 """The weights of a rank's backwards: each contribution to a gradient is weighted when it is made.
 
-The ranks compute the sum, over all ranks and all backwards of a step, of ``weight / total`` times each contribution. A
-contribution with weight 0 is replaced by zeros, not multiplied: the mean over no samples is NaN.
+The ranks compute the sum, over all ranks and all backwards of a step, of ``weight / total`` times each contribution.
+The gradients that are sent are divided by the number of ranks, and each contribution is multiplied by ``weight ·
+world_size / total`` before it is added to ``parameter.grad``, unless that is 1, as in batches of equal parts. So what
+``parameter.grad`` holds already counts as it should: contributions from ``no_sync`` by their own weights, and the sum
+of an earlier backward, which is equal on all ranks, once. A contribution with weight 0 is replaced by zeros, not
+multiplied: the mean over no samples is NaN.
 
-[Note: the unit]
-The engine multiplies ``parameter.grad`` by a single number, the unit, when it sends it. After ``zero_grad`` the unit is
-``weight / total``, and nothing else is multiplied. ``parameter.grad`` can hold earlier values before a backward:
+A rank that does not know the total multiplies by ``weight / total`` when gradients are sent, with the total of the
+backward before, which the next sum corrects.
 
-- Contributions from ``no_sync``, each with its own weight. From then on the unit is ``1 / world_size``, and each
-  contribution is multiplied by ``weight · world_size / total`` when it is made, unless that is 1.
-- The result of an earlier, synchronized backward: the ranks' sum, equal on all ranks, which must count once. If the
-  ranks' weights add up to the total (a mean), their units add up to 1, and nothing needs to be done. If they do not (a
-  sum), the value is divided by ``unit · world_size`` before a contribution is added to it. The last synchronization has
-  shown all ranks which of the two applies.
-
-Alternatively, the loss is weighted at its root, which needs no multiplication of gradients; the unit is then
-``1 / world_size``. This is required if layers exchange gradients in backward (:mod:`ddp_callbacks.batch_norm`).
+Alternatively, the loss is weighted at its root, which needs no multiplication of gradients. This is required if layers
+exchange gradients in backward (:mod:`ddp_callbacks.batch_norm`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from ddp_callbacks.errors import ConfigurationError
 
-_STATE = ("weight", "total", "_accumulates", "_are_means", "_have_been_sums", "_supposed")  # of a checkpoint
-_ROUNDING = 1e-5  # relative, of a sum of weights in float32
+_STATE = ("weight", "total", "accumulates", "_supposed")  # of a checkpoint
 # Autograd nodes that exchange gradients between ranks: synchronized BatchNorm, and a reentrant checkpoint, which hides
 # its layers.
 _MIXING = ("_NormalizeBackward", "CheckpointFunctionBackward")
 
 Undo = Callable[[], None]
-Hook = Callable[[torch.Tensor], Any]
+Gradients = tuple[torch.Tensor | None, ...]
 
 
 class Weighing:
@@ -48,41 +46,35 @@ class Weighing:
     Attributes:
         weight: This rank's weight in the following backwards.
         total: The sum of the ranks' weights; ``None`` if unknown here.
-        kept: The factor for gradients that are already synchronized, before the unit.
+        accumulates: Whether contributions may wait for the next synchronization; the caller sets it.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], used: list[bool], world_size: int) -> None:
         self._parameters, self._used, self._world_size = parameters, used, world_size
         self.weight = 1.0
         self.total: float | None = float(world_size)
+        self.accumulates = False
         self._supposed = 0.0  # the total, where it is unknown: that of the last synchronization
-        self.kept = 1.0
         self._factor = 1.0  # for each contribution
-        self._drops = False  # whether to replace contributions by zeros
-        self._accumulates = False  # since the last synchronization
-        self._are_means = False  # unknown before the first synchronization
-        self._have_been_sums = False
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._arrange()
+        self._hooked: list[tuple[Node, RemovableHandle]] = []
 
     def set(self, weight: float, total: float | None) -> None:
         """Set the weight of the following backwards."""
         weight, total = float(weight), None if total is None else float(total)
-        if self._accumulates and None in (total, self.total) and (weight, total) != (self.weight, self.total):
+        if self.accumulates and None in (total, self.total) and (weight, total) != (self.weight, self.total):
             self._require_nothing_accumulated(weight, total)
         self.weight, self.total = weight, total
-        self._drops = not weight
-        self._arrange()
+        self._multiply(float(weight > 0) if total is None else self._factor_of(weight, total))
 
     def set_for(self, loss: torch.Tensor, weight: float, total: float) -> Undo:
         """Weight the backward of ``loss`` at its root; call the result to undo it."""
         self.set(1.0, self._world_size)
-        factor = float(weight) * self._world_size / float(total) if total else 0.0
-        handles: list[torch.utils.hooks.RemovableHandle] = []
+        factor = self._factor_of(float(weight), float(total))
+        handles: list[RemovableHandle] = []
         if not factor:
             handles = silence(loss)
-            self._drops = not handles  # otherwise other ranks' losses reach the parameters through the layers
-            self._arrange()
+            if not handles:  # otherwise other ranks' losses reach the parameters through the layers
+                self._multiply(0.0)
         elif factor != 1 and loss.requires_grad:
             handles = [loss.register_hook(lambda gradient: gradient * factor)]
 
@@ -92,11 +84,6 @@ class Weighing:
             self.set(1.0, self._world_size)
 
         return undo
-
-    def accumulate(self) -> None:
-        """Start accumulating contributions without synchronization."""
-        self._accumulates = True
-        self._arrange()
 
     def agree(self, sum_over_ranks: Callable[[float], float]) -> None:
         """Get a total that is unknown from all ranks, unless the last one stands for it. A collective then.
@@ -111,37 +98,18 @@ class Weighing:
         """The factor for gradients when they are sent."""
         if self.total is None:
             return self.weight / self._supposed if self._supposed else 0.0
-        if self._accumulates or not self.total or not (self.weight or self._are_means):
-            return 1 / self._world_size
-        return self.weight / self.total
-
-    def become_sums(self, weights: float) -> bool:
-        """Whether ``weights``, the sum over all ranks, is the first that differs from the total."""
-        return self._are_means and bool(self.total) and not self._is_total(weights)
+        return 1 / self._world_size
 
     def correct(self, weights: float) -> float:
-        """The factor for what was summed, as the total may not be the supposed one; 0 if no rank's weight counts."""
-        if self.total is not None:
-            return 1.0
-        supposed, self._supposed = self._supposed, weights
-        return supposed / weights if weights else 0.0
-
-    def end(self, weights: float) -> None:
-        """Finish a synchronization.
+        """The factor for what was summed, as the total may not be the supposed one; 0 if no rank's weight counts.
 
         Args:
             weights: The sum of the ranks' weights.
         """
-        if self.total:
-            self._have_been_sums = self._have_been_sums or not self._is_total(weights)
-            self._are_means = not self._have_been_sums
-        self._accumulates = False
-        self._arrange()
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether contributions have been accumulated since the last synchronization."""
-        return self._accumulates
+        if self.total is not None:
+            return 1.0
+        supposed, self._supposed = self._supposed, weights
+        return supposed / weights if weights else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data, for a checkpoint."""
@@ -149,48 +117,32 @@ class Weighing:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`state_dict`."""
-        for name in _STATE:
-            setattr(self, name, state[name])
-        self._drops = not self.weight
-        self._arrange()
+        self.accumulates, self._supposed = False, state["_supposed"]
+        self.set(state["weight"], state["total"])
+        self.accumulates = state["accumulates"]
 
     def close(self) -> None:
         """Remove every hook."""
-        for handle in self._handles:
+        for _, handle in self._hooked:
             handle.remove()
-        self._handles = []
+        self._hooked = []
 
-    def _is_total(self, weights: float) -> bool:
-        assert self.total is not None
-        return abs(weights - self.total) <= _ROUNDING * self.total
+    def _factor_of(self, weight: float, total: float) -> float:
+        return weight * self._world_size / total if total else 0.0
 
-    def _arrange(self) -> None:
-        """Hook the parameters if contributions must be changed; usually they need not."""
-        self._factor = self.kept = 1.0
-        if self.total and self._accumulates:
-            self._factor = self.weight * self._world_size / self.total
-        elif self.total and not self._are_means:
-            self.kept = 1 / (self._world_size * self.unit)
-        needed = self._drops or self._factor != 1 or self.kept != 1
-        if needed and not self._handles:
-            self._handles = [
-                _hook(parameter, self._weigh_hook(slot)) for slot, parameter in enumerate(self._parameters)
-            ]
-        elif not needed and self._handles:
+    def _multiply(self, factor: float) -> None:
+        """Multiply the following contributions; usually they need no hook."""
+        self._factor = factor
+        if factor == 1:
             self.close()
+        elif not self._hooked:
+            nodes = map(accumulation_of, self._parameters)
+            self._hooked = [(node, node.register_prehook(self._weigh)) for node in nodes]
 
-    def _weigh_hook(self, slot: int) -> Hook:
-        parameter = self._parameters[slot]
-
-        def hook(contribution: torch.Tensor) -> torch.Tensor | None:
-            if self.kept != 1 and not self._used[slot] and parameter.grad is not None:
-                with torch.no_grad():
-                    parameter.grad.mul_(self.kept)
-            if self._drops:
-                return torch.zeros_like(contribution)
-            return None if self._factor == 1 else contribution * self._factor
-
-        return hook
+    def _weigh(self, gradients: Gradients) -> Gradients:
+        if not self._factor:
+            return _zeros(gradients)
+        return tuple(None if gradient is None else gradient * self._factor for gradient in gradients)
 
     def _require_nothing_accumulated(self, weight: float, total: float | None) -> None:
         waiting = zip(self._parameters, self._used, strict=True)
@@ -202,26 +154,31 @@ class Weighing:
             )
 
 
-def hook_even_if_frozen(
-    parameter: torch.nn.Parameter, register: Callable[[Hook], torch.utils.hooks.RemovableHandle], hook: Hook
-) -> torch.utils.hooks.RemovableHandle:
-    """Register a hook even on a frozen parameter. torch refuses that, but keeps hooks of parameters frozen later."""
-    trainable = parameter.requires_grad
+@contextmanager
+def trainable(parameter: torch.nn.Parameter) -> Iterator[None]:
+    """Inside, hooks can be registered even on a frozen parameter: torch refuses that, but keeps those of before."""
+    before = parameter.requires_grad
     parameter.requires_grad_(True)
-    handle = register(hook)
-    parameter.requires_grad_(trainable)
-    return handle
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(before)
 
 
-def _hook(parameter: torch.nn.Parameter, hook: Hook) -> torch.utils.hooks.RemovableHandle:
-    return hook_even_if_frozen(parameter, parameter.register_hook, hook)
+def accumulation_of(parameter: torch.nn.Parameter) -> Node:
+    """The node of autograd that adds to the parameter's gradient. Its hooks live as long as someone refers to it."""
+    with trainable(parameter), torch.enable_grad():
+        node: Any = parameter.view_as(parameter).grad_fn
+    while node.next_functions:  # a view of a subclass of torch.Tensor has several nodes
+        node = node.next_functions[0][0]
+    return node  # type: ignore[no-any-return]
 
 
 def _weight_and_total(weight: float, total: float | None) -> str:
     return f"weigh({weight:g})" if total is None else f"weigh({weight:g}, {total:g})"
 
 
-def silence(loss: torch.Tensor) -> list[torch.utils.hooks.RemovableHandle]:
+def silence(loss: torch.Tensor) -> list[RemovableHandle]:
     """Make the backward of ``loss``, which may be NaN, send zeros to synchronized layers. Local.
 
     These layers still exchange gradients, so that other ranks' losses flow through this rank's samples.
@@ -234,7 +191,7 @@ def silence(loss: torch.Tensor) -> list[torch.utils.hooks.RemovableHandle]:
     behind = set(_reachable([after for node in layers for after, _ in node.next_functions if after is not None]))
     spared = behind | layers
     before = [node for node in nodes if node not in spared] if layers else []
-    return [node.register_hook(_zeros) for node in before]
+    return [node.register_hook(lambda gradients, _: _zeros(gradients)) for node in before]
 
 
 def _reachable(nodes: list[Any]) -> list[Any]:
@@ -248,5 +205,5 @@ def _reachable(nodes: list[Any]) -> list[Any]:
     return list(found)
 
 
-def _zeros(gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
+def _zeros(gradients: Gradients) -> Gradients:
     return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)

@@ -104,7 +104,6 @@ class Bucket:
         self.active = self.missing > 0
         self.is_dirty = False
         self.memory: FlatBuffer | None = None
-        self.adds = False  # whether this backward adds to the sums of an earlier one
         self.sum: Work | None = None
 
     def mark(self, position: int) -> None:
@@ -115,20 +114,18 @@ class Bucket:
         elif self.memory is not None and self.pool.parameters[position].requires_grad:
             self.is_dirty = self.deferred = True
 
-    def fill(self, scale: float, kept: float, used: list[bool]) -> None:
+    def fill(self, scale: float, used: list[bool]) -> None:
         """Move the scaled gradients into the buffer. Until :meth:`write_back`, used parameters have no gradient.
 
         So the gradients are in memory once. A contribution that comes later is a gradient of its own, and a second call
         moves only these.
 
         Args:
-            kept: The factor for earlier gradients that this backward did not add to, after ``scale``.
             used: Which of all parameters have a gradient of this backward; see :meth:`forget_lost`.
         """
         gradients = [parameter.grad for parameter in self.pool.parameters]
         if self.memory is None:
             self.forget_lost(used)
-            self.adds = self.pool.hold_gradients()
             # Where nothing counts, or a parameter is unused everywhere, the gradients before this backward stay.
             self.memory = self.pool.take(in_place=scale != 0 and all(used[slot] for slot in self.slots))
         else:
@@ -137,9 +134,6 @@ class Bucket:
         for slot, parameter in zip(self.slots, self.pool.parameters, strict=True):
             if used[slot] and scale:
                 parameter.grad = None
-        for slot, view in zip(self.slots, self.memory.views, strict=True) if kept != 1 else ():
-            if not used[slot]:
-                view.mul_(kept)
 
     def wait(self) -> None:
         """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""

@@ -90,10 +90,6 @@ class BufferPool:
         """Forget all buffers: a pending collective may still write to them."""
         self._memories = []
 
-    def hold_gradients(self) -> bool:
-        """Whether a gradient is a view of these buffers: the sum of an earlier step, perhaps accumulated into since."""
-        return any(map(self._is_home, self._memories))
-
     def _make(self) -> FlatBuffer:
         numel = sum(parameter.numel() for parameter in self.parameters)
         first = self.parameters[0]

@@ -1,12 +1,11 @@
 """Divide batches among the ranks, and join the results of the parts.
 
 - :mod:`.sharding`: ``shard_loader``, the entry point. :mod:`.before_loading` and :mod:`.whole` are the two ways to
-  divide a loader: by its indices, or by the batches that every rank produces. :mod:`.iterator` is what they share, and
-  :mod:`.steps` says which part of a batch is whose
+  divide a loader: by its indices, or by the batches that every rank produces. :mod:`.iterator` is what they share
 - :mod:`.order`: the indices of a pass, which rank 0 draws and sends; :mod:`.samplers` begins at any batch;
   :mod:`.same_data` compares data sets
 - :mod:`.resuming`: ``resumable_loader``; :mod:`.workers` keeps workers alive
-- :mod:`.shares`: the share of a rank, and slices of nested batches
+- :mod:`.shares`: which part of a batch is whose, and slices of nested batches
 - :mod:`.random_state`: all ranks draw alike; each draws different dropout and augmentation. :mod:`.global_state` reads
   and sets the states
 - :mod:`.outputs`, :mod:`.batch_logs`: join predictions and logged values

@@ -13,15 +13,13 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from ddp_callbacks._torch import copied_loader, keeps_iterator, override
-from ddp_callbacks.data.global_state import digest_of
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source
 from ddp_callbacks.data.nested import has_state, name_of, undividable
-from ddp_callbacks.data.order import Order
+from ddp_callbacks.data.order import Order, Start
 from ddp_callbacks.data.random_state import SharedRandomState, without_draws
 from ddp_callbacks.data.same_data import require_same_data
-from ddp_callbacks.data.shares import Share, WholeBatch, common_size, slice_samples
-from ddp_callbacks.data.steps import Divider
-from ddp_callbacks.data.workers import SeededIndices, StartingWorkers
+from ddp_callbacks.data.shares import Divider, Share, WholeBatch
+from ddp_callbacks.data.workers import SeededIndices, spared_workers
 from ddp_callbacks.errors import ConfigurationError
 
 
@@ -30,39 +28,43 @@ class _PartPass(Pass):
 
     Attributes:
         order: Of all ranks.
-        shares: Of the steps that have been drawn and not handed out.
         indices: Of this rank's batches, if they are dealt out.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part, limit: int | None, start: Start | None) -> None:
+        super().__init__(limit, start)
         self._part = part
-        drawn = 0
-        if position := part.resumed:
-            self.used = position["batches"]
-            drawn = min(self.used * part.divider.per_step, position["drawn"])
-        self.order = Order(
-            part.sampler, part.sources, part.group, is_shared=not part.is_own, start=part.start, used=drawn
-        )
-        self.shares: deque[Share] = deque()
+        drawn = min(self.used * part.divider.per_step, self.resumed["drawn"]) if self.resumed else 0
+        self.order = Order(part.sampler, part.sources, part.group, is_shared=not part.is_own, start=start, used=drawn)
         self.indices: list[list[Any]] = []
+        self._shares: deque[Share] = deque()  # of the steps that have been drawn and not handed out
+        self._is_begun = False
 
     def draw(self) -> Iterator[Any]:
         """This rank's indices of each step."""
         part = self._part
-        part.starting.end()
+        if self._is_begun:
+            raise ConfigurationError(
+                f"{type(part.loader).__name__}.__iter__ begins several passes over its samples in one, which cannot be "
+                "divided among the processes. Let its sampler repeat the samples."
+            )
+        self._is_begun = True
         part.check_data()
-        is_seeded = part.start is not None and part.loader.num_workers
-        order = itertools.islice(self.order, part.limit)
+        is_seeded = self.start is not None and part.loader.num_workers
+        order = itertools.islice(self.order, self.limit)
         for number, step in enumerate(part.divider.steps(order, part.size_of, operator.getitem), self.used + 1):
-            if self.first is None and step.batches and part.has_batches:
+            if self.first is None and step.batches and part.loader.batch_sampler is not None:
                 self.first = list(itertools.chain(*step.batches))
-            self.shares.append(step.share)
+            self._shares.append(step.share)
             if part.divider.division == "dealt" and part.loader.batch_sampler is not None:
                 self.indices.append(list(step.part))
-            yield SeededIndices(step.part, self._seed(number)) if is_seeded else step.part
+            yield SeededIndices(step.part, self.order.seed, part.divider.rank, number) if is_seeded else step.part
 
-    def _seed(self, number: int) -> int:
-        return digest_of(self.order.seed, self._part.divider.rank, number)
+    def steps(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Share]]:
+        return map(self._with_share, batches)
+
+    def _with_share(self, batch: Any) -> tuple[Any, Share]:
+        return batch, self._shares.popleft()
 
     def position(self, batches: int | None) -> dict[str, Any]:
         return {**self.order.position(), "batches": self.count_used(batches)}
@@ -75,7 +77,6 @@ class Part(Source):
         sampler: The user's, or the batch sampler.
         has_batches: It yields the indices of batches. Otherwise each index is that of a sample of any shape.
         begun: The last pass that has begun.
-        starting: The workers start.
     """
 
     loader: DataLoader[Any]
@@ -91,7 +92,6 @@ class Part(Source):
         self.is_own = divider.division == "own"
         if divider.rank and not self.is_own:
             self.loader.generator = None  # the workers' seeds come from this rank's random state
-        self.starting = StartingWorkers(None)
         self._is_checked = self.is_own or divider.world_size == 1
 
     def __len__(self) -> int:
@@ -101,15 +101,15 @@ class Part(Source):
         """What this rank draws in a pass. Local; ``next`` is a collective."""
         if not self.has_batches and self.divider.division == "global" and self.divider.world_size > 1:
             raise undividable(name_of(self.loader), "(one index at a time) is taken for one sample (batch_size=None)")
-        self.begun = _PartPass(self)
         return self.begun.draw()
 
-    def iterate(self, shares: deque[Share]) -> ShardedIterator:
-        with StartingWorkers(self.loader) as self.starting:
+    def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
+        self.begun = _PartPass(self, limit, start)
+        with spared_workers(self.loader):
             batches = iter(self.loader)
-        if self.resumed and self.resumed["drawn"]:
+        if self.begun.resumed and self.begun.resumed["drawn"]:
             self.begun.order.begin()
-        return PartIterator(self, self.begun, batches, shares)
+        return ShardedIterator(self, self.begun, batches, shares)
 
     def size_of(self, batch: Any) -> int:
         """The number of samples that a batch of the sampler stands for."""
@@ -127,28 +127,20 @@ class Part(Source):
             return WholeBatch(*_load_again(self.loader, first, part), share)
 
 
-class PartIterator(ShardedIterator):
-    """Iterates over this rank's part of a ``DataLoader``."""
-
-    current: _PartPass
-
-    def _take(self) -> tuple[Any, Share]:
-        return next(self.batches), self.current.shares.popleft()
-
-
 def _load_again(loader: DataLoader[Any], indices: list[Any], part: slice) -> tuple[Any, Any]:
     """A batch and a part of it, as the loader makes them.
 
     Of a loader with workers, a worker loads them: a data set may open its files in each process that reads.
     """
-    options = {name: getattr(loader, name) for name in ("worker_init_fn", "multiprocessing_context", "timeout")}
-    options["num_workers"] = min(1, loader.num_workers)
-    if loader.batch_sampler is None:
-        options |= {"batch_size": None, "sampler": [indices]}
-    else:
-        options["batch_sampler"] = [indices]
-    collate = _collate_and_slice if loader.batch_sampler is None else _collate_both
-    again = DataLoader(loader.dataset, collate_fn=functools.partial(collate, loader.collate_fn, part), **options)
+    again = DataLoader(
+        loader.dataset,
+        batch_sampler=[indices],
+        collate_fn=functools.partial(_collate_both, loader.collate_fn, part),
+        num_workers=min(1, loader.num_workers),
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        timeout=loader.timeout,
+    )
     whole_and_part: tuple[Any, Any] = next(iter(again))
     return whole_and_part
 
@@ -156,12 +148,6 @@ def _load_again(loader: DataLoader[Any], indices: list[Any], part: slice) -> tup
 def _collate_both(collate: Callable[[Any], Any], part: slice, samples: Any) -> tuple[Any, Any]:
     with without_draws("collate_fn"):
         return collate(samples), collate(samples[part])
-
-
-def _collate_and_slice(collate: Callable[[Any], Any], part: slice, samples: Any) -> tuple[Any, Any]:
-    whole = collate(samples)
-    size = common_size(whole)
-    return whole, whole if size is None else slice_samples(whole, size, part)
 
 
 def divide_before_loading(loader: Any, divider: Divider, group: dist.ProcessGroup | None) -> Part | None:

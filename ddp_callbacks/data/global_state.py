@@ -11,26 +11,34 @@ import hashlib
 import random
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ddp_callbacks.comm.codec import bytes_of
 
 State = Sequence[Any]
-"""The states of torch's, Python's, NumPy's and CUDA's global generator; ``None``: not in use."""
+"""The states of torch's, Python's, NumPy's and CUDA's global generator; ``None``: not in use. Behind them those of
+generators that are attributes of a loader and its samplers, if they were asked for."""
+
+GLOBAL = 4  # states of global generators
 
 
-def get_global_state() -> State:
-    """The global random state."""
-    return [None if generator is None else get_state_of(generator) for generator in _global_generators()]
+def get_global_state(sources: Sequence[object] = ()) -> State:
+    """The global random state, and that of the generators that are attributes of ``sources``."""
+    generators = [*_global_generators(), *own_generators(*sources)]
+    return [None if generator is None else get_state_of(generator) for generator in generators]
 
 
-def set_global_state(state: State) -> None:
-    """Inverse of :func:`get_global_state`; generators that are not in use here or in ``state`` stay unchanged."""
-    for generator, of_generator in zip(_global_generators(), state, strict=True):
+def set_global_state(state: State, sources: Sequence[object] = ()) -> None:
+    """Inverse of :func:`get_global_state`; generators that are not in use here or in ``state`` stay unchanged.
+
+    So do those of ``sources`` if their number has changed.
+    """
+    for generator, of_generator in zip(_global_generators(), state, strict=False):
         if generator is not None and of_generator is not None:
             set_state_of(generator, of_generator)
+    set_generators(sources, state[GLOBAL:])
 
 
 def restore_global_state(state: State) -> None:
@@ -106,27 +114,6 @@ def set_generators(sources: Sequence[object], states: Sequence[Any]) -> None:
     if len(generators) == len(states):
         for generator, state in zip(generators, states, strict=True):
             set_state_of(generator, state)
-
-
-class RandomStates(NamedTuple):
-    """A global random state, and those of generators that are attributes of a loader and its samplers."""
-
-    of_process: State
-    of_generators: Sequence[Any]
-
-    @classmethod
-    def of(cls, sources: Sequence[object]) -> RandomStates:
-        """Those of this moment."""
-        return cls(get_global_state(), states_of_generators(sources))
-
-    def put_back(self, sources: Sequence[object]) -> None:
-        """Set them."""
-        set_global_state(self.of_process)
-        set_generators(sources, self.of_generators)
-
-    def seed(self, number: int) -> int:
-        """A seed that follows from torch's state, those of the generators, and a number."""
-        return digest_of(number, self.of_process[0], *self.of_generators)
 
 
 def is_same_state(one: State, other: State) -> bool:

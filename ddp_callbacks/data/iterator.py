@@ -6,7 +6,7 @@ import functools
 import operator
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -14,8 +14,7 @@ import torch.distributed as dist
 from ddp_callbacks._torch import end_workers, worker_queues
 from ddp_callbacks.data.nested import name_of
 from ddp_callbacks.data.order import Start
-from ddp_callbacks.data.shares import Share, WholeBatch
-from ddp_callbacks.data.steps import Divider
+from ddp_callbacks.data.shares import Divider, Share, WholeBatch
 from ddp_callbacks.errors import ConfigurationError
 
 
@@ -23,20 +22,35 @@ class Pass:
     """Where a pass is.
 
     Attributes:
+        limit: The number of batches to take; ``None``: all.
+        start: Where it begins, if the loader is resumable.
+        resumed: Where an earlier run was; ``None``: the pass begins at the first batch.
         used: The number of steps handed out, with those of an earlier run.
         is_over: No step is left.
         first: Of the first step, what :meth:`ShardedIterator.first_batch` needs; ``None``: unknown here.
     """
 
-    used = 0
     is_over = False
     first: Any = None
+
+    def __init__(self, limit: int | None, start: Start | None) -> None:
+        self.limit, self.start = limit, start
+        self.resumed = start.position if start else None
+        self.used: int = self.resumed["batches"] if self.resumed else 0
 
     def position(self, batches: int | None) -> dict[str, Any]:
         """The state of a resumable loader: tensors and plain data.
 
         Args:
             batches: The number of steps used; ``None``: all that were handed out.
+        """
+        raise NotImplementedError
+
+    def steps(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Share]]:
+        """This rank's part of each step, and its share.
+
+        Args:
+            batches: The iterator of the source's loader.
         """
         raise NotImplementedError
 
@@ -58,26 +72,14 @@ class Source:
         sources: What may have random generators.
         divider: Says what this rank gets.
         group: Of the ranks; ``None`` is the default group.
-
-    Attributes:
-        start: Of the next pass, if the loader is resumable.
-        limit: The number of batches to take of each pass; ``None``: all.
     """
-
-    start: Start | None = None
-    limit: int | None = None
 
     def __init__(
         self, loader: Any, sources: tuple[Any, ...], divider: Divider, group: dist.ProcessGroup | None
     ) -> None:
         self.loader, self.sources, self.divider, self.group = loader, sources, divider, group
 
-    @property
-    def resumed(self) -> Mapping[str, Any] | None:
-        """Where an earlier run was in the pass that begins."""
-        return self.start.position if self.start else None
-
-    def iterate(self, shares: deque[Share]) -> ShardedIterator:
+    def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
         """Begin a pass. A collective of loaders that every rank produces."""
         raise NotImplementedError
 
@@ -102,7 +104,7 @@ class ShardedIterator(Iterator[Any]):
 
     def __init__(self, source: Source, current: Pass, batches: Iterator[Any], shares: deque[Share]) -> None:
         self._source, self.current = source, current
-        self.batches = batches
+        self.batches, self._steps = batches, current.steps(batches)
         self._shares = shares
         # Python's garbage collector finalizes the queues of a DataLoader's iterator before the iterator itself. Its
         # workers then get no message, and the process waits 5 s for each. A reference from here keeps the queues alive.
@@ -110,17 +112,13 @@ class ShardedIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         try:
-            part, share = self._take()
+            part, share = next(self._steps)
         except StopIteration:
             self.current.is_over = True
             raise
         self.current.used += 1
         self._shares.append(share)
         return part
-
-    def _take(self) -> tuple[Any, Share]:
-        """This rank's part of the next step."""
-        raise NotImplementedError
 
     def end(self) -> None:
         """End the workers that load the batches."""

@@ -8,9 +8,7 @@ batch is a message.
 from __future__ import annotations
 
 import itertools
-import operator
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +16,16 @@ import torch.distributed as dist
 
 from ddp_callbacks.comm import codec
 from ddp_callbacks.comm.collectives import broadcast_tensors
-from ddp_callbacks.data.global_state import RandomStates, own_generators, set_generators, states_of_generators
+from ddp_callbacks.data.global_state import (
+    GLOBAL,
+    State,
+    digest_of,
+    get_global_state,
+    own_generators,
+    set_generators,
+    set_global_state,
+    states_of_generators,
+)
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.data.random_state import OwnRandomState
 from ddp_callbacks.data.samplers import begin_at, name_of_sampler
@@ -40,15 +47,15 @@ class Start(NamedTuple):
     """
 
     number: int
-    before: RandomStates
+    before: State
     position: Mapping[str, Any] | None
     draws_from_before: bool
 
 
-class Order(Iterator[Any]):
+class Order(Iterable[Any]):
     """The batches of indices of one pass, the same on all ranks.
 
-    Nothing is drawn before the first :meth:`begin` or ``next``. ``next`` is a collective if the order is shared.
+    Nothing is drawn before :meth:`begin` or the first batch. If the order is shared, ``next`` is a collective.
 
     Args:
         sampler: Yields the indices of each batch.
@@ -77,10 +84,9 @@ class Order(Iterator[Any]):
         self._runs_sampler = not self._is_sent or get_rank(group) == 0
         self._start, self._begin = start, start.before if start and start.draws_from_before else None
         self._batches: Iterator[Any] | None = None  # of the sampler, where it runs
-        self._block: list[Any] = []  # to send next, if it has been drawn before
-        self._waiting: deque[Any] = deque()
+        self._again: list[Any] = []  # the next block, if an earlier run has drawn it
         self._is_over = False
-        self._drawn, self._last = used, None
+        self._drawn, self._last = used, None  # how many batches; the last one
         self._position = start.position if start and start.position and start.position["drawn"] else None
         self.seed = self._position["seed"] if self._position else 0
 
@@ -89,18 +95,19 @@ class Order(Iterator[Any]):
         if self._batches is not None or not self._runs_sampler:
             return
         if self._start and self._position:
-            self._begin = RandomStates(*self._position["begin"])
+            self._begin = self._position["begin"]
             self._draw_again(self._position)
-            self._start.before.put_back(self._sources)
+            set_global_state(self._start.before, self._sources)
         else:
             self._go_to(0)
 
     def _go_to(self, number: int) -> None:
         """Let the sampler go to the batch of this number, under a random state of its own."""
         if self._begin:
-            self._begin.put_back(self._sources)
-        self._begin = RandomStates.of(self._sources)
-        self.seed = self.seed or self._begin.seed(self._start.number if self._start else 0)
+            set_global_state(self._begin, self._sources)
+        self._begin = get_global_state(self._sources)
+        number_of_pass = self._start.number if self._start else 0
+        self.seed = self.seed or digest_of(number_of_pass, self._begin[0], *self._begin[GLOBAL:])
         self._state = OwnRandomState()
         with self._state.drawing():
             self._batches, self._is_fixed = begin_at(self._sampler, number)
@@ -110,36 +117,50 @@ class Order(Iterator[Any]):
         unused = position["drawn"] - self._drawn
         again = max(1, unused)
         self._go_to(position["drawn"] - again)
-        self._block = self._take(again)
-        if _plain(self._block[-1:], self._sampler) != [position["last"]]:
+        self._again = self._take(again)
+        if _plain(self._again[-1:], self._sampler) != [position["last"]]:
             raise ConfigurationError(
                 f"{name_of_sampler(self._sampler)} does not draw the batches of the run that was saved: batch "
-                f"{position['drawn'] - 1} of the pass has the indices {self._block[-1:]}, and had {position['last']}. "
+                f"{position['drawn'] - 1} of the pass has the indices {self._again[-1:]}, and had {position['last']}. "
                 "Resume with the data set, the batch size and the sampler of that run, and take its randomness from "
                 "torch's, Python's or NumPy's global random state, or from generators that are its attributes. If it "
                 "depends on the epoch, call set_epoch."
             )
-        self._block = self._block[:unused]
+        self._again = self._again[:unused]
 
-    def __next__(self) -> Any:
-        if not self._waiting and not self._is_over:
-            self._fetch()
-        if not self._waiting:
-            raise StopIteration
-        return self._waiting.popleft()
+    def __iter__(self) -> Iterator[Any]:
+        while not self._is_over:
+            yield from self._fetch()
 
-    def _fetch(self) -> None:
-        block = self._take_block() if self._runs_sampler else []
-        self._waiting.extend(self._exchanged(block) if self._is_sent else block)
-        self._drawn += len(self._waiting)
-        if self._waiting:
-            self._last, self._position = self._waiting[-1], None
+    def _fetch(self) -> list[Any]:
+        """The next block; it is empty if no batch is left. A collective if the order is shared."""
+        message: Any = self._message() if self._runs_sampler else None
+        if self._is_sent:
+            tensors: list[torch.Tensor] = []
+            header = codec.pack(message, tensors)
+            message = codec.unpack(*broadcast_tensors(header, tensors, _DOING, self._group))
+        if isinstance(message, str):
+            raise ConfigurationError(message)
+        block, self._is_over, self.seed, states = message
+        set_generators(self._sources, states)
+        self._drawn += len(block)
+        if block:
+            self._last, self._position = block[-1], None
+        return list(block)
 
-    def _take_block(self) -> list[Any]:
-        """The next batches: as many as can be drawn at once, so that no one can tell."""
+    def _message(self) -> list[Any] | str:
+        """The next block and what all ranks must know of it, or the error that all raise."""
+        try:
+            block = _plain(self._next_block(), self._sampler)
+        except ConfigurationError as error:
+            return str(error)
+        return [block, self._is_over, self.seed, states_of_generators(self._sources)]
+
+    def _next_block(self) -> list[Any]:
+        """As many batches as can be drawn at once, so that no one can tell."""
         self.begin()
-        if self._block:
-            block, self._block = self._block, []
+        if self._again:
+            block, self._again = self._again, []
             return block
         count = self._largest_block() if self._is_fixed else 1
         block = self._take(count)
@@ -158,51 +179,25 @@ class Order(Iterator[Any]):
         with self._state.drawing():
             return list(itertools.islice(self._batches, count))
 
-    def _exchanged(self, batches: list[Any]) -> list[Any]:
-        """Rank 0's batches. A collective."""
-        tensors: list[torch.Tensor] = []
-        header = codec.pack(self._message(batches), tensors) if self._runs_sampler else None
-        message = codec.unpack(*broadcast_tensors(header, tensors, _DOING, self._group))
-        if isinstance(message, str):
-            raise ConfigurationError(message)
-        if self._runs_sampler:
-            return batches
-        found, self._is_over, self.seed, states = message
-        set_generators(self._sources, states)
-        return list(found)
-
-    def _message(self, batches: list[Any]) -> list[Any] | str:
-        """What all ranks get to know, or raise."""
-        try:
-            found = _plain(batches, self._sampler)
-        except ConfigurationError as error:
-            return str(error)
-        return [found, self._is_over, self.seed, states_of_generators(self._sources)]
-
     def position(self) -> Mapping[str, Any]:
         """Where the sampler is: plain data and tensors. Local.
 
         It is equal on all ranks, except for ``begin``, which rank 0 needs to run the sampler again.
         """
-        last = None if self._last is None else _plain(self._last, self._sampler)
-        begin = self._begin and list(self._begin)
-        return self._position or {"drawn": self._drawn, "last": last, "seed": self.seed, "begin": begin}
+        return self._position or {"drawn": self._drawn, "last": self._last, "seed": self.seed, "begin": self._begin}
 
 
 def _plain(indices: Any, sampler: Any) -> Any:
     """Indices as numbers and texts, in lists and tuples: as messages and checkpoints hold them."""
-    if isinstance(indices, str) or type(indices) is int:
+    if isinstance(indices, str | int):
         return indices
     if hasattr(indices, "tolist"):
         return indices.tolist()
     if isinstance(indices, Sequence):
         plain = [_plain(index, sampler) for index in indices]
         return tuple(plain) if isinstance(indices, tuple) else plain
-    try:
-        return operator.index(indices)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"{name_of_sampler(sampler)} must yield integers or strings, or lists and tuples of them, as rank 0 sends "
-            f"what it draws to all processes, and checkpoints hold it; got {indices}. Yield numbers, and let the "
-            "data set look up what they stand for."
-        ) from error
+    raise ConfigurationError(
+        f"{name_of_sampler(sampler)} must yield integers or strings, or lists and tuples of them, as rank 0 sends what "
+        f"it draws to all processes, and checkpoints hold it; got {indices}. Yield numbers, and let the data set look "
+        "up what they stand for."
+    )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ddp_callbacks.comm.codec import pack, unpack
 from ddp_callbacks.comm.collectives import broadcast_tensors
 from ddp_callbacks.data.global_state import (
+    GLOBAL,
     State,
     get_global_state,
     is_same_state,
@@ -19,7 +20,6 @@ from ddp_callbacks.data.global_state import (
     seed_global,
     set_generators,
     set_global_state,
-    states_of_generators,
 )
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -65,14 +65,19 @@ class SharedRandomState(OwnRandomState):
     Args:
         sources: Objects to search for generators (a sampler, a loader). All ranks permanently get rank 0's states of
             them.
+
+    Attributes:
+        begin: Rank 0's states at this moment, with those of ``sources``.
     """
 
     def __init__(self, sources: Sequence[object] = (), *, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self._rank = get_rank(group)
+        self.begin = get_global_state(sources)
         if get_world_size(group) > 1:
-            self.state, states = _of_rank_0([self.state, states_of_generators(sources)], group)
-            set_generators(sources, states)
+            self.begin = _of_rank_0(self.begin, group)
+            set_generators(sources, self.begin[GLOBAL:])
+        self.state = self.begin[:GLOBAL]
 
 
 def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:

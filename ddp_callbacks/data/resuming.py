@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from ddp_callbacks._torch import has_persistent_workers
 from ddp_callbacks.data.global_state import (
-    RandomStates,
+    get_global_state,
     get_state_of,
     own_generators,
     set_generators,
@@ -28,9 +28,6 @@ from ddp_callbacks.data.sharding import ShardedDataLoader, ShardedLoader, is_dis
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
 from ddp_callbacks.data.workers import keep_workers
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group import get_rank, get_world_size
-
-_NAMES = {"samples": "samples in the data set", "samples_per_batch": "samples in a batch", "division": "batch_size"}
 
 
 class Resumable(ShardedLoader):
@@ -44,6 +41,7 @@ class Resumable(ShardedLoader):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self._passes = 0  # that have begun
         self._resumed: Mapping[str, Any] | None = None  # where the next pass begins
         self._had_workers = False
         if isinstance(self._source.loader, DataLoader):
@@ -64,9 +62,10 @@ class Resumable(ShardedLoader):
         """
         current = None if self.iterator is None or self.iterator.current.is_over else self.iterator.current
         position = current.position(batches) if current and self._resumed is None else self._resumed
-        return self._about() | {
-            "rank": get_rank(self._group),
-            "world_size": get_world_size(self._group),
+        return {
+            "about": self._about(),
+            "rank": self._source.divider.rank,
+            "world_size": self._source.divider.world_size,
             "passes": self._passes - (self._resumed is None and current is not None),
             "generators": states_of_generators(self._source.sources),
             "has_workers": self._had_workers or self._keeps_workers(),
@@ -91,7 +90,7 @@ class Resumable(ShardedLoader):
         self._resumed = state["pass"]
         self._passes, self._had_workers = state["passes"], state["has_workers"]
         set_generators(self._source.sources, state["generators"])
-        if (state["rank"], state["world_size"]) == (get_rank(self._group), get_world_size(self._group)):
+        if (state["rank"], state["world_size"]) == (self._source.divider.rank, self._source.divider.world_size):
             for generator, saved in zip(self._generators_of_data(), state["data"], strict=False):
                 set_state_of(generator, saved)
 
@@ -101,15 +100,14 @@ class Resumable(ShardedLoader):
             self._resumed, self._passes = None, self._passes + 1
 
     def __iter__(self) -> ShardedIterator:
-        before, resumed = RandomStates.of(self._source.sources), self._resumed
+        before, resumed = get_global_state(self._source.sources), self._resumed
         starts_workers = self._had_workers and not self._keeps_workers()
-        self._source.start = Start(self._passes, before, resumed, starts_workers)
+        start = Start(self._passes, before, resumed, starts_workers)
         self._resumed, self._had_workers = None, False
-        iterator = super().__iter__()
+        iterator = self._iterate(start)
+        self._passes += 1
         if resumed is not None:
-            set_global_state(before.of_process)
-            if not resumed["drawn"]:
-                before.put_back(self._source.sources)
+            set_global_state(before, () if resumed["drawn"] else self._source.sources)
         return iterator
 
     def _generators_of_data(self) -> list[Any]:
@@ -126,21 +124,20 @@ class Resumable(ShardedLoader):
         except (AttributeError, TypeError, NotImplementedError):
             samples = None
         return {
-            "samples": samples,
-            "samples_per_batch": getattr(self.loader, "batch_size", None),
-            "division": self._division,
+            "samples in the data set": samples,
+            "samples in a batch": getattr(self.loader, "batch_size", None),
+            "batch_size": self._source.divider.division,
         }
 
     def _require_same(self, state: Mapping[str, Any]) -> None:
-        about = self._about()
-        for key, name in _NAMES.items():
-            if state[key] != about[key]:
+        for name, found in self._about().items():
+            if found != state["about"][name]:
                 raise ConfigurationError(
-                    f"{name} must be {state[key]!r}, as in the run that was saved in the middle of a pass, got "
-                    f"{about[key]!r}. Resume with the same loader, or start the pass afresh."
+                    f"{name} must be {state['about'][name]!r}, as in the run that was saved in the middle of a pass, "
+                    f"got {found!r}. Resume with the same loader, or start the pass afresh."
                 )
-        saved, world_size = state["world_size"], get_world_size(self._group)
-        if self._division != "global" and saved != world_size:
+        saved, world_size = state["world_size"], self._source.divider.world_size
+        if self._source.divider.division != "global" and saved != world_size:
             raise ConfigurationError(
                 f'with batch_size="per_process" or a DistributedSampler the number of processes must be {saved}, as in '
                 f"the run that was saved in the middle of a pass, got {world_size}: each step has other samples. "

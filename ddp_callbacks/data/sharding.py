@@ -33,8 +33,8 @@ from ddp_callbacks._torch import forget_workers
 from ddp_callbacks.data.before_loading import divide_before_loading
 from ddp_callbacks.data.iterator import ShardedIterator, Source
 from ddp_callbacks.data.nested import has_state, name_of
-from ddp_callbacks.data.shares import BatchSize, Share, check_batch_size, common_size
-from ddp_callbacks.data.steps import Divider, Division
+from ddp_callbacks.data.order import Start
+from ddp_callbacks.data.shares import BatchSize, Divider, Division, Share, check_batch_size, common_size
 from ddp_callbacks.data.whole import Whole
 from ddp_callbacks.process_group import get_rank, get_world_size
 
@@ -71,10 +71,6 @@ class ShardedLoader:
         self.shares: deque[Share] = deque()
         self.limit: int | None = None
         self._running: weakref.ref[ShardedIterator] | None = None
-        self._division = division
-        self._group = group
-        self._passes = 0
-        self._at_least = at_least
         divider = Divider(division, get_rank(group), get_world_size(group), at_least)
         source = divide_before_loading(loader, divider, group)
         self._source: Source = Whole(loader, divider, group, self.is_resumable) if source is None else source
@@ -85,7 +81,8 @@ class ShardedLoader:
 
     def __reduce__(self) -> Any:
         """A copy or pickle uses the default group and starts from the beginning."""
-        return type(self), (self.loader, self._division, None, self._at_least)
+        divider = self._source.divider
+        return type(self), (self.loader, divider.division, None, divider.at_least)
 
     @property
     def iterator(self) -> ShardedIterator | None:
@@ -112,17 +109,18 @@ class ShardedLoader:
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        length = len(self.loader)
-        if self._division == "dealt" and self.limit is None:
+        length, divider = len(self.loader), self._source.divider
+        if self.limit is None and divider.division == "dealt":
             return length
-        limit = length if self.limit is None else self.limit
-        return -(-min(length, limit) // self._source.divider.per_step)
+        length = length if self.limit is None else min(length, self.limit)
+        return -(-length // divider.per_step)
 
     def __iter__(self) -> ShardedIterator:
-        self._source.limit = self.limit
-        iterator = self._source.iterate(self.shares)
+        return self._iterate(None)
+
+    def _iterate(self, start: Start | None) -> ShardedIterator:
+        iterator = self._source.iterate(self.shares, self.limit, start)
         self._running = weakref.ref(iterator)
-        self._passes += 1
         return iterator
 
 

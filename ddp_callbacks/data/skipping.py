@@ -86,7 +86,6 @@ class BadBatches:
         self._exchange = exchange
         self._group = process_group
         self._skipped = 0
-        self._told = 0  # of them
         self._by_rank: Counter[int] = Counter()
 
     def agree(self, fault: Fault, weight: float) -> dict[int, Fault]:
@@ -114,17 +113,16 @@ class BadBatches:
         self._by_rank.update(faults.keys())
         if self._skipped > _TOLD and not _is_round(self._skipped):
             return
-        self._told += 1
         many = f" ({self._skipped} so far; not each is reported from now on)" if self._skipped >= _TOLD else ""
         reasons = "; ".join(f"{self._describe(rank)}: {_TEXTS[fault]}" for rank, fault in sorted(faults.items()))
         self._say(f"{where} is skipped{many}. {reasons}")
 
     def close(self) -> None:
         """The run has ended: rank 0 reports the sum if it has not reported each batch. Local."""
-        if self._skipped > self._told:
+        if self._skipped > _TOLD:
             ranks = ", ".join(f"rank {rank} for {count}" for rank, count in sorted(self._by_rank.items()))
             self._say(f"{self._skipped} batches were skipped in this run, because of {ranks}")
-        self._skipped = self._told = 0
+        self._skipped = 0
 
     def _describe(self, rank: int) -> str:
         if self._exchange is None:
@@ -138,5 +136,4 @@ class BadBatches:
 
 def _is_round(number: int) -> bool:
     """Whether it is 1, 2 or 5 times a power of ten."""
-    digits = str(number).rstrip("0")
-    return digits in ("1", "2", "5")
+    return str(number).rstrip("0") in ("1", "2", "5")

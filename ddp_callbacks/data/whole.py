@@ -23,13 +23,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from ddp_callbacks._torch import copied_loader, keeps_iterator, override
 from ddp_callbacks.comm.agreement import require_agreement
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
-from ddp_callbacks.data.global_state import RandomStates, states_of_generators
+from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.iterator import Pass, ShardedIterator, Source
 from ddp_callbacks.data.nested import arrays_in, has_state, length_of, name_of, undividable
+from ddp_callbacks.data.order import Start
 from ddp_callbacks.data.random_state import SharedRandomState
-from ddp_callbacks.data.shares import Share, WholeBatch, common_size, slice_samples
-from ddp_callbacks.data.steps import Divider
-from ddp_callbacks.data.workers import StartingWorkers
+from ddp_callbacks.data.shares import Divider, Share, WholeBatch, common_size, slice_samples
+from ddp_callbacks.data.workers import spared_workers
 from ddp_callbacks.errors import ConfigurationError
 
 _END = object()
@@ -38,25 +38,25 @@ _END = object()
 class _WholePass(Pass):
     """A pass over whole batches. The constructor is a collective; call it before ``iter``."""
 
-    def __init__(self, whole: Whole) -> None:
-        self._whole, self._position = whole, whole.resumed
+    def __init__(self, whole: Whole, limit: int | None, start: Start | None) -> None:
+        super().__init__(limit, start)
+        self._whole = whole
         self._drawn = self._checksum = 0  # of batches produced in this pass; of the first
-        if position := self._position:
-            self.used, self._drawn, self._checksum = position["batches"], position["drawn"], position["first"]
-            RandomStates(*position["begin"]).put_back(whole.sources)
+        if position := self.resumed:
+            self._drawn, self._checksum = position["drawn"], position["first"]
+            set_global_state(position["begin"], whole.sources)
             if whole.is_stateful:
                 whole.loader.load_state_dict(position["loader"])
         self.state = SharedRandomState(whole.sources, group=whole.group)
-        self._begin = RandomStates(self.state.state, states_of_generators(whole.sources))
 
     def skip(self, batches: Iterator[Any]) -> None:
         """Leave out what an earlier run has done. Call it after ``iter``."""
-        whole, position = self._whole, self._position
-        if position is None or not self._drawn:
+        whole = self._whole
+        if self.start is None or self.resumed is None or not self._drawn:
             return
-        if whole.is_stateful and whole.start:
-            self.state.state = position["drawing"]
-            whole.start.before.put_back(whole.sources)
+        if whole.is_stateful:
+            self.state.state = self.resumed["drawing"]
+            set_global_state(self.start.before, whole.sources)
             return
         with self.state.drawing():
             found = checksum_of_content(next(batches, None))
@@ -69,7 +69,12 @@ class _WholePass(Pass):
                 "generators that are its attributes."
             )
 
-    def produce(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def steps(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Share]]:
+        whole = self._whole
+        produced = itertools.islice(self._produce(batches), self.limit)
+        return ((step.part, step.share) for step in whole.divider.steps(produced, whole.size_of, whole.part_of))
+
+    def _produce(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches that are left, the same ones on every rank."""
         for number in itertools.count():
             with self.state.drawing():
@@ -89,7 +94,7 @@ class _WholePass(Pass):
     def position(self, batches: int | None) -> dict[str, Any]:
         whole, used = self._whole, self.count_used(batches)
         drawn = min(used * whole.divider.per_step, self._drawn)
-        found = {"batches": used, "drawn": drawn, "first": self._checksum, "begin": list(self._begin)}
+        found = {"batches": used, "drawn": drawn, "first": self._checksum, "begin": self.state.begin}
         if not whole.is_stateful:
             return found
         if used != self.used:
@@ -129,12 +134,12 @@ class Whole(Source):
                 override(loader, persistent_workers=False)  # or what workers draw would depend on earlier passes
         super().__init__(loader, sources, divider, group)
 
-    def iterate(self, shares: deque[Share]) -> ShardedIterator:
-        begun = _WholePass(self)
-        with begun.state.drawing(), StartingWorkers(self.loader):
+    def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
+        begun = _WholePass(self, limit, start)
+        with begun.state.drawing(), spared_workers(self.loader):
             batches = iter(self.loader)
         begun.skip(batches)
-        return _WholeIterator(self, begun, batches, shares)
+        return ShardedIterator(self, begun, batches, shares)
 
     def size_of(self, batch: Any) -> int:
         """The number of samples; 1 of what is not divided.
@@ -171,19 +176,6 @@ class Whole(Source):
             self.group,
         )
         _require_samples_first(self.loader, batch)
-
-
-class _WholeIterator(ShardedIterator):
-    """Takes this rank's part of each step."""
-
-    def __init__(self, whole: Whole, begun: _WholePass, batches: Iterator[Any], shares: deque[Share]) -> None:
-        super().__init__(whole, begun, batches, shares)
-        produced = itertools.islice(begun.produce(batches), whole.limit)
-        self._steps = whole.divider.steps(produced, whole.size_of, whole.part_of)
-
-    def _take(self) -> tuple[Any, Share]:
-        step = next(self._steps)
-        return step.part, step.share
 
 
 def checksum_of_content(batch: Any) -> int:

@@ -10,7 +10,8 @@ import atexit
 import functools
 import multiprocessing
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch.utils.data import DataLoader
 from ddp_callbacks.data.global_state import seed_global
 
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
-_IS_SUPPORTED = hasattr(signal, "pthread_sigmask")
 
 
 class WorkerStart:
@@ -48,7 +48,7 @@ def _leave_unheard(number: int, frame: object) -> None:
 
 def keep_workers(loader: DataLoader[Any]) -> None:
     """Let the workers of a copy of a loader outlive signals to the whole job."""
-    if _IS_SUPPORTED and loader.num_workers:
+    if loader.num_workers:
         _end_workers_at_exit()
         loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
 
@@ -59,15 +59,15 @@ class SeededIndices:
     So what a worker draws for a batch depends on neither the worker nor the batches that it has loaded before.
     """
 
-    def __init__(self, indices: Any, seed: int) -> None:
-        self.indices, self.seed = indices, seed
+    def __init__(self, indices: Any, *salt: int) -> None:
+        self._arguments = indices, *salt
 
     def __reduce__(self) -> Any:
-        return _arrive, (self.indices, self.seed)
+        return _arrive, self._arguments
 
 
-def _arrive(indices: Any, seed: int) -> Any:
-    seed_global(seed)
+def _arrive(indices: Any, *salt: int) -> Any:
+    seed_global(*salt)
     return indices
 
 
@@ -84,32 +84,19 @@ def _kill_daemons() -> None:
             process.kill()
 
 
-class StartingWorkers:
-    """Context manager: processes that start inside have the signals blocked from their first moment.
+@contextmanager
+def spared_workers(loader: Any) -> Iterator[None]:
+    """Workers that start inside have the signals blocked from their first moment, if they are kept.
 
-    So has this thread, until :meth:`end`.
-
-    Args:
-        loader: Whose workers start. If they are not kept (:func:`keep_workers`), no signal is blocked.
+    So has this thread meanwhile: signals that come arrive at the end.
     """
-
-    def __init__(self, loader: Any) -> None:
-        self._is_needed = isinstance(getattr(loader, "worker_init_fn", None), WorkerStart)
-        self._context = getattr(loader, "multiprocessing_context", None)
-        self._before: set[Any] | None = None
-
-    def __enter__(self) -> StartingWorkers:
-        if self._is_needed:
-            if (self._context or multiprocessing).get_start_method() != "fork":
-                resource_tracker.ensure_running()  # or it starts with the first worker, and unblocks SIGTERM
-            self._before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """All workers have been started: signals that came meanwhile arrive now."""
-        before, self._before = self._before, None
-        if before is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if not isinstance(getattr(loader, "worker_init_fn", None), WorkerStart):
+        yield
+        return
+    if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
+        resource_tracker.ensure_running()  # or it starts with the first worker, and unblocks SIGTERM
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ddp_callbacks._torch import call_at_end_of_backward, current_node, hooks_on_accumulation
 from ddp_callbacks.comm.buckets import Bucket
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients.reducer import Reducer
-from ddp_callbacks.weighing import hook_even_if_frozen
+from ddp_callbacks.weighing import trainable
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -37,12 +38,11 @@ class BackwardHooks:
         self._is_on_gpu = any(parameter.device.type == "cuda" for parameter in reducer.parameters)
         self._lock = threading.RLock()  # autograd has a thread per device
         places = {slot: (bucket, at) for bucket in reducer.buckets for at, slot in enumerate(bucket.slots)}
-        self._handles = [
-            hook_even_if_frozen(
-                parameter, parameter.register_post_accumulate_grad_hook, self._hook(slot, *places.get(slot, (None, 0)))
-            )
-            for slot, parameter in enumerate(reducer.parameters)
-        ]
+        self._handles: list[RemovableHandle] = []
+        for slot, parameter in enumerate(reducer.parameters):
+            hook = self._hook(slot, *places.get(slot, (None, 0)))
+            with trainable(parameter):
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def synchronize(self) -> None:
         """Join a synchronization outside of backward; during one, its end synchronizes. A collective."""

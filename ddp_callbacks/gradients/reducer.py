@@ -26,7 +26,6 @@ from ddp_callbacks.comm.buckets import Bucket, Forecast, assign_buckets
 from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.flat_buffer import BufferPool
 from ddp_callbacks.comm.metadata import Metadata, MetadataFormat
-from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.weighing import Weighing
 
 
@@ -118,9 +117,7 @@ class Reducer:
         self._require_same_trained(metadata.trained)
         filled = [bucket for bucket in self.buckets if bucket.active]
         self._send_rest(filled, metadata.dirty)
-        weight = sum(numbers[:: self._format.numbers])
-        self._require_same_kind(weight, filled)
-        correction = self.weighing.correct(weight)
+        correction = self.weighing.correct(sum(numbers[:: self._format.numbers]))
         for bucket in filled:
             if correction != 1:
                 bucket.reduced().mul_(correction)
@@ -129,7 +126,7 @@ class Reducer:
             if metadata.used[slot]:
                 self._sum_sparse(slot)
         self._forecast.note([bucket.index for bucket in filled])
-        self.weighing.end(weight)
+        self.weighing.accumulates = False
         self.used[:] = [False] * len(self.used)
         self._is_finished = True
         self.rounds += 1
@@ -144,7 +141,7 @@ class Reducer:
         self._sums.launch(bucket, metadata, is_last)
 
     def _fill(self, bucket: Bucket) -> None:
-        bucket.fill(self._scale, self.weighing.kept, self.used)
+        bucket.fill(self._scale, self.used)
 
     def _message(self) -> torch.Tensor:
         """This rank's metadata."""
@@ -200,9 +197,8 @@ class Reducer:
         bucket.wait()
 
     def _sum_sparse(self, slot: int) -> None:
-        parameter, weighing = self.parameters[slot], self.weighing
-        factor = weighing.unit * (1.0 if self.used[slot] else weighing.kept)
-        parameter.grad = self._sums.sum_sparse(parameter.grad, factor, parameter)
+        parameter = self.parameters[slot]
+        parameter.grad = self._sums.sum_sparse(parameter.grad, self.weighing.unit, parameter)
 
     def _forget_lost_gradients(self) -> None:
         for bucket in self.buckets:
@@ -218,12 +214,3 @@ class Reducer:
         settings = {self.names[id(p)]: "trained" if p.requires_grad else "frozen" for p in self.parameters}
         remedy = "Freeze the same parameters on every rank (requires_grad), before the same backward."
         require_agreement(settings, "which parameters are trained", remedy, self._group)
-
-    def _require_same_kind(self, weight: float, filled: list[Bucket]) -> None:
-        """Raise if weights change from means to sums on top of gradients, which were not scaled for that."""
-        if self.weighing.become_sums(weight) and any(bucket.adds for bucket in filled):
-            raise ConfigurationError(
-                f"the ranks' weights add up to {weight:g}, not to the total {self.weighing.total:g} as in previous "
-                "backwards, to whose gradients this backward adds. Set the gradients to None in between, or weigh "
-                "each loss with weigh_loss(loss, weight, total)."
-            )

@@ -170,7 +170,7 @@ class GradientSynchronizer:
         """
         before, self._switch.enabled, self._has_accumulated = self._switch.enabled, False, True
         if self._reducer is not None:
-            self._reducer.weighing.accumulate()
+            self._reducer.weighing.accumulates = True
         try:
             yield
         finally:
@@ -236,7 +236,7 @@ class GradientSynchronizer:
             return
         gradients = _sum_of_gradients(states, self._world_size)
         if gradients and self._reducer is not None:
-            self._reducer.weighing.accumulate()
+            self._reducer.weighing.accumulates = True
         self._load_gradients(gradients if rank == 0 else {})
 
     def _load_own(self, state: Mapping[str, Any]) -> None:

@@ -182,6 +182,27 @@ def test_batches_that_cannot_be_divided_are_refused_with_the_remedy() -> None:
             next(iter(shard_loader(one_by_one)))
 
 
+class Repeats(DataLoader[Any]):
+    """Changes each batch after loading it, in one pass over the samples or in several."""
+
+    passes = 1
+
+    def __iter__(self) -> Any:
+        for _ in range(self.passes):
+            for batch in super().__iter__():
+                yield batch + 100
+
+
+@WORLD
+def test_a_loader_with_an_iter_of_its_own_is_divided_and_one_that_repeats_its_pass_there_is_refused() -> None:
+    loader = Repeats(NUMBERS, 4)
+    parts = by_rank([batch.tolist()[: share.local] for batch, share in with_shares(shard_loader(loader))])
+    assert [first + second for first, second in zip(*parts, strict=True)] == [batch.tolist() for batch in loader]
+    loader.passes = 2
+    with pytest.raises(ConfigurationError, match=r"Repeats\.__iter__ begins several passes over its samples in one"):
+        list(shard_loader(loader))
+
+
 def leave_a_loop(dataset: Any) -> int:
     """How many workers it had."""
     part: Any = shard_loader(DataLoader(dataset, BATCH_SIZE, num_workers=2))
