@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 PRIVATE = (
     "torch:_C._current_autograd_node",
-    "torch:_C._get_privateuse1_backend_name",
     "torch:_C._storage_Use_Count",
     "torch:_foreach_copy_",
     "torch:Tensor._post_accumulate_grad_hooks",
@@ -184,11 +183,6 @@ def end_workers(batches: Iterator[Any]) -> None:
 
 
 # --- accelerators -------------------------------------------------------------------------------------------------
-
-
-def name_of_own_accelerator() -> str:
-    """torch's name for the device of an out-of-tree backend."""
-    return torch._C._get_privateuse1_backend_name()
 
 
 def when_cuda_starts(call: Callable[[], None]) -> None:

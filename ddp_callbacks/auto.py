@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import say
 
 AUTO = "DDP_CALLBACKS_AUTO"
@@ -35,13 +35,7 @@ AUTO = "DDP_CALLBACKS_AUTO"
 
 def is_auto() -> bool:
     """Whether this process is one of several whose script is to train on all of them."""
-    return os.environ.get(AUTO) == "1" and _place().world_size > 1
-
-
-def _place() -> Any:
-    from ddp_callbacks.environment import WorkerEnv  # late: it is on the same level
-
-    return WorkerEnv.from_environ()
+    return os.environ.get(AUTO) == "1" and WorkerEnv.from_environ().world_size > 1
 
 
 _announced: set[str] = set()  # kinds of objects
@@ -49,7 +43,7 @@ _announced: set[str] = set()  # kinds of objects
 
 def announce(what: str, by: str) -> None:
     """Say on rank 0, once for each kind, what trains on all processes, and what does not."""
-    env, is_new = _place(), what not in _announced
+    env, is_new = WorkerEnv.from_environ(), what not in _announced
     _announced.add(what)
     if is_new and env.rank == 0:
         say(
@@ -60,7 +54,7 @@ def announce(what: str, by: str) -> None:
 
 def _say_if_unused() -> None:
     is_main = multiprocessing.parent_process() is None
-    if is_main and not _announced and is_auto() and _place().rank == 0:
+    if is_main and not _announced and is_auto() and WorkerEnv.from_environ().rank == 0:
         say(
             "--auto has changed nothing: this script has made no Trainer with the default strategy, and no Trial "
             "without a callback of ddp_callbacks. Each process has run all of it. Leave out the strategy that it "
@@ -90,18 +84,15 @@ class _Then(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self._functions:
             return None
-        function = self._functions.pop(fullname)  # so that the other finders are asked
-        try:
-            spec = find_spec(fullname)
-        finally:
-            self._functions[fullname] = function
+        others = (finder.find_spec for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (find_spec(fullname, path, target) for find_spec in others)), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                function()
+                self._functions[fullname]()
 
             loader.exec_module = exec_module
         return spec

@@ -79,8 +79,7 @@ class WorkerEnv:
         """
         present = [name for name in ("RANK", "WORLD_SIZE") if environ.get(name)]
         if not present:
-            found = read_launcher(environ)
-            return cls() if found is None else cls(**vars(found))
+            return cls(**read_launcher(environ))
         if len(present) == 1:
             missing = "WORLD_SIZE" if present == ["RANK"] else "RANK"
             raise ConfigurationError(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 import socket
-import string
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -24,7 +23,7 @@ def write_atomically(path: str, write: Callable[[str], object]) -> None:
     Raises:
         OSError: The file cannot be written. ``path`` is unchanged, and the temporary file is removed.
     """
-    remove_leftovers(path.replace("{", "{{").replace("}", "}}"))
+    remove_leftovers(glob.escape(path))
     temporary = f"{path}.{socket.gethostname()}-{os.getpid()}.tmp"
     try:
         write(temporary)
@@ -57,35 +56,14 @@ def _lines_of(path: str) -> list[str]:
         return file.readlines()
 
 
-def remove_leftovers(path_format: str) -> None:
+def remove_leftovers(pattern: str) -> None:
     """Remove temporary files of :func:`write_atomically` whose process, on this host, has ended.
 
     Args:
-        path_format: The path; a ``str.format`` field in it matches anything.
+        pattern: Of the paths that were to be written, as :mod:`glob` has it.
     """
-    ending = re.compile(rf"\.{re.escape(socket.gethostname())}-(\d+)\.tmp$")
-    for path in glob.glob(f"{_pattern(path_format)}.*.tmp"):
-        found = ending.search(path)
-        if found is not None and not _lives(int(found[1])):
-            try:
+    for path in glob.glob(f"{pattern}.{glob.escape(socket.gethostname())}-*.tmp"):
+        pid = path.rpartition("-")[2].removesuffix(".tmp")
+        if pid == str(os.getpid()) or not os.path.exists(f"/proc/{pid}"):  # this process has no write in progress
+            with suppress(FileNotFoundError):  # another process has removed it
                 os.remove(path)
-            except FileNotFoundError:
-                pass  # another process has removed it
-
-
-def _pattern(path_format: str) -> str:
-    parts = string.Formatter().parse(path_format)
-    return "".join(glob.escape(text) + ("" if field is None else "*") for text, field, _, _ in parts)
-
-
-def _lives(pid: int) -> bool:
-    """Whether another process with this id is alive. This process has no write in progress."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # it belongs to another user
-    return True

@@ -55,8 +55,7 @@ Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 
 _lock = threading.RLock()  # held during MPI calls: some libraries allow only one thread at a time
 _ProcessGroup: Any = dist.ProcessGroup  # its methods are overloaded; torch.distributed calls one form of each
-_Ops: Any = dist.ReduceOp.RedOpType
-_OPS = {getattr(_Ops, op): getattr(MPI, op[:4]) for op in ("SUM", "PRODUCT", "MIN", "MAX")}
+_OPS = {getattr(dist.ReduceOp.RedOpType, op): getattr(MPI, op[:4]) for op in ("SUM", "PRODUCT", "MIN", "MAX")}
 _TYPES = {getattr(torch, f"int{bits}"): getattr(MPI, f"INT{bits}_T") for bits in (8, 16, 32, 64)}
 _TYPES |= {torch.float64: MPI.DOUBLE, torch.float32: MPI.FLOAT, torch.uint8: MPI.UINT8_T}
 _HALVES = (torch.float16, torch.bfloat16)  # MPI lacks them: they are reduced in float32, and rounded once
@@ -105,10 +104,9 @@ class Work(dist.Work):
         """Whether it completes within ``seconds``. Raises RuntimeError if it failed, or after the group's timeout."""
         end, pause = time.monotonic() + seconds, 0.0
         while not self.is_completed():
-            now = time.monotonic()
-            if now > self._end:
+            if time.monotonic() > self._end:
                 raise RuntimeError(f"{self._name} over MPI was not complete after {self._timeout}")
-            if now > end:
+            if time.monotonic() > end:
                 return False
             time.sleep(pause)  # a late rank should not cost the others a core
             pause = min(pause + 1e-5, 1e-3)
@@ -150,14 +148,13 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     Args:
         comm: The communicator, with the ranks in the order of the group; ``shutdown`` frees it.
-        store: The group's store.
         timeout: Timeout of an operation.
     """
 
-    def __init__(self, comm: MPI.Intracomm, store: dist.Store, timeout: timedelta) -> None:
+    def __init__(self, comm: MPI.Intracomm, timeout: timedelta) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.options = Backend.Options("mpi4py", timeout)
-        self._comm, self._store = comm, store
+        self._comm = comm
         self._names = {"name": "", "desc": ""}
 
     # --- what torch asks of a group -----------------------------------------------------------------------------------
@@ -176,9 +173,6 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def getGroupDesc(self) -> str:
         return self._names["desc"]
-
-    def get_group_store(self) -> dist.Store:
-        return self._store
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -292,8 +286,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """The values side by side in memory: the same memory, if they are."""
     if not tensor.is_cpu or tensor.layout != torch.strided:
         raise ConfigurationError(
-            f"backend mpi4py takes dense tensors on the CPU, got one on {tensor.device} of layout {tensor.layout}. Use "
-            "gloo or NCCL for these, or copy it."
+            f"backend mpi4py takes dense tensors on the CPU, got {tensor.layout} on {tensor.device}. Use gloo or NCCL."
         )
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
@@ -337,11 +330,16 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
     """Create a group with a communicator of its own. torch calls it on each member; blocks until all have come.
 
     Raises:
-        ConfigurationError: MPI's ranks differ from torch's.
+        ConfigurationError: MPI's ranks differ from torch's, or it has not started, and the group lacks some.
         RendezvousError: Members did not come within the timeout.
     """
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     rank, size = ranks[options.group_rank], dist.get_world_size() if dist.is_initialized() else options.group_size
+    if len(ranks) < size and not MPI.Is_initialized():
+        raise ConfigurationError(
+            f"MPI starts in all {size} processes at once, but this group has only the ranks {ranks}. Join by "
+            'join_process_group(backend="mpi4py"), or make a group of all ranks before: new_group(backend="mpi4py").'
+        )
     store = options.store
     store.set(f"came/{rank}", "")
     try:  # MPI would wait for ever, and while it starts with the GIL, in which rank 0 could tell nobody anything
@@ -354,7 +352,7 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
     world = start(rank, size)
     with _lock:
         comm = world.Create_group(world.Get_group().Incl(ranks), zlib.crc32(options.group_id.encode()) % 32768)
-    return MPIProcessGroup(comm, store, options.timeout)
+    return MPIProcessGroup(comm, options.timeout)
 
 
 def rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
@@ -365,14 +363,12 @@ def rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iter
     yield store, env.rank, env.world_size
 
 
-def _abort_after_uncaught_exceptions() -> None:
-    previous = sys.excepthook
+_previous_hook = sys.excepthook
 
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        mpi4py.run.set_abort_status(error)  # before the other hook, which may raise
-        previous(kind, error, trace)
 
-    sys.excepthook = report
+def _abort_after(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    mpi4py.run.set_abort_status(error)  # before the other hook, which may raise
+    _previous_hook(kind, error, trace)
 
 
 def _abort_with_pending_operations() -> None:
@@ -385,5 +381,5 @@ def _abort_with_pending_operations() -> None:
 
 dist.Backend.register_backend("mpi4py", create, extended_api=True, devices=["cpu"])
 register_rendezvous_handler("mpi", rendezvous)
-_abort_after_uncaught_exceptions()
+sys.excepthook = _abort_after
 atexit.register(_abort_with_pending_operations)

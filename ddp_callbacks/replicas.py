@@ -119,29 +119,15 @@ def _require_own_gpus(module: torch.nn.Module, group: dist.ProcessGroup | None) 
     """Check for shared GPUs: NCCL's error message names a bus and no remedy."""
     if get_world_size(group) == 1 or "cuda:nccl" not in dist.get_backend_config(group).split(","):
         return
-    mine = [_gpus_of(module), socket.gethostname(), torch.cuda.device_count()]
-    seen = all_gather_json(mine, "the GPUs of the ranks", group)
-    for gpu in sorted(set().union(*(gpus for gpus, *_ in seen))):
-        sharing = [rank for rank, (gpus, *_) in enumerate(seen) if gpu in gpus]
+    seen = all_gather_json(_gpus_of(module), "the GPUs of the ranks", group)
+    for gpu in sorted(set().union(*seen)):
+        sharing = [describe_rank(resolve_group(group), rank) for rank, gpus in enumerate(seen) if gpu in gpus]
         if len(sharing) > 1:
-            ranks = " and ".join(describe_rank(resolve_group(group), rank) for rank in sharing)
-            hosts = {seen[rank][1] for rank in sharing}
             raise ConfigurationError(
-                f"every rank needs a separate GPU, but the models of {ranks} are on the same one, {gpu}. "
-                f"{' '.join(_count_gpus(host, seen) for host in sorted(hosts))} Start at most as many processes on a "
-                'host as it has GPUs, move the model to the device "cuda" without a number after the process has '
-                "joined, or train on CPUs."
+                f"every rank needs a separate GPU, but the models of {' and '.join(sharing)} are on the same one, "
+                f"{gpu}. Start at most as many processes on a host as it has GPUs, move the model to the device "
+                '"cuda" without a number after the process has joined, or train on CPUs.'
             )
-
-
-def _count_gpus(host: str, seen: list[Any]) -> str:
-    """``4 processes on host node1 share 2 GPUs; each process sees 2.``"""
-    there = [(gpus, visible) for gpus, name, visible in seen if name == host]
-    used = len(set().union(*(gpus for gpus, _ in there)))
-    fewest, most = min(visible for _, visible in there), max(visible for _, visible in there)
-    processes = f"{len(there)} process{'es' * (len(there) > 1)} on host {host}"
-    sees = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-    return f"{processes} share {used} GPU{'s' * (used > 1)}; each process sees {sees}."
 
 
 def _gpus_of(module: torch.nn.Module) -> list[str]:

@@ -11,22 +11,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddp_callbacks.errors import ConfigurationError
 
 DEFAULT_PORT = 29500  # torch's default
-
-
-@dataclass(frozen=True)
-class Launched:
-    """What a launcher has told this process, as :class:`ddp_callbacks.environment.WorkerEnv` has it."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    host: str
-    port: int
-    several_hosts: bool
 
 
 @dataclass(frozen=True)
@@ -93,8 +82,11 @@ def number(environ: Mapping[str, str], name: str) -> int | None:
         raise ConfigurationError(f"{name} must be a whole number, got {name}={text!r}.") from None
 
 
-def read_launcher(environ: Mapping[str, str]) -> Launched | None:
-    """Read the variables of MPI, Slurm, PALS, Flux or LSF; ``None`` for a single process.
+def read_launcher(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Read the variables of MPI, Slurm, PALS, Flux or LSF.
+
+    Returns:
+        The arguments of :class:`ddp_callbacks.environment.WorkerEnv`; none for a single process.
 
     Raises:
         ConfigurationError: A launcher has started this process, but its variables lack the world size or the address.
@@ -109,7 +101,7 @@ def read_launcher(environ: Mapping[str, str]) -> Launched | None:
             "MASTER_PORT for each process: let the launcher start a shell script that exports them "
             f"(RANK=${name}) and then starts python. For a single process: RANK=0 WORLD_SIZE=1."
         )
-    return None
+    return {}
 
 
 def number_on_host(environ: Mapping[str, str]) -> int | None:
@@ -129,12 +121,12 @@ def unknown_launcher(environ: Mapping[str, str]) -> str:
     return next((name for name, size in _RANKS.items() if environ.get(name) and number(environ, size) != 1), "")
 
 
-def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Launched | None:
+def _read(launcher: _Launcher, environ: Mapping[str, str]) -> dict[str, Any]:
     rank, size, local_rank = (
         number(environ, name) or 0 for name in (launcher.rank, launcher.size, launcher.local_rank)
     )
     if size == 1:
-        return None
+        return {}
     several_hosts = not launcher.is_on_one_host(environ)
     host = environ.get("MASTER_ADDR") or (_first_host(environ) if several_hosts else "127.0.0.1")
     if not host:
@@ -142,8 +134,14 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Launched | None:
             f"{launcher.size}={size} processes are on several hosts, and nothing tells which host has rank 0. "
             f"{_SAY_WHERE}"
         )
-    port = number(environ, "MASTER_PORT") or _job_port(environ)
-    return Launched(rank, size, local_rank, host, port, several_hosts)
+    return {
+        "rank": rank,
+        "world_size": size,
+        "local_rank": local_rank,
+        "host": host,
+        "port": number(environ, "MASTER_PORT") or _job_port(environ),
+        "several_hosts": several_hosts,
+    }
 
 
 def _first_host(environ: Mapping[str, str]) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_callbacks._torch import BatchNorm, Dropout
-from ddp_callbacks.comm.collectives import all_reduce, broadcast_tensors
+from ddp_callbacks.comm.collectives import all_reduce, any_rank, broadcast_tensors
 from ddp_callbacks.data.global_state import get_global_state, set_global_state
 from ddp_callbacks.data.random_state import SharedRandomState
 from ddp_callbacks.errors import ConfigurationError, MismatchError
@@ -107,7 +108,7 @@ def check_first_batch(
 
     For a warning, BatchNorm layers that normalize by each rank's part are off, too. The comparison ends where a rank
     cannot load or compute its part or the whole batch, which may need more memory than a step, and does not begin for a
-    model that is compiled, or that makes its parameters in the first step.
+    model that is compiled.
 
     Args:
         load: Returns the whole batch, this rank's part and its weight; see :func:`verify_gradient`.
@@ -134,8 +135,7 @@ def _is_comparable(module: nn.Module) -> bool:
     """Whether a comparison says something of this model, and leaves no trace: code is compiled for sizes of batches."""
     layers = list(module.modules())
     is_compiled = any(getattr(layer, name, None) for layer in layers for name in _COMPILED)
-    is_lazy = any(map(nn.parameter.is_lazy, module.parameters()))
-    return not (is_compiled or is_lazy or any(_normalizes_by_part(layer, always=True) for layer in layers))
+    return not (is_compiled or any(_normalizes_by_part(layer, always=True) for layer in layers))
 
 
 def _compare(
@@ -148,36 +148,33 @@ def _compare(
     is_strict: bool,
 ) -> None:
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    with _random_states_kept(module), _without_dropout(module, is_strict), torch.enable_grad(), ExitStack() as stack:
-        restore = remember_module(module)
-        stack.callback(restore)
-        attempt = functools.partial(_attempt, group, is_strict)
+    attempt, shared = functools.partial(_attempt, group, is_strict), SharedRandomState(group=group)
+    with _without_trace(module, is_strict):
         loss = attempt(lambda: loss_of(part))
         fraction = _fraction(weight, group)
         own = attempt(lambda: _weighed_gradients(loss, fraction, parameters))
-        restore()
-        summed = _sum(own, 1.0, group)
-        shared = SharedRandomState(group=group)
 
-        def compute_whole() -> list[torch.Tensor]:
-            with shared.drawing():
-                found: list[torch.Tensor] = attempt(lambda: _gradients(loss_of(whole), parameters))
-            restore()
-            return found
+    def of_whole() -> list[torch.Tensor]:
+        with _without_trace(module, is_strict), shared.drawing():
+            found: list[torch.Tensor] = attempt(lambda: _gradients(loss_of(whole), parameters))
+        return found
 
-        least = 0.0 if is_strict else _TELLING
-        difference = _Difference(list(parameters), summed, compute_whole(), least=least)
-        if not _on_rank_zero(difference.is_too_large, group):
-            return
-        repeated = _Difference(list(parameters), compute_whole(), difference.expected)
-        unweighed = _sum(own, 1 / fraction if fraction else 0.0, group)
-    if _on_rank_zero(repeated.is_too_large, group):
+    expected = of_whole()
+    differing = _on_rank_zero(_differences(_sum(own, 1.0, group), expected, 0.0 if is_strict else _TELLING), group)
+    if not differing:
+        return
+    if _on_rank_zero(_differences(of_whole(), expected), group):
         raise ConfigurationError(
             'verify="first_batch" cannot compare the gradients: two computations of one batch on one process differ, '
             "even with dropout layers off. The model is random, or its gradients are not finite."
         )
-    adds_up = not _Difference(list(parameters), unweighed, difference.expected).is_too_large
-    raise MismatchError(_on_rank_zero(difference.describe(module, get_world_size(group), adds_up), group))
+    adds_up = not _differences(_sum(own, 1 / fraction if fraction else 0.0, group), expected)
+    name, most = max(zip(parameters, differing, strict=True), key=operator.itemgetter(1))
+    text = (
+        f"the gradient of the first batch on {get_world_size(group)} processes is not that of one process: for "
+        f"parameter {name} it differs by up to {most:.2g}; the largest gradient is {max(map(_largest, expected)):.2g}. "
+    )
+    raise MismatchError(_on_rank_zero(text + _remedy(module, adds_up), group))
 
 
 def _attempt(group: dist.ProcessGroup | None, is_strict: bool, compute: Callable[[], Any]) -> Any:
@@ -190,11 +187,10 @@ def _attempt(group: dist.ProcessGroup | None, is_strict: bool, compute: Callable
     """
     if is_strict:
         return compute()
-    try:
+    found = None
+    with suppress(Exception):  # also that memory does not suffice
         found = compute()
-    except Exception:  # also that memory does not suffice
-        found = None
-    if float(all_reduce(torch.tensor([float(found is None)]), _DOING, group)):
+    if any_rank(found is None, _DOING, group):
         raise ConfigurationError("the gradient of the first batch cannot be computed during training.")
     return found
 
@@ -203,45 +199,16 @@ def _on_rank_zero(value: Any, group: dist.ProcessGroup | None) -> Any:
     return broadcast_tensors(value, [], _DOING, group)[0]
 
 
-class _Difference:
-    """The difference between two sets of gradients, by parameter.
+def _differences(found: list[torch.Tensor], expected: list[torch.Tensor], least: float = 0.0) -> list[float]:
+    """The largest difference in each gradient; empty if rounding, in the precision used, can explain all of them.
 
     Args:
-        least: Of the largest gradient: what is too large at least.
-
-    Attributes:
-        expected: The gradients of the whole batch.
-        is_too_large: Whether rounding, in the precision of the computation, cannot explain it.
+        least: Of the largest gradient: what counts as a difference.
     """
-
-    def __init__(
-        self,
-        names: list[str],
-        summed: list[torch.Tensor],
-        expected: list[torch.Tensor],
-        least: float = 0.0,
-    ) -> None:
-        self._names, self._summed, self.expected = names, summed, expected
-        self._by_parameter = [_largest(own - other) for own, other in zip(summed, expected, strict=True)]
-        self._scale = max(map(_largest, expected), default=0.0)
-        self._allowed = math.sqrt(max((_epsilon(gradient) for gradient in expected), default=0.0))
-        largest = max(self._by_parameter, default=0.0)
-        self.is_too_large = not largest <= max(self._allowed, least) * self._scale or math.isinf(largest)
-
-    def describe(self, module: nn.Module, world_size: int, adds_up: bool) -> str:
-        """The message.
-
-        Args:
-            adds_up: Whether the ranks' gradients are right without weights.
-        """
-        worst = max(range(len(self._names)), key=self._by_parameter.__getitem__)
-        found = self._by_parameter[worst]
-        relative = found / self._scale if self._scale else math.inf
-        return (
-            f"the gradient of the first batch on {world_size} processes is not that of one process: for parameter "
-            f"{self._names[worst]} it differs by up to {found:.2g} ({relative:.1%} of the largest gradient, "
-            f"{self._scale:.2g}; rounding explains {self._allowed:.1g}). {_remedy(module, adds_up)}"
-        )
+    largest = [_largest(one - other) for one, other in zip(found, expected, strict=True)]
+    relative = max(least, math.sqrt(max(map(_epsilon, expected), default=0.0)))
+    most = relative * max(map(_largest, expected), default=0.0)
+    return [] if all(each <= most and math.isfinite(each) for each in largest) else largest
 
 
 def _remedy(module: nn.Module, adds_up: bool) -> str:
@@ -298,33 +265,29 @@ def _gradients(loss: torch.Tensor, parameters: dict[str, nn.Parameter]) -> list[
 
 @contextmanager
 def _random_states_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the global random states on exit."""
+    """Restore the global random states on exit, and those of the model's GPUs."""
     state = get_global_state()
-    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices=devices) if devices else ExitStack():
+        with torch.random.fork_rng({parameter.device for parameter in module.parameters() if parameter.is_cuda}):
             yield
     finally:
         set_global_state(state)
 
 
 @contextmanager
-def _without_dropout(module: nn.Module, is_strict: bool) -> Iterator[None]:
-    """Turn dropout off inside; unless the comparison is strict, also BatchNorm by each rank's part."""
-    kinds = {Dropout: ("training", False), nn.RNNBase: ("dropout", 0.0), nn.MultiheadAttention: ("dropout", 0.0)}
-    before = []
+def _without_trace(module: nn.Module, is_strict: bool) -> Iterator[None]:
+    """Inside, dropout is off; unless the comparison is strict, also BatchNorm by each rank's part. All is restored."""
+    restore = remember_module(module)
     for layer in module.modules():
-        off = [name_and_value for kind, name_and_value in kinds.items() if isinstance(layer, kind)]
-        if not is_strict and _normalizes_by_part(layer):
-            off.append(("training", False))
-        for name, value in off:
-            before.append((layer, name, getattr(layer, name)))
-            setattr(layer, name, value)
+        if isinstance(layer, Dropout) or (not is_strict and _normalizes_by_part(layer)):
+            layer.training = False
+        if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
+            layer.dropout = 0.0
     try:
-        yield
+        with _random_states_kept(module), torch.enable_grad():
+            yield
     finally:
-        for layer, name, value in before:
-            setattr(layer, name, value)
+        restore()
 
 
 def _normalizes_by_part(layer: nn.Module, always: bool = False) -> bool:

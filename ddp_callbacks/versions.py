@@ -1,25 +1,31 @@
-"""Requirements of this library, from its metadata: install commands, and checks of installed versions."""
+"""Supported versions of other libraries: install commands, and checks of what is installed."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import re
 import warnings
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
 
-NEWEST_TESTED = {"torch": "2.14", "lightning": "2.6", "pytorch-lightning": "2.6"}
-"""The newest minor versions that ``make versions`` has tested. A newer one is used, with a warning."""
+SUPPORTED = {
+    "torch": ">=2.8,<2.15",
+    "lightning": ">=2.6,!=2.6.2,!=2.6.3,<2.7",
+    "pytorch-lightning": ">=2.6,!=2.6.2,!=2.6.3,<2.7",
+    "torchbearer": "==0.5.5",
+    "mpi4py": ">=4",
+}
+"""As pyproject.toml has them, below the first minor version that ``make versions`` has not tested.
 
-_NAME = re.compile(r"[\w.-]+")
+A newer one is used, with a warning.
+"""
 
 
 def how_to_install(*distributions: str) -> str:
-    """The command to install these, in tested versions: ``pip install "lightning<2.7,>=2.6"``."""
+    """The command to install these, in supported versions: ``pip install "lightning>=2.6,<2.7"``."""
     return "pip install " + " ".join(f'"{_requirement(name)}"' for name in distributions)
 
 
@@ -44,7 +50,7 @@ def require_names(distribution: str, names: Iterable[str]) -> None:
         module, _, rest = target.partition(":")
         path, _, parameters = rest.rstrip(")").partition("(")
         try:
-            found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+            found = functools.reduce(getattr, path.split("."), import_module(module))
         except (ImportError, AttributeError) as error:
             raise _lacks(distribution, f"{module}.{path}") from error
         if parameters and not set(parameters.split(", ")) <= _parameters(found):
@@ -56,30 +62,29 @@ def require_names(distribution: str, names: Iterable[str]) -> None:
 
 
 def _parameters(function: Any) -> set[str]:
-    return set(importlib.import_module("inspect").signature(function).parameters)  # slow to import, as the metadata
+    return set(import_module("inspect").signature(function).parameters)  # late: slow to import, as the metadata
 
 
 def _names_in(function: Any) -> tuple[str, ...]:
     """The attributes and globals used in the code of a function, without its decorators; also those named by a text."""
-    code = importlib.import_module("inspect").unwrap(function).__code__
+    code = import_module("inspect").unwrap(function).__code__
     return (*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str)))
 
 
 def _lacks(distribution: str, name: str) -> ImportError:
     return ImportError(
-        f"{distribution} {_metadata().version(distribution)} has no {name}, which ddp_callbacks {__version__} needs. "
+        f"{distribution} {_installed(distribution)} has no {name}, which ddp_callbacks {__version__} needs. "
         f"It supports {_requirement(distribution)}: {how_to_install(distribution)}"
     )
 
 
 @functools.cache
 def _warn_of_an_untested(distribution: str) -> None:
-    installed = _metadata().version(distribution)
-    newest = NEWEST_TESTED.get(distribution, installed)
-    if _minor(installed) > _minor(newest):
+    installed, untested = _installed(distribution), SUPPORTED.get(distribution, "").partition("<")[2]
+    if untested and _minor(installed) >= _minor(untested):
         warnings.warn(
-            f"{distribution} {installed} is newer than what ddp_callbacks {__version__} was tested with "
-            f"({newest}). If something fails: {how_to_install(distribution)}",
+            f"{distribution} {installed} is newer than what ddp_callbacks {__version__} was tested with. If something "
+            f"fails: {how_to_install(distribution)}",
             stacklevel=2,
         )
 
@@ -90,23 +95,9 @@ def _minor(version: str) -> tuple[int, int]:
 
 
 def _requirement(distribution: str) -> str:
-    """Name and versions: what this library's metadata asks for, up to the newest tested; only the name without any."""
-    text = _in_metadata(distribution)
-    if distribution not in NEWEST_TESTED or text == distribution:
-        return text
-    major, minor = _minor(NEWEST_TESTED[distribution])
-    return f"{text},<{major}.{minor + 1}"
+    return distribution + SUPPORTED.get(distribution, "")
 
 
-def _in_metadata(distribution: str) -> str:
-    try:
-        needed = _metadata().requires("ddp_callbacks") or []
-    except ImportError:  # PackageNotFoundError: on the path, but not installed
-        needed = []
-    found = (text.partition(";")[0].strip() for text in needed)
-    return next((text for text in found if _NAME.match(text)[0] == distribution), distribution)  # type: ignore[index]
-
-
-def _metadata() -> Any:
-    """Imported late: only messages need it, and ddprun must start quickly."""
-    return importlib.import_module("importlib.metadata")
+def _installed(distribution: str) -> str:
+    version: str = import_module("importlib.metadata").version(distribution)
+    return version

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import socket
 import time
@@ -60,7 +59,7 @@ def _lock(lock: str, path: str) -> int:
                 say(f"the file system of {path} has no locks, so two jobs that write it are not noticed")
                 return file
             if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > end:
-                owner = os.pread(file, 4096, 0)
+                owner = os.pread(file, 4096, 0).decode(errors="replace")
                 os.close(file)
                 raise _taken(path, owner) from None
             time.sleep(_PAUSE)
@@ -76,21 +75,16 @@ def _is_still(file: int, lock: str) -> bool:
 
 
 def _write_owner(file: int) -> None:
-    job = next((f"{name} {os.environ[name]}" for name in _JOB if name in os.environ), "")
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": job}
-    owner["since"] = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    job = next((f", {name} {os.environ[name]}" for name in _JOB if name in os.environ), "")
+    since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    owner = f"the process {os.getpid()} on host {socket.gethostname()}{job}, which has had it since {since}"
     os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps(owner).encode(), 0)
+    os.pwrite(file, owner.encode(), 0)
 
 
-def _taken(path: str, owner: bytes) -> CheckpointError:
-    try:
-        known = json.loads(owner)
-        job = f", {known['job']}" if known["job"] else ""
-        who = f"the process {known['pid']} on host {known['host']}{job}, which has had it since {known['since']}"
-    except (ValueError, KeyError):
-        who = "a process that has not said its name"
+def _taken(path: str, owner: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is being written by another job: {who}. Two jobs must not resume from one file. End the other one, or "
-        f"give this one another path. If its host has died and its lock stays, remove {path}.lock."
+        f"{path} is being written by another job: {owner or 'a process that has not said its name'}. Two jobs must not "
+        "resume from one file. End the other one, or give this one another path. If its host has died and its lock "
+        f"stays, remove {path}.lock."
     )

@@ -12,7 +12,7 @@ import re
 import shutil
 import socket
 import warnings
-import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ddp_callbacks.errors import CheckpointError
 from ddp_callbacks.files import write_atomically
 
 _ZIP = b"PK\x03\x04"  # the first bytes of what torch.save writes
-_TORCH_CANNOT = "PytorchStreamReader failed reading zip archive"
+_SEAL = b"ddp_callbacks"  # before the checksum, in the comment of the zip file
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _known_damaged: set[tuple[int, ...]] = set()  # the identities of files that this process has found damaged
@@ -54,7 +54,7 @@ def write(content: io.BytesIO, path: str) -> None:
 
     def fill(temporary: str) -> None:
         with open(temporary, "wb") as file:
-            file.write(content.getbuffer())
+            file.writelines(_sealed(content.getbuffer()))
             file.flush()
             os.fsync(file.fileno())
         if _is_there(path):
@@ -71,6 +71,13 @@ def write(content: io.BytesIO, path: str) -> None:
             f"{path} cannot be written on host {socket.gethostname()}: {os.strerror(error.errno or 0)}.{free} "
             f"{_still_there(path)}{' Make room, and the next write will do.' if is_full else ''}"
         ) from error
+
+
+def _sealed(content: memoryview) -> tuple[memoryview, bytes]:
+    """What torch.save has written, and at the end, as the comment of the zip file, a checksum of all of it."""
+    body = content[:-2]  # then comes the length of the comment, which was 0
+    seal = (len(_SEAL) + 4).to_bytes(2, "little") + _SEAL
+    return body, seal + zlib.crc32(seal, zlib.crc32(body)).to_bytes(4, "little")
 
 
 def _is_there(path: str) -> bool:
@@ -116,13 +123,6 @@ def find(path: str, weights_only: bool) -> Found | None:
     Raises:
         CheckpointError: There are files, but none can be read; or one is not ours, or of a newer format.
     """
-    try:
-        return _find(path, weights_only)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read on host {socket.gethostname()}: {error}") from error
-
-
-def _find(path: str, weights_only: bool) -> Found | None:
     reasons: list[str] = []
     for candidate in (path, previous_of(path)):
         try:
@@ -131,12 +131,14 @@ def _find(path: str, weights_only: bool) -> Found | None:
         except FileNotFoundError:
             reasons.append(f"{candidate} is not there")
             continue
-        content, damage = load(memory, candidate, weights_only)
+        except OSError as error:
+            raise CheckpointError(f"{candidate} cannot be read on host {socket.gethostname()}: {error}") from error
+        content = _load(memory, candidate, weights_only)
         if content is not None:
             if reasons:
-                warnings.warn(f"{reasons[0]}, so the run resumes from the one before: {candidate}.", stacklevel=3)
+                warnings.warn(f"{reasons[0]}, so the run resumes from the one before: {candidate}.", stacklevel=2)
             return candidate, memory, content
-        reasons.append(f"{candidate} is damaged ({damage})")
+        reasons.append(f"{candidate} is damaged")
         _known_damaged.add(identity)
     if all(reason.endswith("is not there") for reason in reasons):
         return None
@@ -145,55 +147,33 @@ def _find(path: str, weights_only: bool) -> Found | None:
     )
 
 
-def load(file: io.BytesIO, path: str, weights_only: bool) -> tuple[dict[str, Any] | None, str]:
-    """The content of a file in memory, or ``None`` and how it is damaged.
+def _load(file: io.BytesIO, path: str, weights_only: bool) -> dict[str, Any] | None:
+    """The content of a file in memory; ``None`` if it is damaged.
 
     Raises:
         CheckpointError: The file is not ours, of a newer format, or has objects that ``weights_only`` excludes.
     """
-    if damage := _damage_of(file, path):  # first: nobody knows what a damaged pickle does
-        return None, damage
+    data = file.getbuffer()
+    start, seal, checksum = bytes(data[: len(_ZIP)]), data[-4 - len(_SEAL) : -4], int.from_bytes(data[-4:], "little")
+    if seal == _SEAL:  # looked at first: nobody knows what a damaged pickle does
+        return load_whole(file, path, weights_only) if zlib.crc32(data[:-4]) == checksum else None
+    if start != _ZIP:
+        if start.strip(b"\0"):
+            raise not_ours(path)
+        return None
     try:
-        return load_open(file, path, weights_only), ""
+        return load_whole(file, path, weights_only)
     except CheckpointError as error:
-        if _TORCH_CANNOT in str(error.__cause__):  # it looks at some bytes that zipfile does not
-            return None, str(error.__cause__)
+        if isinstance(error.__cause__, RuntimeError):  # torch cannot read a zip file without its end
+            return None
         raise
 
 
-def _damage_of(file: io.BytesIO, path: str) -> str:
-    """How a zip file is damaged; empty if it is whole, or has no checksums.
-
-    Raises:
-        CheckpointError: It never was a zip file.
-    """
-    archive = None
-    try:
-        archive = zipfile.ZipFile(file)
-        entries = archive.infolist()
-        if len(set(archive.namelist())) < len(entries) or any(_is_folder(entry) for entry in entries):
-            return "its table of contents is not that of its entries"
-        has_checksums = any(entry.CRC for entry in entries)  # torch's set_crc32_options(False) writes zeros
-        entry = archive.testzip() if has_checksums else None
-        return f"the checksum of {entry} is not that of its bytes" if entry else ""
-    except Exception as error:  # zipfile raises errors of many types
-        file.seek(0)
-        start = file.read(len(_ZIP))
-        if archive is None and start != _ZIP and start.strip(b"\0"):
-            raise not_ours(path) from None
-        return f"{error or type(error).__name__}; it has {file.getbuffer().nbytes} bytes"
-
-
-def _is_folder(entry: zipfile.ZipInfo) -> bool:
-    """Whether torch takes a file for a folder."""
-    return bool(entry.external_attr & 0x10) and not entry.is_dir()
-
-
-def load_open(file: io.BytesIO, path: str, weights_only: bool) -> dict[str, Any]:
+def load_whole(file: io.BytesIO, path: str, weights_only: bool) -> dict[str, Any]:
     """The content of a file in memory that is whole.
 
     Raises:
-        CheckpointError: As for :func:`load`.
+        CheckpointError: It is not ours, of a newer format, or has objects that ``weights_only`` excludes.
     """
     file.seek(0)
     try:

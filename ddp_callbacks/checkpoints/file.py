@@ -19,15 +19,13 @@ from ddp_callbacks.checkpoints import disk
 from ddp_callbacks.checkpoints.claim import Claim
 from ddp_callbacks.checkpoints.format import Saved, make_content, pack_own
 from ddp_callbacks.checkpoints.transfer import broadcast_file, on_rank_zero
-from ddp_callbacks.comm.collectives import all_gather_json, broadcast_tensors, gather_bytes
+from ddp_callbacks.comm.collectives import broadcast_tensors, gather_bytes
 from ddp_callbacks.errors import CheckpointError, ConfigurationError, Preempted, say
-from ddp_callbacks.process_group import get_world_size, resolve_group
-from ddp_callbacks.process_group.failures import describe_rank
+from ddp_callbacks.process_group import get_world_size
 from ddp_callbacks.process_group.presence import OWN_THREADS
 
 Shared = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
-_CLAIM = "the claim of the checkpoint"
 _READ = "the reading of the checkpoint"
 _OWN = "the ranks' states for the checkpoint"
 _WRITE = "the writing of the checkpoint"
@@ -37,9 +35,9 @@ _CLOSE = "the end of the checkpoint's writing"
 class CheckpointFile:
     """A checkpoint at a path, and the one before it. Rank 0 writes and reads; only it needs to see the files.
 
-    Every rank makes one and calls its methods at the same moments; each blocks until all ranks have called it, and
-    raises on all ranks or on none. Works with a single process, and without a process group. As a context manager it is
-    opened and closed.
+    Every rank makes one and calls its methods at the same moments; each blocks until all ranks have called it. What
+    fails on one rank raises on all. Works with a single process, and without a process group. As a context manager it
+    is opened and closed.
 
     Args:
         path: Of the file: ``"run.pt"``. The one before it is ``run.previous.pt``; ``run.pt.lock`` keeps other jobs
@@ -87,13 +85,13 @@ class CheckpointFile:
                 written.
         """
         if not self._is_open:
-            self._claim = on_rank_zero(self._open, _CLAIM, self.process_group)
+            self._claim = on_rank_zero(self._open, "the claim of the checkpoint", self.process_group)
             self._is_open = True
 
     def read(self) -> Saved | None:
         """What the newest file that can be read holds; ``None`` if there is no file. A collective.
 
-        If the last file is damaged, that is the one before it, with a warning on rank 0 that says why. Rank 0 reads
+        If the last file is damaged, that is the one before it, with a warning on rank 0. Rank 0 reads
         it and sends it to the others.
 
         Raises:
@@ -105,7 +103,7 @@ class CheckpointFile:
             (name,), _ = broadcast_tensors([name], [], _READ, self.process_group)
             if name is not None:
                 received = broadcast_file(file, _READ, self.process_group)
-                content = disk.load_open(received, name, self._weights_only) if content is None else content
+                content = disk.load_whole(received, name, self._weights_only) if content is None else content
         return None if content is None else Saved(content, self._weights_only)
 
     def write(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> None:
@@ -136,7 +134,12 @@ class CheckpointFile:
         """
         if not self._is_open:
             raise ConfigurationError("call open() before write(), or use the CheckpointFile as a context manager.")
-        ranks = gather_bytes(self._pack(own), _OWN, self.process_group)  # on rank 0
+        try:
+            packed = pack_own(own)
+        except Exception as error:
+            text = f"{self.path} is not written, as this rank's state cannot be: {type(error).__name__}: {error}"
+            raise CheckpointError(text) from error
+        ranks = gather_bytes(packed, _OWN, self.process_group)  # on rank 0
         prepared = on_rank_zero(lambda: self._prepare(shared, ranks, about), _WRITE, self.process_group)
         return prepared or io.BytesIO()
 
@@ -189,21 +192,6 @@ class CheckpointFile:
         finally:
             if claim is not None:
                 claim.release()
-
-    def _pack(self, own: Mapping[str, Any]) -> torch.Tensor:
-        """This rank's state as bytes; if some rank's cannot be saved, all raise."""
-        packed, failure = torch.empty(0, dtype=torch.uint8), None
-        try:
-            packed = pack_own(own)
-        except Exception as error:
-            failure = error
-        text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        for rank, other in enumerate(all_gather_json(text, _OWN, self.process_group)):
-            if other is not None:
-                several = get_world_size(self.process_group) > 1
-                who = describe_rank(resolve_group(self.process_group), rank) if several else "this process"
-                raise CheckpointError(f"{self.path} is not written: the state of {who} cannot be: {other}") from failure
-        return packed
 
     def _prepare(self, shared: Shared, ranks: list[torch.Tensor], about: Mapping[str, str]) -> io.BytesIO:
         if self._last is not None and not self._last.done():

@@ -53,7 +53,9 @@ class Saved:
         Raises:
             IndexError: There was no such rank.
         """
-        return unpack_own(self._ranks[rank], self._weights_only)
+        packed = io.BytesIO(self._ranks[rank].numpy().tobytes())
+        own: dict[str, Any] = torch.load(packed, map_location="cpu", weights_only=self._weights_only)
+        return own
 
     def local_states(self, rank: int, world_size: int) -> LocalStates:
         """The states that the ranks had for themselves, for ``rank`` of ``world_size`` now; new copies each time."""
@@ -112,13 +114,6 @@ def pack_own(own: Mapping[str, Any]) -> torch.Tensor:
     file = io.BytesIO()
     torch.save(dict(own), file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-
-
-def unpack_own(packed: torch.Tensor, weights_only: bool) -> dict[str, Any]:
-    """Inverse of :func:`pack_own`."""
-    content = io.BytesIO(packed.numpy().tobytes())
-    own: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=weights_only)
-    return own
 
 
 def require_ours(content: Any, path: str) -> None:

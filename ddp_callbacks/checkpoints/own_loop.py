@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddp_callbacks._torch import mark_as_stepped
 from ddp_callbacks.checkpoints.file import CheckpointFile
-from ddp_callbacks.checkpoints.format import LocalStates, Saved, describe_loader, describe_model, require_same
+from ddp_callbacks.checkpoints.format import LocalStates, describe_loader, describe_model, require_same
 from ddp_callbacks.checkpoints.resume import closed_windows, load_buffers
 from ddp_callbacks.comm.checksums import checksum_of
 from ddp_callbacks.comm.collectives import all_gather_json
@@ -26,7 +27,6 @@ from ddp_callbacks.process_group import get_rank, get_world_size
 
 Objects = Mapping[str, Any]
 
-_OWN = (Resumable, GradientSynchronizer, ParameterAverager, RunRandomState)
 _OBJECTS, _GRADIENTS, _BUFFERS, _OPTIMIZERS, _RANDOM = "objects", "gradients", "buffers", "optimizers", "random"
 _COMPARE = "the comparison of what the ranks save"
 
@@ -43,6 +43,9 @@ class LocalSums(dict[str, Any]):
 
     def __init__(self, **sums: Any) -> None:
         super().__init__(sums)
+
+
+_OWN = (Resumable, GradientSynchronizer, ParameterAverager, RunRandomState, LocalSums)
 
 
 def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Objects) -> None:
@@ -109,7 +112,15 @@ def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
     if saved is None:
         return False
     require_same(saved.about, _describe(objects), opened.path)
-    _Loading(saved, objects, opened).load()
+    group = opened.process_group
+    states = saved.local_states(get_rank(group), get_world_size(group))
+    there = {*saved.shared.get(_OBJECTS, ()), *states.mine.get(_OBJECTS, ())}
+    if there != objects.keys():
+        raise CheckpointError(
+            f"{opened.path} must hold the objects {sorted(objects)}, got {sorted(there)}. Pass the names that "
+            "save_checkpoint got, or another path to start from the beginning."
+        )
+    _load_all(objects, saved.shared, states, group)
     return True
 
 
@@ -117,56 +128,36 @@ def _opened(file: CheckpointFile | str | os.PathLike[str]) -> AbstractContextMan
     return nullcontext(file) if isinstance(file, CheckpointFile) else CheckpointFile(file)
 
 
-class _Loading:
-    """One call of :func:`load_checkpoint`."""
+def _load_all(objects: Objects, shared: dict[str, Any], states: LocalStates, group: dist.ProcessGroup | None) -> None:
+    """The random state last: whatever draws before it draws in vain."""
+    own: dict[str, Any] = states.mine if states.is_same_world else {}
+    for name, value in objects.items():
+        if not _is_own(value):
+            _load_shared(value, own.get(_OPTIMIZERS, {}).get(name, shared[_OBJECTS][name]))
+    gradients = shared[_GRADIENTS] | own.get(_GRADIENTS, {})
+    for name, module in _modules(objects).items():
+        for key, parameter in module.named_parameters():
+            gradient = gradients.get(name, {}).get(key)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+        if _BUFFERS in states.mine:
+            load_buffers(module, states.of(_BUFFERS).of(name), [1.0] * len(states.of_ranks))
+    for name, value in objects.items():
+        if _is_own(value):
+            _load_own(value, states.of(_OBJECTS).of(name))
+    if not any(isinstance(value, RunRandomState) for value in objects.values()):
+        _load_random_state(states, group)
 
-    def __init__(self, saved: Saved, objects: Objects, file: CheckpointFile) -> None:
-        self._shared, self._objects, self._process_group = saved.shared, objects, file.process_group
-        self._states = saved.local_states(get_rank(self._process_group), get_world_size(self._process_group))
-        self._is_same, self._own = self._states.is_same_world, self._states.mine
-        self._require_names(file.path)
 
-    def load(self) -> None:
-        """Everything, the random state last: whatever draws before it draws in vain."""
-        optimizers = self._own[_OPTIMIZERS] if self._is_same else {}
-        for name, value in self._objects.items():
-            if not _is_own(value):
-                _load_shared(value, optimizers.get(name, self._shared[_OBJECTS][name]))
-        self._load_tensors()
-        for name, value in self._objects.items():
-            if _is_own(value):
-                _load_own(value, self._states.of(_OBJECTS).of(name))
-        if not any(isinstance(value, RunRandomState) for value in self._objects.values()):
-            self._load_random_state()
-
-    def _require_names(self, path: str) -> None:
-        there = {*self._shared.get(_OBJECTS, ()), *self._own.get(_OBJECTS, ())}
-        if there != self._objects.keys():
-            raise CheckpointError(
-                f"{path} must hold the objects {sorted(self._objects)}, got {sorted(there)}. Pass the names that "
-                "save_checkpoint got, or another path to start from the beginning."
-            )
-
-    def _load_tensors(self) -> None:
-        gradients = self._own.get(_GRADIENTS, {}) if self._is_same else {}
-        gradients = self._shared[_GRADIENTS] | gradients
-        for name, module in _modules(self._objects).items():
-            for key, parameter in module.named_parameters():
-                gradient = gradients.get(name, {}).get(key)
-                parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
-            if _BUFFERS in self._own:
-                load_buffers(module, self._states.of(_BUFFERS).of(name), [1.0] * len(self._states.of_ranks))
-
-    def _load_random_state(self) -> None:
-        """On another number of ranks: generators that all ranks have alike when the program starts stay alike."""
-        by_rank = all_gather_json([checksum_of(part) for part in get_global_state()], _COMPARE, self._process_group)
-        saved = self._own[_RANDOM]
-        set_global_state(saved)
-        if not self._is_same:
-            seed_by_rank(self._process_group)
-            own = get_global_state()
-            is_alike = [len(set(seen)) == 1 for seen in zip(*by_rank, strict=True)]
-            set_global_state([s if alike else o for s, o, alike in zip(saved, own, is_alike, strict=True)])
+def _load_random_state(states: LocalStates, group: dist.ProcessGroup | None) -> None:
+    """On another number of ranks: generators that all ranks have alike when the program starts stay alike."""
+    by_rank = all_gather_json([checksum_of(part) for part in get_global_state()], _COMPARE, group)
+    saved = states.mine[_RANDOM]
+    set_global_state(saved)
+    if not states.is_same_world:
+        seed_by_rank(group)
+        own = get_global_state()
+        is_alike = [len(set(seen)) == 1 for seen in zip(*by_rank, strict=True)]
+        set_global_state([s if alike else o for s, o, alike in zip(saved, own, is_alike, strict=True)])
 
 
 def _which_differ(tensors: dict[str, Any], file: CheckpointFile) -> list[str]:
@@ -201,7 +192,7 @@ def _describe(objects: Objects) -> dict[str, str]:
 
 def _is_own(value: Any) -> bool:
     """Whether each rank has a different state of this object."""
-    return isinstance(value, (*_OWN, LocalSums))
+    return isinstance(value, _OWN)
 
 
 def _state_of(name: str, value: Any) -> Any:

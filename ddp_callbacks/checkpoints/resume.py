@@ -26,34 +26,10 @@ from ddp_callbacks.process_group.preemption import SIGNALS, Preemption
 from ddp_callbacks.replicas import running_statistics
 
 Every = int | timedelta | None
-"""When to write a file without being asked; see :data:`ARGUMENTS`."""
+"""When to write a file without being asked; see :class:`ResumeOptions`."""
 
 Content = tuple[Shared, Mapping[str, Any], Mapping[str, str]]
 """The arguments of :meth:`CheckpointFile.write <ddp_callbacks.CheckpointFile.write>`."""
-
-ARGUMENTS = """
-    Args:
-        path: Of the file, ``"run.pt"``; only rank 0 needs to see it. The file before it is kept as ``run.previous.pt``.
-        every: When to write the file, except when all stop: after so many training batches, after a time by rank 0's
-            clock, or at the end of each epoch (``None``). It is written when the run ends, too.
-        on_signal: Whether SIGTERM and SIGUSR1 ask to stop. In a Trainer, Lightning handles no signal of its own then,
-            and requeues no job of Slurm.
-        time_limit: From the start of the run, after which to stop.
-        async_save: Let a thread write the file while the training continues.
-        weights_only: Whether the file may only hold tensors and plain data, see :func:`torch.load`. With ``False``,
-            reading it runs its code.
-
-    Raises:
-        ConfigurationError: A setting is invalid. At the start of a run: the host cannot tell where each process is in
-            the data, or there are several ``Resume``.
-        CheckpointError: At the start of a run: the file is of another model, data or batch size, or another job writes
-            it. Later: it cannot be written.
-        Preempted: In a run, on every rank: asked to stop, and the file is written.
-
-    Attributes:
-        preemption: The :class:`ddp_callbacks.Preemption` of the runs; its ``request`` asks to stop.
-"""
-
 
 _INTERVAL = "the time of the next checkpoint"
 _MOST = 1000  # moments between two looks at the clock
@@ -114,7 +90,29 @@ class Interval:
 
 
 class ResumeOptions:
-    """What a user sets of ``Resume``, which is this and the host's callback; see :data:`ARGUMENTS`."""
+    """What a user sets of ``Resume``, which is this and the host's callback.
+
+    Args:
+        path: Of the file, ``"run.pt"``; only rank 0 needs to see it. The file before it is kept as ``run.previous.pt``.
+        every: When to write the file, except when all stop: after so many training batches, after a time by rank 0's
+            clock, or at the end of each epoch (``None``). It is written when the run ends, too.
+        on_signal: Whether SIGTERM and SIGUSR1 ask to stop. In a Trainer, Lightning handles no signal of its own then,
+            and requeues no job of Slurm.
+        time_limit: From the start of the run, after which to stop.
+        async_save: Let a thread write the file while the training continues.
+        weights_only: Whether the file may only hold tensors and plain data, see :func:`torch.load`. With ``False``,
+            reading it runs its code.
+
+    Raises:
+        ConfigurationError: A setting is invalid. At the start of a run: the host cannot tell where each process is in
+            the data, or there are several ``Resume``.
+        CheckpointError: At the start of a run: the file is of another model, data or batch size, or another job writes
+            it. Later: it cannot be written.
+        Preempted: In a run, on every rank: asked to stop, and the file is written.
+
+    Attributes:
+        preemption: The :class:`ddp_callbacks.Preemption` of the runs; its ``request`` asks to stop.
+    """
 
     def __init__(
         self,
@@ -145,6 +143,10 @@ class ResumeOptions:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.preemption = self._make_preemption()
+
+
+ARGUMENTS = "\n" + str(ResumeOptions.__doc__).partition("\n\n")[2]
+"""For the docstring of a host's callback."""
 
 
 class ResumableRun:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import inspect
 import os
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +60,7 @@ def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool =
     """Torchbearer's ``save_checkpoint``, with the random state; deletes the old file after writing the new one."""
     values = {str(key): value for key, value in {**model_state, **model_state[torchbearer.METRICS]}.items()}
     path = self.fileformat.format(**values)
-    remove_leftovers(self.fileformat)
+    remove_leftovers(re.sub(r"\{.*?\}", "*", glob.escape(self.fileformat)))
     if self.save_model_params_only:
         saved = model_state[torchbearer.MODEL].state_dict()
     else:

@@ -331,6 +331,21 @@ def hears_late_that_all_have_come() -> None:
     joins()
 
 
+def makes_groups_beside_gloo() -> None:
+    """A group of some ranks would wait for ever: MPI starts in all of them at once."""
+    rank = join_process_group(timeout=PATIENCE).rank
+    importlib.import_module("ddp_callbacks.mpi")
+    if rank == 0:
+        try:
+            dist.new_group([0], backend="mpi4py", use_local_synchronization=True)
+        except ConfigurationError as error:
+            assert "MPI starts in all 2 processes at once, but this group has only the ranks [0]" in str(error)
+        else:
+            raise AssertionError("a group of some ranks")
+    dist.all_reduce(number := torch.ones(1), group=dist.new_group(backend="mpi4py"))
+    assert number.item() == 2
+
+
 def gives_up() -> None:
     joins()
     if dist.get_rank() == 0:

@@ -106,6 +106,7 @@ def test_gradients_and_a_trial_have_the_numbers_of_one_process(library: str, nam
         (1, "joins_alone", ""),
         (2, "ends_apart", ""),
         (2, "hears_late_that_all_have_come", ""),
+        (2, "makes_groups_beside_gloo", ""),
         (2, "gives_up", None),
         (2, "loads_with_spawned_workers", ""),
         (2, "joins_without_variables", "rank 0 of 1, but to MPI it is rank . of 2.* set RANK, WORLD_SIZE"),

@@ -17,29 +17,34 @@ def test_the_version_stands_in_one_place() -> None:
 
 def test_the_versions_of_lightning_that_were_compromised_are_excluded() -> None:
     """Lightning 2.6.2 and 2.6.3, which were compromised, are excluded."""
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     for name in ("lightning", "pytorch-lightning"):
-        assert f'"{name}>=2.6,!=2.6.2,!=2.6.3"' in text
+        assert ",!=2.6.2,!=2.6.3," in versions.SUPPORTED[name]
+
+
+def test_messages_and_metadata_ask_for_the_same_versions() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for name, supported in versions.SUPPORTED.items():
+        assert f'"{name}{supported.partition(",<")[0]}"' in text
 
 
 def test_a_newer_torch_than_tested_is_used_and_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     """A torch newer than the tested ones is used, and a warning names a tested one."""
-    monkeypatch.setitem(versions.NEWEST_TESTED, "torch", "2.1")
+    monkeypatch.setitem(versions.SUPPORTED, "torch", ">=2.0,<2.2")
     versions._warn_of_an_untested.cache_clear()
     for _ in range(2):
         versions.require_names("torch", ["torch:Tensor._post_accumulate_grad_hooks"])
     (warning,) = recwarn
     text = str(warning.message)
     assert text.startswith(f"torch {version('torch')} is newer than what ddp_callbacks {__version__} was tested with")
-    assert text.endswith(',<2.2"') and '(2.1). If something fails: pip install "torch' in text
+    assert text.endswith('. If something fails: pip install "torch>=2.0,<2.2"')
     versions._warn_of_an_untested.cache_clear()
 
 
 def test_versions_in_the_tested_range_pass_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
     """Tested versions are used without a warning."""
     versions._warn_of_an_untested.cache_clear()
-    for name in versions.NEWEST_TESTED:
+    for name in versions.SUPPORTED:
         versions.require_names(name, [])
     assert not list(recwarn)

@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,13 +248,13 @@ def with_other_numbers(whole: bytes) -> bytes:
     return whole.replace(before, after, 1)
 
 
-DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "truncated": (lambda whole: whole[: len(whole) // 2], "not a zip file"),
-    **{
-        f"{count} zeros at the beginning": (lambda whole, count=count: bytes(count) + whole[count:], "checksum of ")
-        for count in (4, 512)
-    },
-    "other bytes": (with_other_numbers, "checksum of .*data/"),
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda whole: whole[: len(whole) // 2],
+    "empty": lambda whole: b"",
+    "all zeros": lambda whole: bytes(len(whole)),
+    "4 zeros at the beginning": lambda whole: bytes(4) + whole[4:],
+    "512 zeros at the beginning": lambda whole: bytes(512) + whole[512:],
+    "other bytes": with_other_numbers,
 }
 
 
@@ -264,11 +263,10 @@ def test_a_damaged_file_is_passed_over_for_the_one_before_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A damaged file gives way to the one before."""
-    damage, reason = DAMAGES[name]
     path = tmp_path / "run.pt"
     write_steps(path, 1, 2, numel=1000)
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.warns(UserWarning, match=rf"run\.pt is damaged \(.*{reason}.*resumes from the one before: .*ous"):
+    path.write_bytes(DAMAGES[name](path.read_bytes()))
+    with pytest.warns(UserWarning, match=r"run\.pt is damaged, so the run resumes from the one before: .*ous"):
         assert step_at(path) == 1
     with monkeypatch.context() as patch, pytest.raises(CheckpointError) as caught:
         patch.setattr(os, "fsync", full_disk)
@@ -291,7 +289,7 @@ def test_a_file_with_any_one_byte_flipped_is_read_right_or_passed_over(tmp_path:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             step = step_at(path)
-        assert [step, "run.pt is damaged (" in "".join(str(each.message) for each in warned)] in ([2, False], [1, True])
+        assert [step, "run.pt is damaged" in "".join(str(each.message) for each in warned)] in ([2, False], [1, True])
 
 
 def test_a_lost_file_is_passed_over_and_two_damaged_ones_are_an_error(tmp_path: Path) -> None:
@@ -326,7 +324,7 @@ OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"run\.pt is no checkpoint of ddp_callbacks .* no key 'ddp_callbacks'",
     ),
     "text": (lambda path: path.write_text("epochs: 3\n"), r"run\.pt is no checkpoint of ddp_callbacks"),
-    "NumPy's": (lambda path: path.write_bytes(numpy_file()), r"run\.pt cannot be read: "),
+    "NumPy's": (lambda path: path.write_bytes(numpy_file()), r"no checkpoint can be read: \S+run\.pt is damaged; "),
     "a folder": (lambda path: path.mkdir(), r"run\.pt cannot be read on host \S+: .*Is a directory"),
 }
 
@@ -343,13 +341,8 @@ def test_files_of_others_and_of_newer_versions_are_refused_and_stay(tmp_path: Pa
     assert before is None or path.read_bytes() == before
 
 
-@pytest.mark.parametrize("checksums", [True, False])
-def test_objects_other_than_plain_data_are_read_by_those_who_trust_the_file(
-    tmp_path: Path, request: pytest.FixtureRequest, checksums: bool
-) -> None:
+def test_objects_other_than_plain_data_are_read_by_those_who_trust_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
-    request.addfinalizer(partial(torch.serialization.set_crc32_options, torch.serialization.get_crc32_options()))
-    torch.serialization.set_crc32_options(checksums)
     with CheckpointFile(path) as file:
         file.write({"object": Path("x")}, {}, {})
         with pytest.raises(CheckpointError, match=r"nor plain data \(pathlib\.\w+\).*weights_only=False"):
