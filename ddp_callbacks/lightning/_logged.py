@@ -47,10 +47,9 @@ PRIVATE_OF_RESUME = (
 """The same, of what only the callback ``Resume`` uses."""
 
 
-def results_class(package: str) -> type:
+def results_class(package: str) -> Any:
     """The class of what keeps the logged values of a loop."""
-    found: type = importlib.import_module(f"{ROOTS[package]}.{_RESULT}")._ResultCollection
-    return found
+    return importlib.import_module(f"{ROOTS[package]}.{_RESULT}")._ResultCollection
 
 
 def results_of(trainer: Any) -> Any:

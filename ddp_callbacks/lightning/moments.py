@@ -21,43 +21,6 @@ from ddp_callbacks.lightning.replacement import Replacements
 Place = Literal["training", "epoch"]
 
 
-def watch(
-    trainer: Any,
-    end_batch: Callable[[bool], None],
-    end_validation_batch: Callable[[], None],
-    end_epoch: Callable[[], None],
-    replacements: Replacements,
-) -> None:
-    """Call functions at the moments of the fits of a Trainer; each may raise, to end the fit.
-
-    Args:
-        trainer: Lightning's.
-        end_batch: Behind a training batch, with whether a validation comes next.
-        end_validation_batch: Behind a batch of a validation that is no sanity check.
-        end_epoch: Between two epochs.
-        replacements: Of Lightning's methods.
-    """
-    loop = trainer.fit_loop
-
-    def should_validate(decide: Callable[[Any], bool], data_fetcher: Any) -> bool:
-        validates = decide(data_fetcher)
-        end_batch(validates)
-        return validates
-
-    def evaluation_step(step: Callable[..., None], *args: Any) -> None:
-        step(*args)
-        if not trainer.sanity_checking:
-            end_validation_batch()
-
-    def on_advance_end(end: Callable[[], None]) -> None:
-        end()
-        end_epoch()
-
-    replacements.replace(loop.epoch_loop, _progress.SHOULD_VALIDATE, should_validate)
-    replacements.replace(loop.epoch_loop.val_loop, _progress.EVALUATION_STEP, evaluation_step)
-    replacements.replace(loop, "on_advance_end", on_advance_end)
-
-
 class GoingOn:
     """Lets the next fit of a Trainer go on from a place.
 
@@ -102,7 +65,9 @@ class GoingOn:
         self._put_back()
 
     def _begin_epoch(self, begin: Callable[[], None]) -> None:
-        with _progress.silent(self._trainer.loggers):  # they have the rows of these hooks
+        with Replacements() as muted:  # loggers have the rows of these hooks
+            for logger in self._trainer.loggers:
+                muted.replace(logger, "log_metrics", lambda *_, **__: None)
             begin()
 
     def _begin_pass(self, begin: Callable[..., None], data_fetcher: Any) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.checkpoints.attributes import Checksums, changed
-from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.lightning import _logged, _progress
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.saved_attributes import attributes_of, load_attributes
@@ -33,7 +32,7 @@ def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
         "attributes": changed(attributes_of(trainer.lightning_module), at_start),
         "strategy": trainer.strategy.own_state(),
         "optimizers": save_optimizers(trainer),
-        "random": random_state_of(trainer).state_dict(),
+        "random": trainer.strategy.random_state.state_dict(),
     }
 
 
@@ -57,13 +56,7 @@ def put_back(trainer: Any, states: LocalStates, checkpoint: dict[str, Any]) -> N
     strategy.load_own_state(states.of("strategy").of_ranks, states.is_same_world)
     if states.is_same_world:
         load_optimizers(trainer, own["optimizers"])
-    random_state_of(trainer).load_state_dict(own["random"])
-
-
-def random_state_of(trainer: Any) -> RunRandomState:
-    """That of the run on several processes; on one, the process's."""
-    found: RunRandomState | None = trainer.strategy.random_state
-    return RunRandomState() if found is None else found
+    strategy.random_state.load_state_dict(own["random"])
 
 
 def _logs_of(results: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _parts, _progress, loggers, own_state
 from ddp_callbacks.lightning._lightning import require_resume
 from ddp_callbacks.lightning.batches import give_loaders_back
-from ddp_callbacks.lightning.moments import GoingOn, Place, watch
+from ddp_callbacks.lightning.moments import GoingOn, Place
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.saved_attributes import attributes_of
 from ddp_callbacks.process_group import get_rank, get_world_size
@@ -75,11 +75,14 @@ class Fit:
         trainer, resumable = self._trainer, self._resumable
         self._exit.enter_context(resumable.opened())
         self._saved = resumable.file.read()
-        watch(trainer, self._end_batch, resumable.pass_moment_of_validation, self._end_epoch, self._exit)
-        self._exit.replace(_parts.checkpoint_connector(trainer), _parts.RESUME_START, self._resume_start)
-        self._exit.replace(trainer.fit_loop, "on_save_checkpoint", self._without_loaders)
+        loop = trainer.fit_loop
+        self._exit.replace(loop.epoch_loop, _progress.SHOULD_VALIDATE, self._end_batch)
+        self._exit.replace(loop.epoch_loop.val_loop, _progress.EVALUATION_STEP, self._end_validation_batch)
+        self._exit.replace(loop, "on_advance_end", self._end_epoch)
+        self._exit.replace(_parts.connector(trainer, "checkpoint"), _parts.RESUME_START, self._resume_start)
+        self._exit.replace(loop, "on_save_checkpoint", _without_loaders)
         if self._on_signal:
-            self._exit.replace(_parts.signal_connector(trainer), _progress.REGISTER_SIGNALS, lambda _: None)
+            self._exit.replace(_parts.connector(trainer, "signal"), _progress.REGISTER_SIGNALS, lambda _: None)
         if self._saved is not None:
             self._mine = self._states().mine
             loggers.go_on(trainer.loggers, self._saved.own(0)["loggers"])
@@ -158,7 +161,6 @@ class Fit:
             if self._mine["place"] == "epoch" or (state is not None and state["pass"] is None):
                 self._set_loader("train", index, loader)  # Lightning has begun a pass
         own_state.put_back(self._trainer, self._states(), self._saved.shared)
-        _progress.forget_loaders(self._trainer)
         self._saved = None  # it is as large as the model and its optimizer
 
     def _states(self) -> LocalStates:
@@ -167,11 +169,21 @@ class Fit:
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
-    def _end_batch(self, validates: bool) -> None:
+    def _end_batch(self, decide: Callable[[Any], bool], data_fetcher: Any) -> bool:
+        """Behind a training batch: whether a validation comes next."""
+        validates = decide(data_fetcher)
         take = functools.partial(self._take, "training", validates)
         self._resumable.pass_moment(take, ends_batch=True, validates=validates)
+        return validates
 
-    def _end_epoch(self) -> None:
+    def _end_validation_batch(self, step: Callable[..., None], *args: Any) -> None:
+        step(*args)
+        if not self._trainer.sanity_checking:
+            self._resumable.pass_moment_of_validation()
+
+    def _end_epoch(self, end: Callable[[], None]) -> None:
+        """Between two epochs."""
+        end()
         is_over = _progress.is_done(self._trainer.fit_loop)
         self._resumable.pass_moment(functools.partial(self._take, "epoch"), ends_epoch=True, is_over=is_over)
 
@@ -189,7 +201,6 @@ class Fit:
             },
         }
         checkpoint = _progress.dump_checkpoint(trainer)  # closes a window of local steps
-        _progress.forget_loaders(trainer, checkpoint)
         if trainer.strategy.takes_local_steps:
             trainer.strategy.load_own_state([own["strategy"]] * get_world_size(), True)
         own["loggers"] = loggers.places_of(trainer.loggers)
@@ -217,11 +228,10 @@ class Fit:
         about = {"model": describe_model(self._trainer.lightning_module)}
         return about | (describe_loader(loaders[0], "the training") if loaders else {})
 
-    def _without_loaders(self, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Lightning would save the states of loaders that only this run has, and other Trainers refuse them."""
-        state = save()
-        state.pop("combined_loader", None)
-        return state
+
+def _without_loaders(save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Lightning would save the states of loaders that only this run has, and other Trainers refuse them."""
+    return {name: value for name, value in save().items() if name != "combined_loader"}
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

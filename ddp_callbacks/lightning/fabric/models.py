@@ -15,10 +15,9 @@ import torch
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning.processes import SAME_EVERYWHERE
+from ddp_callbacks.lightning.processes import SAME_EVERYWHERE, VERSIONS
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas import broadcast_parameters, merge_buffers
-from ddp_callbacks.versions import __version__
 
 
 class Models:
@@ -42,8 +41,7 @@ class Models:
     def add(self, module: torch.nn.Module, settings: dict[str, object]) -> None:
         """Compare ``module`` and ``settings`` over the ranks, give all rank 0's, and synchronize it. A collective."""
         begin_run()
-        versions = {"version of torch": torch.__version__, "version of ddp_callbacks": __version__}
-        require_agreement(module_settings(module) | versions | settings, "the model", SAME_EVERYWHERE)
+        require_agreement(module_settings(module) | VERSIONS | settings, "the model", SAME_EVERYWHERE)
         self.exchange = ScalarExchange()
         self._forget_lost()
         if all(known.user_s() is not module for known in self._models):
