@@ -20,6 +20,7 @@ BATCH_INDICES = "_get_batch_indices"  # likewise
 RESUME_START = "resume_start"  # of the checkpoint connector
 MONITORED = ("_monitor_candidates", "_run_early_stopping_check")  # in which ModelCheckpoint and EarlyStopping read
 
+# The contract, as ddp_callbacks.versions.require_names reads it, below ``lightning.pytorch``.
 PRIVATE = (
     "core.module:LightningModule.__init__ uses _trainer, _current_fx_name",
     "core.module:LightningModule._on_before_batch_transfer(self, batch)",
@@ -56,14 +57,14 @@ PRIVATE = (
     "strategies:DDPStrategy._setup_model(self, model)",
     "strategies:ParallelStrategy.__init__ uses _layer_sync",
 )
-"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it, below ``lightning.pytorch``."""
 
+# The same below ``lightning.fabric``, of what Trainers and Fabric use.
 PRIVATE_OF_BOTH = (
     "utilities.data:_auto_add_worker_init_fn(dataloader, rank)",
     "utilities.imports:_IS_INTERACTIVE",
 )
-"""The same below ``lightning.fabric``, of what Trainers and Fabric use."""
 
+# The same, of what only Fabric's strategy uses.
 PRIVATE_OF_FABRIC = (
     "fabric:Fabric._requires_distributed_sampler uses distributed_sampler_kwargs",
     "strategies:DDPStrategy.__init__ uses _backward_sync_control, _process_group_backend, _timeout",
@@ -71,7 +72,6 @@ PRIVATE_OF_FABRIC = (
     "strategies:DDPStrategy._set_world_ranks(self)",
     "strategies:DDPStrategy._setup_distributed(self)",
 )
-"""The same, of what only Fabric's strategy uses."""
 
 
 # --- the package ---------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ EVALUATION_STEP = "_evaluation_step"  # of an evaluation loop
 SHOULD_VALIDATE = "_should_check_val_fx"  # of the training epoch loop
 _MAX_SIZE = "_MaxSize"  # an iterator over several loaders
 
+# The contract, as ddp_callbacks.versions.require_names reads it, below ``lightning.pytorch``.
 PRIVATE = (
     f"trainer.connectors.signal_connector:_SignalConnector.{REGISTER_SIGNALS}(self)",
     "trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint(self, weights_only)",
@@ -46,13 +47,12 @@ PRIVATE = (
     "utilities.combined_loader:_ModeIterator.__init__ uses _idx",
     f"{_LOGGER}:_LoggerConnector.__init__ uses _current_fx, _first_loop_iter",
 )
-"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it, below ``lightning.pytorch``."""
 
+# The same below ``lightning.fabric``.
 PRIVATE_OF_LOGGERS = (
     "loggers.csv_logs:CSVLogger.__init__ uses _version",
     "loggers.tensorboard:TensorBoardLogger.__init__ uses _version",
 )
-"""The same below ``lightning.fabric``."""
 
 _OF_CONNECTOR = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics", "_current_fx", "_first_loop_iter")
 _OF_CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")

@@ -46,7 +46,9 @@ class Models:
         self._forget_lost()
         if all(known.user_s() is not module for known in self._models):
             self._models.append(_Model(module))
-        self._synchronize()
+        if self.synchronizer is not None:
+            self.synchronizer.close()
+        self.synchronizer = self._make(self.whole())
         broadcast_parameters(module)
 
     def whole(self) -> torch.nn.Module:
@@ -84,11 +86,6 @@ class Models:
         kept = [float(model.user_s() is not None) for model in self._models]
         rows = self.exchange.exchange(kept, "which models are in use")
         self._models = [model for model, flags in zip(self._models, zip(*rows, strict=True), strict=True) if any(flags)]
-
-    def _synchronize(self) -> None:
-        if self.synchronizer is not None:
-            self.synchronizer.close()
-        self.synchronizer = self._make(self.whole())
 
 
 class _Model:

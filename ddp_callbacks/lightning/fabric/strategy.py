@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -15,7 +16,7 @@ from ddp_callbacks._torch import BatchNorm
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.hooks import CommHook
-from ddp_callbacks.data.nested import name_of
+from ddp_callbacks.data.nested import arrays_in, name_of
 from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
 from ddp_callbacks.data.shares import BatchSize, Share
 from ddp_callbacks.gradients import GradientSynchronizer
@@ -51,6 +52,7 @@ class CallbackFabricMixin(ProcessesMixin):
     _divides_next = False  # the loader that Fabric sets up
     _last = Share(1, None)
     _weights = (1.0, 1.0)  # of the last backward
+    _inputs: Any = None  # of the model that computes
     _backwards = 0
 
     def __init__(
@@ -110,16 +112,14 @@ class CallbackFabricMixin(ProcessesMixin):
         if self.launcher is not None:
             Replaced(self.launcher, "launch", _launch)
 
-    def setup_environment(self) -> None:
+    def _setup_distributed(self) -> None:
         """Meet the other processes, and begin a run with them. Blocks until all are there."""
         refuse_plugin(self.precision)
-        super().setup_environment()
-        if self.world_size > 1:
-            Replaced(self.precision, "convert_output", self._mark)
-
-    def _setup_distributed(self) -> None:
         self._set_world_ranks()
         self._meet()
+        if self.world_size > 1:
+            Replaced(self.precision, "convert_input", self._begin_forward)
+            Replaced(self.precision, "convert_output", self._end_forward)
 
     def teardown(self) -> None:
         """Remove every hook from models."""
@@ -229,7 +229,8 @@ class CallbackFabricMixin(ProcessesMixin):
         if torch.is_grad_enabled():
             if self._weight_of is None and self._weight is not None:
                 self._weight_of = weight_function(self._weight, self._models.whole())
-            self._batches.take(running, Draw(share, *weigh(batch, share, self._weight_of, self._reduction)))
+            arrays = [weakref.ref(array) for array in arrays_in(batch)]
+            self._batches.take(running, Draw(share, *weigh(batch, share, self._weight_of, self._reduction), arrays))
 
     def leave(self, running: object) -> None:
         """A pass has ended, or the loop has left it. Local."""
@@ -279,10 +280,15 @@ class CallbackFabricMixin(ProcessesMixin):
         if (undo := self._undo.pop(running, None)) is not None:
             undo()
 
-    def _mark(self, convert: Callable[[Any], Any], output: Any) -> Any:
+    def _begin_forward(self, convert: Callable[[Any], Any], inputs: Any) -> Any:
+        self._inputs = inputs
+        return convert(inputs)
+
+    def _end_forward(self, convert: Callable[[Any], Any], output: Any) -> Any:
+        inputs, self._inputs = self._inputs, None
         converted = convert(output)
         if torch.is_grad_enabled():
-            self._batches.mark(converted)
+            self._batches.mark(inputs, converted)
         return converted
 
     def _joint_loss(self, closure: Callable[[], Any]) -> Any:
