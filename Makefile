@@ -7,7 +7,7 @@
 #              by default), applications from PyPI, and the oldest and newest versions; hours
 # make check-cuda  the tests for a GPU, on a machine that has one: 10 minutes; with CUDA_PYTHON=python3, by a Python
 #              that has everything, without setting up .venv
-# make check-apps  three applications from PyPI that train through a Trainer, unchanged, on two processes as on one;
+# make check-apps  five applications from PyPI that train through a Trainer, unchanged, on two processes as on one;
 #              downloads 600 MB
 # make lint    formatting, lint and types only
 # make promises  write the list of promises in tests/README.md again
@@ -34,7 +34,8 @@ NEWEST_PYTHON ?= python3.13
 NEWEST = torch==2.14.1 lightning==2.6.6 pytorch-lightning==2.6.6
 
 # Applications of others, which train through a Trainer; each is a row of tests/apps.
-APPS = chemprop==2.3.1 neuralforecast==3.3.0 pytorch-forecasting==1.8.0 wandb==0.31.0 mlflow-skinny==3.17.2
+APPS = chemprop==2.3.1 darts==0.48.1 neuralforecast==3.3.0 pytorch-forecasting==1.8.0 scvi-tools==1.4.2 wandb==0.31.0 \
+	mlflow-skinny==3.17.2
 
 # The Python that runs the tests for a GPU. One of its own needs no network.
 CUDA_PYTHON ?= $(BIN)/python

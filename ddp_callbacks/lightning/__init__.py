@@ -19,9 +19,8 @@ many steps and at the moments in ``local_steps``, and the ranks meet in those st
 
 What is logged waits as ``rows`` until the ranks join it; ``logs`` says when.
 
-With the callback ``Resume`` a fit can stop at the ``moments`` and go on there: ``resume`` reads and writes the file;
-``own_state`` is what the ranks have beside Lightning's checkpoint: what was logged, ``saved_metrics``,
-``saved_module``, ``saved_attributes``.
+With the callback ``Resume`` a fit can stop and go on there: ``resume`` reads and writes the file; ``own_state`` is what
+the ranks have beside Lightning's checkpoint: what was logged, buffers, ``saved_metrics``, ``saved_attributes``.
 
 What is private in Lightning is touched in ``_parts``, ``_logged`` and ``_progress``, and ``_lightning`` requires it.
 

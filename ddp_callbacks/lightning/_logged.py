@@ -12,6 +12,7 @@ from ddp_callbacks.lightning.packages import ROOTS
 _RESULT = "trainer.connectors.logger_connector.result"
 _LOGGER = "trainer.connectors.logger_connector.logger_connector"
 
+# The contract, as ddp_callbacks.versions.require_names reads it, below ``lightning.pytorch``.
 PRIVATE = (
     "trainer:Trainer._results",
     "loops.training_epoch_loop:_TrainingEpochLoop.__init__ uses _results, automatic_optimization",
@@ -34,8 +35,8 @@ PRIVATE = (
     f"{_RESULT}:_Sync.rank_zero_only",
     f"{_RESULT}:_Sync.should",
 )
-"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it, below ``lightning.pytorch``."""
 
+# The same, of what only the callback ``Resume`` uses.
 PRIVATE_OF_RESUME = (
     f"{_RESULT}:_Metadata.__init__(on_step, on_epoch, reduce_fx, metric_attribute)",
     f"{_RESULT}:_Metadata.__init__(self, fx, name, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph)",
@@ -44,13 +45,11 @@ PRIVATE_OF_RESUME = (
     f"{_RESULT}:_ResultMetric.__init__ uses cumulated_batch_size",
     f"{_RESULT}:_Sync.__init__(fn, _should, rank_zero_only)",
 )
-"""The same, of what only the callback ``Resume`` uses."""
 
 
-def results_class(package: str) -> type:
+def results_class(package: str) -> Any:
     """The class of what keeps the logged values of a loop."""
-    found: type = importlib.import_module(f"{ROOTS[package]}.{_RESULT}")._ResultCollection
-    return found
+    return importlib.import_module(f"{ROOTS[package]}.{_RESULT}")._ResultCollection
 
 
 def results_of(trainer: Any) -> Any:

@@ -6,8 +6,7 @@ Lightning comes as two packages. The functions work with the objects of either, 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from ddp_callbacks.lightning.packages import FABRIC, ROOTS
 
@@ -21,6 +20,7 @@ BATCH_INDICES = "_get_batch_indices"  # likewise
 RESUME_START = "resume_start"  # of the checkpoint connector
 MONITORED = ("_monitor_candidates", "_run_early_stopping_check")  # in which ModelCheckpoint and EarlyStopping read
 
+# The contract, as ddp_callbacks.versions.require_names reads it, below ``lightning.pytorch``.
 PRIVATE = (
     "core.module:LightningModule.__init__ uses _trainer, _current_fx_name",
     "core.module:LightningModule._on_before_batch_transfer(self, batch)",
@@ -57,14 +57,14 @@ PRIVATE = (
     "strategies:DDPStrategy._setup_model(self, model)",
     "strategies:ParallelStrategy.__init__ uses _layer_sync",
 )
-"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it, below ``lightning.pytorch``."""
 
+# The same below ``lightning.fabric``, of what Trainers and Fabric use.
 PRIVATE_OF_BOTH = (
     "utilities.data:_auto_add_worker_init_fn(dataloader, rank)",
     "utilities.imports:_IS_INTERACTIVE",
 )
-"""The same below ``lightning.fabric``, of what Trainers and Fabric use."""
 
+# The same, of what only Fabric's strategy uses.
 PRIVATE_OF_FABRIC = (
     "fabric:Fabric._requires_distributed_sampler uses distributed_sampler_kwargs",
     "strategies:DDPStrategy.__init__ uses _backward_sync_control, _process_group_backend, _timeout",
@@ -72,18 +72,14 @@ PRIVATE_OF_FABRIC = (
     "strategies:DDPStrategy._set_world_ranks(self)",
     "strategies:DDPStrategy._setup_distributed(self)",
 )
-"""The same, of what only Fabric's strategy uses."""
 
 
 # --- the package ---------------------------------------------------------------------------------------------------
 
 
-def add_worker_init_fn(package: str) -> Callable[[object, int], None]:
-    """The function that seeds the workers of a loader by the rank, after ``seed_everything(workers=True)``."""
-    found: Callable[[object, int], None] = importlib.import_module(
-        f"{FABRIC[package]}.utilities.data"
-    )._auto_add_worker_init_fn
-    return found
+def seed_workers(package: str, loader: object, rank: int) -> None:
+    """Let the workers of a loader be seeded by the rank, after ``seed_everything(workers=True)``."""
+    importlib.import_module(f"{FABRIC[package]}.utilities.data")._auto_add_worker_init_fn(loader, rank)
 
 
 def silent_logger(package: str) -> Any:
@@ -111,35 +107,20 @@ def is_interactive(package: str) -> bool:
 # --- the Trainer's parts -------------------------------------------------------------------------------------------
 
 
-def logger_connector(trainer: Any) -> Any:
-    """The part of the Trainer that is called at the end of batches and epochs, to log."""
-    return trainer._logger_connector
+def connector(trainer: Any, kind: Literal["accelerator", "checkpoint", "data", "logger", "signal"]) -> Any:
+    """One of the Trainer's helpers.
 
-
-def data_connector(trainer: Any) -> Any:
-    """The part of the Trainer that calls ``prepare_data`` on one process of each host."""
-    return trainer._data_connector
-
-
-def signal_connector(trainer: Any) -> Any:
-    """The part of the Trainer that handles SIGTERM and Slurm's warning."""
-    return trainer._signal_connector
+    ``"accelerator"`` knows ``use_distributed_sampler``, ``"checkpoint"`` restores the Trainer's state, ``"data"`` calls
+    ``prepare_data``, ``"logger"`` is called at the end of batches and epochs, ``"signal"`` handles SIGTERM and Slurm's
+    warning.
+    """
+    return getattr(trainer, f"_{kind}_connector")
 
 
 def requeue(trainer: Any, number: int) -> None:
     """Do what Lightning does at Slurm's warning, signal ``number``: save a checkpoint and requeue the job."""
-    connector = signal_connector(trainer)
-    type(connector)._slurm_sigusr_handler_fn(connector, number, None)
-
-
-def checkpoint_connector(trainer: Any) -> Any:
-    """The part of the Trainer that restores its state from a checkpoint."""
-    return trainer._checkpoint_connector
-
-
-def accelerator_connector(trainer: Any) -> Any:
-    """The part of the Trainer that has chosen the devices, and knows ``use_distributed_sampler``."""
-    return trainer._accelerator_connector
+    handler = connector(trainer, "signal")
+    type(handler)._slurm_sigusr_handler_fn(handler, number, None)
 
 
 def trainer_of(module: Any) -> Any:
@@ -196,16 +177,14 @@ def is_accumulating(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
-def validation_interval(trainer: Any) -> float | None:
-    """Seconds between validations, if it is time that decides."""
-    interval: float | None = getattr(trainer, "_val_check_time_interval", None)
-    return interval
+def validation_interval(trainer: Any) -> Any:
+    """Seconds between validations, if it is time that decides; otherwise ``None``."""
+    return getattr(trainer, "_val_check_time_interval", None)
 
 
-def last_validation(trainer: Any) -> float:
+def last_validation(trainer: Any) -> Any:
     """When the last one was, by ``time.monotonic()``; where time decides."""
-    time: float = trainer._last_val_time
-    return time
+    return trainer._last_val_time
 
 
 def set_last_validation(trainer: Any, time: float) -> None:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from ddp_callbacks.lightning.packages import ROOTS
-from ddp_callbacks.lightning.replacement import Replacements
 
 _LOGGER = "trainer.connectors.logger_connector.logger_connector"
 
@@ -19,6 +18,7 @@ EVALUATION_STEP = "_evaluation_step"  # of an evaluation loop
 SHOULD_VALIDATE = "_should_check_val_fx"  # of the training epoch loop
 _MAX_SIZE = "_MaxSize"  # an iterator over several loaders
 
+# The contract, as ddp_callbacks.versions.require_names reads it, below ``lightning.pytorch``.
 PRIVATE = (
     f"trainer.connectors.signal_connector:_SignalConnector.{REGISTER_SIGNALS}(self)",
     "trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint(self, weights_only)",
@@ -35,7 +35,7 @@ PRIVATE = (
     "loops.loop:_Loop.__init__ uses _restarting, _loaded_from_state_dict, _resuming_from_checkpoint",
     "loops.fit_loop:_FitLoop.run(self)",
     "loops.fit_loop:_FitLoop.run uses on_run_start, on_advance_start, on_advance_end, on_run_end",
-    "loops.fit_loop:_FitLoop.__init__ uses _combined_loader_states_to_load, _data_fetcher, epoch_progress",
+    "loops.fit_loop:_FitLoop.__init__ uses _data_fetcher, epoch_progress",
     "loops.fit_loop:_FitLoop.__init__ uses _last_train_dl_reload_epoch",
     f"loops.evaluation_loop:_EvaluationLoop.{EVALUATION_STEP}(self, batch, batch_idx, dataloader_idx, dataloader_iter)",
     "loops.evaluation_loop:_EvaluationLoop.__init__ uses _last_val_dl_reload_epoch, _seen_batches_per_dataloader",
@@ -47,18 +47,15 @@ PRIVATE = (
     "utilities.combined_loader:_ModeIterator.__init__ uses _idx",
     f"{_LOGGER}:_LoggerConnector.__init__ uses _current_fx, _first_loop_iter",
 )
-"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it, below ``lightning.pytorch``."""
 
+# The same below ``lightning.fabric``.
 PRIVATE_OF_LOGGERS = (
     "loggers.csv_logs:CSVLogger.__init__ uses _version",
     "loggers.tensorboard:TensorBoardLogger.__init__ uses _version",
 )
-"""The same below ``lightning.fabric``."""
 
 _OF_CONNECTOR = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics", "_current_fx", "_first_loop_iter")
-_OF_EVALUATION = ("_last_val_dl_reload_epoch",)
 _OF_CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-"""Of ``ModelCheckpoint``, beside its ``state_dict``."""
 
 
 def version_of(logger: Any) -> int | str | None:
@@ -71,10 +68,9 @@ def set_version_of(logger: Any, version: int | str) -> None:
     logger._version = version
 
 
-def dump_checkpoint(trainer: Any) -> dict[str, Any]:
+def dump_checkpoint(trainer: Any) -> Any:
     """The Trainer's checkpoint, as ``save_checkpoint`` writes it. All ranks must call it."""
-    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(False)
-    return checkpoint
+    return trainer._checkpoint_connector.dump_checkpoint(False)
 
 
 def set_checkpoint(trainer: Any, checkpoint: dict[str, Any], path: str) -> None:
@@ -100,41 +96,40 @@ def restore_again(trainer: Any, checkpoint: dict[str, Any]) -> None:
     call._call_callbacks_load_state_dict(trainer, checkpoint)
 
 
+def _owners(trainer: Any) -> list[tuple[Any, tuple[str, ...]]]:
+    """What has attributes that Lightning's checkpoint lacks, and their names."""
+    fit_loop = trainer.fit_loop
+    return [
+        (trainer, ("should_stop",)),
+        (trainer._logger_connector, _OF_CONNECTOR),
+        (fit_loop, ("_last_train_dl_reload_epoch",)),
+        (fit_loop.epoch_loop.val_loop, ("_last_val_dl_reload_epoch",)),
+        *((callback, _OF_CHECKPOINTS) for callback in trainer.checkpoint_callbacks),
+    ]
+
+
 def trainer_state(trainer: Any) -> dict[str, Any]:
     """Counters, and what loops and loggers know beside Lightning's own checkpoint. For a file."""
-    fit_loop, connector = trainer.fit_loop, trainer._logger_connector
-    evaluation = fit_loop.epoch_loop.val_loop
-    loops = fit_loop.state_dict()
-    loops["state_dict"] = {}  # of the loaders
+    fit_loop = trainer.fit_loop
     return {
-        "loops": loops,
-        "should_stop": bool(trainer.should_stop),
-        "reloaded": fit_loop._last_train_dl_reload_epoch,
-        "connector": {name: copy.copy(getattr(connector, name)) for name in _OF_CONNECTOR},
-        "evaluation": {name: copy.copy(getattr(evaluation, name)) for name in _OF_EVALUATION},
-        "evaluated": dict(evaluation._seen_batches_per_dataloader),
-        "checkpoints": [
-            {name: vars(callback)[name] for name in _OF_CHECKPOINTS if name in vars(callback)}
-            for callback in trainer.checkpoint_callbacks
+        "loops": fit_loop.state_dict(),
+        "evaluated": dict(fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader),
+        "attributes": [
+            {name: copy.copy(vars(owner)[name]) for name in names if name in vars(owner)}
+            for owner, names in _owners(trainer)
         ],
     }
 
 
 def load_trainer_state(trainer: Any, state: dict[str, Any]) -> None:
     """Inverse of :func:`trainer_state`; the loops don't know that they go on."""
-    fit_loop, connector = trainer.fit_loop, trainer._logger_connector
-    evaluation = fit_loop.epoch_loop.val_loop
-    fit_loop.load_state_dict(state["loops"])
-    let_begin(fit_loop)
-    trainer.should_stop = state["should_stop"]
-    fit_loop._last_train_dl_reload_epoch = state["reloaded"]
-    for owner, values in ((connector, state["connector"]), (evaluation, state["evaluation"])):
-        for name, value in values.items():
-            setattr(owner, name, copy.copy(value))
-    evaluation._seen_batches_per_dataloader.clear()
-    evaluation._seen_batches_per_dataloader.update(state["evaluated"])
-    for callback, values in zip(trainer.checkpoint_callbacks, state["checkpoints"], strict=False):
-        vars(callback).update(values)
+    trainer.fit_loop.load_state_dict(state["loops"])
+    let_begin(trainer.fit_loop)
+    seen = trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader
+    seen.clear()
+    seen.update(state["evaluated"])
+    for (owner, _), values in zip(_owners(trainer), state["attributes"], strict=False):
+        vars(owner).update(values)
 
 
 def let_begin(loop: Any) -> None:
@@ -143,13 +138,6 @@ def let_begin(loop: Any) -> None:
     for inner in (vars(loop).get("epoch_loop"), vars(loop).get("val_loop")):
         if inner is not None:
             let_begin(inner)
-
-
-def forget_loaders(trainer: Any, checkpoint: dict[str, Any] | None = None) -> None:
-    """Lightning has read states of the loaders, which are not for these; with a checkpoint, it has written them."""
-    trainer.fit_loop._combined_loader_states_to_load = []
-    if checkpoint is not None:
-        checkpoint["loops"]["fit_loop"].get("state_dict", {}).pop("combined_loader", None)
 
 
 def begin_epoch_again(fit_loop: Any) -> None:
@@ -188,15 +176,6 @@ def _without_information() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-@contextmanager
-def silent(loggers: Sequence[Any]) -> Iterator[None]:
-    """Inside, loggers get no rows."""
-    with Replacements() as replacements:
-        for logger in loggers:
-            replacements.replace(logger, "log_metrics", lambda *_, **__: None)
-        yield
 
 
 def position_in_training(fit_loop: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torchmetrics import Metric
 
 from ddp_callbacks.versions import require_names
 
+# The contract, as ddp_callbacks.versions.require_names reads it.
 PRIVATE = (
     "torchmetrics:Metric.__init__ uses _cache, _computed, _forward_cache, _should_unsync, _update_count",
     "torchmetrics:Metric.__init__ uses dist_sync_fn, dist_sync_on_step",
@@ -22,7 +23,6 @@ PRIVATE = (
     "torchmetrics:Metric._wrap_compute(self, compute)",
     "torchmetrics:Metric.sync uses _cache, _copy_state_dict, _sync_dist",
 )
-"""The contract, as :func:`ddp_callbacks.versions.require_names` reads it."""
 
 
 def require_torchmetrics() -> None:

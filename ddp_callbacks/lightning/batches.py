@@ -107,23 +107,19 @@ class Batches:
     Args:
         weight: A function of a batch, this rank's part: the number that the loss of that part is a mean over (tokens
             that count, say). ``None``: the number of samples.
-        exchange: To the other ranks.
-        sums_weights: Whether the total weight of a training batch is needed.
         reduction: ``"sum"``: the loss is a sum over the samples.
+        sums_weights: Whether the total weight of a training batch is needed.
 
     Attributes:
+        exchange: To the other ranks.
         share: Of the batch that is being computed.
         weight: What this rank's loss of that batch counts; 0 where the batch is a padding batch.
         total: The sum of the weights over the ranks; during training it is known where it is needed.
     """
 
-    def __init__(
-        self, weight: Weight | None, exchange: ScalarExchange, sums_weights: bool = True, reduction: Reduction = "mean"
-    ) -> None:
-        self._weight_of = weight
-        self._reduction: Reduction = reduction
-        self._exchange = exchange
-        self._sums_weights = sums_weights
+    def __init__(self, weight: Weight | None, reduction: Reduction, sums_weights: bool) -> None:
+        self.exchange = ScalarExchange()
+        self._weight_of, self._reduction, self._sums_weights = weight, reduction, sums_weights
         self._set(Share(0, None), 0.0, None)
 
     @property
@@ -170,7 +166,7 @@ class Batches:
             return float(share.total)
         if not training or not self._sums_weights:
             return None
-        return sum(row[0] for row in self._exchange.exchange([weight], "the weight of the batch"))
+        return sum(row[0] for row in self.exchange.exchange([weight], "the weight of the batch"))
 
 
 def give_loaders_back(loops: Iterable[Any]) -> None:

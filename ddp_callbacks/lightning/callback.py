@@ -51,7 +51,7 @@ class DDPCallbackMixin(_Callbacks):  # type: ignore[misc]
         strategy = trainer.strategy
         if getattr(strategy, "chosen_by", None) is self:
             return
-        _require_same_package(self, type(_parts.logger_connector(trainer)))
+        _require_same_package(self, type(_parts.connector(trainer, "logger")))
         raise ConfigurationError(
             f"DDPCallback chooses the strategy when a Trainer is made; this one was made without it, and has "
             f"{type(strategy).__name__}: Trainer(callbacks=[DDPCallback()])."

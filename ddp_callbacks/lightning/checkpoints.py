@@ -59,7 +59,7 @@ def follow_rank_zero(trainer: Any, replacements: Replacements) -> None:
             require_agreement({"resumes from": paths[get_rank()] or "nothing"}, "what they resume from", remedy)
         resume_start(paths[0] if path is None else path, *args, **kwargs)
 
-    replacements.replace(_parts.checkpoint_connector(trainer), "resume_start", resume)
+    replacements.replace(_parts.connector(trainer, "checkpoint"), "resume_start", resume)
 
 
 def _broadcast(checkpoint: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:

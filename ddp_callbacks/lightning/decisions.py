@@ -43,7 +43,7 @@ class Decisions:
         self._requeue: int | None = None  # the signal that has asked for it
         self._validated = math.inf  # when, by this rank's clock
         self.held: Sequence[bool] = ()
-        connector = _parts.signal_connector(trainer)
+        connector = _parts.connector(trainer, "signal")
         # Lightning broadcasts from inside the handler of SIGTERM, and before each batch, and waits without a limit.
         replacements.replace(trainer.fit_loop.epoch_loop, _parts.BROADCAST_SIGTERM, lambda _: None)
         replacements.replace(connector, _parts.HANDLE_SIGTERM, lambda _, *args: self._note_sigterm())
@@ -113,7 +113,7 @@ class Decisions:
         """
         self.held = [own and not agreed for own, agreed in zip(self.flags(), flags, strict=True)]
         stop, sigterm, has_to_requeue, validate = flags
-        self._trainer.should_stop, _parts.signal_connector(self._trainer).received_sigterm = stop, sigterm
+        self._trainer.should_stop, _parts.connector(self._trainer, "signal").received_sigterm = stop, sigterm
         if self._interval is not None and self._trainer.training:
             # Lightning compares this with its clock: at any moment the answer is the one that was agreed upon.
             _parts.set_last_validation(self._trainer, -math.inf if validate else math.inf)
@@ -122,7 +122,7 @@ class Decisions:
             _parts.requeue(self._trainer, number)
 
     @property
-    def _interval(self) -> float | None:
+    def _interval(self) -> Any:
         """Between validations, in seconds, if it is time that decides."""
         return _parts.validation_interval(self._trainer)
 
@@ -132,7 +132,7 @@ class Decisions:
             return False
         if math.isfinite(_parts.last_validation(trainer)):  # Lightning has noted a validation, or the start
             self._validated = _parts.last_validation(trainer)
-        return time.monotonic() - self._validated >= self._interval
+        return bool(time.monotonic() - self._validated >= self._interval)
 
     def _note_sigterm(self) -> None:
         """The handler of the signal: all ranks hear of it at the end of the batch."""

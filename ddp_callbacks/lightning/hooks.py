@@ -22,18 +22,10 @@ from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.lightning.packages import ROOTS
 from ddp_callbacks.lightning.replacement import Replacements
 
-_OWN = {
-    "forward",
-    "training_step",
-    "validation_step",
-    "test_step",
-    "predict_step",
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-    "optimizer_step",  # the step itself, its closure included
-    "on_exception",
-} | {f"on_{stage}_batch_{end}" for stage in ("validation", "test", "predict") for end in ("start", "end")}
+_STEPS = {"training_step", "validation_step", "test_step", "predict_step", "forward"}
+_TRANSFERS = {"on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"}
+_OF_EVALUATION = {f"on_{stage}_batch_{end}" for stage in ("validation", "test", "predict") for end in ("start", "end")}
+_OWN = _STEPS | _TRANSFERS | _OF_EVALUATION | {"on_exception", "optimizer_step"}  # which contains the closure
 _OF_TRAINING_BATCH = {
     "on_train_batch_start",
     "on_before_zero_grad",

@@ -35,7 +35,7 @@ class LocalSteps:
         self._weight = 0.0  # since the last step
         self._has_stepped = False  # in this batch
         # Before any hook at the end of an epoch; the strategy is not told of that moment.
-        replacements.before(_parts.logger_connector(trainer), "epoch_end_reached", self._close_in_training)
+        replacements.before(_parts.connector(trainer, "logger"), "epoch_end_reached", self._close_in_training)
 
     def begin(self) -> None:
         """The parameters are those to train from. A collective."""
@@ -53,9 +53,9 @@ class LocalSteps:
             self._averager.outer_step()
 
     @contextmanager
-    def backward(self, batches: Batches | None) -> Iterator[None]:
+    def backward(self, batches: Batches) -> Iterator[None]:
         """Around a backward: one of a padding batch leaves no gradients."""
-        if batches is None or batches.weight:
+        if batches.weight:
             yield
             return
         put_back = set_gradients_aside(self._module)

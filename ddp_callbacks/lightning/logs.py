@@ -161,23 +161,20 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         Returns:
             What each rank has ``carried``.
         """
-        keys, rows = encode(self._rows)
-        states = {key: own for key, (_, own) in self._states.items()}
-        attributes = self._attributes() if ends else {}
-        tensors = [rows, *(state for own in states.values() for state in own)]
-        others: list[torch.Tensor] = []
-        header = [keys, {key: len(own) for key, own in states.items()}, attributes, pack([*carried], others)]
-        tensors += others
+        own = {key: metric.meta.metric_attribute for key, metric in self._uncomputed(False).items()} if ends else {}
+        tensors: list[torch.Tensor] = []  # those of the rows first, on the CPU
+        states = {key: parts for key, (_, parts) in self._states.items()}
+        header = pack([encode(self._rows), states, own, [*carried]], tensors)
         self._rows, metrics, self._states, self._joined = [], self._states, {}, self._position
-        gathered = all_gather_tensors(header, tensors, "the logged values")
-        for joined in join([decode(keys, rows) for (keys, *_), (rows, *_) in gathered], self._operation):
+        of_ranks = [unpack(*sent) for sent in all_gather_tensors(header, tensors, "the logged values")]
+        for joined in join([decode(*rows) for rows, *_ in of_ranks], self._operation):
             if joined.key in self:
                 self._accumulate(joined)
         for key, (metric, _) in metrics.items():
-            self._take_states(key, metric, gathered)
+            self._take_states(key, metric, [states[key] for _, states, *_ in of_ranks if states.get(key)])
         if ends:
-            self._compute({key: name for (*_, found, _), _ in gathered for key, name in found.items()}, set(attributes))
-        return [unpack(packed, sent[1 + sum(counts.values()) :]) for (_, counts, _, packed), sent in gathered]
+            self._compute({key: name for _, _, names, _ in of_ranks for key, name in names.items()}, set(own))
+        return [carried for *_, carried in of_ranks]
 
     # --- a pass that is cut, or a step that is skipped ----------------------------------------------------------------
 
@@ -229,13 +226,8 @@ class JointResults(_Lightnings):  # type: ignore[misc]
                 stacklevel=2,
             )
 
-    def _take_states(self, key: str, metric: Metric, gathered: Sequence[tuple[Any, list[torch.Tensor]]]) -> None:
+    def _take_states(self, key: str, metric: Metric, parts: list[list[torch.Tensor]]) -> None:
         """The value of the last step of a torchmetric, from the states of all ranks that count."""
-        parts = []
-        for (_, counts, _, _), tensors in gathered:
-            begin = 1 + sum(list(counts.values())[: list(counts).index(key)]) if key in counts else 0
-            if counts.get(key):
-                parts.append(tensors[begin : begin + counts[key]])
         if parts and len(set(map(len, parts))) == 1:
             set_step_value(self[key], self._metrics.value_of(metric, parts))
 
@@ -251,16 +243,18 @@ class JointResults(_Lightnings):  # type: ignore[misc]
                 self[key].compute()
             else:
                 self._metrics.compute(attribute)  # only others have logged it
-        for metric in self.values():
-            if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and not is_computed(metric):
-                metric.compute()  # of the ranks that sync_dist_group names, if it does
+        for metric in self._uncomputed(True).values():
+            metric.compute()  # of the ranks that sync_dist_group names, if it does
 
-    def _attributes(self) -> dict[str, str]:
-        """Where in the module the torchmetrics are whose value of the epoch is to be computed."""
+    def _uncomputed(self, of_numbers: bool) -> dict[str, Any]:
+        """What the value of the epoch is to be computed of: logged numbers, or torchmetrics."""
         return {
-            key: metric.meta.metric_attribute
+            key: metric
             for key, metric in self.items()
-            if not metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and not is_computed(metric)
+            if metric.is_tensor == of_numbers
+            and metric.meta.on_epoch
+            and not metric.has_reset
+            and not is_computed(metric)
         }
 
     def _forget(self, key: str, before: dict[str, Any] | None, count: int, states: dict[str, Any]) -> None:

@@ -2,20 +2,26 @@
 
 It is put back behind the hooks that open a run or an epoch, right before the first batch that is left.
 What those hooks have done twice is overwritten by that. The random states come last.
+
+Parameters and optimizers are alike on all ranks, and in Lightning's part of the file; with local steps they are the
+averager's, except optimizers beyond the first. Gradients are here if no engine keeps them.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.checkpoints.attributes import Checksums, changed
-from ddp_callbacks.data.random_state import RunRandomState
-from ddp_callbacks.lightning import _logged, _progress
+from ddp_callbacks.checkpoints.resume import load_buffers
+from ddp_callbacks.lightning import _logged, _parts, _progress
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.saved_attributes import attributes_of, load_attributes
 from ddp_callbacks.lightning.saved_metrics import load_metrics, save_metrics
-from ddp_callbacks.lightning.saved_module import load_module, load_optimizers, save_module, save_optimizers
 
 
 def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
@@ -29,11 +35,11 @@ def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
         "training": _logs_of(_logged.results_of_training(trainer)),
         "evaluation": _logs_of(_logged.results_of_evaluation(trainer)),  # which values of a step are logged
         "metrics": save_metrics([trainer.lightning_module, *trainer.callbacks]),
-        "module": save_module(trainer),
+        "module": _save_module(trainer),
         "attributes": changed(attributes_of(trainer.lightning_module), at_start),
         "strategy": trainer.strategy.own_state(),
-        "optimizers": save_optimizers(trainer),
-        "random": random_state_of(trainer).state_dict(),
+        "optimizers": _save_optimizers(trainer),
+        "random": trainer.strategy.random_state.state_dict(),
     }
 
 
@@ -53,17 +59,11 @@ def put_back(trainer: Any, states: LocalStates, checkpoint: dict[str, Any]) -> N
     _load_logs(_logged.results_of_evaluation(trainer), states.of("evaluation"), trainer, validated)
     load_metrics([module, *trainer.callbacks], states.of("metrics"))
     load_attributes(module, states.of("attributes"), strategy.root_device)
-    load_module(trainer, states.of("module"), states.of("strategy").of("trained").of_ranks)
+    _load_module(trainer, states.of("module"), states.of("strategy").of("trained").of_ranks)
     strategy.load_own_state(states.of("strategy").of_ranks, states.is_same_world)
     if states.is_same_world:
-        load_optimizers(trainer, own["optimizers"])
-    random_state_of(trainer).load_state_dict(own["random"])
-
-
-def random_state_of(trainer: Any) -> RunRandomState:
-    """That of the run on several processes; on one, the process's."""
-    found: RunRandomState | None = trainer.strategy.random_state
-    return RunRandomState() if found is None else found
+        _load_optimizers(trainer, own["optimizers"])
+    strategy.random_state.load_state_dict(own["random"])
 
 
 def _logs_of(results: Any) -> dict[str, Any]:
@@ -94,3 +94,55 @@ def _all_keys(states: LocalStates) -> dict[str, Any]:
     own = states.mine["lightning"]
     every = {key: metric for state in states.of_ranks for key, metric in state["lightning"]["metrics"].items()}
     return {**own, "metrics": every | own["metrics"]}
+
+
+# --- of the module, beside parameters ------------------------------------------------------------------------------
+
+
+def _save_module(trainer: Any) -> dict[str, Any]:
+    """Of this rank, between two batches. Local."""
+    module = trainer.lightning_module
+    return {
+        "buffers": {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
+        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+        "modes": [part.training for part in module.modules()],
+        "gradients": _gradients(trainer),
+    }
+
+
+def _load_module(trainer: Any, states: LocalStates, weights: Sequence[int]) -> None:
+    """Inverse of :func:`_save_module`. Local.
+
+    Args:
+        weights: By which running statistics are averaged, for each rank of ``states``.
+    """
+    module, own = trainer.lightning_module, states.mine
+    load_buffers(module, states.of("buffers"), weights)
+    for part, training in zip(module.modules(), own["modes"], strict=False):
+        part.training = training
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in own["frozen"])
+        saved = own["gradients"].get(name)
+        parameter.grad = None if saved is None else saved.to(parameter.device)
+
+
+def _save_optimizers(trainer: Any) -> list[dict[str, Any]]:
+    """With local steps, those that the ranks have for themselves and the averager does not keep. Local."""
+    if not trainer.strategy.takes_local_steps:
+        return []
+    return [copy.deepcopy(_parts.torch_optimizer(optimizer).state_dict()) for optimizer in trainer.optimizers[1:]]
+
+
+def _load_optimizers(trainer: Any, states: Sequence[dict[str, Any]]) -> None:
+    """Inverse of :func:`_save_optimizers`. Local."""
+    for optimizer, state in zip(trainer.optimizers[1:], states, strict=False):
+        _parts.torch_optimizer(optimizer).load_state_dict(state)
+
+
+def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """Those that the next step of an optimizer may see, and that the gradient engine does not keep."""
+    module = trainer.lightning_module
+    if module.automatic_optimization and not (trainer.strategy.takes_local_steps and _parts.is_accumulating(trainer)):
+        return {}
+    named = ((name, parameter.grad) for name, parameter in module.named_parameters())
+    return {name: gradient.detach().clone() for name, gradient in named if gradient is not None}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Literal
 
-from ddp_callbacks.lightning import _logged, _parts
+from ddp_callbacks.lightning import _logged
 from ddp_callbacks.lightning._lightning import require_lightning
 from ddp_callbacks.lightning._torchmetrics import require_torchmetrics
 from ddp_callbacks.lightning.callback import DDPCallbackMixin, let_callbacks_choose
@@ -41,11 +41,7 @@ def make(name: str, home: str) -> tuple[type, type, type, type]:
     base = importlib.import_module(f"{ROOTS[name]}.callbacks").Callback
     let_callbacks_choose(importlib.import_module(ROOTS[name]).Trainer)
     of_fabric = importlib.import_module(f"{FABRIC[name]}.strategies")
-    shared: dict[str, Any] = {
-        "package": name,
-        "add_worker_init_fn": staticmethod(_parts.add_worker_init_fn(name)),
-        "interactive": _parts.is_interactive(name),
-    }
+    shared: dict[str, Any] = {"package": name}
     own = {
         "__init__": _for_configs(CallbackStrategy.__init__, strategies.DDPStrategy.__init__),
         "strategy_name": NAMES[0],
@@ -58,24 +54,14 @@ def make(name: str, home: str) -> tuple[type, type, type, type]:
     for each in NAMES:
         strategies.StrategyRegistry.register(each, strategy, description=what, override=True)
         of_fabric.STRATEGY_REGISTRY.register(each, fabric, description=what, override=True)
-    chooses = {"__init__": _with_options_of(own["__init__"]), "package": name, "strategy_class": strategy}
-    callback = _make(home, DDPCallback, base, chooses)
-    return strategy, callback, _make(home, Resume, base, {"package": name}), fabric
+    init = functools.wraps(own["__init__"])(lambda *args, **options: DDPCallbackMixin.__init__(*args, **options))
+    callback = _make(home, DDPCallback, base, shared | {"__init__": init, "strategy_class": strategy})
+    return strategy, callback, _make(home, Resume, base, shared), fabric
 
 
 def _make(home: str, described: type, base: type, members: dict[str, Any]) -> type:
     """A class of the package, with the name and the docstring of ``described``."""
     return type(described.__name__, (described, base), {"__module__": home, "__doc__": described.__doc__, **members})
-
-
-def _with_options_of(init: Any) -> Any:
-    """``DDPCallback.__init__``, which LightningCLI takes for this one."""
-
-    @functools.wraps(init)
-    def of_callback(self: Any, *args: Any, **options: Any) -> None:
-        DDPCallbackMixin.__init__(self, *args, **options)
-
-    return of_callback
 
 
 def _for_configs(init: Any, of_ddp: Any) -> FunctionType:

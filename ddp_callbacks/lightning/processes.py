@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -13,18 +13,23 @@ from ddp_callbacks.comm.agreement import optimizer_settings, require_agreement
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.codec import pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_tensors, any_rank, broadcast_tensors
+from ddp_callbacks.comm.compression import check_compress
 from ddp_callbacks.comm.hooks import check_comm_hook
 from ddp_callbacks.data.random_state import broadcast_rng_state
 from ddp_callbacks.data.shares import BatchSize, check_batch_size
 from ddp_callbacks.environment import processes_on_host
 from ddp_callbacks.errors import ConfigurationError, MismatchError
-from ddp_callbacks.lightning.batches import check_weight
+from ddp_callbacks.lightning import _parts
+from ddp_callbacks.lightning.batches import Reduction, Weight, check_weight
 from ddp_callbacks.lightning.environment import environment_of_job, join
 from ddp_callbacks.process_group.gpu import too_few_gpus
 from ddp_callbacks.process_group.runs import begin_run
+from ddp_callbacks.versions import __version__
 
 # Of the strategies; Lightning looks for them in lower case. Libraries that find "ddp" divide their data themselves.
 NAMES = ("ddp_callbacks", "callbacks")
+
+VERSIONS = {"version of torch": torch.__version__, "version of ddp_callbacks": __version__}
 
 SAME_EVERYWHERE = "Run the same script with the same arguments and libraries everywhere."
 
@@ -45,8 +50,34 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         user: Whose strategy it is, in messages: ``"Trainer"`` or ``"Fabric"``.
     """
 
+    package: str
     user: str
-    _batch_size: BatchSize
+
+    def __init__(
+        self,
+        batch_size: BatchSize,
+        weight: Literal["cross_entropy"] | Weight | None,
+        reduction: Reduction,
+        engine: dict[str, Any],
+        start_method: str | None,
+        **of_lightning: Any,
+    ) -> None:
+        """What both strategies set.
+
+        Args:
+            engine: The options of :class:`ddp_callbacks.GradientSynchronizer`.
+            of_lightning: What Lightning's own strategy takes.
+        """
+        check_batch_size(batch_size)
+        check_weight(weight, reduction)
+        check_bucket_cap_mb(engine["bucket_cap_mb"])
+        check_compress(engine["compress"], engine["comm_hook"])
+        if engine["comm_hook"] is not None:
+            check_comm_hook(engine["comm_hook"])
+        self._batch_size, self._weight, self._reduction, self._engine = batch_size, weight, reduction, engine
+        self._cluster_environment: Any = None
+        start_method = start_method or ("fork" if _parts.is_interactive(self.package) else "popen")
+        super().__init__(start_method=start_method, **of_lightning)
 
     def __repr__(self) -> str:
         """For the error of a Trainer of the other package, to which it is no strategy."""
@@ -143,15 +174,6 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
     def _is_alone(self) -> bool:
         """Whether a question is answered by this rank alone, as in a world of one."""
         return not dist.is_initialized()
-
-
-def check_settings(batch_size: str, weight: Any, reduction: str, bucket_cap_mb: float, comm_hook: Any) -> None:
-    """Raise :class:`ConfigurationError` unless these options of a strategy are possible."""
-    check_batch_size(batch_size)
-    check_bucket_cap_mb(bucket_cap_mb)
-    if comm_hook is not None:
-        check_comm_hook(comm_hook)
-    check_weight(weight, reduction)
 
 
 def refuse_plugin(plugin: object) -> None:

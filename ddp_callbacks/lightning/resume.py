@@ -1,4 +1,18 @@
-"""The callback that lets a fit stop anywhere and go on at the next batch, on any number of processes."""
+"""The callback that lets a fit stop anywhere and go on at the next batch, on any number of processes.
+
+============  =====================================================  ===================================================
+place         the fit was cut                                        hooks that are called again when it goes on
+============  =====================================================  ===================================================
+``training``  behind a training batch, before what follows it:       those that open the run and the epoch, and those of
+              a validation, schedulers of a plateau; or in that      the validation
+              validation
+``epoch``     between two epochs                                     those that open the run
+============  =====================================================  ===================================================
+
+To go on, Lightning's loop runs as in a fit that begins, in the epoch that was cut or the one behind it, until it is
+about to train: then everything is put back. A fit that is over begins and ends once more, without an epoch: callbacks
+that put averaged weights in place do it in ``on_train_end``, behind the last file.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +20,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ddp_callbacks.checkpoints import LocalStates, Saved, require_same
 from ddp_callbacks.checkpoints.attributes import Checksums, checksums_of
@@ -18,12 +32,14 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.lightning import _parts, _progress, loggers, own_state
 from ddp_callbacks.lightning._lightning import require_resume
 from ddp_callbacks.lightning.batches import give_loaders_back
-from ddp_callbacks.lightning.moments import GoingOn, Place, watch
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.saved_attributes import attributes_of
 from ddp_callbacks.process_group import get_rank, get_world_size
 
 _Callbacks: Any = object  # of either package: the class comes after this one
+
+
+Place = Literal["training", "epoch"]
 
 
 class ResumeMixin(ResumeOptions, _Callbacks):  # type: ignore[misc]
@@ -75,15 +91,18 @@ class Fit:
         trainer, resumable = self._trainer, self._resumable
         self._exit.enter_context(resumable.opened())
         self._saved = resumable.file.read()
-        watch(trainer, self._end_batch, resumable.pass_moment_of_validation, self._end_epoch, self._exit)
-        self._exit.replace(_parts.checkpoint_connector(trainer), _parts.RESUME_START, self._resume_start)
-        self._exit.replace(trainer.fit_loop, "on_save_checkpoint", self._without_loaders)
+        loop = trainer.fit_loop
+        self._exit.replace(loop.epoch_loop, _progress.SHOULD_VALIDATE, self._end_batch)
+        self._exit.replace(loop.epoch_loop.val_loop, _progress.EVALUATION_STEP, self._end_validation_batch)
+        self._exit.replace(loop, "on_advance_end", self._end_epoch)
+        self._exit.replace(_parts.connector(trainer, "checkpoint"), _parts.RESUME_START, self._resume_start)
+        self._exit.replace(loop, "on_save_checkpoint", _without_loaders)
         if self._on_signal:
-            self._exit.replace(_parts.signal_connector(trainer), _progress.REGISTER_SIGNALS, lambda _: None)
+            self._exit.replace(_parts.connector(trainer, "signal"), _progress.REGISTER_SIGNALS, lambda _: None)
         if self._saved is not None:
             self._mine = self._states().mine
             loggers.go_on(trainer.loggers, self._saved.own(0)["loggers"])
-            GoingOn(trainer, self._mine, self._restore, self._exit)
+            self._exit.replace(loop, "run", self._run)
 
     def end(self) -> None:
         """The fit has ended, well or not. A collective, if well or preempted."""
@@ -150,15 +169,48 @@ class Fit:
             self._resumable.file.path,
         )
 
-    def _restore(self) -> None:
+    def _run(self, run: Callable[[], None]) -> None:
+        if self._saved is not None:
+            loop = self._trainer.fit_loop
+            _progress.let_begin(loop)
+            self._put_limits_back = _progress.lift_limits(loop)
+            if self._mine["place"] == "epoch":
+                self._exit.replace_once(loop, "on_run_start", self._begin_run)
+            else:
+                _progress.begin_epoch_again(loop)
+                self._exit.replace_once(loop, "on_advance_start", self._begin_epoch)
+                self._exit.replace_once(loop.epoch_loop, "on_run_start", self._begin_pass)
+        run()
+
+    def _begin_run(self, begin: Callable[[], None]) -> None:
+        begin()
+        self._put_back()
+
+    def _begin_epoch(self, begin: Callable[[], None]) -> None:
+        with Replacements() as muted:  # loggers have the rows of these hooks
+            for logger in self._trainer.loggers:
+                muted.replace(logger, "log_metrics", lambda *_, **__: None)
+            begin()
+
+    def _begin_pass(self, begin: Callable[..., None], data_fetcher: Any) -> None:
+        begin(data_fetcher)
+        self._put_back()
+        fit_loop, states = self._trainer.fit_loop, self._mine["loaders"]["train"]
+        combined, loop = _parts.loader_of(fit_loop), fit_loop.epoch_loop
+        _progress.set_position(data_fetcher, combined, self._mine["training_position"])
+        _progress.end_loaders(combined, [n for n, state in enumerate(states) if state and state["pass"] is None])
+        self._exit.replace_once(loop, _progress.SHOULD_VALIDATE, lambda *_: self._mine["validates"])
+        loop.on_advance_end(data_fetcher)
+
+    def _put_back(self) -> None:
         assert self._saved is not None
+        self._put_limits_back()
         for index, (loader, state) in enumerate(
             zip(self._loaders("train"), self._mine["loaders"]["train"], strict=False)
         ):
             if self._mine["place"] == "epoch" or (state is not None and state["pass"] is None):
                 self._set_loader("train", index, loader)  # Lightning has begun a pass
         own_state.put_back(self._trainer, self._states(), self._saved.shared)
-        _progress.forget_loaders(self._trainer)
         self._saved = None  # it is as large as the model and its optimizer
 
     def _states(self) -> LocalStates:
@@ -167,11 +219,21 @@ class Fit:
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
-    def _end_batch(self, validates: bool) -> None:
+    def _end_batch(self, decide: Callable[[Any], bool], data_fetcher: Any) -> bool:
+        """Behind a training batch: whether a validation comes next."""
+        validates = decide(data_fetcher)
         take = functools.partial(self._take, "training", validates)
         self._resumable.pass_moment(take, ends_batch=True, validates=validates)
+        return validates
 
-    def _end_epoch(self) -> None:
+    def _end_validation_batch(self, step: Callable[..., None], *args: Any) -> None:
+        step(*args)
+        if not self._trainer.sanity_checking:
+            self._resumable.pass_moment_of_validation()
+
+    def _end_epoch(self, end: Callable[[], None]) -> None:
+        """Between two epochs."""
+        end()
         is_over = _progress.is_done(self._trainer.fit_loop)
         self._resumable.pass_moment(functools.partial(self._take, "epoch"), ends_epoch=True, is_over=is_over)
 
@@ -189,7 +251,6 @@ class Fit:
             },
         }
         checkpoint = _progress.dump_checkpoint(trainer)  # closes a window of local steps
-        _progress.forget_loaders(trainer, checkpoint)
         if trainer.strategy.takes_local_steps:
             trainer.strategy.load_own_state([own["strategy"]] * get_world_size(), True)
         own["loggers"] = loggers.places_of(trainer.loggers)
@@ -217,11 +278,10 @@ class Fit:
         about = {"model": describe_model(self._trainer.lightning_module)}
         return about | (describe_loader(loaders[0], "the training") if loaders else {})
 
-    def _without_loaders(self, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Lightning would save the states of loaders that only this run has, and other Trainers refuse them."""
-        state = save()
-        state.pop("combined_loader", None)
-        return state
+
+def _without_loaders(save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Lightning would save the states of loaders that only this run has, and other Trainers refuse them."""
+    return {name: value for name, value in save().items() if name != "combined_loader"}
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

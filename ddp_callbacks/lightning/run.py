@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.optim.swa_utils import AveragedModel
 
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
-from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.errors import SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _logged, _parts
-from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, give_loaders_back, joint_loss
+from ddp_callbacks.lightning.batches import Batches, give_loaders_back, joint_loss, weighed_backward
 from ddp_callbacks.lightning.decisions import NONE, Decisions
 from ddp_callbacks.lightning.hooks import HookDrawing
 from ddp_callbacks.lightning.local_steps import LocalSteps
-from ddp_callbacks.lightning.logs import JointResults
-from ddp_callbacks.lightning.metrics import SyncedMetrics
-from ddp_callbacks.lightning.padding import remember
+from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_padding
 from ddp_callbacks.lightning.predictions import Predictions
 from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.skipping import without_loss
 from ddp_callbacks.lightning.verification import verify_first_batch
+from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.replicas import checksum_of_replica, merge_buffers, require_equal_replicas
 from ddp_callbacks.verification import Verify
 
@@ -39,19 +39,17 @@ class Run:
         self,
         trainer: Any,
         model: torch.nn.Module,
-        weight: Weight | None,
-        reduction: Reduction,
-        results_class: Callable[..., JointResults],
-        local: LocalSteps | None = None,
-        synchronizer: GradientSynchronizer | None = None,
+        batches: Batches,
+        local: LocalSteps | None,
+        synchronizer: GradientSynchronizer | None,
+        verify: Verify | None,
     ) -> None:
-        self._trainer = trainer
-        self._model = model
-        self._synchronizer = synchronizer
-        self.exchange = ScalarExchange()
+        self._trainer, self._model = trainer, model
+        self._local, self._synchronizer = local, synchronizer
+        self._verify = verify  # the next batch
+        self._losses = LossWatch()
+        self.batches, self.exchange = batches, batches.exchange
         self._exit = Replacements()
-        self._local = local
-        self.batches = Batches(weight, self.exchange, local is None, reduction)
         self.metrics = SyncedMetrics([model, *trainer.callbacks], self._is_padding)
         self._exit.callback(self.metrics.close)
         self.drawing = HookDrawing(trainer, self._exit)
@@ -59,11 +57,12 @@ class Run:
         self._undo: Callable[[], None] | None = None  # what a padding batch has left behind
         self.decisions = Decisions(trainer, self.exchange, self._exit)
         self._trained = 0  # samples of this rank since the buffers were merged
-        epoch_loop, connector = trainer.fit_loop.epoch_loop, _parts.logger_connector(trainer)
+        results = trainer.strategy.results_class
+        epoch_loop, connector = trainer.fit_loop.epoch_loop, _parts.connector(trainer, "logger")
         evaluations = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
         self._loops = (trainer.fit_loop, *evaluations, trainer.predict_loop)
         for loop in (epoch_loop, *evaluations):
-            _logged.replace_results(loop, lambda training: results_class(training, self.batches, self.metrics))
+            _logged.replace_results(loop, lambda training: results(training, batches, self.metrics))
         self._exit.before(connector, "on_batch_end", self._before_batch_end)
         self._exit.before(connector, "epoch_end_reached", self._at_end_of_data)
         self._exit.before(connector, "on_epoch_end", self._before_epoch_end)
@@ -114,16 +113,26 @@ class Run:
         self._begin_batch(meets)
         return batch
 
-    def training_step(self, step: Callable[[], Any]) -> Any:
-        """What ``training_step`` returns, and where that is nothing on any rank, what tells Lightning to go on."""
+    def training_step(self, step: Callable[[], Any], arguments: Sequence[Any]) -> Any:
+        """What ``training_step`` returns, and where that is nothing on any rank, what tells Lightning to go on.
+
+        Args:
+            arguments: Of ``training_step``, behind the batch.
+        """
+        verify, self._verify = self._verify, None
+        if verify is not None:
+            undo = remember_padding(self._model, self.metrics)
+            verify_first_batch(verify, self._trainer, self._loaders(), self.batches, arguments)
+            undo()
         output = step()
+        is_skipped = output is None and self._is_automatic
         if not _logged.results_of(self._trainer).joins_steps:
-            if output is None and self._is_automatic:
+            if is_skipped:
                 raise SkippedBatchError(without_loss(self._trainer, None))
             return output
         carrier = self._carrier()
         self.decisions.send(output is None, carrier)
-        return self._skip(carrier is not None) if output is None and self._is_automatic else output
+        return self._skip(carrier is not None) if is_skipped else output
 
     def _skip(self, are_carried: bool) -> Any:
         """What tells Lightning that all ranks skip the step. A collective."""
@@ -140,16 +149,25 @@ class Run:
         if self._synchronizer is not None:
             self._synchronizer.synchronize()
 
-    def verified(self, verify: Verify, step: Callable[[], Any], arguments: Sequence[Any]) -> Any:
-        """What ``step`` returns, when the gradient of this batch is that of one process, or told. A collective.
+    @contextmanager
+    def backward(self, loss: torch.Tensor) -> Iterator[None]:
+        """Inside, ``loss`` is weighed by this rank's share of the batch."""
+        self._losses.look(loss, self.batches.weight, f"step {self._trainer.global_step}")
+        context: AbstractContextManager[None] = nullcontext()
+        if self._local is not None:
+            context = self._local.backward(self.batches)
+        elif self._synchronizer is not None:
+            context = weighed_backward(self._synchronizer, loss, *self.batches.weight_and_total)
+        with context:
+            yield
+        self.decisions.take()
 
-        Args:
-            arguments: Of ``training_step``, behind the batch.
-        """
-        undo = remember(self._model, self.metrics)
-        verify_first_batch(verify, self._trainer, self._loaders(), self.batches, arguments)
-        undo()
-        return step()
+    def optimizer_step(self, optimizer: Any, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+        """``step(closure)``."""
+        inner = _parts.torch_optimizer(optimizer)
+        if self._local is None and isinstance(inner, torch.optim.LBFGS):
+            closure = functools.partial(self.joint_loss, closure)
+        return self.drawing.optimizer_step(inner, step, closure)
 
     def end_batch(self) -> None:
         """A padding batch leaves no trace in metrics and running statistics."""
@@ -162,7 +180,7 @@ class Run:
         if _logged.results_of(self._trainer) is not None:
             _logged.results_of(self._trainer).begin_batch(joins_steps)
         if self.batches.is_padding:
-            self._undo = remember(self._model, self.metrics)
+            self._undo = remember_padding(self._model, self.metrics)
 
     def joint_loss(self, closure: Callable[[], Any]) -> Any:
         """The loss of the whole batch."""
@@ -172,7 +190,9 @@ class Run:
         return joint_loss(self.exchange, loss, *self.batches.weight_and_total)
 
     def begin_training(self) -> None:
-        """Callbacks that compare losses, of which Lightning's learning rate finder is one, look at whole batches."""
+        """Callbacks that compare losses, such as Lightning's learning rate finder, look at those of whole batches."""
+        self.decisions.agree()
+        self.drawing.random_state.synchronize()  # rank 0 has drawn for the sanity check
         for callback in filter(_parts.compares_losses, self._trainer.callbacks):
             self._exit.replace(callback, "on_train_batch_end", self._with_joint_loss)
 

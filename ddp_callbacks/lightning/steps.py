@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,14 +13,10 @@ from ddp_callbacks.checkpoints.resume import ResumeOptions
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning import _parts
-from ddp_callbacks.lightning.batches import weighed_backward
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.resume import Fit
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
-from ddp_callbacks.loss_watch import LossWatch
-from ddp_callbacks.verification import Verify
 
 _SEARCHES = ("BatchSizeFinder", "LearningRateFinder")  # of either package; the Tuner's, too
 
@@ -35,14 +31,11 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     """
 
     resume: Fit | None = None
-    _trainer: Any
-    _run: Run | None  # on several processes
-    _local: LocalSteps | None
-    _synchronizer: GradientSynchronizer | None
-    _skipping: Skipping | None
-    _verify: Verify | None
-    _is_to_verify: bool
-    _losses: LossWatch
+    _trainer: Any = None
+    _synchronizer: GradientSynchronizer | None = None  # of a fit
+    _local: LocalSteps | None = None  # in its place, if the gradients are not synchronized
+    _run: Run | None = None  # on several processes
+    _skipping: Skipping | None = None
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Note what this rank has of the batch, then as Lightning's."""
@@ -55,10 +48,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         step = functools.partial(super().training_step, *args, **kwargs)
         if self._skipping is not None:
             step = functools.partial(self._skipping.training_step, step)
-        if self._run is not None and self._verify and self._is_to_verify:
-            self._is_to_verify = False
-            step = functools.partial(self._run.verified, self._verify, step, args[1:])
-        output = step() if self._run is None else self._run.training_step(step)
+        output = step() if self._run is None else self._run.training_step(step, args[1:])
         if self._local is not None:
             self._local.end_training_step(None if self._run is None else self._run.batches)
         return output
@@ -72,77 +62,58 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As Lightning's, with the loss weighed by this rank's share of the batch; its value stays what it is."""
-        with self._weighed(closure_loss):
+        with nullcontext() if self._run is None else self._run.backward(closure_loss):
             loss: torch.Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self._run is not None:
-            self._run.decisions.take()
         return loss
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Gradients are accumulated on this rank inside; the next backward outside synchronizes them."""
-        with nullcontext() if self._synchronizer is None else self._synchronizer.no_sync():
-            yield
+        return nullcontext() if self._synchronizer is None else self._synchronizer.no_sync()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """As Lightning's; LBFGS, which decides by the loss, gets that of the whole batch."""
-        inner = _parts.torch_optimizer(optimizer)
-        if self._run is not None and self._local is None and isinstance(inner, torch.optim.LBFGS):
-            closure = functools.partial(self._run.joint_loss, closure)
         step = functools.partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        output = step(closure) if self._run is None else self._run.drawing.optimizer_step(inner, step, closure)
+        output = step(closure) if self._run is None else self._run.optimizer_step(optimizer, step, closure)
         if self._local is not None:
             self._local.note_step()
         return output
 
+    # Lightning's own methods of the moments that follow do nothing.
+
     def on_train_start(self) -> None:
         """Parameters are those to train from, and no rank trains if one wants to stop before the first epoch."""
-        super().on_train_start()
         if self._run is not None:
-            self._run.decisions.agree()
-            self._run.drawing.random_state.synchronize()  # rank 0 has drawn for the sanity check
             self._run.begin_training()
         if self._local is not None:
             self._local.begin()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Parameters that hooks have exchanged at the start of the epoch are those to train from."""
-        super().on_train_batch_start(batch, batch_idx)
-        if self._local is not None and batch_idx == 0:
-            self._local.outer_step()
+        if batch_idx == 0:
+            self._make_one()
 
     def on_validation_start(self) -> None:
         """Running statistics of the training so far are merged, and parameters averaged if they differ."""
         if self._run is not None:
             self._run.before_validation()
             self._run.merge_buffers()
-        if self._local is not None:
-            self._local.outer_step()
-
-    def on_train_end(self) -> None:
-        """The processes draw alike from here on, as they did before."""
-        super().on_train_end()
-        self._end_drawing()
-
-    def on_test_end(self) -> None:
-        """As at the end of a training."""
-        super().on_test_end()
-        self._end_drawing()
-
-    def on_predict_end(self) -> None:
-        """As at the end of a training."""
-        super().on_predict_end()
-        self._end_drawing()
+        self._make_one()
 
     def on_validation_end(self) -> None:
         """Parameters that hooks have exchanged for the validation are back, and all ranks stop if one wants to."""
-        super().on_validation_end()
         if self._trainer.state.fn == "validate":
-            self._end_drawing()
+            self.on_train_end()
         if self._run is not None:
             self._run.decisions.agree()
-        if self._local is not None:
-            self._local.outer_step()
+        self._make_one()
+
+    def on_train_end(self) -> None:
+        """The processes draw alike from here on, as they did before."""
+        if self._run is not None:
+            self._run.drawing.random_state.synchronize()
+            self._run.drawing.random_state.end()
+
+    on_test_end = on_predict_end = on_train_end
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """For a checkpoint: of the averaged parameters. A collective where local steps are taken."""
@@ -151,25 +122,10 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state
 
-    def _end_drawing(self) -> None:
-        if self._run is not None:
-            self._run.drawing.random_state.synchronize()
-            self._run.drawing.random_state.end()
-
-    @contextmanager
-    def _weighed(self, loss: torch.Tensor) -> Iterator[None]:
-        synchronizer, run = self._synchronizer, self._run
-        if run is not None:
-            self._losses.look(loss, run.batches.weight, f"step {self._trainer.global_step}")
+    def _make_one(self) -> None:
+        """The parameters, where local steps are taken. A collective."""
         if self._local is not None:
-            with self._local.backward(None if run is None else run.batches):
-                yield
-            return
-        if run is None or synchronizer is None:
-            yield
-            return
-        with weighed_backward(synchronizer, loss, *run.batches.weight_and_total):
-            yield
+            self._local.outer_step()
 
     # --- stopping and going on ----------------------------------------------------------------------------------------
 
@@ -199,9 +155,9 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         return self._local is not None
 
     @property
-    def random_state(self) -> RunRandomState | None:
-        """Of the run; ``None`` with a single process."""
-        return None if self._run is None else self._run.drawing.random_state
+    def random_state(self) -> RunRandomState:
+        """Of the run; with a single process, that of the process."""
+        return RunRandomState() if self._run is None else self._run.drawing.random_state
 
     def own_state(self) -> dict[str, Any]:
         """This rank's, between two batches. Local."""

@@ -15,22 +15,22 @@ from torch.utils.data import IterableDataset
 
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
-from ddp_callbacks.comm.compression import Compress, check_compress
+from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.hooks import CommHook
 from ddp_callbacks.data.shares import BatchSize
 from ddp_callbacks.data.skipping import SkipBatch, check_skip_batch
 from ddp_callbacks.errors import ConfigurationError, Preempted
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.lightning import _parts
-from ddp_callbacks.lightning.batches import Reduction, Weight, shard, weight_function
+from ddp_callbacks.lightning.batches import Batches, Reduction, Weight, shard, weight_function
 from ddp_callbacks.lightning.checkpoints import follow_rank_zero, load_on_all
 from ddp_callbacks.lightning.decisions import ROOM
 from ddp_callbacks.lightning.local_steps import LocalSteps
 from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.processes import (
     SAME_EVERYWHERE,
+    VERSIONS,
     ProcessesMixin,
-    check_settings,
     refuse_plugin,
     require_same_optimizers,
 )
@@ -40,13 +40,11 @@ from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
 from ddp_callbacks.lightning.steps import StepsMixin
 from ddp_callbacks.local_sgd import ParameterAverager, Sync, check_sync
-from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.presence import alone_in
 from ddp_callbacks.replicas import broadcast_parameters, describe_checkpoint, require_same_checkpoint
 from ddp_callbacks.verification import Verify, check_verify, is_to_verify
-from ddp_callbacks.versions import __version__
 
 _RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # of a checkpoint
 
@@ -59,8 +57,10 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     model: Any
     chosen_by: Any = None  # the callback that has made it
     results_class: Callable[..., JointResults]
-    add_worker_init_fn: Callable[[object, int], None]
-    interactive: bool
+    _sync: Sync
+    _skip_batch: SkipBatch | None
+    _divides = True  # use_distributed_sampler, as the user has it
+    _loaded: tuple[str | None, str] = (None, "")  # since the last run, and from where
 
     def __init__(
         self,
@@ -84,46 +84,27 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        check_settings(batch_size, weight, reduction, bucket_cap_mb, comm_hook)
-        check_compress(compress, comm_hook)
         check_sync(sync, comm_hook=comm_hook, compress=compress)
         check_verify(verify, sync)
         check_skip_batch(skip_batch, sync)
-        self._cluster_environment: Any = None
-        method = start_method or ("fork" if self.interactive else "popen")
         super().__init__(
+            batch_size,
+            weight,
+            reduction,
+            {"bucket_cap_mb": bucket_cap_mb, "comm_hook": comm_hook, "comm_state": comm_state, "compress": compress},
+            start_method,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=method,
         )
-        self._batch_size: BatchSize = batch_size
-        self._weight = weight
-        self._reduction: Reduction = reduction
-        self._sync: Sync = sync
+        self._sync, self._skip_batch = sync, skip_batch
         self._verify = verify if is_to_verify(verify, sync, weight, reduction, batch_size) else None
-        self._skip_batch: SkipBatch | None = skip_batch
-        self._synchronizer_options = {
-            "bucket_cap_mb": bucket_cap_mb,
-            "comm_hook": comm_hook,
-            "comm_state": comm_state,
-            "compress": compress,
-        }
-        self._trainer: Any = None
-        self._divides = True  # use_distributed_sampler, as the user has it
-        self._synchronizer: GradientSynchronizer | None = None
-        self._local: LocalSteps | None = None  # in its place, if the gradients are not synchronized
         self._met = Replacements()  # since the processes have met
         self._exit = Replacements()  # of a run
-        self._run: Run | None = None
-        self._skipping: Skipping | None = None
-        self._is_to_verify = False  # the next batch
-        self._losses = LossWatch()
-        self._loaded: tuple[str | None, str] = (None, "")  # since the last run, and from where
 
     # --- the world ----------------------------------------------------------------------------------------------------
 
@@ -152,10 +133,10 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         """Meet the other processes, and begin a run with them. Blocks until all are there."""
         self.set_world_ranks()
         self._meet()
-        self._let_prepare_data_alone()
         self._met.close()
         if self.world_size > 1:
             follow_rank_zero(self._trainer, self._met)
+            self._met.replace_once(_parts.connector(self._trainer, "data"), _parts.PREPARE_DATA, _prepare_data)
         self.begin_resuming(self._trainer)
 
     # --- a run of the Trainer -----------------------------------------------------------------------------------------
@@ -180,20 +161,18 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             _require_same_run(self._trainer, model, settings)
         if self._trainer.state.fn == "fit":
             if self._sync == "every_step":
-                self._synchronizer = GradientSynchronizer(model, room=ROOM, **self._synchronizer_options)
+                self._synchronizer = GradientSynchronizer(model, room=ROOM, **self._engine)
                 self._exit.callback(self._synchronizer.close)
             else:
-                options = {name: self._synchronizer_options[name] for name in ("bucket_cap_mb", "compress")}
+                options = {name: self._engine[name] for name in ("bucket_cap_mb", "compress")}
                 make = functools.partial(ParameterAverager, sync=self._sync, **options)
                 self._local = LocalSteps(self._trainer, model, make, self._exit)
         if self.world_size > 1:
             broadcast_parameters(model)
             weight = weight_function(self._weight, model) if self._trainer.state.fn != "predict" else None
-            self._run = Run(
-                self._trainer, model, weight, self._reduction, self.results_class, self._local, self._synchronizer
-            )
+            batches = Batches(weight, self._reduction, sums_weights=self._local is None)
+            self._run = Run(self._trainer, model, batches, self._local, self._synchronizer, self._verify)
             self._exit.callback(self._run.close)
-            self._is_to_verify, self._losses = True, LossWatch()
             if self._syncs_batch_norm and not self._trainer.predicting:  # a rank then has whole batches
                 self._run.synchronize_batch_norm()
         if self._skip_batch is not None and self._trainer.state.fn == "fit":
@@ -241,7 +220,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             return dataloader
         # Where all ranks load the same batches and divide them afterwards, their workers must draw alike.
         loads_all = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
-        type(self).add_worker_init_fn(dataloader, 0 if loads_all else self.global_rank)
+        _parts.seed_workers(self.package, dataloader, 0 if loads_all else self.global_rank)
         name, needed = self._stage_name(), 1
         if name == "train" and self._batch_size == "global" and not self._syncs_batch_norm:
             needed = samples_needed(self.lightning_module, getattr(dataloader, "batch_size", None), self.world_size)
@@ -292,24 +271,19 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
 
     def _take_trainer(self, trainer: Any) -> None:
         if self._trainer is not trainer:
-            connector = _parts.accelerator_connector(trainer)
+            connector = _parts.connector(trainer, "accelerator")
             self._trainer, self._divides = trainer, connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # the loaders are divided in process_dataloader
-
-    def _let_prepare_data_alone(self) -> None:
-        """What needs all processes is refused in ``prepare_data``: the others wait in Lightning's barrier for ever."""
-        if self._trainer is None or self.world_size == 1:
-            return
-
-        def prepare_data(prepare: Callable[[], None]) -> None:
-            with alone_in("prepare_data"):
-                prepare()
-
-        Replacements().replace_once(_parts.data_connector(self._trainer), _parts.PREPARE_DATA, prepare_data)
 
     def _close(self) -> None:
         self._exit.close()
         self._synchronizer = self._skipping = self._run = self._local = None
+
+
+def _prepare_data(prepare: Callable[[], None]) -> None:
+    """What needs all processes is refused inside: the others wait in Lightning's barrier for ever."""
+    with alone_in("prepare_data"):
+        prepare()
 
 
 def _refuse_steps_that_draw(module: Any) -> None:
@@ -322,10 +296,8 @@ def _refuse_steps_that_draw(module: Any) -> None:
 
 
 def _require_same_run(trainer: Any, model: torch.nn.Module, of_strategy: dict[str, Any]) -> None:
-    settings = module_settings(model) | {
-        "version of torch": torch.__version__,
-        "version of ddp_callbacks": __version__,
-        **of_strategy,
+    settings = module_settings(model) | VERSIONS | of_strategy
+    settings |= {
         "Trainer": str(trainer.state.fn),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "max_epochs": trainer.max_epochs,

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.apps
 HERE = Path(__file__).parent
 # Each is a program of this folder that leaves in a file what it has computed.
 CHEMPROP, FORECASTING, NEURALFORECAST = ("chemprop", "pytorch_forecasting", "neuralforecast")
+BY_ITS_SECOND_NAME = ("darts", "scvi")  # of the strategy, "callbacks": they may look for "ddp" in it
 RUNS_OF = {"wandb": "wandb/offline-run-*", "mlflow": "*/*/metrics"}  # files of each run of an experiment tracker
 ROOTS = "val_RMSE"  # pytorch-forecasting logs the root of each batch; on two processes the mean of its parts' roots
 
@@ -72,6 +73,14 @@ def test_neuralforecast_which_makes_its_trainers_itself(tmp_path: Path) -> None:
     for actual in on_two(NEURALFORECAST, "divided", tmp_path):
         # It adds these up in float32: 2^-24 for each of three roundings on either side.
         assert_close(actual.pop(named), losses, 6 * 2**-24)
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("app", BY_ITS_SECOND_NAME)
+def test_an_application_that_looks_for_ddp_in_the_name_of_the_strategy(tmp_path: Path, app: str) -> None:
+    """Unchanged darts and scvi-tools do with `"callbacks"`, too."""
+    expected = on_one(app, tmp_path)
+    for actual in on_two(app, "divided", tmp_path):
         assert_close(actual, expected)
 
 

@@ -183,6 +183,20 @@ def test_per_process_batches_of_a_loop_are_those_of_larger_ones(strategy: str) -
     return train(made, made.setup_dataloaders(loader(29, size)), *made.setup(module, sgd(module)))
 
 
+@WORLD.as_on_one()
+def test_a_loop_may_skip_batches_that_are_divided_unlike_the_next(strategy: str) -> Any:
+    made = fabric(strategy)
+    module = network()
+    model, optimizer = made.setup(module, sgd(module))
+    for number, (x, y) in enumerate(made.setup_dataloaders(loader(13, 4))):
+        if number in (0, 2):
+            continue
+        made.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(module)
+
+
 @WORLD.on(TWO)
 def test_a_loss_of_batches_that_are_divided_unlike_is_refused_with_the_remedy() -> None:
     """A loss over unlike divided batches raises an error."""

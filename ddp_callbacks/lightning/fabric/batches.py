@@ -5,13 +5,16 @@ the batches that were in hand when it was computed, and a loss counts by those o
 validation between forward and backward, or between drawing and forward, changes nothing.
 
 In hand are the batches drawn last, of passes over a loader that still run: from several loaders at once if nothing was
-computed between the draws. Batches that are drawn where gradients are off are never in hand.
+computed between the draws. Batches that are drawn where gradients are off are never in hand. Where a model gets tensors
+of the batches themselves, its output is of these alone: a loop may have skipped the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,11 +37,15 @@ class Draw:
         share: This rank's part.
         weight: What the loss of that part counts.
         total: The sum of the ranks' weights; ``None`` until they have exchanged it.
+        arrays: The tensors and arrays of that part.
+        number: In the order of all draws, which is the same on all ranks.
     """
 
     share: Share
     weight: float
     total: float | None
+    arrays: list[weakref.ref[Any]]
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 class BatchesInHand:
@@ -68,9 +75,10 @@ class BatchesInHand:
         in_hand = [running for running in self._passes if running in self._computed] or list(self._passes)[-1:]
         return tuple(draw for running in in_hand for draw in self._passes[running])
 
-    def mark(self, output: Any) -> None:
-        """Note in what a model has returned which batches it is of."""
-        draws = self.compute()
+    def mark(self, inputs: Any, output: Any) -> None:
+        """Note in what a model has made of ``inputs`` which batches it is of."""
+        in_hand = self.compute()
+        draws = _sources(inputs, in_hand) or in_hand
         for tensor in arrays_in(output):
             node = getattr(tensor, "grad_fn", None)
             if node is not None:
@@ -81,6 +89,12 @@ class BatchesInHand:
         """The batches of the outputs that ``loss`` is made of; those in hand, if it is made of none."""
         marked = _marked(loss) if self._has_marked else []
         return marked or list(self.compute())
+
+
+def _sources(inputs: Any, draws: Sequence[Draw]) -> list[Draw]:
+    """The batches that the inputs of a model are from; none if any of them is something else."""
+    found = [[draw for draw in draws if any(own() is array for own in draw.arrays)] for array in arrays_in(inputs)]
+    return [draw for draw in draws if any(draw in own for own in found)] if all(found) else []
 
 
 def _marked(loss: torch.Tensor) -> list[Draw]:
@@ -95,7 +109,7 @@ def _marked(loss: torch.Tensor) -> list[Draw]:
         ahead = {after for after, _ in node.next_functions if after is not None} - seen
         seen |= ahead
         waiting += ahead
-    return list(found)
+    return sorted(found, key=lambda draw: draw.number)
 
 
 def weight_and_total(draws: Iterable[Draw], exchange: ScalarExchange) -> tuple[float, float]:
@@ -126,7 +140,7 @@ def _require_equal_proportions(batches: list[Draw], exchange: ScalarExchange) ->
     mine = ", ".join(f"{draw.weight:g} of {draw.total:g}" for draw in batches)
     raise ConfigurationError(
         f"the loss of this backward is of {len(batches)} batches, which the processes have divided in different "
-        f"proportions (here {mine}), so that no one number weighs it; batches that you skipped are among them. Draw a "
-        "batch, compute it and call fabric.backward, and only then draw the next; or choose batch sizes that are "
+        f"proportions (here {mine}), so that no one number weighs it; batches that you skipped may be among them. Draw "
+        "a batch, compute it and call fabric.backward, and only then draw the next; or choose batch sizes that are "
         "multiples of the number of processes, with drop_last=True."
     )

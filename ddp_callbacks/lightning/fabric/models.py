@@ -15,10 +15,9 @@ import torch
 from ddp_callbacks.comm.agreement import module_settings, require_agreement
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.gradients import GradientSynchronizer
-from ddp_callbacks.lightning.processes import SAME_EVERYWHERE
+from ddp_callbacks.lightning.processes import SAME_EVERYWHERE, VERSIONS
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.replicas import broadcast_parameters, merge_buffers
-from ddp_callbacks.versions import __version__
 
 
 class Models:
@@ -42,13 +41,14 @@ class Models:
     def add(self, module: torch.nn.Module, settings: dict[str, object]) -> None:
         """Compare ``module`` and ``settings`` over the ranks, give all rank 0's, and synchronize it. A collective."""
         begin_run()
-        versions = {"version of torch": torch.__version__, "version of ddp_callbacks": __version__}
-        require_agreement(module_settings(module) | versions | settings, "the model", SAME_EVERYWHERE)
+        require_agreement(module_settings(module) | VERSIONS | settings, "the model", SAME_EVERYWHERE)
         self.exchange = ScalarExchange()
         self._forget_lost()
         if all(known.user_s() is not module for known in self._models):
             self._models.append(_Model(module))
-        self._synchronize()
+        if self.synchronizer is not None:
+            self.synchronizer.close()
+        self.synchronizer = self._make(self.whole())
         broadcast_parameters(module)
 
     def whole(self) -> torch.nn.Module:
@@ -86,11 +86,6 @@ class Models:
         kept = [float(model.user_s() is not None) for model in self._models]
         rows = self.exchange.exchange(kept, "which models are in use")
         self._models = [model for model, flags in zip(self._models, zip(*rows, strict=True), strict=True) if any(flags)]
-
-    def _synchronize(self) -> None:
-        if self.synchronizer is not None:
-            self.synchronizer.close()
-        self.synchronizer = self._make(self.whole())
 
 
 class _Model:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,12 +14,13 @@ from torch.utils.data import IterableDataset
 
 from ddp_callbacks._torch import BatchNorm
 from ddp_callbacks.batch_norm import samples_needed
-from ddp_callbacks.comm.compression import Compress, check_compress
+from ddp_callbacks.comm.compression import Compress
 from ddp_callbacks.comm.hooks import CommHook
-from ddp_callbacks.data.nested import name_of
+from ddp_callbacks.data.nested import arrays_in, name_of
 from ddp_callbacks.data.random_state import broadcast_rng_state, seed_by_rank
 from ddp_callbacks.data.shares import BatchSize, Share
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.lightning import _parts
 from ddp_callbacks.lightning._lightning import require_fabric
 from ddp_callbacks.lightning.batches import (
     Reduction,
@@ -33,7 +35,7 @@ from ddp_callbacks.lightning.fabric.batches import BatchesInHand, Draw, weight_a
 from ddp_callbacks.lightning.fabric.loader import WatchedLoader
 from ddp_callbacks.lightning.fabric.models import Models
 from ddp_callbacks.lightning.fabric.traces import merge_metrics_by_messages, remember_all
-from ddp_callbacks.lightning.processes import ProcessesMixin, check_settings, refuse_plugin, require_same_optimizers
+from ddp_callbacks.lightning.processes import ProcessesMixin, refuse_plugin, require_same_optimizers
 from ddp_callbacks.lightning.reductions import reduce
 from ddp_callbacks.lightning.replacement import Replaced
 from ddp_callbacks.loss_watch import LossWatch
@@ -45,10 +47,13 @@ from ddp_callbacks.replicas import describe_checkpoint, require_same_checkpoint
 class CallbackFabricMixin(ProcessesMixin):
     """What makes Fabric's ``DDPStrategy`` synchronize by callbacks; see ``CallbackFabricStrategy``."""
 
-    package: str
     user = "Fabric"
-    add_worker_init_fn: Callable[[object, int], None]
-    interactive: bool
+    _weight_of: Weight | None = None  # made of the option when the first batch is drawn
+    _divides_next = False  # the loader that Fabric sets up
+    _last = Share(1, None)
+    _weights = (1.0, 1.0)  # of the last backward
+    _inputs: Any = None  # of the model that computes
+    _backwards = 0
 
     def __init__(
         self,
@@ -70,32 +75,26 @@ class CallbackFabricMixin(ProcessesMixin):
         precision: Any = None,
     ) -> None:
         require_fabric(self.package)
-        check_settings(batch_size, weight, reduction, bucket_cap_mb, comm_hook)
-        check_compress(compress, comm_hook)
         super().__init__(
+            batch_size,
+            weight,
+            reduction,
+            {"bucket_cap_mb": bucket_cap_mb, "comm_hook": comm_hook, "comm_state": comm_state, "compress": compress},
+            start_method,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method or ("fork" if self.interactive else "popen"),
         )
-        self._batch_size: BatchSize = batch_size
-        self._weight = weight
-        self._weight_of: Weight | None = None  # made of it when the first batch is drawn
-        self._reduction: Reduction = reduction
-        options = {"bucket_cap_mb": bucket_cap_mb, "comm_hook": comm_hook, "comm_state": comm_state}
-        self._models = Models(functools.partial(GradientSynchronizer, compress=compress, **options))
-        self._backward_sync_control = _SyncControl()
-        self._batches = BatchesInHand()
+        self._models = Models(functools.partial(GradientSynchronizer, **self._engine))
+        self._backward_sync_control = self  # Fabric asks it for no_backward_sync
+        self._blocked: list[int] = []  # the models, by id, that such contexts name at the moment
+        self._batches, self._losses = BatchesInHand(), LossWatch()
         self._undo: dict[object, Callable[[], None]] = {}  # by pass: what its padding batch leaves behind
-        self._divides_next = False  # the loader that Fabric sets up
         self._open: set[object] = set()  # passes over loaders that run
-        self._last = Share(1, None)
-        self._weights = (1.0, 1.0)  # of the last backward
-        self._backwards, self._losses = 0, LossWatch()
 
     @property
     def share(self) -> Share:
@@ -113,16 +112,14 @@ class CallbackFabricMixin(ProcessesMixin):
         if self.launcher is not None:
             Replaced(self.launcher, "launch", _launch)
 
-    def setup_environment(self) -> None:
+    def _setup_distributed(self) -> None:
         """Meet the other processes, and begin a run with them. Blocks until all are there."""
         refuse_plugin(self.precision)
-        super().setup_environment()
-        if self.world_size > 1:
-            Replaced(self.precision, "convert_output", self._mark)
-
-    def _setup_distributed(self) -> None:
         self._set_world_ranks()
         self._meet()
+        if self.world_size > 1:
+            Replaced(self.precision, "convert_input", self._begin_forward)
+            Replaced(self.precision, "convert_output", self._end_forward)
 
     def teardown(self) -> None:
         """Remove every hook from models."""
@@ -159,9 +156,27 @@ class CallbackFabricMixin(ProcessesMixin):
         self._weights = weight_and_total(draws, self._models.exchange)
         self._backwards += 1
         self._losses.look(tensor, self._weights[0], f"backward {self._backwards}")
-        with self._sync(synchronizer), weighed_backward(synchronizer, tensor, *self._weights):
+        is_local = self._models.are_all(set(self._blocked))
+        sync = synchronizer.no_sync() if is_local else nullcontext()
+        with sync, weighed_backward(synchronizer, tensor, *self._weights):
             super().backward(tensor, module, *args, **kwargs)
         self._models.note_backward(sum(draw.share.local for draw in draws))
+
+    @contextmanager
+    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> Iterator[None]:
+        """Inside, gradients are accumulated on this rank, unless other models take part in the backward.
+
+        The next backward outside synchronizes them. Where only some models are named, gradients are synchronized
+        nevertheless, to the same result.
+        """
+        if not enabled:
+            yield
+            return
+        self._blocked.append(id(module))
+        try:
+            yield
+        finally:
+            self._blocked.remove(id(module))
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """As Fabric's; LBFGS, which decides by the loss, gets that of the whole batch."""
@@ -214,7 +229,8 @@ class CallbackFabricMixin(ProcessesMixin):
         if torch.is_grad_enabled():
             if self._weight_of is None and self._weight is not None:
                 self._weight_of = weight_function(self._weight, self._models.whole())
-            self._batches.take(running, Draw(share, *weigh(batch, share, self._weight_of, self._reduction)))
+            arrays = [weakref.ref(array) for array in arrays_in(batch)]
+            self._batches.take(running, Draw(share, *weigh(batch, share, self._weight_of, self._reduction), arrays))
 
     def leave(self, running: object) -> None:
         """A pass has ended, or the loop has left it. Local."""
@@ -264,15 +280,15 @@ class CallbackFabricMixin(ProcessesMixin):
         if (undo := self._undo.pop(running, None)) is not None:
             undo()
 
-    def _sync(self, synchronizer: GradientSynchronizer) -> AbstractContextManager[None]:
-        return (
-            synchronizer.no_sync() if self._models.are_all(set(self._backward_sync_control.blocked)) else nullcontext()
-        )
+    def _begin_forward(self, convert: Callable[[Any], Any], inputs: Any) -> Any:
+        self._inputs = inputs
+        return convert(inputs)
 
-    def _mark(self, convert: Callable[[Any], Any], output: Any) -> Any:
+    def _end_forward(self, convert: Callable[[Any], Any], output: Any) -> Any:
+        inputs, self._inputs = self._inputs, None
         converted = convert(output)
         if torch.is_grad_enabled():
-            self._batches.mark(converted)
+            self._batches.mark(inputs, converted)
         return converted
 
     def _joint_loss(self, closure: Callable[[], Any]) -> Any:
@@ -284,34 +300,7 @@ class CallbackFabricMixin(ProcessesMixin):
         chosen = loader.worker_init_fn
         if isinstance(chosen, functools.partial) and chosen.keywords.get("rank") == self.global_rank:  # Fabric's
             loader.worker_init_fn = None
-            type(self).add_worker_init_fn(loader, 0)
-
-
-class _SyncControl:
-    """Fabric asks it for ``no_backward_sync``.
-
-    Attributes:
-        blocked: The models that such contexts name at the moment, by id.
-    """
-
-    def __init__(self) -> None:
-        self.blocked: list[int] = []
-
-    @contextmanager
-    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> Iterator[None]:
-        """Inside, gradients are accumulated on this rank, unless other models take part in the backward.
-
-        The next backward outside synchronizes them. Where only some models are named, gradients are synchronized
-        nevertheless, to the same result.
-        """
-        if not enabled:
-            yield
-            return
-        self.blocked.append(id(module))
-        try:
-            yield
-        finally:
-            self.blocked.remove(id(module))
+            _parts.seed_workers(self.package, loader, 0)
 
 
 def _plain(value: Any) -> Any:

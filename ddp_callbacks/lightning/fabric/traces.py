@@ -12,13 +12,12 @@ from collections.abc import Callable
 import torch
 from torchmetrics import Metric
 
-from ddp_callbacks.lightning.metrics import SyncedMetrics
-from ddp_callbacks.lightning.padding import remember
+from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_padding
 
 
 def remember_all(models: torch.nn.Module) -> Callable[[], None]:
     """What makes the models and all metrics of the program forget what happens from now on."""
-    return remember(models, SyncedMetrics(_all_metrics(), _never))
+    return remember_padding(models, SyncedMetrics(_all_metrics(), _never))
 
 
 def merge_metrics_by_messages() -> None:
