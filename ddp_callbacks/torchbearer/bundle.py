@@ -16,8 +16,7 @@ from ddp_callbacks.local_sgd import Sync, check_sync
 from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group
 from ddp_callbacks.torchbearer.base import Weight
 from ddp_callbacks.torchbearer.data import ShardData
-from ddp_callbacks.torchbearer.gradients import AllReduceGradients, SkipBatch, check_skip
-from ddp_callbacks.torchbearer.local_sgd import AverageParameters
+from ddp_callbacks.torchbearer.gradients import AllReduceGradients, AverageParameters, SkipBatch, check_skip
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
 from ddp_callbacks.torchbearer.replicas import BroadcastParameters, StopTogether, SynchronizeBuffers
