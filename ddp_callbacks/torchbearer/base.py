@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -165,6 +165,23 @@ def handles(callback: Callback, events: tuple[str, ...]) -> bool:
     if module.startswith(("torchbearer.", "ddp_callbacks.")) and not is_decorated:
         return False
     return any(has_event(callback, event) for event in events)
+
+
+Made = TypeVar("Made")
+
+
+def in_training_pass(made: Made | None) -> Made:
+    """What a callback has made for the training pass under way.
+
+    Raises:
+        ConfigurationError: An evaluation has ended it.
+    """
+    if made is None:
+        raise ConfigurationError(
+            "the Trial was evaluated, or has predicted, in the middle of a training pass, which DDPCallback cannot "
+            "continue. Call evaluate() and predict() between passes: in on_end_epoch for example."
+        )
+    return made
 
 
 def wrap_methods(trial: Any, names: tuple[str, ...], wrapper: Callable[[Method], Method]) -> None:

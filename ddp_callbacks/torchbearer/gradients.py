@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,13 @@ from ddp_callbacks.torchbearer.base import (
     LossWeight,
     State,
     Weight,
+    in_training_pass,
     share_of,
     wrap_methods,
 )
 from ddp_callbacks.verification import Verify, check_first_batch, check_verify
 
 SkipBatch = Literal["non_finite"]
-Made = TypeVar("Made")
 
 
 def check_skip(skip_batch: str | None, sync: object) -> None:
@@ -235,7 +235,15 @@ class AllReduceGradients(DistributedCallback):
         scratch.update(state)
 
         def load() -> tuple[Any, Any, Any]:
-            first = _iterator_of_whole(state).first_batch()
+            iterator, has_closure = state[torchbearer.ITERATOR], has_own_closure(state[torchbearer.SELF])
+            if has_closure or not isinstance(iterator, ShardedIterator):
+                raise ConfigurationError(
+                    'verify="first_batch" computes the loss of the whole batch: it needs the closure of Torchbearer, '
+                    "and a loader that is divided among the processes, got "
+                    f"{'a closure of your own' if has_closure else type(iterator).__name__}. Verify the loss in a "
+                    "Trial without with_closure and DistributedSampler, or leave out verify."
+                )
+            first = iterator.first_batch()
             scratch[SHARE] = first.share
             return first.whole, first.part, lambda: self._loss_weight.of(scratch)
 
@@ -336,20 +344,6 @@ class AverageParameters(DistributedCallback):
             state[torchbearer.OPTIMIZER].load_state_dict(optimizer)
 
 
-def in_training_pass(made: Made | None) -> Made:
-    """What a callback has made for the training pass under way.
-
-    Raises:
-        ConfigurationError: An evaluation has ended it.
-    """
-    if made is None:
-        raise ConfigurationError(
-            "the Trial was evaluated, or has predicted, in the middle of a training pass, which DDPCallback cannot "
-            "continue. Call evaluate() and predict() between passes: in on_end_epoch for example."
-        )
-    return made
-
-
 class _Skipped(Exception):
     """Ends a closure."""
 
@@ -363,18 +357,3 @@ def _keep_values(metrics: Any) -> None:
         return dict(state[torchbearer.METRICS])
 
     metrics.process = keep
-
-
-def _iterator_of_whole(state: State) -> ShardedIterator:
-    iterator = state[torchbearer.ITERATOR]
-    if has_own_closure(state[torchbearer.SELF]):
-        raise ConfigurationError(
-            'verify="first_batch" needs the closure of Torchbearer, to compute the loss of the whole batch. Verify the '
-            "loss in a Trial without with_closure, or leave out verify."
-        )
-    if not isinstance(iterator, ShardedIterator):
-        raise ConfigurationError(
-            'verify="first_batch" needs a loader that is divided among the processes, to get its whole '
-            f"batch; got {type(iterator).__name__}. Give the Trial a DataLoader without a DistributedSampler."
-        )
-    return iterator

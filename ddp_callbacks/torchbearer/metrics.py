@@ -22,16 +22,7 @@ from ddp_callbacks.comm.collectives import all_gather_json, all_gather_tensors
 from ddp_callbacks.data.batch_logs import BatchLog, merge_batch_logs
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError
-from ddp_callbacks.torchbearer._torchbearer import (
-    add_up,
-    held,
-    mean_of,
-    metrics_within,
-    rows_in,
-    run_on,
-    window_of,
-    without_running,
-)
+from ddp_callbacks.torchbearer import _torchbearer
 from ddp_callbacks.torchbearer.base import (
     RUN_RANDOM_STATE,
     DistributedCallback,
@@ -92,8 +83,8 @@ class ReduceMetrics(DistributedCallback):
         return {
             "is_in_pass": self._is_in_pass,
             "metrics": [
-                encode(plain_attributes(metric)) if self._is_in_pass or not held(metric) else {}
-                for metric, _ in metrics_within(state[torchbearer.METRIC_LIST])
+                encode(plain_attributes(metric)) if self._is_in_pass or not _torchbearer.held(metric) else {}
+                for metric, _ in _torchbearer.metrics_within(state[torchbearer.METRIC_LIST])
             ],
             "pass": None if self._pass is None else encode(self._pass.state_dict()),
         }
@@ -104,7 +95,7 @@ class ReduceMetrics(DistributedCallback):
         if not is_in_pass:
             metric_list.reset(state)  # one that the criterion chooses is chosen there
         states = LocalStates(decode(states.of_ranks, state[torchbearer.DEVICE]), states.rank, states.world_size)
-        metrics = list(metrics_within(metric_list))
+        metrics = list(_torchbearer.metrics_within(metric_list))
         for (metric, _), attributes in zip(metrics, states.mine["metrics"], strict=True):
             vars(metric).update(attributes)
         recorded = states.mine["pass"]
@@ -124,9 +115,9 @@ class MetricsPass:
         self._samples = 0
         self._rows: list[int] = []  # of each batch
         self._local, self._weight = 0, 0.0  # of the current batch: its samples, and the weight of its loss
-        self._metrics = list(metrics_within(self._list))
+        self._metrics = list(_torchbearer.metrics_within(self._list))
         self._logs = [BatchLog() for _ in self._metrics]
-        self._windows = [window_of(metric) for metric, _ in self._metrics]  # when the pass began
+        self._windows = [_torchbearer.window_of(metric) for metric, _ in self._metrics]  # when the pass began
         self._restore = ExitStack()
         for place, (metric, root) in enumerate(self._metrics):
             self._record(place, metric, isinstance(root, _LossMetric))
@@ -162,7 +153,7 @@ class MetricsPass:
                 log(values, values)
 
         def process_running(values: torch.Tensor) -> Any:
-            shown, mean = own(metric, values), mean_of(metric, values)
+            shown, mean = own(metric, values), _torchbearer.mean_of(metric, values)
             if shown is not None and mean.dim() == 0:  # in training
                 log(values, mean)
             return shown
@@ -172,7 +163,7 @@ class MetricsPass:
         elif isinstance(metric, RunningMean):
             self._replace(metric, "process", process_running)
         elif isinstance(metric, EpochLambda):  # a function of only some of the epoch's rows has no meaning
-            self._restore.enter_context(without_running(metric))
+            self._restore.enter_context(_torchbearer.without_running(metric))
 
     def _replace(self, metric: Metric, name: str, method: Any) -> None:
         setattr(metric, name, method)
@@ -205,7 +196,7 @@ class MetricsPass:
         """
         mine = {
             "names": [metric.name for metric, _ in self._metrics[1:]],  # without the list
-            "held": [held(metric) for metric, _ in self._metrics],
+            "held": [_torchbearer.held(metric) for metric, _ in self._metrics],
             "rows": self._rows,
             "logs": [log.columns() for log in self._logs],
             "random": random_state and random_state.offer(),
@@ -239,9 +230,9 @@ def _join(
     for place, (metric, root) in enumerate(metrics):
         logs = [BatchLog.of(found["logs"][place]) for found in of_ranks]
         values = merge_batch_logs(logs, reduction if isinstance(root, _LossMetric) else "mean").values
-        add_up(metric, [found["held"][place] for found in of_ranks], rows)
+        _torchbearer.add_up(metric, [found["held"][place] for found in of_ranks], rows)
         if isinstance(metric, RunningMean) and values:
-            running[metric.name] = run_on(metric, windows[place], values)
+            running[metric.name] = _torchbearer.run_on(metric, windows[place], values)
         elif isinstance(metric, Mean | Var):
             for value in values:
                 type(metric).process(metric, value)
@@ -262,11 +253,11 @@ def _load_merged(metrics: Sequence[tuple[Metric, Metric]], states: LocalStates, 
     _join(metrics, of_ranks, of_ranks[0]["windows"], reduction)
     if states.rank:
         for metric, _ in metrics:
-            add_up(metric, [], [])
+            _torchbearer.add_up(metric, [], [])
     return {
         "samples": sum(found["samples"] for found in of_ranks) / states.world_size,
-        "rows": [max(rows_in(metric) for metric, _ in metrics)],
-        "windows": [window_of(metric) for metric, _ in metrics],  # of the whole batches, on every rank
+        "rows": [max(_torchbearer.rows_in(metric) for metric, _ in metrics)],
+        "windows": [_torchbearer.window_of(metric) for metric, _ in metrics],  # of the whole batches, on every rank
         "logs": nothing["logs"],
     }
 

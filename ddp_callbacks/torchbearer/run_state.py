@@ -16,16 +16,7 @@ from torchbearer.callbacks import CSVLogger
 from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
-from ddp_callbacks.checkpoints import LocalStates, Saved
-from ddp_callbacks.checkpoints.attributes import (
-    Checksums,
-    changed,
-    checksums_of,
-    decode,
-    encode,
-    memory_of_model,
-    plain_attributes,
-)
+from ddp_callbacks.checkpoints import LocalStates, Saved, attributes
 from ddp_callbacks.checkpoints.format import describe_loader, describe_model
 from ddp_callbacks.checkpoints.resume import Content, closed_windows
 from ddp_callbacks.data.global_state import set_global_state
@@ -59,13 +50,13 @@ class RunState:
         self._ours = {name: one for name, one in named.items() if isinstance(one, DistributedCallback)}
         self._others = {name: one for name, one in named.items() if name not in self._ours}
         self._random_state = data.random_state or RunRandomState(data.process_group)
-        self._memory = memory_of_model(trial.state[torchbearer.MODEL])
-        self._at_start: dict[str, Checksums] = {}
+        self._memory = attributes.memory_of_model(trial.state[torchbearer.MODEL])
+        self._at_start: dict[str, attributes.Checksums] = {}
         self.about = _describe(trial, data)
 
     def note_start(self) -> None:
         """Know what callbacks are set to from what changes in the run. Call it after ``on_start``."""
-        self._at_start = {name: checksums_of(self._attributes(one)) for name, one in self._others.items()}
+        self._at_start = {name: attributes.checksums_of(self._attributes(one)) for name, one in self._others.items()}
 
     # --- saved ----------------------------------------------------------------------------------------------------
 
@@ -91,7 +82,7 @@ class RunState:
         """What this rank has for itself. Local."""
         return {
             "batch": state.get(torchbearer.BATCH),
-            "metrics": encode(dict(state[torchbearer.METRICS])),
+            "metrics": attributes.encode(dict(state[torchbearer.METRICS])),
             "history": self._trial.state[torchbearer.HISTORY],  # its running values are of this rank's samples
             "ours": {name: one.local_state(state) for name, one in self._ours.items()},
             "others": {name: self._state_of(name, one) for name, one in self._others.items()},
@@ -105,7 +96,7 @@ class RunState:
         """What a callback's ``state_dict`` has, and what it lacks."""
         return {
             "state": callback.state_dict(),
-            "attributes": changed(self._attributes(callback), self._at_start.get(name, {})),
+            "attributes": attributes.changed(self._attributes(callback), self._at_start.get(name, {})),
             "scheduler": scheduler_of(callback).state_dict() if isinstance(callback, TorchScheduler) else None,
             "rows": _rows(callback) if isinstance(callback, CSVLogger) else None,
         }
@@ -113,7 +104,7 @@ class RunState:
     def _attributes(self, callback: Callback) -> dict[str, Any]:
         """Those of Torchbearer's own callbacks, of which most have no ``state_dict``."""
         is_torchbearers = type(callback).__module__.startswith("torchbearer.")
-        return plain_attributes(callback, self._memory) if is_torchbearers else {}
+        return attributes.plain_attributes(callback, self._memory) if is_torchbearers else {}
 
     def _loaders(self) -> dict[str, Any]:
         """The loaders of the two passes, as they are divided."""
@@ -180,7 +171,7 @@ class RunState:
             printer = getattr(state[torchbearer.CALLBACK_LIST], "callback", None)  # the bar that Torchbearer adds
             for callback in (*self._others.values(), printer):
                 advance_bar(callback, own["batches"])
-            state[torchbearer.METRICS] = decode(own["metrics"], device)
+            state[torchbearer.METRICS] = attributes.decode(own["metrics"], device)
             state[torchbearer.BATCH] = own["batch"]
         if self._random_state.is_open or states.world_size == 1:
             self._random_state.load_state_dict(own["random"])
@@ -216,7 +207,7 @@ def _named(callbacks: Any) -> dict[str, Any]:
 
 def _put_back_callback(callback: Callback, saved: dict[str, Any], device: torch.device | str) -> None:
     callback.load_state_dict(saved["state"])
-    vars(callback).update(decode(saved["attributes"], device))
+    vars(callback).update(attributes.decode(saved["attributes"], device))
     for value in vars(callback).values():
         if isinstance(value, GeneratorType | filter):  # of parameters to clip or to decay: ended in the first batch
             deque(value, maxlen=0)
