@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
-from torchbearer.callbacks import CallbackList
 
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.data.iterator import ShardedIterator
@@ -111,15 +110,14 @@ class ShardData(DistributedCallback):
         super().on_init(state)
         if self.world_size > 1:
             self.random_state = RunRandomState(self.process_group)
-            self._draw_alike(state[torchbearer.CALLBACK_LIST], self.random_state)
+            callbacks = state[torchbearer.CALLBACK_LIST]
+            for name in (*_ALIKE, *_IN_BATCH):  # from here on, these are collectives
+                setattr(callbacks, name, self._alike(name, getattr(callbacks, name), self.random_state))
             wrap_methods(state[torchbearer.SELF], CALLS, _ending(self.random_state))
 
-    def _draw_alike(self, callbacks: CallbackList, random_state: RunRandomState) -> None:
-        """Let the events of this list draw as this module says. Local; afterwards the events are collectives."""
-        for name in (*_ALIKE, *_IN_BATCH):
-            setattr(callbacks, name, self._alike(name, getattr(callbacks, name), random_state))
-
     def _alike(self, name: str, event: Event, random_state: RunRandomState) -> Event:
+        """An event of the list that draws as this module says."""
+
         @functools.wraps(event)
         def alike(state: State) -> None:
             if name in _MEETING and random_state.is_open and not random_state.is_fresh:

@@ -39,8 +39,10 @@ from ddp_callbacks.torchbearer.base import (
 )
 from ddp_callbacks.versions import __version__
 
-_MAY_STOP = ("on_forward", "on_criterion", "on_backward", "on_step_training")
-_MAY_STOP_VALIDATION = ("on_forward_validation", "on_criterion_validation", "on_step_validation")
+_MAY_STOP = {  # by event, those of a batch that a user's callback may have, to stop there
+    "on_step_training": ("on_forward", "on_criterion", "on_backward", "on_step_training"),
+    "on_step_validation": ("on_forward_validation", "on_criterion_validation", "on_step_validation"),
+}
 
 
 class BroadcastParameters(DistributedCallback):
@@ -234,7 +236,7 @@ class StopTogether(DistributedCallback):
         MismatchError: On every rank; names the tensors that differ, the ranks and hosts.
     """
 
-    _after_step = _after_validation_step = False
+    _meeting: frozenset[str] = frozenset()  # the events after which the ranks agree
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -244,24 +246,23 @@ class StopTogether(DistributedCallback):
 
     def on_start(self, state: State) -> None:
         callbacks = list(state[CALLBACK_LIST])
-        self._after_step = any(_may_stop(callback, _MAY_STOP) for callback in callbacks)
-        self._after_validation_step = any(_may_stop(callback, _MAY_STOP_VALIDATION) for callback in callbacks)
+        stopping = (name for name, events in _MAY_STOP.items() if any(_may_stop(each, events) for each in callbacks))
+        self._meeting = frozenset(stopping)
 
     def on_step_training(self, state: State) -> None:
-        if self._after_step:
-            self._agree(state)
+        self._agree(state, "on_step_training")
 
     def on_step_validation(self, state: State) -> None:
-        if self._after_validation_step:
-            self._agree(state)
+        self._agree(state, "on_step_validation")
 
     def on_checkpoint(self, state: State) -> None:
         when = f"at the end of epoch {state[torchbearer.EPOCH]}"
         stops = replicas.require_equal_replicas(state[MODEL], when, self.process_group, bool(state[STOP_TRAINING]))
         state[STOP_TRAINING] = any(stops)
 
-    def _agree(self, state: State) -> None:
-        state[STOP_TRAINING] = any_rank(bool(state[STOP_TRAINING]), "the decision to stop", self.process_group)
+    def _agree(self, state: State, event: str) -> None:
+        if event in self._meeting:
+            state[STOP_TRAINING] = any_rank(bool(state[STOP_TRAINING]), "the decision to stop", self.process_group)
 
 
 def _may_stop(callback: Callback, events: tuple[str, ...]) -> bool:

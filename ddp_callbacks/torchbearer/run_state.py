@@ -83,7 +83,6 @@ class RunState:
         return {
             "batch": state.get(torchbearer.BATCH),
             "metrics": attributes.encode(dict(state[torchbearer.METRICS])),
-            "history": self._trial.state[torchbearer.HISTORY],  # its running values are of this rank's samples
             "ours": {name: one.local_state(state) for name, one in self._ours.items()},
             "others": {name: self._state_of(name, one) for name, one in self._others.items()},
             "gradients": [parameter.grad for parameter in self._parameters()] if self._accumulates() else None,
@@ -182,7 +181,6 @@ class RunState:
         for parameter, is_trainable in zip(self._parameters(), own["trainable"], strict=True):
             parameter.requires_grad_(is_trainable)
         self._trial.load_state_dict(saved.shared)
-        self._trial.state[torchbearer.HISTORY][:] = own["history"]
 
     def _states(self, saved: Saved) -> LocalStates:
         return saved.local_states(self._data.rank, self._data.world_size)
