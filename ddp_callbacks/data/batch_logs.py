@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -30,6 +31,15 @@ class BatchLog:
         self.steps.append(step)
         self.weights.append(weight)
         self.values.append(value.detach().clone())
+
+    def columns(self) -> list[Any]:
+        """As lists and a tensor, for a message or a file."""
+        return [self.steps, self.weights, torch.stack(self.values) if self.values else []]
+
+    @staticmethod
+    def of(columns: Sequence[Any]) -> BatchLog:
+        """Inverse of :meth:`columns`."""
+        return BatchLog(*map(list, columns))
 
 
 def merge_batch_logs(logs: Sequence[BatchLog], reduction: str) -> BatchLog:

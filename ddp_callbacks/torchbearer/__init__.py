@@ -24,21 +24,33 @@ With ``sync=LocalSGD(...)`` or ``DiLoCo(...)``, AverageParameters replaces AllRe
 windows close in on_step_training and on_end_training.
 """
 
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
 from ddp_callbacks.versions import how_to_install
 
 try:
-    import torchbearer as _installed  # noqa: F401
+    from torchbearer.callbacks import Callback, CallbackList
 except ImportError as error:
     raise ImportError(f"Torchbearer is not installed: {how_to_install('torchbearer', 'packaging', 'tqdm')}") from error
 
-from ddp_callbacks.torchbearer.base import SHARE
-from ddp_callbacks.torchbearer.bundle import DDPCallback
+from ddp_callbacks.comm.compression import Compress
+from ddp_callbacks.comm.hooks import CommHook
+from ddp_callbacks.data.shares import BatchSize
+from ddp_callbacks.local_sgd import Sync, check_sync
+from ddp_callbacks.process_group import DEFAULT_TIMEOUT, join_process_group
+from ddp_callbacks.torchbearer.base import SHARE, Weight
 from ddp_callbacks.torchbearer.data import Flatten, ShardData
-from ddp_callbacks.torchbearer.gradients import AllReduceGradients
+from ddp_callbacks.torchbearer.gradients import AllReduceGradients, AverageParameters, SkipBatch, check_skip
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
 from ddp_callbacks.torchbearer.output import RankZeroOutput
-from ddp_callbacks.torchbearer.replicas import BroadcastParameters
+from ddp_callbacks.torchbearer.replicas import BroadcastParameters, StopTogether, SynchronizeBuffers
 from ddp_callbacks.torchbearer.resume import Resume
+from ddp_callbacks.verification import Verify, check_verify, is_to_verify
 
 __all__ = [
     "SHARE",
@@ -51,3 +63,89 @@ __all__ = [
     "Resume",
     "ShardData",
 ]
+
+
+class DDPCallback(CallbackList):  # type: ignore[misc]
+    """Train a Trial on many processes: a list of callbacks, each for one part of the work.
+
+    Some can also be used without the others: :class:`BroadcastParameters`, :class:`ShardData`,
+    :class:`AllReduceGradients`, :class:`ReduceMetrics` and :class:`RankZeroOutput`.
+
+    Make it in every process. It joins the process group from torchrun's environment variables and blocks until all
+    processes have joined (to pass rank, world size and address, call :func:`ddp_callbacks.join_process_group` first).
+    Without such variables it is a single process, and nothing changes. ``run``, ``evaluate`` and ``predict`` are then
+    collectives: every process must call them, in the same order.
+
+    Args:
+        batch_size: See :class:`ShardData`.
+        weight, reduction: What the loss is the mean over. The default is right for torch's criteria. See
+            :class:`ddp_callbacks.torchbearer.base.LossWeight`.
+        sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
+            :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes
+            local steps, and parameters are averaged every few steps and at the end of each training pass, so that
+            evaluations and checkpoints have the averaged model, equal on all processes. A sum as the loss is
+            multiplied by the number of processes, so that local steps are as long as those of a single one.
+        bucket_cap_mb, comm_hook, comm_state, compress: See :class:`ddp_callbacks.GradientSynchronizer`; with another
+            ``sync``, :class:`ddp_callbacks.ParameterAverager`.
+        verify: See :class:`AllReduceGradients`. ``"warn"`` compares nothing if you give ``weight``, ``reduction`` or
+            ``batch_size="per_process"``; ``None`` never does.
+        skip_batch: ``"non_finite"``: skip a training batch on all processes if its loss is NaN or infinite on one,
+            which costs a small message in each step. The closure ends after ``on_criterion``, gradients are ``None``,
+            and metrics don't count the batch; rank 0 reports it. If all batches of an epoch are skipped, all processes
+            raise :class:`ddp_callbacks.errors.SkippedBatchError`. ``None``: the loss spoils the parameters, and the
+            first one is a warning.
+        sync_batchnorm: Whether BatchNorm layers use the statistics of the global batch, as by
+            :class:`ddp_callbacks.BatchNormSynchronizer`, until ``run``, ``evaluate`` or ``predict`` returns or raises.
+            A custom closure (``with_closure``) must then call ``on_criterion`` before the backward of each loss. With a
+            ``comm_hook``, all processes must use the same parameters in each backward. Otherwise each process
+            normalizes by its part.
+        also_rank_zero: See ``also`` of :class:`RankZeroOutput`.
+        process_group: ``None`` is the default group.
+        timeout: How long to wait for the other processes to join, and for a silent process.
+
+    Raises:
+        ConfigurationError: A setting or an environment variable is invalid; a ``ValueError``.
+        RendezvousError: A process did not join.
+    """
+
+    def __init__(
+        self,
+        batch_size: BatchSize | None = "global",
+        *,
+        weight: Weight | None = None,
+        reduction: str | None = None,
+        sync: Sync = "every_step",
+        bucket_cap_mb: float = 25.0,
+        comm_hook: CommHook | None = None,
+        comm_state: Any = None,
+        compress: Compress = None,
+        verify: Verify | None = "warn",
+        skip_batch: SkipBatch | None = None,
+        sync_batchnorm: bool = False,
+        also_rank_zero: tuple[type[Callback], ...] = (),
+        process_group: dist.ProcessGroup | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        check_sync(sync, comm_hook=comm_hook, compress=compress, sync_batchnorm=sync_batchnorm)
+        check_verify(verify, sync)
+        check_skip(skip_batch, sync)
+        group = process_group
+        if sync == "every_step":
+            checks = verify if is_to_verify(verify, sync, weight, reduction, batch_size) else None
+            synchronize: Callback = AllReduceGradients(
+                weight, reduction, bucket_cap_mb, comm_hook, comm_state, compress, checks, skip_batch, group
+            )
+        else:
+            synchronize = AverageParameters(sync, weight, reduction, bucket_cap_mb, compress, group)
+        callbacks = [
+            BroadcastParameters(group),
+            ShardData(batch_size, group),
+            SynchronizeBuffers(sync_batchnorm, group),
+            synchronize,
+            ReduceMetrics(weight, reduction, group),
+            RankZeroOutput(also_rank_zero, group),
+            StopTogether(group),
+        ]
+        if process_group is None:
+            join_process_group(timeout=timeout)
+        super().__init__(callbacks)

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torchbearer
 from torchbearer import Callback
-from torchbearer.callbacks import CallbackList
 
 from ddp_callbacks.batch_norm import samples_needed
 from ddp_callbacks.data.iterator import ShardedIterator
@@ -110,15 +109,14 @@ class ShardData(DistributedCallback):
         super().on_init(state)
         if self.world_size > 1:
             self.random_state = RunRandomState(self.process_group)
-            self._draw_alike(state[torchbearer.CALLBACK_LIST], self.random_state)
+            callbacks = state[torchbearer.CALLBACK_LIST]
+            for name in (*_ALIKE, *_IN_BATCH):  # from here on, these are collectives
+                setattr(callbacks, name, self._alike(name, getattr(callbacks, name), self.random_state))
             wrap_methods(state[torchbearer.SELF], CALLS, _ending(self.random_state))
 
-    def _draw_alike(self, callbacks: CallbackList, random_state: RunRandomState) -> None:
-        """Let the events of this list draw as this module says. Local; afterwards the events are collectives."""
-        for name in (*_ALIKE, *_IN_BATCH):
-            setattr(callbacks, name, self._alike(name, getattr(callbacks, name), random_state))
-
     def _alike(self, name: str, event: Event, random_state: RunRandomState) -> Event:
+        """An event of the list that draws as this module says."""
+
         @functools.wraps(event)
         def alike(state: State) -> None:
             if name in _MEETING and random_state.is_open and not random_state.is_fresh:
@@ -136,8 +134,8 @@ class ShardData(DistributedCallback):
         self._drawing |= {name for name in (*_ALIKE, *_IN_BATCH) if any(handles(each, (name,)) for each in callbacks)}
         if self.world_size > 1 or self._is_resumable:
             self._divide_all(state)
-        if self.world_size > 1:
-            self._share_random_state(state)
+        if self.random_state is not None:
+            self._share_random_state(self.random_state, state)
 
     def _divide_all(self, state: State) -> None:
         for _, loader in self._sharded.values():
@@ -169,20 +167,17 @@ class ShardData(DistributedCallback):
             state[torchbearer.STEPS] = passes * -(-length // self.world_size) + -(-rest // self.world_size)
             part.limit, state[torchbearer.GENERATOR] = steps, part
 
-    def _share_random_state(self, state: State) -> None:
-        has_generator = any(data is not None and data[0] is not None for data in map(self._originals.get, DATA_KEYS))
+    def _share_random_state(self, random_state: RunRandomState, state: State) -> None:
+        has_generator = any(self._originals[key] and self._originals[key][0] is not None for key in DATA_KEYS)
         if has_generator or self.batch_size == "per_process":
-            assert self.random_state is not None
-            self.random_state.synchronize()
-            state[RUN_RANDOM_STATE] = self.random_state
+            random_state.synchronize()
+            state[RUN_RANDOM_STATE] = random_state
         else:
             broadcast_rng_state(self.process_group)
 
     def on_sample(self, state: State) -> None:
-        if self.world_size > 1:
+        if self.world_size > 1 or isinstance(state[torchbearer.ITERATOR], ShardedIterator):
             state[SHARE] = self._take_share(state)
-        elif isinstance(iterator := state[torchbearer.ITERATOR], ShardedIterator):
-            iterator.take_share()  # that of the whole batch, which nobody needs
 
     on_sample_validation = on_sample
 
@@ -201,8 +196,7 @@ class ShardData(DistributedCallback):
             aggregator.on_end_validation(state)
 
     def on_end(self, state: State) -> None:
-        for key, value in self._originals.items():
-            state[torchbearer.SELF].state[key] = value
+        state[torchbearer.SELF].state.update(self._originals)
         self._originals = {}
 
     def _shard(self, generator: Any, steps: int | None, needed: int = 1) -> tuple[Any, int | None]:
@@ -218,15 +212,13 @@ class ShardData(DistributedCallback):
         return sharded, steps
 
     def _take_share(self, state: State) -> Share:
-        iterator = state[torchbearer.ITERATOR]
-        if isinstance(iterator, ShardedIterator) and (share := iterator.take_share()):
-            return share
-        batch = (state[torchbearer.X], state.get(torchbearer.Y_TRUE))
+        iterator, batch = state[torchbearer.ITERATOR], (state[torchbearer.X], state.get(torchbearer.Y_TRUE))
+        if isinstance(iterator, ShardedIterator):
+            if share := iterator.take_share():
+                return share
+            iterator = None  # a loader of the user's (with_loader) reads nothing
         size = common_size(batch)
-        if iterator is None and aggregator_of(state) is not None:
-            return Share(int(self.rank == 0), 1)  # all compute the whole batch; rank 0's output counts
-        is_own = iterator is not None and not isinstance(iterator, ShardedIterator)  # the part of a DistributedSampler
-        if is_own or self.batch_size != "global":
+        if self.batch_size != "global" or iterator is not None:  # the part of a DistributedSampler, say
             return Share(1 if size is None else size, None)
         if size is None:
             return Share(int(self.rank == 0), 1)

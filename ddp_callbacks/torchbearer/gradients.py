@@ -1,4 +1,4 @@
-"""Synchronize the gradients in each backward, or skip the batch on all ranks if its loss is NaN or infinite on one."""
+"""Synchronize the gradients in each backward, or the parameters every few local steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.shares import WholeBatch
 from ddp_callbacks.data.skipping import FAULTS, BadBatches, check_skip_batch, fault_of
 from ddp_callbacks.errors import ConfigurationError, SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
+from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
 from ddp_callbacks.loss_watch import LossWatch
 from ddp_callbacks.torchbearer._torchbearer import has_own_closure, loss_of
 from ddp_callbacks.torchbearer.base import (
@@ -96,13 +96,15 @@ class AllReduceGradients(DistributedCallback):
         check_skip(skip_batch, "every_step")
         if comm_hook is not None:
             check_comm_hook(comm_hook)
+        self._make = functools.partial(
+            GradientSynchronizer,
+            bucket_cap_mb=bucket_cap_mb,
+            comm_hook=comm_hook,
+            comm_state=comm_state,
+            compress=compress,
+            process_group=process_group,
+        )
         self._loss_weight = LossWeight(weight, reduction)
-        self._options: dict[str, Any] = {
-            "bucket_cap_mb": bucket_cap_mb,
-            "comm_hook": comm_hook,
-            "comm_state": comm_state,
-            "compress": compress,
-        }
         self._synchronizer: GradientSynchronizer | None = None
         self._rounds_before = 0
         self._losses = LossWatch()
@@ -121,53 +123,56 @@ class AllReduceGradients(DistributedCallback):
         self._losses = LossWatch()
         self._next_check = self._verify if self.world_size > 1 else None
         self.on_end(state)  # an earlier run may have raised before its end
+        if self._skip_batch is not None and isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS):
+            raise ConfigurationError(
+                'skip_batch="non_finite" does not work with LBFGS, which computes the loss several times per step '
+                "and cannot continue without it. Leave out skip_batch, or use another optimizer."
+            )
 
     def on_start_training(self, state: State) -> None:
         if self._synchronizer is None:
-            self._synchronizer = GradientSynchronizer(
-                state[torchbearer.MODEL], process_group=self.process_group, **self._options
-            )
+            self._synchronizer = self._make(state[torchbearer.MODEL])
         self._skipped = 0
-        if self._skip_batch is not None and self._bad is None:
-            if isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS):
-                raise ConfigurationError(
-                    'skip_batch="non_finite" does not work with LBFGS, which computes the loss several times per step '
-                    "and cannot continue without it. Leave out skip_batch, or use another optimizer."
-                )
-            exchange = ScalarExchange(self.process_group) if self.world_size > 1 else None
-            self._bad = BadBatches(exchange, self.process_group)
 
     def on_sample(self, state: State) -> None:
         synchronizer, share = in_training_pass(self._synchronizer), share_of(state)
         if self._next_check is not None:
             check, self._next_check = self._next_check, None
-            _verify_first_batch(check, state, self._loss_weight, self.process_group)
+            self._verify_batch(check, state)
         self._rounds_before = synchronizer.rounds
         synchronizer.weigh(share.local, share.total)  # for a closure that calls no on_criterion
 
     def on_criterion(self, state: State) -> None:
-        synchronizer = in_training_pass(self._synchronizer)
+        synchronizer, loss = in_training_pass(self._synchronizer), state[torchbearer.LOSS]
         if self.world_size == 1 and self._bad is None:
             return
         weight, total = self._loss_weight.of(state)
         where = f"epoch {state[torchbearer.EPOCH]}, batch {state[torchbearer.BATCH]}"
-        if self._bad is not None and (faults := self._bad.agree(fault_of(state[torchbearer.LOSS]), weight)):
+        if self._bad is not None and (faults := self._bad.agree(fault_of(loss), weight)):
             self._bad.report(faults, where)
             raise _Skipped
-        if self.world_size == 1:
-            return
-        self._losses.look(state[torchbearer.LOSS], weight, where)
-        if WEIGHS_LOSS in state:
-            self._weigh_loss(synchronizer, state, weight, total)
-        else:
+        if self.world_size > 1:
+            self._losses.look(loss, weight, where)
+        if WEIGHS_LOSS not in state:
             synchronizer.weigh(weight, total)
+            return
+        if total is None:
+            own = torch.tensor([weight], dtype=torch.float64)
+            total = float(all_reduce(own, "the weight of the loss", self.process_group))
+        synchronizer.weigh_loss(loss, weight, total)
 
     def on_backward(self, state: State) -> None:
         synchronizer = in_training_pass(self._synchronizer)
-        if self.world_size > 1 and synchronizer.rounds == self._rounds_before:
+        if synchronizer.rounds == self._rounds_before:
             synchronizer.synchronize()  # this rank's loss reached no parameter
 
     def on_step_training(self, state: State) -> None:
+        if self._skipped and self._skipped == state[torchbearer.STEPS]:
+            raise SkippedBatchError(
+                f"all {self._skipped} batches of epoch {state[torchbearer.EPOCH]} were skipped: their losses were not "
+                "finite. Perhaps the parameters are not finite: begin with a checkpoint from before, a smaller "
+                "learning rate, or gradient clipping."
+            )
         synchronizer = in_training_pass(self._synchronizer)
         if self.world_size == 1 or synchronizer.rounds > self._rounds_before:
             return
@@ -190,33 +195,19 @@ class AllReduceGradients(DistributedCallback):
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
         self._next_check = states.mine["next_check"]
-        engines = [of_rank["engine"] for of_rank in states.of_ranks]
+        engines = states.of("engine").of_ranks
         if None not in engines:  # else no training had begun
             self.on_start_training(state)
             in_training_pass(self._synchronizer).load_state_dict(engines)
         self._skipped = states.mine["skipped"]
 
-    def _weigh_loss(self, synchronizer: GradientSynchronizer, state: State, weight: float, total: float | None) -> None:
-        """Weight the backward of this loss at its root; the ranks' gradients are then averaged. A collective."""
-        if total is None:
-            own = torch.tensor([weight], dtype=torch.float64)
-            total = float(all_reduce(own, "the weight of the loss", self.process_group))
-        synchronizer.weigh_loss(state[torchbearer.LOSS], weight, total)
-
     @contextmanager
     def _skipping(self, trial: Any) -> Iterator[None]:
         """Use a closure that ends where a batch is skipped."""
-        before = trial.closure
-        trial.closure = self._ending(before)
-        try:
-            yield
-        finally:
-            trial.closure = before
-            if self._bad is not None:
-                self._bad.close()
-                self._bad = None
+        closure = trial.closure
+        exchange = ScalarExchange(self.process_group) if self.world_size > 1 else None
+        self._bad = BadBatches(exchange, self.process_group)
 
-    def _ending(self, closure: Callable[[State], None]) -> Callable[[State], None]:
         @functools.wraps(closure)
         def ending(state: State) -> None:
             try:
@@ -224,60 +215,145 @@ class AllReduceGradients(DistributedCallback):
             except _Skipped:
                 state[torchbearer.OPTIMIZER].zero_grad()  # of losses before this one, in a closure that has several
                 self._skipped += 1
-                self._leave_out(state)
+                _keep_values(state[torchbearer.METRIC_LIST])
 
-        return ending
+        trial.closure = ending
+        try:
+            yield
+        finally:
+            trial.closure = closure
+            self._bad.close()
+            self._bad = None
 
-    def _leave_out(self, state: State) -> None:
-        """Let the metrics, which the Trial processes next, keep their values."""
-        metrics = state[torchbearer.METRIC_LIST]
-        before = {name: method for name, method in vars(metrics).items() if name == "process"}
+    def _verify_batch(self, verify: Verify, state: State) -> None:
+        """Compare the ranks' gradients of the first batch with that of the global batch. A collective.
 
-        def keep(_: State) -> dict[str, Any]:
-            del metrics.process
-            vars(metrics).update(before)
-            if self._skipped == state[torchbearer.STEPS]:
-                raise SkippedBatchError(
-                    f"all {state[torchbearer.STEPS]} batches of epoch {state[torchbearer.EPOCH]} were skipped: their "
-                    "losses were not finite. Perhaps the parameters are not finite: begin with a checkpoint from "
-                    "before, a smaller learning rate, or gradient clipping."
+        Each rank also computes model and criterion on the global batch, once or twice, without the Trial's other
+        callbacks; see :func:`ddp_callbacks.verify_gradient`.
+        """
+        scratch = torchbearer.State()
+        scratch.update(state)
+
+        def load() -> tuple[Any, Any, Any]:
+            iterator, has_closure = state[torchbearer.ITERATOR], has_own_closure(state[torchbearer.SELF])
+            if has_closure or not isinstance(iterator, ShardedIterator):
+                raise ConfigurationError(
+                    'verify="first_batch" computes the loss of the whole batch: it needs the closure of Torchbearer, '
+                    "and a loader that is divided among the processes, got "
+                    f"{'a closure of your own' if has_closure else type(iterator).__name__}. Verify the loss in a "
+                    "Trial without with_closure and DistributedSampler, or leave out verify."
                 )
-            return dict(state[torchbearer.METRICS])
+            first = iterator.first_batch()
+            scratch[SHARE] = first.share
+            return first.whole, first.part, lambda: self._loss_weight.of(scratch)
 
-        metrics.process = keep
+        loss = functools.partial(loss_of, scratch)
+        check_first_batch(verify, state[torchbearer.MODEL], loss, load, self.process_group)
+
+
+class AverageParameters(DistributedCallback):
+    """Let each rank take local steps, and average the parameters every few steps; replaces AllReduceGradients.
+
+    See :class:`ddp_callbacks.ParameterAverager`. The last window of a training pass may be shorter: it closes at the
+    end of the pass, so evaluations and checkpoints have the averaged model, equal on all ranks. Callbacks after this
+    one see it in ``on_end_training``. During a pass, the ranks' models differ. DiLoCo's outer momentum is in the
+    optimizer's state, so a Trial's ``state_dict`` contains it.
+
+    With a mean loss, each rank gets the gradient of its part of the batch. A sum is multiplied by the number of ranks,
+    so that local steps are as long as those of a single process. If a rank has no sample of a batch, that batch's
+    backward leaves its gradients unchanged, usually ``None``, and optimizers skip the step.
+
+    Args:
+        sync: :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`.
+        weight, reduction: See :class:`ddp_callbacks.torchbearer.base.LossWeight`.
+        bucket_cap_mb, compress: See :class:`ddp_callbacks.ParameterAverager`.
+        process_group: ``None`` is the default group.
+    """
+
+    def __init__(
+        self,
+        sync: LocalSGD | DiLoCo,
+        weight: Weight | None = None,
+        reduction: str | None = None,
+        bucket_cap_mb: float = 25.0,
+        compress: Compress = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(process_group)
+        check_bucket_cap_mb(bucket_cap_mb)
+        check_compress(compress, None)
+        self._make = functools.partial(
+            ParameterAverager, bucket_cap_mb=bucket_cap_mb, compress=compress, process_group=process_group
+        )
+        self._sync, self._loss_weight = sync, LossWeight(weight, reduction)
+        self.averager: ParameterAverager | None = None
+        self._weight = 1.0  # of the current step
+        self._put_back: Callable[[], None] | None = None
+
+    def on_start_training(self, state: State) -> None:
+        if self.averager is None:
+            self.averager = self._make(state[torchbearer.MODEL], self._sync, state[torchbearer.OPTIMIZER])
+        else:
+            self.averager.outer_step()  # the window is empty; callbacks may have replaced the parameters
+
+    def on_sample(self, state: State) -> None:
+        self._weight = float(share_of(state).local)
+
+    def on_criterion(self, state: State) -> None:
+        if self.world_size == 1:
+            return
+        self._weight, _ = self._loss_weight.of(state)
+        if not self._weight:
+            self._put_back = set_gradients_aside(state[torchbearer.MODEL])
+        if self._loss_weight.reduction(state) == "sum":
+            self._weight, loss = 1.0, state[torchbearer.LOSS]
+            if loss.requires_grad:  # the value of the loss stays unchanged, for metrics
+                loss.register_hook(lambda gradient: gradient * self.world_size)
+
+    def on_backward(self, state: State) -> None:
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
+
+    def on_step_training(self, state: State) -> None:
+        in_training_pass(self.averager).step(self._weight)
+
+    def on_end_training(self, state: State) -> None:
+        in_training_pass(self.averager).outer_step()
+
+    def on_end(self, state: State) -> None:
+        self.averager = None
+
+    on_start = on_end  # an earlier run may have raised before its end
+
+    def local_state(self, state: State) -> dict[str, Any]:
+        """Also between two windows: each rank's optimizer is its own."""
+        if self.averager is not None:
+            return {"window": self.averager.state_dict(), "optimizer": None}
+        return {"window": None, "optimizer": state[torchbearer.OPTIMIZER].state_dict()}
+
+    def load_local_state(self, states: LocalStates, state: State) -> None:
+        """On another number of ranks, the window is closed: the Trial's own state is that of a closed one."""
+        window = states.mine["window"]
+        if not states.is_same_world:
+            if self.averager is not None:
+                self.averager.outer_step()  # of no step: the next window begins here
+        elif self.averager is not None and window is not None:
+            self.averager.load_state_dict(window)
+        elif optimizer := states.mine["optimizer"] or window.get("optimizer"):
+            state[torchbearer.OPTIMIZER].load_state_dict(optimizer)
 
 
 class _Skipped(Exception):
     """Ends a closure."""
 
 
-def _verify_first_batch(verify: Verify, state: State, loss_weight: LossWeight, group: dist.ProcessGroup | None) -> None:
-    """Compare the ranks' gradients of the first batch with that of the global batch. A collective.
+def _keep_values(metrics: Any) -> None:
+    """Let metrics, which the Trial processes next, keep their values."""
+    process = metrics.process
 
-    Each rank also computes model and criterion on the global batch, once or twice, without the Trial's other callbacks;
-    see :func:`ddp_callbacks.verify_gradient`.
-    """
-    scratch = torchbearer.State()
-    scratch.update(state)
+    def keep(state: Any) -> dict[str, Any]:
+        metrics.process = process
+        return dict(state[torchbearer.METRICS])
 
-    def load() -> tuple[Any, Any, Any]:
-        first = _first_batch(state)
-        scratch[SHARE] = first.share
-        return first.whole, first.part, lambda: loss_weight.of(scratch)
-
-    check_first_batch(verify, state[torchbearer.MODEL], functools.partial(loss_of, scratch), load, group)
-
-
-def _first_batch(state: State) -> WholeBatch:
-    iterator = state[torchbearer.ITERATOR]
-    if has_own_closure(state[torchbearer.SELF]):
-        raise ConfigurationError(
-            'verify="first_batch" needs the closure of Torchbearer, to compute the loss of the whole batch. Verify the '
-            "loss in a Trial without with_closure, or leave out verify."
-        )
-    if not isinstance(iterator, ShardedIterator):
-        raise ConfigurationError(
-            'verify="first_batch" needs a loader that is divided among the processes, to get its whole '
-            f"batch; got {type(iterator).__name__}. Give the Trial a DataLoader without a DistributedSampler."
-        )
-    return iterator.first_batch()
+    metrics.process = keep

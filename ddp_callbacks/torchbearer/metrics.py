@@ -1,8 +1,12 @@
-"""Metrics of the whole data on every rank, computed by Torchbearer's code from merged state."""
+"""Metrics of the whole data on every rank, computed by Torchbearer's code from merged state.
+
+Sums add up, rows come into the loader's order, and scalars of parts of a batch are joined to that of the batch.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,22 +14,15 @@ import torch
 import torch.distributed as dist
 import torchbearer
 from torchbearer.metrics import EpochLambda, Mean, Metric, MetricList, RunningMean, Var
+from torchbearer.metrics import Loss as _DecoratedLoss
 
 from ddp_callbacks.checkpoints.attributes import decode, encode, plain_attributes
-from ddp_callbacks.comm.codec import Json, pack, unpack
+from ddp_callbacks.comm.codec import pack, unpack
 from ddp_callbacks.comm.collectives import all_gather_json, all_gather_tensors
-from ddp_callbacks.data.batch_logs import BatchLog
+from ddp_callbacks.data.batch_logs import BatchLog, merge_batch_logs
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.errors import MismatchError
-from ddp_callbacks.torchbearer._torchbearer import (
-    aggregators,
-    batches_in_window,
-    held,
-    metrics_within,
-    watching,
-    window_of,
-    without_running,
-)
+from ddp_callbacks.torchbearer import _torchbearer
 from ddp_callbacks.torchbearer.base import (
     RUN_RANDOM_STATE,
     DistributedCallback,
@@ -35,9 +32,8 @@ from ddp_callbacks.torchbearer.base import (
     Weight,
     share_of,
 )
-from ddp_callbacks.torchbearer.merging import LossMetric, join, load_merged
 
-_RECORDED = ("step", "samples", "rows", "values", "reduction", "windows")  # of a pass, next to its logs
+_LossMetric = type(_DecoratedLoss().root)  # inside of Torchbearer's decorators
 
 
 class ReduceMetrics(DistributedCallback):
@@ -72,7 +68,7 @@ class ReduceMetrics(DistributedCallback):
         self.on_end_training(state)  # an earlier run may have raised before its end
         self._is_in_pass = True
         if self.world_size > 1:
-            self._pass = MetricsPass(state[torchbearer.METRIC_LIST], self._loss_weight, self.process_group)
+            self._pass = MetricsPass(state, self._loss_weight, self.process_group)
 
     def on_end_training(self, state: State) -> None:
         self._is_in_pass = False
@@ -85,25 +81,26 @@ class ReduceMetrics(DistributedCallback):
     def local_state(self, state: State) -> dict[str, Any]:
         """In a pass all that the metrics hold; else what they keep from pass to pass, as running means do."""
         return {
-            "step": state[torchbearer.BATCH] if self._is_in_pass else None,
+            "is_in_pass": self._is_in_pass,
             "metrics": [
-                encode(plain_attributes(metric)) if self._is_in_pass or not held(metric) else {}
-                for metric, _ in metrics_within(state[torchbearer.METRIC_LIST])
+                encode(plain_attributes(metric)) if self._is_in_pass or not _torchbearer.held(metric) else {}
+                for metric, _ in _torchbearer.metrics_within(state[torchbearer.METRIC_LIST])
             ],
             "pass": None if self._pass is None else encode(self._pass.state_dict()),
         }
 
     def load_local_state(self, states: LocalStates, state: State) -> None:
         """On another number of ranks, a metric that cannot be merged continues from rank 0's values on each."""
-        metrics, is_in_pass = state[torchbearer.METRIC_LIST], states.mine["step"] is not None
+        metric_list, is_in_pass = state[torchbearer.METRIC_LIST], states.mine["is_in_pass"]
         if not is_in_pass:
-            metrics.reset(state)  # one that the criterion chooses is chosen there
+            metric_list.reset(state)  # one that the criterion chooses is chosen there
         states = LocalStates(decode(states.of_ranks, state[torchbearer.DEVICE]), states.rank, states.world_size)
-        for (metric, _), attributes in zip(metrics_within(metrics), states.mine["metrics"], strict=True):
+        metrics = list(_torchbearer.metrics_within(metric_list))
+        for (metric, _), attributes in zip(metrics, states.mine["metrics"], strict=True):
             vars(metric).update(attributes)
         recorded = states.mine["pass"]
         if is_in_pass and not states.is_same_world:
-            recorded = load_merged(metrics, states)
+            recorded = _load_merged(metrics, states, self._loss_weight.reduction(state))
         if self._pass is not None and recorded is not None:
             self._pass.load_state_dict(recorded)
 
@@ -111,107 +108,85 @@ class ReduceMetrics(DistributedCallback):
 class MetricsPass:
     """One pass over the data: records the metrics' inputs, and merges them for the final value."""
 
-    def __init__(self, metric_list: MetricList, loss_weight: LossWeight, group: dist.ProcessGroup | None) -> None:
-        self._list = metric_list
-        self._loss_weight = loss_weight
-        self._group = group
-        self._step = -1
+    def __init__(self, state: State, loss_weight: LossWeight, group: dist.ProcessGroup | None) -> None:
+        self._list = state[torchbearer.METRIC_LIST]
+        self._loss_weight, self._group = loss_weight, group
+        self._reduction = loss_weight.reduction(state)
         self._samples = 0
-        self._rows: list[int] = []
-        self._values: dict[str, Any] = {}
-        self._weight = 0.0  # of the current batch's loss
-        self._local = 0  # samples of the current batch
-        self._reduction = "mean"
-        self._aggregators = aggregators(metric_list)
-        self._logs = [BatchLog() for _ in self._aggregators]
-        self._windows: dict[str, Any] = {
-            str(place): window_of(aggregator)
-            for place, (aggregator, _) in enumerate(self._aggregators)
-            if isinstance(aggregator, RunningMean)
-        }
+        self._rows: list[int] = []  # of each batch
+        self._local, self._weight = 0, 0.0  # of the current batch: its samples, and the weight of its loss
+        self._metrics = list(_torchbearer.metrics_within(self._list))
+        self._logs = [BatchLog() for _ in self._metrics]
+        self._windows = [_torchbearer.window_of(metric) for metric, _ in self._metrics]  # when the pass began
         self._restore = ExitStack()
-        for (aggregator, root), log in zip(self._aggregators, self._logs, strict=True):
-            self._record(aggregator, isinstance(root, LossMetric), log)
-        self._replace(metric_list, "process", self._process)
-        self._replace(metric_list, "process_final", self._process_final)
+        for place, (metric, root) in enumerate(self._metrics):
+            self._record(place, metric, isinstance(root, _LossMetric))
+        self._replace(self._list, "process", self._process)
+        self._replace(self._list, "process_final", self._process_final)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has recorded, as tensors and plain data; the metrics have their own sums and rows. Local."""
-        return {name: getattr(self, f"_{name}") for name in _RECORDED} | {"logs": self._recorded()}
+        logs = [log.columns() for log in self._logs]
+        return {"samples": self._samples, "rows": self._rows, "windows": self._windows, "logs": logs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the result of :meth:`state_dict`. Local."""
-        for name in _RECORDED:
-            setattr(self, f"_{name}", state[name])
-        for log, saved in zip(self._logs, state["logs"], strict=True):
-            log.steps, log.weights, log.values = (list(column) for column in saved)
-
-    def _recorded(self) -> list[Any]:
-        """For a running mean only what its window needs."""
-        most = [batches_in_window(a) if isinstance(a, RunningMean) else len(self._rows) for a, _ in self._aggregators]
-        return [
-            [column[-length:] for column in (log.steps, log.weights, log.values)]
-            for log, length in zip(self._logs, most, strict=True)
-        ]
+        self._samples, self._rows, self._windows = state["samples"], state["rows"], state["windows"]
+        self._logs = [BatchLog.of(columns) for columns in state["logs"]]
 
     def close(self) -> None:
         """Restore the metrics."""
         self._restore.close()
 
-    def _record(self, aggregator: Metric, is_loss: bool, log: BatchLog) -> None:
-        """Let scalars of a batch wait in ``log`` for those of the other ranks; values per sample can be summed here."""
+    def _record(self, place: int, metric: Metric, is_loss: bool) -> None:
+        """Let scalars of a batch wait in a log for those of the other ranks; values per sample can be summed here."""
+        own = type(metric).process
+
+        def log(values: torch.Tensor, mean: torch.Tensor) -> None:
+            weight = values.numel() if values.dim() else self._weight if is_loss else self._local
+            self._logs[place].add(len(self._rows) - 1, weight, mean)
 
         def process(values: torch.Tensor) -> None:
-            if values.dim() == 0:
-                log.add(self._step, self._weight if is_loss else self._local, values)
+            if values.dim():
+                own(metric, values)
             else:
-                type(aggregator).process(aggregator, values)
+                log(values, values)
 
-        def note(values: torch.Tensor, mean: torch.Tensor) -> None:
-            if mean.dim() == 0:
-                weight, total = self._sum_of(values, is_loss)
-                log.add(self._step, weight, total)
+        def process_running(values: torch.Tensor) -> Any:
+            shown, mean = own(metric, values), _torchbearer.mean_of(metric, values)
+            if shown is not None and mean.dim() == 0:  # in training
+                log(values, mean)
+            return shown
 
-        if isinstance(aggregator, Mean | Var):
-            self._replace(aggregator, "process", process)
-        elif isinstance(aggregator, RunningMean):
-            self._restore.enter_context(watching(aggregator, note))
-        elif isinstance(aggregator, EpochLambda):  # a function of only some of the epoch's rows has no meaning
-            self._restore.enter_context(without_running(aggregator))
-
-    def _sum_of(self, values: torch.Tensor, is_loss: bool) -> tuple[float, torch.Tensor]:
-        """What this rank adds to the mean of a batch: the number that is divided by, and the sum."""
-        if values.dim():
-            return values.numel(), values.sum()
-        weight = self._weight if is_loss else self._local
-        if is_loss and self._reduction == "sum":
-            return weight, values
-        return weight, values * weight if weight else torch.zeros_like(values)  # not NaN, the mean over nothing
+        if isinstance(metric, Mean | Var):
+            self._replace(metric, "process", process)
+        elif isinstance(metric, RunningMean):
+            self._replace(metric, "process", process_running)
+        elif isinstance(metric, EpochLambda):  # a function of only some of the epoch's rows has no meaning
+            self._restore.enter_context(_torchbearer.without_running(metric))
 
     def _replace(self, metric: Metric, name: str, method: Any) -> None:
         setattr(metric, name, method)
         self._restore.callback(vars(metric).pop, name, None)
 
     def _process(self, state: State) -> dict[str, Any]:
-        self._step += 1
-        share = share_of(state)
-        self._local = share.local
-        self._samples += share.local
-        self._reduction = self._loss_weight.reduction(state)
+        self._local = share_of(state).local
+        self._samples += self._local
         self._rows.append(0)
-        if share.local:
-            self._weight, _ = self._loss_weight.of(state)
-            prediction = state[torchbearer.Y_PRED]
-            self._rows[-1] = prediction.shape[0] if isinstance(prediction, torch.Tensor) and prediction.dim() else 0
-            self._values = MetricList.process(self._list, state)
-        return dict(self._values)
+        if not self._local:
+            return dict(state[torchbearer.METRICS])
+        self._weight, _ = self._loss_weight.of(state)
+        prediction = state[torchbearer.Y_PRED]
+        if isinstance(prediction, torch.Tensor) and prediction.dim():
+            self._rows[-1] = prediction.shape[0]
+        return MetricList.process(self._list, state)  # type: ignore[no-any-return]
 
     def _process_final(self, state: State) -> dict[str, Any]:
         self.close()
         random_state = state.get(RUN_RANDOM_STATE)
         running = self._merge(random_state if random_state is not None and random_state.is_open else None)
         final = running | MetricList.process_final(self._list, state)
-        is_settled = not any(_may_differ(metric) for metric, _ in metrics_within(self._list))
+        is_settled = not any(_may_differ(metric) for metric, _ in self._metrics)
         return final if is_settled else _settle(final, self._samples, self._group)
 
     def _merge(self, random_state: RunRandomState | None) -> dict[str, Any]:
@@ -219,19 +194,72 @@ class MetricsPass:
 
         Callbacks draw next, and the same on all ranks, so the random state travels along.
         """
-        mine = [[held(aggregator) for aggregator, _ in self._aggregators], self._recorded()]
+        mine = {
+            "names": [metric.name for metric, _ in self._metrics[1:]],  # without the list
+            "held": [_torchbearer.held(metric) for metric, _ in self._metrics],
+            "rows": self._rows,
+            "logs": [log.columns() for log in self._logs],
+            "random": random_state and random_state.offer(),
+        }
         tensors: list[torch.Tensor] = []
-        names = [aggregator.name for aggregator, _ in self._aggregators]
-        header: Json = [self._rows, names, pack([*mine, random_state and random_state.offer()], tensors)]
-        gathered = all_gather_tensors(header, tensors, "the merging of the metrics", self._group)
-        rows, by_rank, packed = zip(*(header for header, _ in gathered), strict=True)
-        if any(other != by_rank[0] for other in by_rank):
-            raise MismatchError(_mismatch(list(by_rank)))
-        unpacked = [unpack(one, parts) for one, (_, parts) in zip(packed, gathered, strict=True)]
-        found, logs, offered = zip(*unpacked, strict=True)
+        gathered = all_gather_tensors(pack(mine, tensors), tensors, "the merging of the metrics", self._group)
+        of_ranks = [unpack(*found) for found in gathered]
+        _require_same([found["names"] for found in of_ranks])
         if random_state is not None:
-            random_state.accept(offered[0])
-        return join(self._aggregators, found, logs, rows, self._windows, self._reduction)
+            random_state.accept(of_ranks[0]["random"])
+        return _join(self._metrics, of_ranks, self._windows, self._reduction)
+
+
+def _join(
+    metrics: Sequence[tuple[Metric, Metric]],
+    of_ranks: Sequence[dict[str, Any]],
+    windows: Sequence[dict[str, Any]],
+    reduction: str,
+) -> dict[str, Any]:
+    """Let each metric hold what those of all ranks have had in a pass; return the values of running means. Local.
+
+    Args:
+        metrics: Each with the root of its tree.
+        of_ranks: By rank, what each metric has added up or collected (``held``), the columns of its log (``logs``), and
+            the number of rows in each batch (``rows``).
+        windows: Of running means, when the pass began.
+        reduction: ``"mean"`` or ``"sum"``, for metrics of the loss.
+    """
+    running: dict[str, Any] = {}
+    rows = [found["rows"] for found in of_ranks]
+    for place, (metric, root) in enumerate(metrics):
+        logs = [BatchLog.of(found["logs"][place]) for found in of_ranks]
+        values = merge_batch_logs(logs, reduction if isinstance(root, _LossMetric) else "mean").values
+        _torchbearer.add_up(metric, [found["held"][place] for found in of_ranks], rows)
+        if isinstance(metric, RunningMean) and values:
+            running[metric.name] = _torchbearer.run_on(metric, windows[place], values)
+        elif isinstance(metric, Mean | Var):
+            for value in values:
+                type(metric).process(metric, value)
+    return running
+
+
+def _load_merged(metrics: Sequence[tuple[Metric, Metric]], states: LocalStates, reduction: str) -> dict[str, Any]:
+    """Give rank 0 what the metrics of all ranks have had, and the others nothing, in the middle of a pass.
+
+    Args:
+        states: What :meth:`ReduceMetrics.local_state` has returned on each rank, decoded.
+
+    Returns:
+        What this rank's pass is then to have recorded; see :meth:`MetricsPass.load_state_dict`.
+    """
+    nothing = {"samples": 0, "rows": [], "windows": [{} for _ in metrics], "logs": [[[], [], []] for _ in metrics]}
+    of_ranks = [{**(found["pass"] or nothing), "held": found["metrics"]} for found in states.of_ranks]
+    _join(metrics, of_ranks, of_ranks[0]["windows"], reduction)
+    if states.rank:
+        for metric, _ in metrics:
+            _torchbearer.add_up(metric, [], [])
+    return {
+        "samples": sum(found["samples"] for found in of_ranks) / states.world_size,
+        "rows": [max(_torchbearer.rows_in(metric) for metric, _ in metrics)],
+        "windows": [_torchbearer.window_of(metric) for metric, _ in metrics],  # of the whole batches, on every rank
+        "logs": nothing["logs"],
+    }
 
 
 def _may_differ(metric: Metric) -> bool:
@@ -245,9 +273,8 @@ def _settle(final: dict[str, Any], samples: float, group: dist.ProcessGroup | No
     mine = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in final.items()}
     numbers = {key: value for key, value in mine.items() if _is_numeric(value)}
     gathered = all_gather_json([sorted(mine), numbers, samples], "the final metrics", group)
-    by_rank, found, counts = zip(*gathered, strict=True)
-    if any(keys != by_rank[0] for keys in by_rank):
-        raise MismatchError(_mismatch(list(by_rank)))
+    names, found, counts = zip(*gathered, strict=True)
+    _require_same(names)
     for key in numbers:
         values = [others.get(key) for others in found]
         if any(repr(value) != repr(values[0]) for value in values) and sum(counts):
@@ -267,6 +294,9 @@ def _is_numeric(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def _mismatch(names: list[list[str]]) -> str:
-    lists = "\n".join(f"  rank {rank}: {', '.join(dict.fromkeys(keys))}" for rank, keys in enumerate(names))
-    return f"the ranks have different metrics:\n{lists}\nGive every process the same metrics=[...], in the same order."
+def _require_same(names: Sequence[list[str]]) -> None:
+    if any(found != names[0] for found in names):
+        lists = "\n".join(f"  rank {rank}: {', '.join(dict.fromkeys(found))}" for rank, found in enumerate(names))
+        raise MismatchError(
+            f"the ranks have different metrics:\n{lists}\nGive every process the same metrics=[...], in the same order."
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +13,7 @@ import torchbearer
 from torchbearer import CALLBACK_LIST, HISTORY, MODEL, OPTIMIZER, SELF, STOP_TRAINING, Callback
 from torchbearer.callbacks import EarlyStopping, TerminateOnNaN
 
+from ddp_callbacks import replicas
 from ddp_callbacks.batch_norm import BatchNormSynchronizer
 from ddp_callbacks.checkpoints.resume import load_buffers
 from ddp_callbacks.comm.agreement import module_settings, optimizer_settings, require_agreement
@@ -22,15 +23,6 @@ from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.nested import length_of
 from ddp_callbacks.process_group.failures import report_failure
 from ddp_callbacks.process_group.runs import begin_run
-from ddp_callbacks.replicas import (
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    describe_checkpoint,
-    merge_buffers,
-    require_equal_replicas,
-    require_same_checkpoint,
-    running_statistics,
-)
 from ddp_callbacks.torchbearer.base import (
     CALLS,
     DATA_KEYS,
@@ -47,8 +39,10 @@ from ddp_callbacks.torchbearer.base import (
 )
 from ddp_callbacks.versions import __version__
 
-_MAY_STOP = ("on_forward", "on_criterion", "on_backward", "on_step_training")
-_MAY_STOP_VALIDATION = ("on_forward_validation", "on_criterion_validation", "on_step_validation")
+_MAY_STOP = {  # by event, those of a batch that a user's callback may have, to stop there
+    "on_step_training": ("on_forward", "on_criterion", "on_backward", "on_step_training"),
+    "on_step_validation": ("on_forward_validation", "on_criterion_validation", "on_step_validation"),
+}
 
 
 class BroadcastParameters(DistributedCallback):
@@ -89,21 +83,31 @@ class BroadcastParameters(DistributedCallback):
         if self.world_size == 1:
             return
         resumed = self._follow_resumed(state[HISTORY])
-        settings = module_settings(state[MODEL]) | _versions() | _lengths(state)
-        settings["what is called"] = self._called
-        settings["epochs trained so far"] = str(len(state[HISTORY]))
         if resumed:
-            broadcast_optimizer_state(state[OPTIMIZER], self.process_group)
-        settings |= optimizer_settings(state[OPTIMIZER])
+            replicas.broadcast_optimizer_state(state[OPTIMIZER], self.process_group)
         require_agreement(
-            settings,
+            module_settings(state[MODEL]) | self._settings(state) | optimizer_settings(state[OPTIMIZER]),
             "the Trial",
             "Run the same script with the same arguments, data and libraries in every process.",
             self.process_group,
         )
-        broadcast_parameters(state[MODEL], self.process_group)
+        replicas.broadcast_parameters(state[MODEL], self.process_group)
         if not resumed:
-            broadcast_optimizer_state(state[OPTIMIZER], self.process_group)
+            replicas.broadcast_optimizer_state(state[OPTIMIZER], self.process_group)
+
+    def _settings(self, state: State) -> dict[str, str]:
+        settings = {
+            "version of Python": "{}.{}".format(*sys.version_info),
+            "version of torch": torch.__version__,
+            "version of torchbearer": torchbearer.__version__,
+            "version of ddp_callbacks": __version__,
+            "what is called": self._called,
+            "epochs trained so far": str(len(state[HISTORY])),
+        }
+        for key in DATA_KEYS:
+            generator, steps = state[SELF].state[key] or (None, None)
+            settings |= {f"{key}: steps": str(steps), f"{key}: batches": str(length_of(generator))}
+        return settings
 
     @contextmanager
     def _calling(self, name: str) -> Iterator[None]:
@@ -121,7 +125,7 @@ class BroadcastParameters(DistributedCallback):
             loaded = method(state_dict, resume, **kwargs)
             self._random_state = state_dict.get(RANDOM_STATE) if resume else None
             state = [state_dict.get(key) for key in (MODEL, OPTIMIZER)] if MODEL in state_dict else state_dict
-            self._loaded = describe_checkpoint(state, epochs=len(state_dict.get(HISTORY, ())))
+            self._loaded = replicas.describe_checkpoint(state, epochs=len(state_dict.get(HISTORY, ())))
             return loaded
 
         return noting
@@ -135,7 +139,7 @@ class BroadcastParameters(DistributedCallback):
         found = all_gather_json([loaded, len(history)], "who resumes", self.process_group)
         by_rank, epochs = zip(*found, strict=True)
         if len(set(by_rank)) > 1 and any(by_rank[1:]):
-            require_same_checkpoint(loaded, "a state", self.process_group)
+            replicas.require_same_checkpoint(loaded, "a state", self.process_group)
         if epochs[0] == 0 or set(epochs) != {0, epochs[0]}:
             return False
         tensors: list[torch.Tensor] = []
@@ -187,7 +191,7 @@ class SynchronizeBuffers(DistributedCallback):
         share = share_of(state)
         self._samples += share.local
         if share.local == 0:
-            self._saved = [(buffer, buffer.clone()) for buffer in running_statistics(state[MODEL])]
+            self._saved = [(buffer, buffer.clone()) for buffer in replicas.running_statistics(state[MODEL])]
 
     def on_step_training(self, state: State) -> None:
         for buffer, saved in self._saved:
@@ -195,7 +199,7 @@ class SynchronizeBuffers(DistributedCallback):
         self._saved = []
 
     def on_end_training(self, state: State) -> None:
-        merge_buffers(state[MODEL], self._samples, self.process_group)
+        replicas.merge_buffers(state[MODEL], self._samples, self.process_group)
         self._samples = 0
 
     def local_state(self, state: State) -> dict[str, Any]:
@@ -232,7 +236,7 @@ class StopTogether(DistributedCallback):
         MismatchError: On every rank; names the tensors that differ, the ranks and hosts.
     """
 
-    _after_step = _after_validation_step = False
+    _meeting: frozenset[str] = frozenset()  # the events after which the ranks agree
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
@@ -242,48 +246,26 @@ class StopTogether(DistributedCallback):
 
     def on_start(self, state: State) -> None:
         callbacks = list(state[CALLBACK_LIST])
-        self._after_step = any(_may_stop(callback, _MAY_STOP) for callback in callbacks)
-        self._after_validation_step = any(_may_stop(callback, _MAY_STOP_VALIDATION) for callback in callbacks)
+        stopping = (name for name, events in _MAY_STOP.items() if any(_may_stop(each, events) for each in callbacks))
+        self._meeting = frozenset(stopping)
 
     def on_step_training(self, state: State) -> None:
-        if self._after_step:
-            self._agree(state)
+        self._agree(state, "on_step_training")
 
     def on_step_validation(self, state: State) -> None:
-        if self._after_validation_step:
-            self._agree(state)
+        self._agree(state, "on_step_validation")
 
     def on_checkpoint(self, state: State) -> None:
         when = f"at the end of epoch {state[torchbearer.EPOCH]}"
-        stops = require_equal_replicas(state[MODEL], when, self.process_group, bool(state[STOP_TRAINING]))
+        stops = replicas.require_equal_replicas(state[MODEL], when, self.process_group, bool(state[STOP_TRAINING]))
         state[STOP_TRAINING] = any(stops)
 
-    def _agree(self, state: State) -> None:
-        state[STOP_TRAINING] = any_rank(bool(state[STOP_TRAINING]), "the decision to stop", self.process_group)
+    def _agree(self, state: State, event: str) -> None:
+        if event in self._meeting:
+            state[STOP_TRAINING] = any_rank(bool(state[STOP_TRAINING]), "the decision to stop", self.process_group)
 
 
 def _may_stop(callback: Callback, events: tuple[str, ...]) -> bool:
     if isinstance(callback, EarlyStopping):
         return bool(callback.step_on_batch)
     return isinstance(callback, TerminateOnNaN) or handles(callback, events)
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "version of Python": ".".join(platform.python_version_tuple()[:2]),
-        "version of torch": torch.__version__,
-        "version of torchbearer": torchbearer.__version__,
-        "version of ddp_callbacks": __version__,
-    }
-
-
-def _lengths(state: State) -> dict[str, str]:
-    trial_state = state[SELF].state
-    lengths = {}
-    for key in DATA_KEYS:
-        generator, steps = trial_state[key] or (None, None)
-        lengths[f"{key}: steps"] = str(steps)
-        if hasattr(generator, "__len__"):
-            length = length_of(generator)
-            lengths[f"{key}: batches"] = "unknown" if length is None else str(length)
-    return lengths

@@ -6,20 +6,22 @@ Torchbearer's loop has no entry but its beginning, so the next run gets the open
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torchbearer
+from torchbearer import Callback
 from torchbearer.callbacks import CallbackList
+from torchbearer.trial import CallbackListInjection
 
 from ddp_callbacks.checkpoints import Saved, require_same
-from ddp_callbacks.checkpoints.resume import ARGUMENTS, Content, ResumableRun, ResumeOptions
+from ddp_callbacks.checkpoints.resume import ARGUMENTS, ResumableRun, ResumeOptions
 from ddp_callbacks.errors import ConfigurationError, Preempted, say
-from ddp_callbacks.torchbearer._torchbearer import replace_training_pass
 from ddp_callbacks.torchbearer.base import DistributedCallback, State, wrap_methods
-from ddp_callbacks.torchbearer.data import Event, ShardData
+from ddp_callbacks.torchbearer.data import ShardData
 from ddp_callbacks.torchbearer.metrics import ReduceMetrics
-from ddp_callbacks.torchbearer.run_state import BETWEEN, TRAINING, VALIDATION, Position, RunState, describe_run
+from ddp_callbacks.torchbearer.run_state import RunState
 
 
 class Resume(ResumeOptions, DistributedCallback):
@@ -58,16 +60,18 @@ class Resume(ResumeOptions, DistributedCallback):
         data = self._find_data(callbacks)
         data.make_resumable()
         self.process_group = self.preemption.process_group = data.process_group
-        about = describe_run(trial, data)
-        resumable = ResumableRun(self, self.process_group)
+        run_state, resumable = RunState(trial, callbacks, data), ResumableRun(self, self.process_group)
         with resumable.opened():
-            current = _Run(trial, RunState(trial, callbacks, data), resumable, about, self._read(resumable, about))
+            run = _Run(callbacks, run_state, resumable, self._read(resumable, run_state.about))
+            trial.state[torchbearer.CALLBACK_LIST] = run
             try:
-                with current.listening(callbacks):
-                    yield
+                yield
+            except Preempted:
+                run_state.let_go()
+                raise
             finally:
-                trial.state[torchbearer.CALLBACK_LIST] = callbacks  # Torchbearer leaves its printer there if run raises
-                self._saved = current.saved
+                trial.state[torchbearer.CALLBACK_LIST] = callbacks
+                self._saved = run.saved
 
     def _read(self, resumable: ResumableRun, about: dict[str, str]) -> Saved | None:
         if not self._has_read:
@@ -94,160 +98,114 @@ class Resume(ResumeOptions, DistributedCallback):
 Resume.__doc__ = f"{Resume.__doc__}{ARGUMENTS}"
 
 
-class _Run:
-    """One call of ``run``: begins where the last one was cut, and looks after each batch whether to stop.
+class _Run(CallbackListInjection):  # type: ignore[misc]
+    """The Trial's callbacks during one ``run``, which begins where the last one was cut, and looks whether to stop.
 
-    It acts after all callbacks, and outside of the events, in which all ranks draw alike.
+    It acts after all callbacks, and outside of the events in which all ranks draw alike. An ``evaluate`` within the run
+    has some of these events, too, with a state of its own.
 
     Args:
-        about: What a run that continues from the file must have in common with this one.
-        saved: What it continues from.
+        saved: What the run continues from.
     """
 
     def __init__(
-        self, trial: Any, run_state: RunState, resumable: ResumableRun, about: dict[str, str], saved: Saved | None
+        self, callbacks: CallbackList, run_state: RunState, resumable: ResumableRun, saved: Saved | None
     ) -> None:
-        self._trial, self._run_state, self._resumable, self._about = trial, run_state, resumable, about
-        self._state: State | None = None  # not that of an evaluate() in the middle
+        super().__init__(Callback(), callbacks)
+        self._run_state, self._resumable = run_state, resumable
+        self._state: State = None  # of the run
         self.saved = saved  # what is still to be put back
-        self._position = Position(BETWEEN)  # of it
+        self._batches: int | None = None  # of the pass that was cut; None: between two epochs
+        self._is_last = False
+        self._steps = 0  # of the training pass under way
         if saved is not None:
-            self._position = run_state.begin(saved)
-
-    @contextlib.contextmanager
-    def listening(self, callbacks: CallbackList) -> Iterator[None]:
-        """Handle the events of this list, too."""
-        after = {
-            "on_start": self._start,
-            "on_start_training": self._start_training,
-            "on_step_training": self._step_training,
-            "on_end_training": self._end_training,
-            "on_step_validation": self._step_validation,
-            "on_checkpoint": self._end_epoch,
-        }
-        before = {name: vars(callbacks).get(name) for name in (*after, "on_end")}
-        for name, handle in after.items():
-            setattr(callbacks, name, _both(getattr(callbacks, name), self._of_this_run(handle)))
-        callbacks.on_end = _both(self._of_this_run(self._end), callbacks.on_end)
-        try:
-            yield
-        except Preempted:
-            self._run_state.let_go(self._state)
-            raise
-        finally:
-            for name, event in before.items():
-                delattr(callbacks, name) if event is None else setattr(callbacks, name, event)
-
-    def _of_this_run(self, handle: Event) -> Event:
-        def handle_own(state: State) -> None:
-            if self._state is None or state is self._state:
-                handle(state)
-
-        return handle_own
+            self._batches, self._is_last = run_state.begin(saved)
 
     # --- resuming -------------------------------------------------------------------------------------------------
 
-    def _start(self, state: State) -> None:
+    def on_start(self, state: State) -> None:
+        super().on_start(state)
+        if self._state is not None:
+            return
         self._state = state
         self._run_state.note_start()
         if self.saved is None or self._is_of_a_later_run(state):
             return
-        self._run_state.load_loaders(self.saved, self._position)
-        if self._position.phase == BETWEEN:
-            if self._position.is_last:
+        self._run_state.load_loaders(self.saved)
+        if self._batches is None:
+            if self._is_last:
                 state[torchbearer.MAX_EPOCHS] = len(state[torchbearer.HISTORY])
             self._put_back(state)
-        elif self._position.phase == VALIDATION:
-            replace_training_pass(self._trial, self._skip_training)
 
     def _is_of_a_later_run(self, state: State) -> bool:
         """Whether the program had called ``run`` once more, for further epochs, when it was cut."""
-        done = len(state[torchbearer.HISTORY]) + (self._position.phase != BETWEEN)
+        done = len(state[torchbearer.HISTORY]) + (self._batches is not None)
         return bool(done > state[torchbearer.MAX_EPOCHS])
 
-    def _start_training(self, state: State) -> None:
-        if self.saved is not None and self._position.phase == TRAINING:
-            _enter_pass(state, self._position.batches, self._put_back)
-
-    def _skip_training(self, state: State) -> State:
-        """The training pass, which is done, does nothing but put everything back; no event is called."""
-        state.update(self._trial.state)
-        self._put_back(state)  # before the validation makes its iterator
-        return state
+    def on_start_training(self, state: State) -> None:
+        super().on_start_training(state)
+        self._steps = state[torchbearer.STEPS]
+        if self.saved is not None and self._batches is not None:
+            _leave_out(state, self._batches)
+            self._put_back(state)
+        elif self._steps == 0:  # there is only a validation
+            self._pass_moment(state, 0, validates=True)
 
     def _put_back(self, state: State) -> None:
         assert self.saved is not None
-        self._run_state.put_back(self.saved, self._position, state)
+        self._run_state.put_back(self.saved, state)
         self.saved = None
 
     # --- stopping -------------------------------------------------------------------------------------------------
 
-    def _pass_moment(self, state: State, position: Position, **is_at: bool) -> None:
-        @contextlib.contextmanager
-        def take() -> Iterator[Content]:
-            own = self._run_state.own(state, position)
-            with self._run_state.closed_windows():
-                yield self._run_state.shared, own, self._about
+    def _pass_moment(self, state: State, batches: int | None, is_last: bool = False, **is_at: bool) -> None:
+        self._resumable.pass_moment(functools.partial(self._run_state.content, state, batches, is_last), **is_at)
 
-        self._resumable.pass_moment(take, **is_at)
-
-    def _step_training(self, state: State) -> None:
-        """The last batch of a pass is no moment: the end of the pass, which follows, is one."""
-        if not _is_last(state):
-            self._pass_moment(state, Position(TRAINING, state[torchbearer.BATCH] + 1), ends_batch=True)
-
-    def _end_training(self, state: State) -> None:
+    def on_step_training(self, state: State) -> None:
+        super().on_step_training(state)
         if not state[torchbearer.STOP_TRAINING]:
-            self._pass_moment(state, Position(VALIDATION), ends_batch=True, validates=True)
+            batches = state[torchbearer.BATCH] + 1
+            self._pass_moment(state, batches, ends_batch=True, validates=batches == self._steps)
 
-    def _step_validation(self, state: State) -> None:
-        if not _is_last(state):
+    def on_end_training(self, state: State) -> None:
+        state[torchbearer.STEPS] = self._steps  # if no batch was left
+        super().on_end_training(state)
+
+    def on_step_validation(self, state: State) -> None:
+        super().on_step_validation(state)
+        is_last = state[torchbearer.BATCH] + 1 == state[torchbearer.STEPS]
+        if state is self._state and not (is_last or state[torchbearer.STOP_TRAINING]):
             self._resumable.pass_moment_of_validation()
 
-    def _end_epoch(self, state: State) -> None:
+    def on_checkpoint(self, state: State) -> None:
+        super().on_checkpoint(state)
         is_last = bool(state[torchbearer.STOP_TRAINING])
         is_over = is_last or state[torchbearer.EPOCH] + 1 >= state[torchbearer.MAX_EPOCHS]
-        self._pass_moment(state, Position(BETWEEN, is_last=is_last), ends_epoch=True, is_over=is_over)
+        self._pass_moment(state, None, is_last, ends_epoch=True, is_over=is_over)
 
-    def _end(self, state: State) -> None:
+    def on_end(self, state: State) -> None:
         """A run that a callback has stopped within a pass ends here, without the end of an epoch."""
-        if state[torchbearer.STOP_TRAINING]:
-            self._pass_moment(state, Position(BETWEEN, is_last=True), ends_epoch=True, is_over=True)
+        if state is self._state and state[torchbearer.STOP_TRAINING]:
+            self._pass_moment(state, None, True, ends_epoch=True, is_over=True)
+        super().on_end(state)
 
 
-def _enter_pass(state: State, batches: int, put_back: Event) -> None:
-    """Let the pass that is about to begin take only the batches that are left. Call it after the event of its start.
+def _leave_out(state: State, batches: int) -> None:
+    """Let the pass that begins take only the batches that are left. Call it after the event of its start.
 
-    The loop evaluates its range once, right after that event, and calls the sampler first in each step. So it gets a
-    smaller number of steps, and the sampler restores the true one and shifts ``state[BATCH]``.
+    The loop reads the number of steps once, right after that event, and calls the sampler first in each step. So it
+    gets a smaller number, and the sampler restores the true one and shifts ``state[BATCH]``.
 
     Args:
         batches: The number that is done.
-        put_back: Called once, before the first sample.
     """
     steps, sampler = state[torchbearer.STEPS], state[torchbearer.SAMPLER]
     if steps != -1:
         state[torchbearer.STEPS] = steps - batches
-    waiting = [put_back]
 
     def shifted(of: State) -> None:
         of[torchbearer.BATCH] += batches
-        if waiting:
-            of[torchbearer.STEPS] = steps
-            waiting.pop()(of)
+        of[torchbearer.STEPS] = steps
         sampler(of)
 
     state[torchbearer.SAMPLER] = shifted
-
-
-def _is_last(state: State) -> bool:
-    """Whether the pass ends with this batch."""
-    return bool(state[torchbearer.BATCH] + 1 == state[torchbearer.STEPS] or state[torchbearer.STOP_TRAINING])
-
-
-def _both(first: Event, second: Event) -> Event:
-    def both(state: State) -> None:
-        first(state)
-        second(state)
-
-    return both

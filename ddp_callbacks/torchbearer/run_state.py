@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
 from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -16,18 +16,9 @@ from torchbearer.callbacks import CSVLogger
 from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
-from ddp_callbacks.checkpoints import Saved
-from ddp_callbacks.checkpoints.attributes import (
-    Checksums,
-    changed,
-    checksums_of,
-    decode,
-    encode,
-    memory_of_model,
-    plain_attributes,
-)
+from ddp_callbacks.checkpoints import LocalStates, Saved, attributes
 from ddp_callbacks.checkpoints.format import describe_loader, describe_model
-from ddp_callbacks.checkpoints.resume import closed_windows
+from ddp_callbacks.checkpoints.resume import Content, closed_windows
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.random_state import RunRandomState
 from ddp_callbacks.data.sharding import ShardedLoader
@@ -35,66 +26,63 @@ from ddp_callbacks.files import count_lines, keep_lines
 from ddp_callbacks.torchbearer._torchbearer import advance_bar, has_own_closure, metrics_within, scheduler_of
 from ddp_callbacks.torchbearer.base import DistributedCallback, State
 from ddp_callbacks.torchbearer.data import ShardData
-from ddp_callbacks.torchbearer.local_sgd import AverageParameters
-
-TRAINING, VALIDATION, BETWEEN = "training", "validation", "between epochs"
+from ddp_callbacks.torchbearer.gradients import AverageParameters
 
 _TRAIN = str(torchbearer.TRAIN_DATA)
 _DATA = (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA)
 
 
-@dataclasses.dataclass(frozen=True)
-class Position:
-    """Where a run was cut.
-
-    Attributes:
-        phase: ``"training"``: within this pass; ``"validation"``: in front of it; ``"between epochs"``: after
-            ``on_checkpoint``.
-        batches: The number of batches of the training pass under way that are done.
-        is_last: Whether no epoch follows: a callback has stopped the run.
-    """
-
-    phase: str
-    batches: int = 0
-    is_last: bool = False
-
-
 class RunState:
-    """All of a run that is not in the Trial's ``state_dict``. Every rank makes one; its methods are local.
+    """All of a run that is not in the Trial's ``state_dict``. Every rank makes one, before loaders are divided.
 
     Args:
         trial: The Trial.
         callbacks: Its list.
         data: Divides the loaders.
+
+    Attributes:
+        about: What a run that continues from the file must have in common with this one.
     """
 
     def __init__(self, trial: Any, callbacks: Any, data: ShardData) -> None:
         self._trial, self._data = trial, data
-        ours = {name: one for name, one in _named(callbacks) if isinstance(one, DistributedCallback)}
-        self._ours: dict[str, DistributedCallback] = ours
-        self._others = {name: one for name, one in _named(callbacks) if name not in ours}
+        named = _named(callbacks)
+        self._ours = {name: one for name, one in named.items() if isinstance(one, DistributedCallback)}
+        self._others = {name: one for name, one in named.items() if name not in self._ours}
         self._random_state = data.random_state or RunRandomState(data.process_group)
-        self._memory = memory_of_model(trial.state[torchbearer.MODEL])
-        self._at_start: dict[str, Checksums] = {}
+        self._memory = attributes.memory_of_model(trial.state[torchbearer.MODEL])
+        self._at_start: dict[str, attributes.Checksums] = {}
+        self.about = _describe(trial, data)
 
     def note_start(self) -> None:
         """Know what callbacks are set to from what changes in the run. Call it after ``on_start``."""
-        self._at_start = {name: checksums_of(self._attributes(one)) for name, one in self._others.items()}
+        self._at_start = {name: attributes.checksums_of(self._attributes(one)) for name, one in self._others.items()}
 
     # --- saved ----------------------------------------------------------------------------------------------------
 
-    def shared(self) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def content(self, state: State, batches: int | None, is_last: bool) -> Iterator[Content]:
+        """What a file holds. A collective.
+
+        Args:
+            batches: The number of batches of the training pass under way that are done; ``None`` between two epochs.
+            is_last: Whether no epoch follows, as a callback has stopped the run.
+        """
+        own = self._own(state) | {"batches": batches, "is_last": is_last}
+        averages = [one.averager for one in self._ours.values() if isinstance(one, AverageParameters)]
+        with closed_windows(averager for averager in averages if averager is not None):
+            yield self._shared, own, self.about
+
+    def _shared(self) -> dict[str, Any]:
         """The Trial's ``state_dict``, which Torchbearer alone can load, without the classes of its callbacks."""
         callbacks = str(torchbearer.CALLBACK_LIST)
         return {str(key): value for key, value in self._trial.state_dict().items() if str(key) != callbacks}
 
-    def own(self, state: State, position: Position) -> dict[str, Any]:
-        """What this rank has for itself."""
+    def _own(self, state: State) -> dict[str, Any]:
+        """What this rank has for itself. Local."""
         return {
-            "position": dataclasses.asdict(position),
             "batch": state.get(torchbearer.BATCH),
-            "metrics": encode(dict(state[torchbearer.METRICS])),
-            "history": self._trial.state[torchbearer.HISTORY],  # its running values are of this rank's samples
+            "metrics": attributes.encode(dict(state[torchbearer.METRICS])),
             "ours": {name: one.local_state(state) for name, one in self._ours.items()},
             "others": {name: self._state_of(name, one) for name, one in self._others.items()},
             "gradients": [parameter.grad for parameter in self._parameters()] if self._accumulates() else None,
@@ -107,29 +95,15 @@ class RunState:
         """What a callback's ``state_dict`` has, and what it lacks."""
         return {
             "state": callback.state_dict(),
-            "attributes": changed(self._attributes(callback), self._at_start.get(name, {})),
+            "attributes": attributes.changed(self._attributes(callback), self._at_start.get(name, {})),
             "scheduler": scheduler_of(callback).state_dict() if isinstance(callback, TorchScheduler) else None,
             "rows": _rows(callback) if isinstance(callback, CSVLogger) else None,
         }
 
     def _attributes(self, callback: Callback) -> dict[str, Any]:
-        return plain_attributes(callback, self._memory) if _has_state_in_attributes(callback) else {}
-
-    def closed_windows(self) -> AbstractContextManager[None]:
-        """Have a model that any number of ranks can continue from, inside. A collective."""
-        averages = (one for one in self._ours.values() if isinstance(one, AverageParameters))
-        return closed_windows(one.averager for one in averages if one.averager is not None)
-
-    def let_go(self, state: State) -> None:
-        """End the workers of the passes under way, and close the callbacks' files, which the next run continues."""
-        for callback in self._others.values():
-            if isinstance(callback, CSVLogger | AbstractTensorBoard):
-                callback.on_end(state)
-                if batches := getattr(callback, "batch_log_dir", None):
-                    callback.close_writer(batches)
-        for loader in self._loaders().values():
-            if isinstance(loader, ShardedLoader):
-                loader.end()
+        """Those of Torchbearer's own callbacks, of which most have no ``state_dict``."""
+        is_torchbearers = type(callback).__module__.startswith("torchbearer.")
+        return attributes.plain_attributes(callback, self._memory) if is_torchbearers else {}
 
     def _loaders(self) -> dict[str, Any]:
         """The loaders of the two passes, as they are divided."""
@@ -138,46 +112,51 @@ class RunState:
 
     def _accumulates(self) -> bool:
         """Whether gradients may outlive a step: Torchbearer's closure sets them to zero at its start."""
-        optimizer = self._trial.state[torchbearer.OPTIMIZER]
-        has_own_zero_grad = "zero_grad" in vars(optimizer)
-        is_plain = not (has_own_closure(self._trial) or has_own_zero_grad)
-        return not (is_plain and type(optimizer).__module__.startswith(("torch.optim", "torchbearer.")))
+        zero_grad = getattr(self._trial.state[torchbearer.OPTIMIZER].zero_grad, "__func__", None)
+        return has_own_closure(self._trial) or zero_grad is not torch.optim.Optimizer.zero_grad
+
+    def let_go(self) -> None:
+        """End the workers of the passes under way, and close the callbacks' files, which the next run continues."""
+        for callback in self._others.values():
+            if isinstance(callback, CSVLogger | AbstractTensorBoard):
+                callback.on_end(self._trial.state)
+                if batches := getattr(callback, "batch_log_dir", None):
+                    callback.close_writer(batches)
+        for loader in self._loaders().values():
+            if isinstance(loader, ShardedLoader):
+                loader.end()
 
     # --- put back -------------------------------------------------------------------------------------------------
 
-    def begin(self, saved: Saved) -> Position:
-        """Give the Trial what it needs at the start of the run: its epochs, and the sizes of the files that go on."""
-        states = saved.local_states(self._data.rank, self._data.world_size)
+    def begin(self, saved: Saved) -> tuple[int | None, bool]:
+        """Give the Trial what it needs at the start of the run: its epochs, and the sizes of the files that go on.
+
+        Returns:
+            ``batches`` and ``is_last`` of :meth:`content`.
+        """
+        states = self._states(saved)
         self._load_trial(saved, states.mine)
         for callback, found in self._saved_others(states.mine):
             callback.load_state_dict(found["state"])
             if found["rows"] is not None and (states.rank == 0 or states.is_same_world):
                 _keep_rows(callback, found["rows"])
-        return Position(**states.mine["position"])
+        return states.mine["batches"], states.mine["is_last"]
 
-    def load_loaders(self, saved: Saved, position: Position) -> None:
+    def load_loaders(self, saved: Saved) -> None:
         """Let the next passes continue in the data. Call it when the loaders are divided."""
-        states = saved.local_states(self._data.rank, self._data.world_size).mine["loaders"]
-        loaders = self._loaders()
-        continues = loaders.get(_TRAIN) if position.phase == TRAINING or self._is_endless else None
-        if self._trial.state[torchbearer.INF_TRAIN_LOADING] and not self._is_endless:
-            for loader in loaders.values():
-                loader.tb_iter = None  # otherwise Torchbearer makes an iterator that it does not use
+        own, loaders, state = self._states(saved).mine, self._loaders(), self._trial.state
+        is_endless = state[torchbearer.INF_TRAIN_LOADING] and getattr(loaders.get(_TRAIN), "inf", False)
         for name, loader in loaders.items():
-            if name in states:
-                loader.load_state_dict(states[name])
-                if loader is not continues:
-                    loader.start_afresh()
+            if state[torchbearer.INF_TRAIN_LOADING] and not is_endless:
+                loader.tb_iter = None  # otherwise Torchbearer makes an iterator that it does not use
+            loader.load_state_dict(own["loaders"][name])
+            # A pass of an endless loader ends where the loader ends, in whatever epoch.
+            if name != _TRAIN or (own["batches"] is None and not is_endless):
+                loader.start_afresh()
 
-    @property
-    def _is_endless(self) -> bool:
-        """Whether a pass of the training loader ends where the loader ends, in whatever epoch."""
-        generator = (self._trial.state[torchbearer.TRAIN_DATA] or (None,))[0]
-        return bool(self._trial.state[torchbearer.INF_TRAIN_LOADING] and getattr(generator, "inf", False))
-
-    def put_back(self, saved: Saved, position: Position, state: State) -> None:
+    def put_back(self, saved: Saved, state: State) -> None:
         """Make everything as it was at the cut. The random state is last: what comes before may draw."""
-        states = saved.local_states(self._data.rank, self._data.world_size)
+        states = self._states(saved)
         own, device = states.mine, self._trial.state[torchbearer.DEVICE]
         self._load_trial(saved, own)
         for callback, found in self._saved_others(own):
@@ -187,12 +166,11 @@ class RunState:
                 callback.load_local_state(states.of("ours").of(name), state)
         for parameter, gradient in zip(self._parameters(), own["gradients"] or (), strict=False):
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        printer = getattr(state[torchbearer.CALLBACK_LIST], "callback", None)  # the bar that Torchbearer adds
-        for callback in (*self._others.values(), printer):
-            advance_bar(callback, position.batches)
-        if position.phase != BETWEEN:
-            state[torchbearer.METRICS] = decode(own["metrics"], device)
-        if position.phase == VALIDATION:
+        if own["batches"] is not None:
+            printer = getattr(state[torchbearer.CALLBACK_LIST], "callback", None)  # the bar that Torchbearer adds
+            for callback in (*self._others.values(), printer):
+                advance_bar(callback, own["batches"])
+            state[torchbearer.METRICS] = attributes.decode(own["metrics"], device)
             state[torchbearer.BATCH] = own["batch"]
         if self._random_state.is_open or states.world_size == 1:
             self._random_state.load_state_dict(own["random"])
@@ -203,7 +181,9 @@ class RunState:
         for parameter, is_trainable in zip(self._parameters(), own["trainable"], strict=True):
             parameter.requires_grad_(is_trainable)
         self._trial.load_state_dict(saved.shared)
-        self._trial.state[torchbearer.HISTORY][:] = own["history"]
+
+    def _states(self, saved: Saved) -> LocalStates:
+        return saved.local_states(self._data.rank, self._data.world_size)
 
     def _saved_others(self, own: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
         return [(one, own["others"][name]) for name, one in self._others.items() if name in own["others"]]
@@ -212,31 +192,23 @@ class RunState:
         return self._trial.state[torchbearer.MODEL].parameters()  # type: ignore[no-any-return]
 
 
-def _named(callbacks: Any) -> list[tuple[str, Any]]:
-    """Each with its class and its place among those of its class: others may have been added since it was saved."""
+def _named(callbacks: Any) -> dict[str, Any]:
+    """By class, and place among those of its class: others may have been added since it was saved."""
     counts: Counter[str] = Counter()
-    found = []
+    found = {}
     for callback in callbacks:
         kind = type(callback).__qualname__
-        found.append((f"{kind} {counts[kind]}", callback))
+        found[f"{kind} {counts[kind]}"] = callback
         counts[kind] += 1
     return found
 
 
-def _has_state_in_attributes(callback: Callback) -> bool:
-    """Whether it is one of Torchbearer's without a ``state_dict``."""
-    kind = type(callback)
-    has_none = kind.state_dict is Callback.state_dict and not isinstance(callback, CSVLogger)
-    return has_none and kind.__module__.startswith("torchbearer.")
-
-
 def _put_back_callback(callback: Callback, saved: dict[str, Any], device: torch.device | str) -> None:
     callback.load_state_dict(saved["state"])
-    vars(callback).update(decode(saved["attributes"], device))
-    if _has_state_in_attributes(callback):
-        for value in vars(callback).values():
-            if isinstance(value, Iterator):  # of parameters to clip or to decay: ended in the first batch
-                deque(value, maxlen=0)
+    vars(callback).update(attributes.decode(saved["attributes"], device))
+    for value in vars(callback).values():
+        if isinstance(value, GeneratorType | filter):  # of parameters to clip or to decay: ended in the first batch
+            deque(value, maxlen=0)
     if saved["scheduler"] is not None:
         scheduler_of(callback).load_state_dict(saved["scheduler"])
 
@@ -257,12 +229,7 @@ def _keep_rows(callback: CSVLogger, rows: int) -> None:
         callback.write_header = callback.write_header and rows == 0
 
 
-def describe_run(trial: Any, data: ShardData) -> dict[str, str]:
-    """What a checkpoint must have in common with the run that continues from it. Call it before loaders are divided.
-
-    Args:
-        data: Divides the loaders.
-    """
+def _describe(trial: Any, data: ShardData) -> dict[str, str]:
     about = {
         "model": describe_model(trial.state[torchbearer.MODEL]),
         "optimizer": type(trial.state[torchbearer.OPTIMIZER]).__name__,

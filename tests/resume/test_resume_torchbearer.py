@@ -50,12 +50,11 @@ def cut(made: Trial, epochs: int = 3) -> Preempted:
     return caught.value
 
 
-def position_in(path: Path) -> tuple[int, str, int]:
-    """Number of whole epochs, phase, and batches of the pass."""
+def position_in(path: Path) -> tuple[int, int | None]:
+    """Number of whole epochs, and of batches of the pass."""
     saved = CheckpointFile(path, weights_only=False).read()
     assert saved is not None
-    position = saved.own(0)["position"]
-    return len(saved.shared["history"]), position["phase"], position["batches"]
+    return len(saved.shared["history"]), saved.own(0)["batches"]
 
 
 # --- one process ------------------------------------------------------------------------------------------------------
@@ -184,8 +183,8 @@ def test_each_few_batches_a_file_is_written_from_which_a_run_that_died_goes_on(t
     expected = train_in("whole")
     with pytest.raises(KeyError, match="a crash"):
         train_in("died", Dies())
-    assert position_in(tmp_path / "died" / RUN) == (1, "training", 3)
-    assert position_in(tmp_path / "died" / "1.previous.pt") == (0, "training", 4)
+    assert position_in(tmp_path / "died" / RUN) == (1, 3)
+    assert position_in(tmp_path / "died" / "1.previous.pt") == (0, 4)
     assert_equal(train_in("died", Callback()), expected, relative=0.0)
     assert len(expected["csv"].splitlines()) == 1 + 3 * (5 + 1)
 
@@ -193,13 +192,13 @@ def test_each_few_batches_a_file_is_written_from_which_a_run_that_died_goes_on(t
 def test_by_default_the_end_of_each_epoch_is_written(tmp_path: Path) -> None:
     """`Resume` writes each epoch by default."""
     make(tmp_path).run(2)
-    assert position_in(tmp_path / RUN) == (2, "between epochs", 0)
-    assert position_in(tmp_path / "1.previous.pt") == (1, "between epochs", 0)
+    assert position_in(tmp_path / RUN) == (2, None)
+    assert position_in(tmp_path / "1.previous.pt") == (1, None)
 
 
 def test_a_time_limit_stops_the_run(tmp_path: Path) -> None:
     assert "the time limit" in str(cut(make(tmp_path, resume={"time_limit": timedelta(microseconds=1)})))
-    assert position_in(tmp_path / RUN) == (0, "training", 1)
+    assert position_in(tmp_path / RUN) == (0, 1)
 
 
 class Bar:
