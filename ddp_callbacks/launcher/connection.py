@@ -172,7 +172,8 @@ class Connection(asyncio.SubprocessProtocol):
         said = await self.ask("output", argv=words, seconds=seconds)
         if said["code"]:
             needs = f"--setup {plan.setup!r} or Python failed" if plan.setup else "needs Python 3.11 or newer"
-            raise NodeProblem(f"{needs}: {said['err'].strip().rpartition(chr(10))[2]}")
+            error = os.fsencode(said["err"]).decode(errors="replace")
+            raise NodeProblem(f"{needs}: {error.strip().rpartition(chr(10))[2]}")
         self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # below what --setup may print
 
     async def listen(self, address: str, port: int) -> int:
@@ -267,7 +268,7 @@ class Connection(asyncio.SubprocessProtocol):
             self.is_open = False
             self._answers.put_nowait(None)
             if self.greeted:
-                self._put(Event(self, "closed", {}))
+                self.put("closed")
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
@@ -295,11 +296,11 @@ class Connection(asyncio.SubprocessProtocol):
         if do == "answer":
             self._answers.put_nowait(values)
         elif do != "beat":
-            self._put(Event(self, do, values))
+            self.put(do, **values)
 
-    def _put(self, event: Event) -> None:
+    def put(self, do: str, **values: Any) -> None:
         """Queue an event. If many of this node wait, as for the terminal, its data is not read meanwhile."""
-        self._shared.events.put_nowait(event)
+        self._shared.events.put_nowait(Event(self, do, values))
         self._waiting += 1
         if self._waiting >= _MANY:
             self._process.get_pipe_transport(1).pause_reading()

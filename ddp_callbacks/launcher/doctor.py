@@ -260,4 +260,4 @@ def lines(findings: Sequence[Finding]) -> list[str]:
         for finding in (finding for finding in findings if finding.level == level):
             where = ", ".join(filter(None, (finding.node, finding.check)))
             said.append(f"{_MARKS[level]}{where}: {finding.remedy}")
-    return said
+    return [line.encode(errors="replace").decode() for line in said]  # a path may hold any bytes

@@ -103,8 +103,7 @@ class Launch:
     def _ask_for_stacks(self) -> None:
         if self.has_begun:
             self._tell_all("stacks")
-            written = Event(self.nodes[0], "stacks", {})
-            asyncio.get_running_loop().call_later(WRITING, self._shared.events.put_nowait, written)
+            asyncio.get_running_loop().call_later(WRITING, self.nodes[0].put, "stacks")
 
     def _tell_all(self, do: str, **values: Any) -> None:
         for node in self.nodes:
@@ -241,7 +240,7 @@ class Launch:
             self._preparing.cancel()
         else:
             self._tell_all("stop", number=signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
-            self._shared.events.put_nowait(Event(self.nodes[0], "stopped", {}))
+            self.nodes[0].put("stopped")
 
     def end(self, at_once: bool = False) -> None:
         """End the job on every node. After a request to stop, the ranks that still run keep the rest of their time."""

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from signal import SIGTERM, Signals
 
 from ddp_callbacks.errors import EXIT_PREEMPTED
@@ -254,8 +255,7 @@ class Watch:
 
     def _conclude_failure(self) -> int:
         late = [End(node.plan.name, None, math.inf, 1, "did not end in time") for node in self._running]
-        self._judge_the_others_of_a_preemption()
-        cause = first_cause([*self._lost, *self._ranks.values()]) or first_cause(late)
+        cause = first_cause([*self._lost, *self._ends()]) or first_cause(late)
         if cause is None and self._have_all_ended():
             return 0
         if cause is None:
@@ -270,15 +270,19 @@ class Watch:
         self._output.note(self._output.describe_place(cause.rank))
         return cause.code
 
-    def _judge_the_others_of_a_preemption(self) -> None:
-        """A rank that was preempted is no cause; one that did not follow it is."""
-        preempted = [rank for rank in self._ranks.values() if rank.code == EXIT_PREEMPTED]
-        for rank in preempted:
-            rank.code = 0
+    def _ends(self) -> list[End]:
+        """What is known of the ranks' ends. One that was preempted is no cause; one that did not follow it is."""
+        has_preempted = any(rank.code == EXIT_PREEMPTED for rank in self._ranks.values())
+        reason = f"did not end within {self._job.force:g} s after another rank was preempted"
+        ends = []
         for rank in self._ranks.values():
-            if preempted and rank.is_ours and rank.ended_by == "SIGKILL":
-                rank.is_ours = False
-                rank.reason = f"did not end within {self._job.force:g} s after another rank was preempted"
+            if rank.code == EXIT_PREEMPTED:
+                ends.append(replace(rank, code=0))
+            elif has_preempted and rank.is_ours and rank.ended_by == "SIGKILL":
+                ends.append(replace(rank, reason=reason, is_ours=False))
+            else:
+                ends.append(rank)
+        return ends
 
 
 def _number_of_ranks(nodes: Sequence[Connection]) -> int:

@@ -40,7 +40,7 @@ def output(argv: list[str], seconds: float) -> dict[str, Any]:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         raise Refusal(f"{argv[0]} took longer than {seconds:g} s") from None
-    return {"code": done.returncode, "out": done.stdout.decode(), "err": done.stderr.decode(errors="replace")}
+    return {"code": done.returncode, "out": os.fsdecode(done.stdout), "err": os.fsdecode(done.stderr)}
 
 
 def reach(addresses: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
