@@ -43,7 +43,15 @@ class MismatchError(DDPCallbacksError, ValueError):
 
 
 class PeerError(DDPCallbacksError, RuntimeError):
-    """Another rank raised, died, left or went silent. The message names the rank and its host."""
+    """Another rank raised, died, left or went silent. The message names the rank and its host.
+
+    Attributes:
+        ranks: That rank, or several, by their global numbers; empty if unknown.
+    """
+
+    def __init__(self, message: str = "", *ranks: int) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class CheckpointError(DDPCallbacksError, RuntimeError):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 _TIMEOUT = 30.0  # seconds for a command of the scheduler
@@ -77,13 +78,10 @@ def _end_in_pbs(job: str) -> JobEnd | None:
     attributes = dict(re.findall(r"^\s*(\S+) = (.*)$", said, re.M))
     length = _seconds(attributes.get("Resource_List.walltime", ""))
     start = next((attributes[name] for name in _PBS_START if name in attributes), "")
-    if length is None:
-        return None
-    try:
+    with suppress(ValueError, OverflowError):  # the job says no start
         began = time.mktime(time.strptime(start, "%a %b %d %H:%M:%S %Y"))
-    except (ValueError, OverflowError):
-        return None
-    return JobEnd(began + length - time.time(), length, f"PBS job {job}")
+        return None if length is None else JobEnd(began + length - time.time(), length, f"PBS job {job}")
+    return None
 
 
 def _seconds(text: str) -> float | None:

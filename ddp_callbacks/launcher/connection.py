@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import shutil
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_callbacks.launcher import facts
 from ddp_callbacks.launcher.hosts import NodePlan
-from ddp_callbacks.launcher.node.link import GREETING, HEADER
+from ddp_callbacks.launcher.node.link import GREETING, encode
 from ddp_callbacks.launcher.remote import (
     FIRST_LINE,
     READY,
     TURNED_AWAY,
-    as_hex,
     command_to,
     explain,
-    message,
     opening,
 )
 
-ANSWER_TIMEOUT = 30.0  # seconds to wait for an answer
 _BEAT = 0.5  # seconds between two heartbeats
 _LEAVES = 2.0  # seconds for the command that reached a node to end after its output
 _LOGINS = 8  # simultaneous ssh logins; sshd refuses some if ten are in progress
@@ -35,33 +32,40 @@ _PAUSES = (0.5, 1.0)  # minimum seconds before a login is repeated; up to twice 
 _DEAF = ("/bin/sh", "-c", "trap '' TERM USR1 USR2; exec \"$@\"", "sh")
 _LAST_WORDS = 0.1  # seconds for what it said at its end to be read
 _MANY = 100  # events of a node that wait; beyond that, its writes wait
-_NOISE = 1 << 16  # bytes that a login shell may print before the greeting
+_TAIL = 1 << 16  # bytes to keep of what ssh or the shell says
 
 
 class NodeProblem(Exception):
     """A node cannot do what was asked, or cannot be reached; the text has the remedy."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """News from a node: a frame (see :mod:`ddp_callbacks.launcher.node`), or ``closed`` at its end."""
+class Event(NamedTuple):
+    """A message from a node, see :mod:`ddp_callbacks.launcher.node`, or ``closed`` at its end."""
 
     node: Connection
-    kind: str
-    rank: int
-    data: bytes
+    do: str
+    values: dict[str, Any]
 
 
-def connections(
-    plans: Sequence[NodePlan], events: asyncio.Queue[Event], patience: float, answer_timeout: float = ANSWER_TIMEOUT
-) -> list[Connection]:
-    """One connection for each node; few log in at a time, as sshd refuses more (MaxStartups)."""
-    logins = asyncio.Semaphore(_LOGINS)
-    return [Connection(plan, events, patience, answer_timeout, logins) for plan in plans]
+@dataclass
+class Shared:
+    """What the connections of a job share.
+
+    Attributes:
+        patience: Seconds of silence after which one counts as lost.
+        answer_timeout: Seconds to wait for an answer.
+        events: Takes everything from the nodes other than answers.
+        logins: Few log in at a time, as sshd refuses more (MaxStartups).
+    """
+
+    patience: float
+    answer_timeout: float = 30.0
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    logins: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LOGINS))
 
 
 class Connection(asyncio.SubprocessProtocol):
-    """Talks to one node; everything from it other than answers goes to ``events``. One :meth:`ask` at a time.
+    """Talks to one node; everything from it other than answers is an event. One :meth:`ask` at a time.
 
     Attributes:
         greeted: Whether the node's program has answered.
@@ -70,19 +74,12 @@ class Connection(asyncio.SubprocessProtocol):
         place: See :func:`ddp_callbacks.launcher.facts.place`.
     """
 
-    def __init__(
-        self,
-        plan: NodePlan,
-        events: asyncio.Queue[Event],
-        patience: float,
-        answer_timeout: float,
-        logins: asyncio.Semaphore,
-    ) -> None:
+    def __init__(self, plan: NodePlan, shared: Shared) -> None:
         self.plan = plan
         self.greeted = self.is_open = False
         self.hello: dict[str, Any] = {}
         self.place: dict[str, Any] = {}
-        self._events, self._patience, self._answer_timeout, self._logins = events, patience, answer_timeout, logins
+        self._shared = shared
         self._asks = self._silent = False
         self._waiting = 0  # events that nobody has taken
         self._process: Any = None  # the transport of the process that talks to the node
@@ -92,15 +89,14 @@ class Connection(asyncio.SubprocessProtocol):
         self._buffer = self._noise = self._errors = b""
         self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._ended = asyncio.Event()
-        self._held: bytes | None = None  # data to send once the shell there is ready
+        self._reached = False  # whether the shell there is ready
         loop = asyncio.get_running_loop()
-        words = [*_DEAF, *command_to(self.plan, self._patience)]
+        words = [*_DEAF, *command_to(self.plan, self._shared.patience)]
         # A separate session: the launcher itself handles Ctrl-C and the end of the terminal.
         self._process, _ = await loop.subprocess_exec(lambda: self, *words, start_new_session=True)
         self._heard = loop.time()
-        if not self.plan.is_here and self.plan.rsh is not None:
-            self._write(FIRST_LINE)
-            self._held = b""
+        self._write(FIRST_LINE)
+        await self._answer()
         self._write(opening(self.plan.python))
 
     async def ask(self, do: str, timeout: float | None = None, **values: Any) -> dict[str, Any]:
@@ -109,8 +105,11 @@ class Connection(asyncio.SubprocessProtocol):
         Raises:
             NodeProblem: The node could not do it, the connection ended, or no answer came.
         """
-        self._asks, seconds = timeout is None, timeout or self._answer_timeout
         self.tell(do, **values)
+        return await self._answer(timeout)
+
+    async def _answer(self, timeout: float | None = None) -> dict[str, Any]:
+        self._asks, seconds = timeout is None, timeout or self._shared.answer_timeout
         try:
             answer = await asyncio.wait_for(self._answers.get(), seconds)
         except TimeoutError:
@@ -139,9 +138,9 @@ class Connection(asyncio.SubprocessProtocol):
             )
         for pause in (*_PAUSES, None):
             try:
-                async with self._logins:
+                async with self._shared.logins:
                     await self._open()
-                    self.hello = await self.ask("hello", silence=self._patience, grace=grace)
+                    self.hello = await self.ask("hello", silence=self._shared.patience, grace=grace)
                 break
             except NodeProblem:
                 if pause is None or not self._was_turned_away():
@@ -164,41 +163,41 @@ class Connection(asyncio.SubprocessProtocol):
 
     async def enter(self, environ: dict[str, str], script: str | None) -> None:
         """Change to the working directory, set variables for all that is started, and check that the script exists."""
-        found = {as_hex(name): as_hex(value) for name, value in environ.items()}
-        await self.ask(
-            "enter", cwd=as_hex(self.plan.cwd), environ=found, script=None if script is None else as_hex(script)
-        )
+        await self.ask("enter", cwd=self.plan.cwd, environ=environ, script=script)
 
     async def look(self, which: str, seconds: float) -> None:
         """Find its place; ``which`` is the first argument of :mod:`ddp_callbacks.launcher.facts`."""
         plan = self.plan
         words = plan.words(plan.python, "-P", "-c", Path(facts.__file__).read_text(), which, str(plan.cores or 0))
-        said = await self.ask("output", argv=[as_hex(word) for word in words], seconds=seconds)
+        said = await self.ask("output", argv=words, seconds=seconds)
         if said["code"]:
             needs = f"--setup {plan.setup!r} or Python failed" if plan.setup else "needs Python 3.11 or newer"
-            raise NodeProblem(f"{needs}: {said['err'].strip().rpartition(chr(10))[2]}")
+            error = os.fsencode(said["err"]).decode(errors="replace")
+            raise NodeProblem(f"{needs}: {error.strip().rpartition(chr(10))[2]}")
         self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # below what --setup may print
 
     async def listen(self, address: str, port: int) -> int:
         """Hold a port for the ranks' store; 0 finds a free one."""
-        return int((await self.ask("listen", address=address, port=port))["port"])
+        held = await self.ask("listen", address=address, port=port)
+        self._note_interface(held["address"])
+        return int(held["port"])
 
     async def reach(self, addresses: list[tuple[str, int]], seconds: float) -> None:
         """Connect to ports that other nodes hold."""
-        problems = (await self.ask("reach", addresses=addresses, seconds=seconds))["problems"]
-        if any(problems):
-            raise NodeProblem("; ".join(filter(None, problems)))
+        found = (await self.ask("reach", addresses=addresses, seconds=seconds))["found"]
+        if problems := [problem for _, problem in found if problem]:
+            raise NodeProblem("; ".join(problems))
+        self._note_interface(found[0][0])
 
-    async def find_interface(self, address: str) -> None:
-        """Find the interface on the route to ``address``; gloo and NCCL use it, unless the user chose another."""
-        own = (await self.ask("route", address=address))["address"]
-        self.place["interface"] = self.place["interfaces"].get(own, "")
+    def _note_interface(self, address: str) -> None:
+        """Gloo and NCCL use the interface with this address of its own, unless the user chose another."""
+        self.place["interface"] = self.place["interfaces"].get(address, "")
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def tell(self, do: str, **values: Any) -> None:
         """Send a message that has no answer."""
-        self._write(message(do, **values))
+        self._write(encode(do, **values))
 
     async def close(self, timeout: float) -> None:
         """Disconnect, so that the node ends the job. Wait for the local process; kill it after ``timeout``."""
@@ -226,27 +225,23 @@ class Connection(asyncio.SubprocessProtocol):
         """Why the connection ended, from the messages of ssh or the shell there."""
         await self._end_process(_LEAVES)  # a command in ssh's place may outlive what it has started
         await asyncio.sleep(_LAST_WORDS)
-        code, errors = self._process.get_returncode(), self._errors.decode(errors="replace").splitlines()
-        said = [line.strip() for line in errors if line.strip()]
+        code, noise = self._process.get_returncode(), b"" if self.greeted else self._noise + self._buffer
+        words = b"\n".join((noise, self._errors)).decode(errors="replace").splitlines()
+        said = [line.strip() for line in words if line.strip()]
         if self._silent:
-            return f"the connection was lost (silent for {self._patience:g} s)"
+            return f"the connection was lost (silent for {self._shared.patience:g} s)"
         if self.greeted:
             return f"the connection was lost{f' ({said[-1]})' if said else ''}"
-        if self._held is not None or (code == 255 and not self.plan.is_here):
+        if not self._reached:
             return explain(self.plan, code, said)
         if code in (126, 127):
             where = "Install it there by the same path, or set its path with --python or python= in the host file"
             return f"cannot start the interpreter {self.plan.python}. {where}"
-        noise = self._noise.decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed([*noise, *said]) if line.strip()), "no output")
+        last = said[-1] if said else "no output"
         return f"the interpreter {self.plan.python} failed to start (exit code {code}): {last}"
 
     def _write(self, data: bytes) -> None:
-        if self._process is None:
-            return
-        if self._held is not None:
-            self._held += data
-        elif not (pipe := self._process.get_pipe_transport(0)).is_closing():
+        if self._process is not None and not (pipe := self._process.get_pipe_transport(0)).is_closing():
             pipe.write(data)
 
     async def _beat(self) -> None:
@@ -259,7 +254,7 @@ class Connection(asyncio.SubprocessProtocol):
             self.tell("beat")
             silence = asyncio.get_running_loop().time() - self._heard
             # While it works on an answer, :meth:`ask` has a timeout; while its events wait, nothing is read.
-            if silence > self._patience and not self._asks and self._waiting < _MANY:
+            if silence > self._shared.patience and not self._asks and self._waiting < _MANY:
                 self._silent = True
                 self._kill()
 
@@ -273,47 +268,39 @@ class Connection(asyncio.SubprocessProtocol):
             self.is_open = False
             self._answers.put_nowait(None)
             if self.greeted:
-                self._put(Event(self, "closed", -1, b""))
+                self.put("closed")
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Sort received data into answers and events."""
         if fd == 2:
-            self._errors = (self._errors + data)[-_NOISE:]
+            self._errors = (self._errors + data)[-_TAIL:]
             return
-        self._buffer += data
         self._heard = asyncio.get_running_loop().time()
-        if not self.greeted:
-            self._await_greeting()
-        if self.greeted:
-            self._take_frames()
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            if self.greeted:
+                self._take(**json.loads(os.fsdecode(line)))
+            else:
+                self._await_greeting(line)
 
-    def _await_greeting(self) -> None:
-        """Drop the data up to the greeting, if it has come; a login shell may print something before it."""
-        if self._held is not None and READY in self._buffer:
-            self._buffer = self._buffer.partition(READY)[2]
-            held, self._held = self._held, None
-            self._write(held)
-        self._noise, greeting, rest = self._buffer.partition(GREETING)
-        self.greeted = self.is_open = bool(greeting)
-        self._buffer = rest if greeting else self._buffer[-_NOISE:]
+    def _await_greeting(self, line: bytes) -> None:
+        """A login shell may print something before ours."""
+        if line.endswith(READY):
+            self._reached = True
+            self._answers.put_nowait({})
+        elif line.endswith(GREETING):
+            self.greeted = self.is_open = True
+        else:
+            self._noise = line or self._noise
 
-    def _take_frames(self) -> None:
-        start = 0
-        while len(self._buffer) - start >= HEADER.size:
-            kind, rank, length = HEADER.unpack_from(self._buffer, start)
-            begin, end = start + HEADER.size, start + HEADER.size + length
-            if len(self._buffer) <= end:
-                break
-            data, start = self._buffer[begin:end], end + 1  # skip the newline
-            if kind == b"r":
-                self._answers.put_nowait(json.loads(data))
-            elif kind != b"b":
-                self._put(Event(self, kind.decode(), rank, data))
-        self._buffer = self._buffer[start:]
+    def _take(self, do: str, **values: Any) -> None:
+        if do == "answer":
+            self._answers.put_nowait(values)
+        elif do != "beat":
+            self.put(do, **values)
 
-    def _put(self, event: Event) -> None:
+    def put(self, do: str, **values: Any) -> None:
         """Queue an event. If many of this node wait, as for the terminal, its data is not read meanwhile."""
-        self._events.put_nowait(event)
+        self._shared.events.put_nowait(Event(self, do, values))
         self._waiting += 1
         if self._waiting >= _MANY:
             self._process.get_pipe_transport(1).pause_reading()

@@ -7,12 +7,12 @@ import json
 import os
 import shlex
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, connections
+from ddp_callbacks.launcher.connection import Connection, NodeProblem, Shared
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.plan import Job, starts
 from ddp_callbacks.versions import how_to_install_this
@@ -25,7 +25,12 @@ _REACH_TIMEOUT = 2.0  # seconds per connection
 GIB = 1 << 30
 _MEMORY = 1 * GIB  # free memory
 _SHARED_MEMORY = GIB // 4  # free; a container has 64 MB by default
+_MORE_SHARED = (
+    "DataLoader workers pass batches through it. Run: mount -o remount,size=8g /dev/shm; for Docker: docker run "
+    "--shm-size=8g"
+)
 _NEEDED = ("torch", "ddp_callbacks")
+_Level = Literal["green", "amber", "red"]
 _MARKS = {"green": "", "amber": "! ", "red": "FAIL "}
 
 
@@ -43,7 +48,7 @@ class Finding:
 
     node: str
     check: str
-    level: Literal["green", "amber", "red"]
+    level: _Level
     text: str
     remedy: str = ""
 
@@ -73,8 +78,8 @@ class Doctor:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._end = time.monotonic() + LIMIT
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self.nodes = connections(job.nodes, self._events, _PATIENCE, _ANSWER_TIMEOUT)
+        self._shared = Shared(_PATIENCE, _ANSWER_TIMEOUT)
+        self.nodes = [Connection(plan, self._shared) for plan in job.nodes]
         self._findings: list[Finding] = []
         self._held: dict[Connection, tuple[str, int]] = {}  # the address and port on which a node listens
 
@@ -104,16 +109,17 @@ class Doctor:
         await self._try(node, "python", node.look("all", _FACTS_TIMEOUT), "Choose another with --python")
 
     async def _try(
-        self, node: Connection, check: str, attempt: Awaitable[str | None], remedy: str = "", text: str = ""
+        self, node: Connection | None, check: str, attempt: Awaitable[str | None], remedy: str = "", text: str = ""
     ) -> bool:
         """Note what an attempt has found, or else ``text``, or its problem and the remedy; return whether it worked."""
+        name = node.plan.name if node else ""
         try:
             if found := await attempt or text:
-                self._findings.append(Finding(node.plan.name, check, "green", found))
+                self._findings.append(Finding(name, check, "green", found))
             return True
         except NodeProblem as problem:
             says = f"{problem}. {remedy}" if remedy else str(problem)
-            self._findings.append(Finding(node.plan.name, check, "red", "failed", says))
+            self._findings.append(Finding(name, check, "red", "failed", says))
             return False
 
     async def _reach(self, node: Connection) -> str:
@@ -125,7 +131,7 @@ class Doctor:
     async def _listen(self, node: Connection) -> str:
         address = node.addresses[0] if len(self.nodes) > 1 and node.addresses else "127.0.0.1"
         self._held[node] = address, await node.listen(address, 0)
-        interface = node.place["interfaces"].get(address)
+        interface = node.place["interface"]
         return f"{address} ({interface})" if interface else address
 
     async def _reach_others(self, node: Connection) -> None:
@@ -135,39 +141,31 @@ class Doctor:
         await self._try(node, "ports", attempt, remedy, "reaches the others")
 
     async def _check_all_reduce(self) -> None:
-        """Run an all-reduce with one process per node."""
         if any(finding.level == "red" for finding in self._findings):
-            found = Finding("", "all-reduce", "red", "skipped", "skipped: fix the problems above first")
+            skipped = Finding("", "all-reduce", "red", "skipped", "skipped: fix the problems above first")
+            self._findings.append(skipped)
         else:
-            try:
-                found = Finding("", "all-reduce", "green", await self._all_reduce())
-            except NodeProblem as problem:
-                found = Finding("", "all-reduce", "red", "failed", str(problem))
-        self._findings.append(found)
+            await self._try(None, "all-reduce", self._all_reduce())
 
     async def _all_reduce(self) -> str:
-        where = self._held[self.nodes[0]]
-        for node in self.nodes:
-            node.place["processes"] = 1
-            await node.find_interface(where[0])
-        messages = starts(_probe(self._job), [(node.plan, node.place) for node in self.nodes], where)
-        for node, message in zip(self.nodes, messages, strict=True):
+        """The result of an all-reduce with one process per node."""
+        places = [(node.plan, node.place | {"processes": 1}) for node in self.nodes]
+        for node, message in zip(self.nodes, starts(_probe(self._job), places, self._held[self.nodes[0]]), strict=True):
             node.tell("start", **message)
-        said: dict[str, bytes] = {"o": b"", "e": b""}
-        running = len(self.nodes)
+        said: dict[str, str] = defaultdict(str)
+        running, events = len(self.nodes), self._shared.events
         while running:
             try:
-                event = await asyncio.wait_for(self._events.get(), max(0.0, self._end - time.monotonic()))
+                node, do, values = await asyncio.wait_for(events.get(), max(0.0, self._end - time.monotonic()))
             except TimeoutError:
                 raise NodeProblem(f"did not end within {LIMIT:g} s, the limit for all checks") from None
-            ended = json.loads(event.data).get("ended") if event.kind == "m" else None
-            if event.kind in said:
-                said[event.kind] += event.data
-            elif event.kind == "closed" or (ended and ended["code"]):
-                last = said["e"].decode(errors="replace").strip().rpartition("\n")[2]
-                raise NodeProblem(f"failed on {event.node.plan.name}: {last}")
-            running -= bool(ended)
-        return said["o"].decode().strip() or "ended without a result"
+            if do == "wrote":
+                said[values["stream"]] += values["data"]
+            elif do in ("closed", "problem") or values.get("code"):
+                last = said["e"].strip().rpartition("\n")[2]
+                raise NodeProblem(f"failed on {node.plan.name}: {values.get('text', last)}")
+            running -= do == "ended"
+        return said["o"].strip()
 
 
 def _probe(job: Job) -> Job:
@@ -193,18 +191,10 @@ def _copy(plan: NodePlan) -> str:
 
 def judge(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> list[Finding]:
     """All findings about nodes from their facts, see :mod:`ddp_callbacks.launcher.facts`."""
-    packages = dict.fromkeys([*_NEEDED, *(name for facts in nodes.values() for name in facts["packages"])])
-    findings = [*_pythons(nodes)]
-    for package in packages:
-        findings += _versions(package, nodes)
-    for plan, facts in nodes.items():
-        findings += _sizes(plan, facts)
-    return [*findings, *_gpus(nodes)]
+    return [*_pythons(nodes), *_versions(nodes), *_sizes(nodes), *_gpus(nodes)]
 
 
-def _finding(
-    node: str, check: str, is_good: bool, text: str, remedy: str, level: Literal["amber", "red"] = "amber"
-) -> Finding:
+def _finding(node: str, check: str, is_good: bool, text: str, remedy: str, level: _Level = "amber") -> Finding:
     return Finding(node, check, "green", text) if is_good else Finding(node, check, level, text, remedy)
 
 
@@ -221,31 +211,28 @@ def _pythons(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
         yield _finding(plan.name, "python", own.startswith(f"{usual}."), own, remedy)
 
 
-def _versions(package: str, nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
+def _versions(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
     """A package on any node must be on all of them, in the same version."""
-    found = {plan: facts["packages"].get(package) for plan, facts in nodes.items()}
-    usual = _usual(version for version in found.values() if version)
-    wanted = f"{package}=={usual.partition('+')[0]}" if usual else package
-    for plan, version in found.items():
-        what = f"{package} {version}, but {usual} on the others" if version else f"{package} is not installed"
-        python = f"{plan.shell}{plan.python}"
-        command = how_to_install_this(python) if package == "ddp_callbacks" else f"{python} -m pip install {wanted}"
-        level: Literal["amber", "red"] = "amber" if package == "numpy" else "red"
-        is_usual = version is not None and version == usual
-        yield _finding(plan.name, package, is_usual, version or "missing", f"{what}. Run: {command}", level)
+    for package in dict.fromkeys([*_NEEDED, *(name for facts in nodes.values() for name in facts["packages"])]):
+        usual = _usual(version for facts in nodes.values() if (version := facts["packages"].get(package)))
+        wanted = f"{package}=={usual.partition('+')[0]}" if usual else package
+        level: _Level = "amber" if package == "numpy" else "red"
+        for plan, facts in nodes.items():
+            version, python = facts["packages"].get(package), f"{plan.shell}{plan.python}"
+            what = f"{package} {version}, but {usual} on the others" if version else f"{package} is not installed"
+            command = how_to_install_this(python) if package == "ddp_callbacks" else f"{python} -m pip install {wanted}"
+            remedy = f"{what}. Run: {command}"
+            yield _finding(plan.name, package, bool(version) and version == usual, version or "missing", remedy, level)
 
 
-def _sizes(plan: NodePlan, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    yield Finding(plan.name, "cores", "green", str(facts["cores"]))
-    free, shared = facts["free_memory"], facts["shared_memory"]
-    text = f"{free / GIB:.1f} of {facts['memory'] / GIB:.1f} GiB free"
-    remedy = f"less than 1 GiB is free. Check: {plan.shell}ps aux --sort=-rss | head"
-    yield _finding(plan.name, "memory", free >= _MEMORY, text, remedy)
-    remedy = (
-        "DataLoader workers pass batches through it. Run: mount -o remount,size=8g /dev/shm; for Docker: docker run "
-    )
-    text = f"{shared / GIB:.1f} GiB free"
-    yield _finding(plan.name, "/dev/shm", shared >= _SHARED_MEMORY, text, f"{remedy}--shm-size=8g")
+def _sizes(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
+    for plan, facts in nodes.items():
+        yield Finding(plan.name, "cores", "green", str(facts["cores"]))
+        free, shared = facts["free_memory"], facts["shared_memory"]
+        text = f"{free / GIB:.1f} of {facts['memory'] / GIB:.1f} GiB free"
+        remedy = f"less than 1 GiB is free. Check: {plan.shell}ps aux --sort=-rss | head"
+        yield _finding(plan.name, "memory", free >= _MEMORY, text, remedy)
+        yield _finding(plan.name, "/dev/shm", shared >= _SHARED_MEMORY, f"{shared / GIB:.1f} GiB free", _MORE_SHARED)
 
 
 def _gpus(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
@@ -261,18 +248,16 @@ def _gpus(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> Iterator[Finding]:
 
 def lines(findings: Sequence[Finding]) -> list[str]:
     """One line for each check, with the nodes where they differ; below, what to fix."""
+    checks: dict[str, dict[str, list[str]]] = {}
+    for finding in findings:
+        nodes = checks.setdefault(finding.check, {})
+        nodes.setdefault(f"{_MARKS[finding.level]}{finding.text}", []).append(finding.node)
     said = []
-    for check in dict.fromkeys(finding.check for finding in findings):
-        nodes: dict[str, list[str]] = {}
-        for finding in findings:
-            if finding.check == check:
-                nodes.setdefault(f"{_MARKS[finding.level]}{finding.text}", []).append(finding.node)
+    for check, nodes in checks.items():
         each = [f"{text} ({', '.join(names)})" if len(nodes) > 1 else text for text, names in nodes.items()]
         said.append(f"{check:<18} {'; '.join(each)}")
     for level in ("red", "amber"):
-        for finding in findings:
-            if finding.level == level:
-                said.append(
-                    f"{_MARKS[level]}{', '.join(filter(None, (finding.node, finding.check)))}: {finding.remedy}"
-                )
-    return said
+        for finding in (finding for finding in findings if finding.level == level):
+            where = ", ".join(filter(None, (finding.node, finding.check)))
+            said.append(f"{_MARKS[level]}{where}: {finding.remedy}")
+    return [line.encode(errors="replace").decode() for line in said]  # a path may hold any bytes

@@ -88,10 +88,9 @@ def usable_cores(root: str = "/") -> int:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _memory() -> dict[str, int]:
@@ -111,10 +110,9 @@ def _free_space(folder: str) -> int:
 
 def _gpus() -> list[str]:
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
+    return []
 
 
 if __name__ == "__main__":

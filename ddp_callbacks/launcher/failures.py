@@ -12,16 +12,11 @@ from typing import Any, NamedTuple
 
 TAIL = 1 << 14  # bytes to keep of each kind that a rank writes
 _LONGEST = 4000  # maximum length of a reason
-_PEER_ERROR = re.compile(r"(ddp_callbacks\.errors\.)?PeerError\b")
 _OURS = re.compile(r"(ddp_callbacks\.errors\.)?(PeerError|MismatchError|RendezvousError|ConfigurationError)\b")
-_MISMATCH = re.compile(r"(ddp_callbacks\.errors\.)?MismatchError\b")
 _BROKEN = re.compile(r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|DistStoreError")
+_LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # by torch's C++
 _CAUGHT = re.compile(r".*Caught \w+ (in .*)\.$")  # torch has raised the exception of a DataLoader's worker again
-_NAMED = re.compile(r"rank (\d+)(?: \([^)]*\))?")
-_HINTS = {
-    "unexpected pos": "torch could not write a file: is its disk full?",
-    "iostream error": "torch could not write a file: is its disk full?",
-}
+_UNWRITTEN = re.compile("unexpected pos|iostream error")  # as torch says it
 
 
 @dataclass(frozen=True)
@@ -29,26 +24,14 @@ class Record:
     """An exception that has ended a rank.
 
     Attributes:
-        exceptions: The names and messages of its chain: the first one, and the last.
+        exceptions: The names and messages of its chain: the first one, and the last; or only that of a PeerError in it.
         began: When it was raised, on this machine's monotonic clock; infinite if unknown.
+        blames: The other ranks that a PeerError speaks of; ``None`` if there is none.
     """
 
     exceptions: tuple[str, ...]
     began: float
-
-    @property
-    def peer(self) -> str | None:
-        """The text of the PeerError in it, if there is one: it only speaks of another rank."""
-        text = next((text for text in self.exceptions if _PEER_ERROR.match(text)), None)
-        if text is None:
-            return None
-        head, quotes, _ = text.partition("\nTraceback (most recent call last)")  # of the other rank
-        return head.rpartition("\n")[0] if quotes else head.rstrip()
-
-    @property
-    def is_mutual(self) -> bool:
-        """Whether every rank has raised it."""
-        return bool(_MISMATCH.match(self.exceptions[-1]))
+    blames: tuple[int, ...] | None = None
 
     @property
     def is_broken_connection(self) -> bool:
@@ -58,25 +41,11 @@ class Record:
     @property
     def reason(self) -> str:
         """The exception in a few words; this library's exceptions in full, since they name ranks and remedies."""
-        if self.peer is not None:
-            return self.peer
         if _OURS.match(self.exceptions[-1]):
-            return self.exceptions[-1]
+            return self.exceptions[-1].partition("\nThis is rank ")[0]  # before the traceback of another rank
         first, last = _words(self.exceptions[0]), _words(self.exceptions[-1])
         text = last if len(self.exceptions) == 1 else f"{last} (after {first})"
-        hint = next((hint for words, hint in _HINTS.items() if words in text), None)
-        return text if hint is None else f"{text}. {hint}"
-
-    @property
-    def blames(self) -> tuple[int, ...]:
-        """The ranks that a PeerError begins with, or else the first rank that it names."""
-        message = (self.peer or "").partition(": ")[2]
-        found: list[int] = []
-        while match := _NAMED.match(message):
-            found.append(int(match[1]))
-            message = message[match.end() :].removeprefix(", ").removeprefix(" and ")
-        other = _NAMED.search(message)
-        return tuple(found) if found or other is None else (int(other[1]),)
+        return f"{text}. torch could not write a file: is its disk full?" if _UNWRITTEN.search(text) else text
 
 
 def _words(text: str) -> str:
@@ -98,7 +67,8 @@ def read_record(text: str, ahead: float) -> Record | None:
     except ValueError:
         return None  # there is none, or it was not written whole
     if "exceptions" in found:
-        return Record(tuple(found["exceptions"]), found["time"] - ahead)
+        blames = None if found["blames"] is None else tuple(found["blames"])
+        return Record(tuple(found["exceptions"]), found["time"] - ahead, blames)
     message = found["message"]
     return Record((str(message["message"] if isinstance(message, dict) else message),), math.inf)
 
@@ -115,7 +85,6 @@ class End:
         reason: The reason known without the exception: the signal, or the end of the node.
         printed: The exception that ended it.
         is_ours: Whether ``ddprun`` may have ended it; then ``reason`` omits the signal, which means nothing.
-        said: The last line of its standard error, if it was no exception that ended it.
         ended_by: The name of the signal that ended it.
         wrote: The last bytes of its standard error, ``e``, of its threads' stacks, ``s``, and of its record, ``f``.
     """
@@ -127,7 +96,6 @@ class End:
     reason: str | None = None
     printed: Record | None = None
     is_ours: bool = False
-    said: str = ""
     ended_by: str | None = None
     wrote: dict[str, bytes] = field(default_factory=dict)
 
@@ -135,20 +103,28 @@ class End:
         """What it wrote of a kind."""
         return self.wrote.get(kind, b"").decode(errors="surrogateescape")
 
+    @property
+    def lines(self) -> list[str]:
+        """The last lines of its standard error."""
+        return self.text("e").replace("\r", "\n").splitlines()
+
     def __str__(self) -> str:
         return self.node if self.rank is None else f"rank {self.rank} on {self.node}"
 
     @property
-    def teller(self) -> Record | None:
-        """Its message about another rank, if it failed only because of that one."""
-        return self.printed if self.reason is None and self.printed and self.printed.peer else None
+    def told(self) -> str | None:
+        """Why it failed, which may only be that another rank did; ``None`` if unknown."""
+        return self.reason or (self.printed.reason if self.printed else None)
+
+    @property
+    def blames(self) -> tuple[int, ...] | None:
+        """The ranks that it speaks of, if it failed only because of them; else ``None``."""
+        return self.printed.blames if self.printed and self.reason is None else None
 
     @property
     def own_reason(self) -> str | None:
         """Why it failed, unless another rank is the reason."""
-        if self.reason is not None:
-            return self.reason
-        return self.printed.reason if self.printed and not self.printed.peer else None
+        return self.told if self.blames is None else None
 
     @property
     def began(self) -> float:
@@ -158,9 +134,8 @@ class End:
 
 
 class Cause(NamedTuple):
-    """The root cause: the node, the rank (``None`` for the node itself), and the exit code of the job."""
+    """The root cause: the rank (``None`` for a whole node), the exit code of the job, and what to say."""
 
-    node: str
     rank: int | None
     code: int
     text: str
@@ -177,17 +152,15 @@ def first_cause(ends: Sequence[End]) -> Cause | None:
     if not failed:
         return None
     first = min(failed, key=lambda end: (_weight(end, ends, votes), -votes[end.rank], end.rank is None, end.began))
-    return _tell(first, ends, first.rank in votes)
+    others = [end.code for end in ends if end.code and not end.is_ours]
+    code = first.code if first.code and not first.is_ours else next(iter(others), first.code or 1)
+    return Cause(first.rank, code, _text(first, ends, first.rank in votes))
 
 
 def _votes(ends: Sequence[End]) -> Counter[int | None]:
     """Count how many ranks blame each rank that does not blame another one itself."""
-    tellers = {end.rank: end.teller for end in ends if end.teller is not None}
-    named: Counter[int | None] = Counter()
-    for rank, printed in tellers.items():
-        if rank not in printed.blames:  # otherwise it also blames itself
-            named.update(set(printed.blames) - tellers.keys())
-    return named
+    tellers = {end.rank: end.blames for end in ends if end.blames is not None}
+    return Counter(rank for blamed in tellers.values() for rank in set(blamed) - tellers.keys())
 
 
 def _weight(end: End, ends: Sequence[End], votes: Counter[int | None]) -> int:
@@ -199,7 +172,7 @@ def _weight(end: End, ends: Sequence[End], votes: Counter[int | None]) -> int:
         return 0 if end.own_reason is not None else 1
     if end.is_ours:
         return 2 if _had_failed_before(end, ends) else 4
-    if end.teller is not None:
+    if end.blames is not None:
         return 4
     if end.own_reason is None or (end.reason is None and end.printed and end.printed.is_broken_connection):
         return 3
@@ -212,26 +185,20 @@ def _had_failed_before(end: End, ends: Sequence[End]) -> bool:
     return end.own_reason is not None and 0 < (end.code or 0) < 128 and end.began < ordered
 
 
-def _tell(first: End, ends: Sequence[End], is_named: bool) -> Cause:
-    others = [end.code for end in ends if end.code and not end.is_ours]
-    code = first.code if first.code and not first.is_ours else next(iter(others), first.code or 1)
-    return Cause(first.node, first.rank, code, _text(first, ends, is_named))
-
-
 def _text(first: End, ends: Sequence[End], is_named: bool) -> str:
-    silent = f"last output: {first.said}" if first.said else "no exception was printed"
-    reason = _short(first.own_reason or (first.teller.reason if first.teller else silent))
+    said = next((line.strip() for line in reversed(first.lines) if line.strip() and not _LOGGED.match(line)), "")
+    silent = f"last output: {said}" if said else "no exception was printed"
+    reason = _short(first.told or silent)
     if first.rank is None:
         return f"{first}: {reason}"
     if first.code and not (is_named and first.is_ours):
-        all_have = ", like every rank," if first.printed is not None and first.printed.is_mutual else ""
+        all_have = ", like every rank," if "MismatchError" in reason.partition(":")[0] else ""
         return f"{first}{all_have} failed with exit code {first.code}: {reason}"
     how = "exited with code 0" if first.code == 0 else "failed"
     if first.printed is not None:
         return f"{first} {how}: {_short(first.printed.reason)}"
-    says = min((end for end in ends if end.teller and first.rank in end.teller.blames), key=lambda end: end.began)
-    assert says.teller is not None
-    return f"{first} {how} first. {says} reports: {_short(says.teller.reason)}"
+    says = min((end for end in ends if first.rank in (end.blames or ())), key=lambda end: end.began)
+    return f"{first} {how} first. {says} reports: {_short(says.told or '')}"
 
 
 def _short(text: str) -> str:

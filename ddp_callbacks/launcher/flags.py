@@ -77,24 +77,16 @@ class Flag:
         if self in TORCHRUN:
             default = environ.get("PET_" + words[0].lstrip("-").upper().replace("-", "_"), default)
             words += [f"--{word[2:].replace('-', '_')}" for word in words if "-" in word[2:]]
-        more = {"help": self.help if is_shown else SUPPRESS}
-        if not self.metavar:
-            parser.add_argument(*words, action="store_true", default=default == "1", **more)
-            return
-        action = "append" if self.repeats else "store"
-        parser.add_argument(*words, action=action, type=self.type, metavar=self.metavar, default=default, **more)
+        taken = {"action": "append" if self.repeats else "store", "type": self.type, "metavar": self.metavar}
+        kind = taken | {"default": default} if self.metavar else {"action": "store_true", "default": default == "1"}
+        parser.add_argument(*words, help=self.help if is_shown else SUPPRESS, **kind)
 
 
-_RSH = "srun (the default in a Slurm job), blaunch, or 'kubectl exec -i {host} --', say"
+_RSH = "reaches the nodes instead of ssh: srun, blaunch, or 'kubectl exec -i {host} --', say"
 NODES = (
     Flag("-H --hosts", "the nodes, named as for ssh; rank 0 runs on the first", "HOST[:SLOTS],...", usual=True),
     Flag("--hostfile", "the same from a file; lines may also set python= and chdir=", "FILE", usual=True),
-    Flag(
-        "--rsh",
-        "reaches the nodes instead of ssh: srun, blaunch, or 'kubectl exec -i {host} --', say",
-        "COMMAND",
-        type=shlex.split,
-    ),
+    Flag("--rsh", _RSH, "COMMAND", type=shlex.split),
     Flag("--python", "Python interpreter on the nodes (default: path of this one)", "PATH"),
     Flag("--chdir", "working directory on the nodes (default: the current one)", "DIR"),
     Flag("--setup", "goes before each process, in bash: 'source env.sh && module load cuda'", "COMMAND", ""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import secrets
 import signal
 import time
@@ -11,7 +12,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET
-from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, connections
+from ddp_callbacks.launcher.connection import Connection, Event, NodeProblem, Shared
+from ddp_callbacks.launcher.output import next_input
 from ddp_callbacks.launcher.plan import Job, starts
 from ddp_callbacks.launcher.stacks import WRITING
 from ddp_callbacks.versions import how_to_install_this
@@ -27,11 +29,7 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.S
 
 
 class CannotStart(Exception):
-    """Nothing was started; one line for each node with a problem."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+    """Nothing was started; the text has a line for each problem."""
 
 
 class Launch:
@@ -51,7 +49,7 @@ class Launch:
         stopped_by: The signal or limit that ended the job; empty if it was neither.
         signal: The signal of ddprun itself that did.
         restarts: How often its ranks have been started again, for whatever reason.
-        stacks_at: When the stacks that SIGQUIT has asked for have come; infinite if it has not.
+        taken: Is set when rank 0 has taken what was sent to its standard input.
         nodes: The nodes that were reached, in rank order.
     """
 
@@ -61,10 +59,10 @@ class Launch:
         self.stopped_by = ""
         self.signal: int | None = None
         self.restarts = 0
-        self.stacks_at = math.inf
+        self.taken = asyncio.Event()
         self.nodes: list[Connection] = []
         self._seconds = seconds
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._shared = Shared(job.heartbeat_timeout)
         self._secret = secrets.token_hex(16)  # of the ranks' control channel
         self._where = ("", 0)  # address and port of the ranks' store
         self._asked_at = 0.0  # when the job was asked to stop, by a signal here or on a node
@@ -104,8 +102,8 @@ class Launch:
 
     def _ask_for_stacks(self) -> None:
         if self.has_begun:
-            self.stacks_at = time.monotonic() + WRITING
             self._tell_all("stacks")
+            asyncio.get_running_loop().call_later(WRITING, self.nodes[0].put, "stacks")
 
     def _tell_all(self, do: str, **values: Any) -> None:
         for node in self.nodes:
@@ -119,11 +117,11 @@ class Launch:
         Raises:
             CannotStart: It cannot start on a node; nothing was started anywhere.
         """
-        self.nodes = connections(self.job.nodes, self._events, self.job.heartbeat_timeout)
+        self.nodes = [Connection(plan, self._shared) for plan in self.job.nodes]
         problems = await ask_all(self._check, self.nodes)
         reached = [node for node in self.nodes if node not in problems]
         if problems and (len(reached) < self.job.min_nodes or self.nodes[0] in problems):
-            raise CannotStart([f"{node.plan.name}: {problem}." for node, problem in problems.items()])
+            raise CannotStart("\n".join(f"{node.plan.name}: {problem}." for node, problem in problems.items()))
         for node, problem in problems.items():
             say(f"continuing without {node.plan.name}: {problem}.")
             await node.close(0)
@@ -148,7 +146,7 @@ class Launch:
             other = first.setdefault(str(node.hello["machine"]), node)
             if other is not node:
                 once = "Name it once, with all its slots"
-                raise CannotStart([f"{other.plan.name} and {node.plan.name} are the same machine. {once}."])
+                raise CannotStart(f"{other.plan.name} and {node.plan.name} are the same machine. {once}.")
 
     async def meet(self, nodes: list[Connection]) -> None:
         """Let the first of these nodes listen where the others can reach it.
@@ -165,7 +163,7 @@ class Launch:
                 return
             except CannotStart as problem:
                 problems.append(problem)
-        raise problems[0] if problems else CannotStart([f"{first.plan.name}: it has no address for others."])
+        raise problems[0] if problems else CannotStart(f"{first.plan.name}: it has no address for others.")
 
     async def _listen(self, first: Connection, others: list[Connection], address: str) -> int:
         """Listen at ``address``; return the port once all others have reached it."""
@@ -173,12 +171,12 @@ class Launch:
             port = await first.listen(address, self.job.master_port)
         except NodeProblem as problem:
             remedy = "Choose another with --master-port or --master-addr"
-            raise CannotStart([f"{first.plan.name}: {problem}. {remedy}."]) from None
+            raise CannotStart(f"{first.plan.name}: {problem}. {remedy}.") from None
         problems = await ask_all(lambda node: node.reach([(address, port)], _REACH_TIMEOUT), others)
-        problems |= await ask_all(lambda node: node.find_interface(address), [first, *others])
         if problems:
             remedy = f"Open the firewall of {first.plan.name} for it, or choose another address with --master-addr"
-            raise CannotStart([f"{node.plan.name}: {problem}. {remedy}." for node, problem in problems.items()])
+            told = (f"{node.plan.name}: {problem}. {remedy}." for node, problem in problems.items())
+            raise CannotStart("\n".join(told))
         return port
 
     def start(self, nodes: list[Connection]) -> None:
@@ -195,14 +193,19 @@ class Launch:
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
-    def feed(self, data: bytes) -> None:
-        """Send data to rank 0's standard input; none at its end."""
-        self.nodes[0].tell("input", data=data.hex())
+    async def pass_on_input(self) -> None:
+        """Send standard input to rank 0, as it takes it, so that ``input()`` and a breakpoint work there."""
+        data = b"-"
+        while data:
+            self.taken.clear()
+            data = await next_input()
+            self.nodes[0].tell("input", data=os.fsdecode(data))
+            await self.taken.wait()
 
     async def next_event(self) -> Event | None:
         """The next event; ``None`` if none comes within a moment."""
         try:
-            event = await asyncio.wait_for(self._events.get(), _LOOK)
+            event = await asyncio.wait_for(self._shared.events.get(), _LOOK)
         except TimeoutError:
             return None
         event.node.note_taken()
@@ -237,6 +240,7 @@ class Launch:
             self._preparing.cancel()
         else:
             self._tell_all("stop", number=signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
+            self.nodes[0].put("stopped")
 
     def end(self, at_once: bool = False) -> None:
         """End the job on every node. After a request to stop, the ranks that still run keep the rest of their time."""

@@ -79,13 +79,14 @@ class Output:
 
     def note(self, text: str) -> None:
         """Print a line from the launcher."""
-        self._print((b"\n" if self._unfinished else b"") + f"ddprun: {text}\n".encode(errors="replace"), "e")
+        self._begin_line()
+        self._print(f"ddprun: {text}\n".encode(errors="replace"), "e")
 
     def quote(self, node: str, rank: int, lines: list[str]) -> None:
         """Print lines of a rank that is not shown otherwise."""
         prefix = f"[{node}:{rank}] " if self._prefix else ""
-        text = "".join(f"{prefix}{line}\n" for line in lines)
-        self._print((b"\n" if self._unfinished else b"") + text.encode(errors="surrogateescape"), "e")
+        self._begin_line()
+        self._print("".join(f"{prefix}{line}\n" for line in lines).encode(errors="surrogateescape"), "e")
 
     def note_stacks(self, lines: list[str]) -> None:
         """Print where the ranks are, and put it where ``ddprun stacks`` looks for it."""
@@ -102,12 +103,10 @@ class Output:
 
     def describe_place(self, rank: int | None) -> str:
         """Where to find the full output of a rank; ``None`` for all ranks."""
-        if rank is None:
-            return f"all output is in {self._folder}"
-        path = self._path_of(rank)
-        return (
-            f"its full output is in {path}" if path.exists() else f"it printed nothing; all output is in {self._folder}"
-        )
+        path = self._folder / f"rank-{rank}.log"
+        if path.exists():
+            return f"its full output is in {path}"
+        return f"{'' if rank is None else 'it printed nothing; '}all output is in {self._folder}"
 
     def _path_of(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}.log"
@@ -119,6 +118,9 @@ class Output:
                 file.close()
         for (_, _, stream), lines in self._lines.items():
             self._print(lines.rest(), stream)
+        self._begin_line()
+
+    def _begin_line(self) -> None:
         if self._unfinished:
             self._print(b"\n", "e")
 
@@ -178,27 +180,13 @@ class _Lines:
         return bytes(marked)
 
 
-async def pass_on_input(send: Callable[[bytes], None], taken: asyncio.Event) -> None:
-    """Send standard input to rank 0, so that ``input()`` and a breakpoint work there; no data at its end.
-
-    In the background of a terminal it waits. The next data are sent when ``taken`` says that rank 0 has room.
-    """
-    data = b"-"
-    while data:
-        taken.clear()
-        data = await _next_input()
-        send(data)
-        await taken.wait()
-
-
-async def _next_input() -> bytes:
-    while sys.stdin is not None:  # otherwise number 0 may be something else's
-        try:
+async def next_input() -> bytes:
+    """Data from standard input; none at its end. In the background of a terminal it waits."""
+    with suppress(OSError):  # the terminal was closed
+        while sys.stdin is not None:  # otherwise number 0 may be something else's
             if not (await asyncio.to_thread(select.select, [0], [], [], _LOOK))[0]:
                 continue
             if not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp():
                 return os.read(0, _MOST)
             await asyncio.sleep(_LOOK)
-        except OSError:
-            break  # the terminal was closed
     return b""

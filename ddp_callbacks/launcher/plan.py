@@ -10,7 +10,6 @@ from typing import Any
 
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node.ending import GRACE
-from ddp_callbacks.launcher.remote import as_hex
 
 _STORE = ("-P", "-m", "ddp_callbacks.launcher.store")  # the command for the first node's interpreter
 
@@ -121,11 +120,11 @@ def starts(
             "PYTHONPATH": f"{place['package']}/launcher/hook",
         }
         yield {
-            "argv": [as_hex(word) for word in job.words(node)],
+            "argv": job.words(node),
             "ranks": list(range(first, first + counts[number])),
             "environ": {name: str(value) for name, value in variables.items()},
             "defaults": _defaults(place),
-            "store": [as_hex(word) for word in node.words(node.python, *_STORE)] if number == 0 else [],
+            "store": node.words(node.python, *_STORE) if number == 0 else [],
             "bind": job.bind,
         }
 

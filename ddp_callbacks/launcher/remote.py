@@ -1,10 +1,10 @@
 """How the launcher reaches a node, by ssh or another command, and what their error messages mean.
 
-The command line holds only a fixed bootstrap, the same for every job. The job is sent on standard input, so that no
-argument, path or variable is ever quoted for a shell, or visible in a process list. In this order:
+The command line holds only a shell. The job is sent on standard input, so that no argument, path or variable is ever
+quoted for a shell, or visible in a process list. In this order:
 
 =======================  =============================================================================
-a line                   only with another command than ssh: the bootstrap, for ``/bin/sh``
+a line                   :data:`FIRST_LINE`, the same for every job; nothing follows before its answer
 a line                   the interpreter's path, each byte as ``\\0ooo``; ``/bin/sh`` reads it and starts it
 a line, and as many      the length of the program for the node, and the program
 bytes
@@ -14,34 +14,29 @@ messages                 for this program, see :mod:`ddp_callbacks.launcher.node
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 from ddp_callbacks.launcher import node
 from ddp_callbacks.launcher.flags import PATIENCE
 from ddp_callbacks.launcher.hosts import NodePlan
 
-# ssh passes this to the user's login shell, which may be any; nothing in it is special to one of them.
-BOOTSTRAP = (
-    "exec /bin/sh -c '"
-    'IFS= read -r p; p=$(printf "%bx" "$p"); exec "${p%x}" -I -c '
-    '"import sys; f = sys.stdin.buffer; exec(f.read(int(f.readline())))"\''
-)
-
 _MODULES = ("processes", "binding", "link", "answers", "ending", "program")  # each imports only those before it
 
-READY = b"\0ddprun is ready\0\n"
-# The line for the shell of another command than ssh. It may read ahead, so nothing else is sent before it has printed
-# READY.
-FIRST_LINE = rb"printf '\000ddprun is ready\000\n'; " + BOOTSTRAP.encode() + b"\n"
+SHELL = "/bin/sh"  # one word, which a command may run as it is, or pass to a login shell, which may be any
+READY = b"\0ddprun is ready\0"
+# The shell may read ahead, so nothing else is sent before it has printed READY.
+FIRST_LINE = (
+    rb"printf '\000ddprun is ready\000\n'; "
+    rb'IFS= read -r p; p=$(printf "%bx" "$p"); exec "${p%x}" -I -c '
+    b'"import sys; f = sys.stdin.buffer; exec(f.read(int(f.readline())))"\n'
+)
 TURNED_AWAY = (b"Connection closed by", b"Connection reset by", b"Exceeded MaxStartups")  # from a busy sshd
 _CONNECT_TIMEOUT = 10  # seconds for ssh to connect
 
 
 def opening(python: str) -> bytes:
-    """The first input of :data:`BOOTSTRAP`: the interpreter, a path or a name in the PATH there, and the program."""
+    """What follows :data:`FIRST_LINE`: the interpreter, a path or a name in the PATH there, and the program."""
     path = "".join(f"\\0{byte:03o}" for byte in os.fsencode(python)).encode()
     program = _program()
     return b"%s\n%d\n%s" % (path, len(program), program)
@@ -55,17 +50,6 @@ def _program() -> bytes:
         lines.append(f"module = sys.modules['{node.__name__}.{name}'] = type(sys)('{node.__name__}.{name}')")
         lines.append(f"exec(compile({text!r}, '{name}.py', 'exec'), module.__dict__)")
     return "\n".join([*lines, "module.main()"]).encode()
-
-
-def message(do: str, **values: Any) -> bytes:
-    """A message that calls ``do_...`` of the node's program."""
-    data = json.dumps({"do": do, **values}).encode()
-    return b"%d\n%s" % (len(data), data)
-
-
-def as_hex(text: str) -> str:
-    """Encode text with arbitrary bytes for JSON: an argument, a path, a value of the environment."""
-    return os.fsencode(text).hex()
 
 
 def ssh_command(host: str, patience: float = PATIENCE) -> list[str]:
@@ -84,15 +68,14 @@ def ssh_command(host: str, patience: float = PATIENCE) -> list[str]:
         "RemoteCommand": "none",
     }
     flags = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    return ["ssh", "-T", "-x", "-a", *flags, "--", host, BOOTSTRAP]
+    return ["ssh", "-T", "-x", "-a", *flags, "--", host]
 
 
 def command_to(plan: NodePlan, patience: float = PATIENCE) -> list[str]:
     """The command that reaches a node: ssh, the user's command, or a shell for this machine."""
     if plan.is_here:
-        return ["/bin/sh", "-c", BOOTSTRAP]
-    # Other commands may run their argument directly, or pass it to a shell. A single word works for both.
-    return ssh_command(plan.host, patience) if plan.rsh is None else [*plan.rsh, "/bin/sh"]
+        return [SHELL]
+    return [*(ssh_command(plan.host, patience) if plan.rsh is None else plan.rsh), SHELL]
 
 
 # The first match counts.

@@ -14,7 +14,7 @@ from pathlib import Path
 from ddp_callbacks.errors import EXIT_PREEMPTED, ConfigurationError
 from ddp_callbacks.launcher.batch_job import job_end, requeue
 from ddp_callbacks.launcher.launch import CannotStart, Launch
-from ddp_callbacks.launcher.output import Output, Terminal, pass_on_input
+from ddp_callbacks.launcher.output import Output, Terminal
 from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.launcher.watch import Watch
 
@@ -61,7 +61,7 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
             await launch.meet(launch.nodes)
             output = _output(launch)
         except CannotStart as error:
-            for problem in error.problems:
+            for problem in str(error).splitlines():
                 _say(problem)
             return launch, 2
         except asyncio.CancelledError:  # by a signal, or the end of its time
@@ -72,11 +72,10 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
 
 
 async def _watch(launch: Launch, output: Output) -> int:
-    taken = asyncio.Event()
-    reader = asyncio.create_task(pass_on_input(launch.feed, taken))
+    reader = asyncio.create_task(launch.pass_on_input())
     try:
         with closing(output):
-            return await Watch(launch, output, taken.set).run()
+            return await Watch(launch, output).run()
     except BrokenPipeError:
         # The reader is gone, as in ddprun ... | head. Discard what Python would still write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import re
-import signal
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from signal import SIGTERM, Signals
 
 from ddp_callbacks.errors import EXIT_PREEMPTED
-from ddp_callbacks.launcher.connection import Connection, Event
+from ddp_callbacks.launcher.connection import Connection
 from ddp_callbacks.launcher.failures import TAIL, End, first_cause, read_record
 from ddp_callbacks.launcher.launch import CannotStart, Launch
 from ddp_callbacks.launcher.output import Output
 from ddp_callbacks.launcher.stacks import innermost, summary
 
 _QUOTED = 20  # lines of the failed rank to show
-_LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # by torch's C++
 _PAUSE = 0.25  # seconds from the first failure to the end of the others: one may be writing down an earlier one
 
 
 class Watch:
     """Watches a started job until it ends."""
 
-    def __init__(self, launch: Launch, output: Output, take_input: Callable[[], None]) -> None:
+    def __init__(self, launch: Launch, output: Output) -> None:
         self._job = launch.job
         self._launch = launch
         self._output = output
-        self._take_input = take_input  # called when rank 0 has taken what was sent to it
         self._running = list(launch.nodes)
         self._ranks: dict[int, End] = {}  # those that have started
         self._world_size = _number_of_ranks(self._running)
@@ -40,20 +36,16 @@ class Watch:
         self._end_at: float | None = None  # when the job ends after a failure
         self._begin_at: float | None = None  # when the ranks that were asked to stop are started again, at the latest
         self._restart: asyncio.Task[None] | None = None  # while all ranks are ended and started again
-        self._has_told_of_stop = False
 
     async def run(self) -> int:
         """Pass on the ranks' output until all nodes have ended; return the exit code of the job."""
         while self._running and not self._launch.is_overdue:
-            event = await self._launch.next_event()
-            if event is not None:
-                await self._take(event)
+            if (event := await self._launch.next_event()) is not None:
+                await getattr(self, f"_on_{event.do}")(event.node, **event.values)
             if self._restart is not None and self._restart.done():
                 self._restart.result()
                 self._restart = None
             self._restart_when_written()
-            await self._tell_of_stop()
-            await self._tell_of_stacks()
             if self._end_at is not None and time.monotonic() >= self._end_at and not self._launch.is_ending:
                 self._launch.end()
         return await asyncio.to_thread(self._conclude)
@@ -62,36 +54,45 @@ class Watch:
         """Print a line. In a thread, as all output: heartbeats are sent even while the terminal or a disk is stuck."""
         await asyncio.to_thread(self._output.note, text)
 
-    async def _take(self, event: Event) -> None:
-        name, rank = event.node.plan.name, self._ranks.get(event.rank)
-        if rank is not None and event.kind in "esf":
-            rank.wrote[event.kind] = (rank.wrote.get(event.kind, b"") + event.data)[-TAIL:]
-        if event.kind in "oes":
-            await asyncio.to_thread(self._output.write, name, event.rank, event.kind, event.data)
-        elif event.kind == "m":
-            await self._take_report(name, json.loads(event.data))
-        elif event.kind == "i":
-            self._take_input()
-        elif event.kind in ("x", "closed") and event.node in self._running:
-            self._running.remove(event.node)
-            if event.kind == "closed":
-                await self._lose(event.node, await event.node.explain_end())
+    # --- what the nodes tell, see ddp_callbacks.launcher.node ---------------------------------------------------------
 
-    async def _take_report(self, name: str, report: dict[str, Any]) -> None:
-        if "started" in report:
-            await self._note_start(name, **report["started"])
-        elif "ended" in report:
-            self._note_end(name, report["ended"], report["now"] - time.monotonic())
-        elif "asked" in report:
-            self._launch.stop(signal.Signals[report["asked"]], f"{report['asked']} on {name}")
-        else:
-            self._fail(name, report["problem"])
-            self._launch.end()
+    async def _on_wrote(self, node: Connection, rank: int, stream: str, data: str) -> None:
+        written = os.fsencode(data)
+        if (end := self._ranks.get(rank)) is not None and stream != "o":
+            end.wrote[stream] = (end.wrote.get(stream, b"") + written)[-TAIL:]
+        if stream != "f":
+            await asyncio.to_thread(self._output.write, node.plan.name, rank, stream, written)
+
+    async def _on_taken(self, _: Connection) -> None:
+        self._launch.taken.set()
+
+    async def _on_stacks(self, _: Connection) -> None:
+        running = [rank for rank in self._ranks if self._ranks[rank].code is None]
+        await asyncio.to_thread(self._output.note_stacks, self._where(running))
+
+    async def _on_stopped(self, _: Connection) -> None:
+        if self._job.grace is not None and (by := self._launch.stopped_by):
+            await self._note(f"{by}: asking all processes to stop within {self._job.grace:g} s")
+
+    async def _on_asked(self, node: Connection, signal: str) -> None:
+        self._launch.stop(Signals[signal], f"{signal} on {node.plan.name}")
+
+    async def _on_problem(self, node: Connection, text: str) -> None:
+        self._fail(node.plan.name, text)
+        self._launch.end()
+
+    async def _on_done(self, node: Connection) -> None:
+        self._running.remove(node)
+
+    async def _on_closed(self, node: Connection) -> None:
+        if node in self._running:
+            self._running.remove(node)
+            await self._lose(node, await node.explain_end())
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
-    async def _note_start(self, name: str, ranks: list[int], threads: str, interface: str) -> None:
-        self._launch.has_begun = True
+    async def _on_started(self, node: Connection, ranks: list[int], threads: str, interface: str) -> None:
+        name, self._launch.has_begun = node.plan.name, True
         self._forget(name)
         self._ranks |= {rank: End(name, rank) for rank in ranks}
         each = f"{threads} thread{'' if threads == '1' else 's'} each"
@@ -106,38 +107,38 @@ class Watch:
         counted = f" of {self._job.max_restarts}" if self._failures == self._launch.restarts else ""
         return f", restart {self._launch.restarts}{counted}"
 
-    def _note_end(self, name: str, report: dict[str, Any], ahead: float) -> None:
-        """Note the end of a rank; ``ahead`` is how much the clock of its host is ahead of this machine's."""
-        rank = self._ranks.get(report["rank"])
-        if rank is None or rank.node != name or self._restart is not None:
+    async def _on_ended(self, node: Connection, rank: int, code: int, signal: str | None, now: float) -> None:
+        """Note the end of a rank, at this moment, ``now``, of its host's clock."""
+        end = self._ranks.get(rank)
+        if end is None or end.node != node.plan.name or self._restart is not None:
             return  # its node was lost, or it was ended to be started again
-        rank.code, rank.ended_by, rank.order = report["code"], report["signal"], time.monotonic()
-        rank.printed = read_record(rank.text("f"), ahead)
+        end.code, end.ended_by, end.order = code, signal, time.monotonic()
+        end.printed = read_record(end.text("f"), now - end.order)
         # If we had ended the job, that may be the reason.
-        rank.is_ours = self._launch.is_ending and rank.ended_by in (None, "SIGTERM", "SIGKILL")
+        end.is_ours = self._launch.is_ending and signal in (None, "SIGTERM", "SIGKILL")
         # C++ aborts after an exception that ends the interpreter.
-        if rank.ended_by and not rank.is_ours and not (rank.ended_by == "SIGABRT" and rank.printed):
-            rank.reason = f"killed by {rank.ended_by}"
+        if signal and not end.is_ours and not (signal == "SIGABRT" and end.printed):
+            end.reason = f"killed by {signal}"
         if self._have_all_ended() and not self._can_restart():
             self._launch.end()
-        elif rank.code and not self._launch.is_ending:
-            self._take_failure(rank)
+        elif code and not self._launch.is_ending:
+            self._take_failure(code)
         elif not self._launch.is_ending:
-            self._launch.nodes[0].tell("ended", rank=report["rank"])  # others may wait for it to join
+            self._launch.nodes[0].tell("ended", rank=rank)  # others may wait for it to join
 
     def _have_all_ended(self) -> bool:
         """Whether all ranks have ended; another node's may not even have started when the first ones end."""
         return len(self._ranks) == self._world_size and all(rank.code is not None for rank in self._ranks.values())
 
-    def _take_failure(self, rank: End) -> None:
+    def _take_failure(self, code: int) -> None:
         """Handle the first ranks that fail, or that were preempted, before anything has ended the job."""
-        if rank.code != EXIT_PREEMPTED and self._begin_at is None:
+        if code != EXIT_PREEMPTED and self._begin_at is None:
             if self._can_restart():
                 self._begin_restart()
             elif self._end_at is None:
                 self._end_at = time.monotonic() + _PAUSE
         elif not self._can_restart():
-            self._launch.stop(signal.SIGTERM)
+            self._launch.stop(SIGTERM)
         elif self._begin_at is None:  # the others may write, too
             self._begin_at = time.monotonic() + self._job.force
             self._launch.ask()
@@ -203,18 +204,6 @@ class Watch:
         if self._restart is None or self._restart.done():
             self._begin_restart(counts=False)
 
-    async def _tell_of_stop(self) -> None:
-        grace = self._job.grace
-        if grace is not None and self._launch.stopped_by and self._running and not self._has_told_of_stop:
-            self._has_told_of_stop = True
-            await self._note(f"{self._launch.stopped_by}: asking all processes to stop within {grace:g} s")
-
-    async def _tell_of_stacks(self) -> None:
-        if time.monotonic() >= self._launch.stacks_at:
-            self._launch.stacks_at = math.inf
-            running = [rank for rank in self._ranks if self._ranks[rank].code is None]
-            await asyncio.to_thread(self._output.note_stacks, self._where(running))
-
     def _where(self, ranks: Iterable[int]) -> list[str]:
         """Where these ranks are, or were when they were ended."""
         found = {number: self._ranks[number] for number in sorted(ranks)}
@@ -262,27 +251,24 @@ class Watch:
         limit = self._launch.stopped_by == self._launch.limit
         if hung := [number for number, rank in self._ranks.items() if rank.text("s") and (limit or number in killed)]:
             self._output.note_stacks(self._where(hung))
-        return 128 + (self._launch.signal or signal.SIGTERM)
+        return 128 + (self._launch.signal or SIGTERM)
 
     def _conclude_failure(self) -> int:
         late = [End(node.plan.name, None, math.inf, 1, "did not end in time") for node in self._running]
         cause = first_cause([*self._lost, *self._ends()]) or first_cause(late)
+        if cause is None and self._have_all_ended():
+            return 0
         if cause is None:
-            return self._conclude_well()
+            self._output.note("the job ended before its processes did")
+            return 1
         rank = self._ranks.get(-1 if cause.rank is None else cause.rank)
         if rank is not None and not self._output.shows(rank.rank or 0):
-            self._output.quote(rank.node, rank.rank or 0, _lines(rank)[-_QUOTED:])
+            self._output.quote(rank.node, rank.rank or 0, rank.lines[-_QUOTED:])
         if rank is not None and rank.ended_by and rank.is_ours and rank.text("s") and not rank.printed:
             self._output.note_stacks(self._where([cause.rank or 0]))  # it hung, as others say
         self._output.note(cause.text)
         self._output.note(self._output.describe_place(cause.rank))
         return cause.code
-
-    def _conclude_well(self) -> int:
-        if self._have_all_ended():
-            return 0
-        self._output.note("the job ended before its processes did")
-        return 1
 
     def _ends(self) -> list[End]:
         """What is known of the ranks' ends. One that was preempted is no cause; one that did not follow it is."""
@@ -295,17 +281,8 @@ class Watch:
             elif has_preempted and rank.is_ours and rank.ended_by == "SIGKILL":
                 ends.append(replace(rank, reason=reason, is_ours=False))
             else:
-                ends.append(replace(rank, said="" if rank.printed else _last_words(rank)))
+                ends.append(rank)
         return ends
-
-
-def _lines(rank: End) -> list[str]:
-    """The last lines of its standard error."""
-    return rank.text("e").replace("\r", "\n").splitlines()
-
-
-def _last_words(rank: End) -> str:
-    return next((line.strip() for line in reversed(_lines(rank)) if line.strip() and not _LOGGED.match(line)), "")
 
 
 def _number_of_ranks(nodes: Sequence[Connection]) -> int:

@@ -62,13 +62,15 @@ def error_of(here: Presence, end: Message, doing: str, first_error: str = "") ->
         return PeerError(
             f"{here.describe(*end['ranks'])} died or went silent{why} while {here.name} was waiting for "
             f"{doing}{which}. Check the output of that process and the kernel log of its host (out of memory, power, "
-            f"network).{first_error}"
+            f"network).{first_error}",
+            *end["ranks"],
         )
     report = end["report"]
     return PeerError(
         f"{here.describe(report['rank'])} failed with {report['type']}: {report['message']}\n"
         f"This is {here.name}, which stops because the run cannot continue without it. "
-        f"The other rank's traceback:\n{report['traceback']}"
+        f"The other rank's traceback:\n{report['traceback']}",
+        report["rank"],
     )
 
 
@@ -84,7 +86,8 @@ def _unknown(here: Presence, group: dist.ProcessGroup, doing: str, error: Except
 def _left(here: Presence, ranks: Sequence[int], doing: str) -> PeerError:
     return PeerError(
         f"{here.describe(*ranks)} left the run while {here.name} still waits for {doing}. Every "
-        "rank must make the same calls (run, evaluate and predict too) the same number of times."
+        "rank must make the same calls (run, evaluate and predict too) the same number of times.",
+        *ranks,
     )
 
 

@@ -36,7 +36,6 @@ from jobs import (
 from kit.machine import Slowness
 
 from ddp_callbacks.launcher.facts import usable_cores
-from ddp_callbacks.launcher.remote import as_hex
 
 ALIAS = [*PYTHON, "-m", "ddp_callbacks"]
 
@@ -341,6 +340,10 @@ ECHO = """
 import json, os, sys
 print(json.dumps([[os.fsencode(word).hex() for word in sys.argv[1:]], os.environb[b"PROBE"].hex(), os.getcwdb().hex()]))
 """
+
+
+def as_hex(text: str) -> str:
+    return os.fsencode(text).hex()
 
 
 @pytest.mark.parametrize("shell", ["none", "sh", "bash", "dash", "zsh", "fish", "tcsh", "csh"])

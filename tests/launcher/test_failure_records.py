@@ -50,14 +50,14 @@ except RuntimeError: raise RuntimeError("[enforce fail at inline_container.cc:67
 """
 MISMATCH = f"class MismatchError(Exception): __module__ = 'ddp_callbacks.errors'\nraise MismatchError({DISAGREE!r})"
 PEER = f"""
-class PeerError(Exception): __module__ = 'ddp_callbacks.errors'
+from ddp_callbacks.errors import PeerError
 try: raise RuntimeError("Connection closed by peer")
 except RuntimeError as error: raise PeerError('''{QUOTED}
 This is rank 0 (host a, pid 1), which stops because the run cannot continue without it. The other rank's traceback:
 Traceback (most recent call last):
   File "train.py", line 7, in <module>
 ValueError: x
-''') from error
+''', 1) from error
 """
 OWN_HOOK = "import sys; sys.excepthook = lambda *_: None; raise ValueError('x')"
 CAUGHT = "import traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()\nraise SystemExit(3)"
@@ -89,7 +89,7 @@ def test_an_exception_that_ends_a_rank_is_told_in_few_words_and_one_of_ours_whol
 ) -> None:
     """The last lines tell an exception briefly."""
     record = read_record(record_of(tmp_path, program), 0.0)
-    assert (record and record.reason) == reason
+    assert (record and record.reason, record and record.blames) == (reason, (1,) if program is PEER else None)
 
 
 @pytest.mark.cold

@@ -22,14 +22,15 @@ def test_the_record_of_torch_is_read_too() -> None:
     of_torch = json.dumps({"message": {"message": "ValueError: x", "extraInfo": {"timestamp": "1"}}})
     record = read_record(of_torch, 0.0)
     assert record is not None and record.reason == "ValueError: x"
-    later = json.dumps({"exceptions": ["ValueError: y"], "time": 7.0})
+    later = json.dumps({"exceptions": ["ValueError: y"], "time": 7.0, "blames": None})
     assert read_record(f"{of_torch}\n{later}", 2.0) == Record(("ValueError: y",), 5.0)
     assert read_record(later[:-5], 2.0) is None
     assert read_record("", 0.0) is None
 
 
 def peer(message: str) -> Record:
-    return Record((f"ddp_callbacks.errors.PeerError: {message}",), 20.0)
+    """Of an error that names the rank with which its message begins."""
+    return Record((f"ddp_callbacks.errors.PeerError: {message}",), 20.0, (int(message[5]),))
 
 
 def own(text: str = "ValueError: x") -> Record:
@@ -94,11 +95,11 @@ FIRST: dict[str, tuple[list[End], str]] = {
         f"1: rank 0 on a, like every rank, failed with exit code 1: MismatchError: {DISAGREE}",
     ),
     "aborts when the first one is gone": (
-        [End("a", 0, 2.0, 1, printed=own()), b(1.0, 134, "killed by SIGABRT", said="ValueError: caught long ago")],
+        [End("a", 0, 2.0, 1, printed=own()), b(1.0, 134, "killed by SIGABRT", wrote={"e": b"ValueError: caught"})],
         "1: rank 0 on a failed with exit code 1: ValueError: x",
     ),
     "says something and exits": (
-        [End("a", 0, 1.0, 7, said="no data")],
+        [End("a", 0, 1.0, 7, wrote={"e": b"no data\n"})],
         "7: rank 0 on a failed with exit code 7: last output: no data",
     ),
     "-": ([End("a", 0, 1.0, 7)], "7: rank 0 on a failed with exit code 7: no exception was printed"),

@@ -20,7 +20,7 @@ from ddp_callbacks.launcher.flags import REFUSED
 from ddp_callbacks.launcher.node import binding
 from ddp_callbacks.launcher.options import is_this_machine, parse_options, working_directory
 from ddp_callbacks.launcher.plan import Job, describe, starts
-from ddp_callbacks.launcher.remote import BOOTSTRAP, command_to, ssh_command
+from ddp_callbacks.launcher.remote import SHELL, command_to, ssh_command
 from ddp_callbacks.network import own_addresses
 
 
@@ -223,14 +223,14 @@ def test_the_description_says_what_would_run_where() -> None:
         "  rendezvous  the address of here, a free port",
     ]
     (ssh,) = [line for line in second.splitlines() if "reached by" in line]
-    assert shlex.split(ssh.partition("by ")[2]) == ssh_command("b")
+    assert shlex.split(ssh.partition("by ")[2]) == [*ssh_command("b"), SHELL]
     assert "OMP_NUM_THREADS=cores // 2" in second
 
 
-def test_ssh_is_given_the_host_and_the_bootstrap_alone_and_checks_host_keys() -> None:
+def test_ssh_is_given_the_host_and_a_shell_alone_and_checks_host_keys() -> None:
     """ssh always checks host keys."""
-    *flags, dashes, host, command = ssh_command("me@b")
-    assert (flags[0], dashes, host, command) == ("ssh", "--", "me@b", BOOTSTRAP)
+    *flags, dashes, host, shell = command_to(plan("-H", "me@b", "t.py").nodes[0])
+    assert (flags[0], dashes, host, shell) == ("ssh", "--", "me@b", SHELL)
     assert not any("HostKey" in flag or "KnownHosts" in flag for flag in flags)
     assert "-a" in flags  # the user's ssh agent stays here
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +14,13 @@ from ddp_callbacks.launcher.connection import Event
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.watch import Watch
 
-Report = tuple[int, dict[str, Any] | None]  # of a host, by the number of its only rank
+Report = tuple[int, str, dict[str, Any]]  # of a host, by the number of its only rank
 
 
 class Launch:
     """Gives the watch these reports, and notes what it is told to do."""
 
-    limit, stopped_by, stacks_at, signal = "", "", float("inf"), None
+    limit, stopped_by, signal = "", "", None
 
     def __init__(self, max_restarts: int, reports: list[Report]) -> None:
         self.job = parse_options(["-H", "h1:1,h2:1", "--max-restarts", str(max_restarts), "t.py"], {})
@@ -36,10 +35,10 @@ class Launch:
         return not self.reports
 
     async def next_event(self) -> Event | None:
-        rank, report = self.reports[0]
+        rank, do, values = self.reports[0]
         self.reports = self.reports[1:]
-        if report is not None:
-            return Event(self.nodes[rank], "m", -1, json.dumps(report).encode())
+        if do:
+            return Event(self.nodes[rank], do, values)
         self.halted.set()
         await asyncio.sleep(0.01)
         return None
@@ -71,22 +70,21 @@ class Launch:
 
 
 def started(rank: int) -> Report:
-    return rank, {"started": {"ranks": [rank], "threads": "1", "interface": "lo"}}
+    return rank, "started", {"ranks": [rank], "threads": "1", "interface": "lo"}
 
 
 def ended(rank: int, code: int) -> Report:
-    report = {"rank": rank, "code": code, "signal": None}
-    return rank, {"ended": report, "now": time.monotonic()}
+    return rank, "ended", {"rank": rank, "code": code, "signal": None, "now": time.monotonic()}
 
 
-HALTED: Report = 0, None  # both hosts
+HALTED: Report = 0, "", {}  # both hosts
 BOTH = [started(0), started(1)]
 # The restarts that are left, what the hosts report, each by the number of its only rank, and what is done about it.
 REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
     "all are done": (0, [*BOTH, ended(0, 0), ended(1, 0)], ["ended: 0", "end"]),
     "one is done before the other has begun": (0, [started(0), ended(0, 0), started(1)], ["ended: 0"]),
     "both have failed": (0, [*BOTH, ended(0, 3), ended(1, 1)], ["end"]),
-    "one is asked": (0, [*BOTH, (1, {"asked": "SIGUSR1"}), ended(1, 75)], ["stop: SIGUSR1 on h2"]),
+    "one is asked": (0, [*BOTH, (1, "asked", {"signal": "SIGUSR1"}), ended(1, 75)], ["stop: SIGUSR1 on h2"]),
     "one was preempted": (0, [*BOTH, ended(1, 75)], ["stop: "]),
     "the first is preempted, and all may start again": (1, [*BOTH, ended(1, 75)], ["ask"]),
     "one has failed, and all start again": (
@@ -99,7 +97,7 @@ REPORTS: dict[str, tuple[int, list[Report], list[str]]] = {
         [*BOTH, ended(1, 3), HALTED, *BOTH, ended(1, 3), ended(0, 1)],
         ["halt 2", "meet 2", "start 2", "end"],
     ),
-    "a program cannot be started": (1, [started(0), (1, {"problem": "cannot start x"})], ["end"]),
+    "a program cannot be started": (1, [started(0), (1, "problem", {"text": "cannot start x"})], ["end"]),
 }
 
 
@@ -108,5 +106,5 @@ def test_what_the_nodes_report_decides_what_is_done(case: str) -> None:
     """A job ends, or starts again, when all hosts say so."""
     restarts, reports, calls = REPORTS[case]
     launch: Any = Launch(restarts, reports)
-    asyncio.run(Watch(launch, MagicMock(), lambda: None).run())
+    asyncio.run(Watch(launch, MagicMock()).run())
     assert launch.calls == calls

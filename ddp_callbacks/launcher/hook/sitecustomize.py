@@ -47,11 +47,8 @@ def _write_failures(path: str) -> None:
             return
         written.append(exception)
         began = time.monotonic()  # before anything is imported: the rank that came first is the cause
-        try:
-            with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", errors="replace") as file:
-                file.write(_record(exception, began))
-        except OSError:
-            pass  # the node's program is gone
+        with suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", errors="replace") as file:
+            file.write(_record(exception, began))  # unless the node's program is gone
 
     def report(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
         write(exception)
@@ -68,10 +65,13 @@ def _record(exception: BaseException, began: float) -> str:
     chain = [exception]
     while (before := _before(chain[0])) is not None and before not in chain:
         chain.insert(0, before)
-    ends = [traceback.format_exception_only(each) for each in [*chain[:-1][:1], *chain[-1:]]]
+    peer = next((each for each in chain if type(each).__name__ == "PeerError"), None)  # it only speaks of other ranks
+    told = [*chain[:-1][:1], *chain[-1:]] if peer is None else [peer]
+    ends = [traceback.format_exception_only(each) for each in told]
     # Of a SyntaxError, the code comes first.
     lines = [next(text for text in end if text[0] != " ").rstrip("\n")[:_LONGEST] for end in ends]
-    return "\n" + json.dumps({"exceptions": lines, "time": began}, ensure_ascii=False)
+    record = {"exceptions": lines, "time": began, "blames": getattr(peer, "ranks", None)}
+    return "\n" + json.dumps(record, ensure_ascii=False)
 
 
 def _before(exception: BaseException) -> BaseException | None:

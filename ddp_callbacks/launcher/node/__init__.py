@@ -10,22 +10,23 @@ So it imports only the standard library and its own parts. Linux::
     binding     which cores each rank gets
     processes   what the kernel knows of processes
 
-Standard input brings messages, each a line with a length and as many bytes of JSON: ``{"do": NAME, ...}`` calls the
-method ``do_NAME``, or the function of that name in ``answers``. Standard output takes :data:`link.GREETING`, then
-frames: a header (:data:`link.HEADER`: kind, rank, length), as many bytes, and a newline, without which srun would hold
-them back.
+Messages are lines of JSON, ``{"do": NAME, ...}``, with any bytes in its texts (os.fsencode). On standard input, each
+calls the method ``do_NAME``, or the function of that name in ``answers``. Standard output begins with
+:data:`link.GREETING`, then takes:
 
-=====  ==============================================================================================
-``r``  the answer to a message, JSON; ``{"problem": TEXT}`` if it could not be done
-``o``  standard output of a rank
-``e``  the same for standard error
-``s``  the stacks of a rank's threads, as Python's faulthandler writes them
-``f``  the record of a rank's failure, see :mod:`ddp_callbacks.launcher.hook`
-``m``  a report, JSON: ``started``, ``ended``, ``asked`` (a signal came here), ``problem``
-``b``  an answer to ``beat``, empty
-``i``  rank 0 has taken its standard input so far, empty
-``x``  everything here has ended, empty
-=====  ==============================================================================================
+===========  =============================================================================================
+``answer``   the answer to a message; ``problem`` if it could not be done
+``wrote``    by a rank to a stream: ``o`` (standard output), ``e`` (standard error), ``s`` (the stacks of its
+             threads, as Python's faulthandler writes them) or ``f`` (the record of its failure, see
+             :mod:`ddp_callbacks.launcher.hook`)
+``started``  the ranks of this node
+``ended``    a rank, after all that it wrote
+``asked``    a signal came here that asks the job to stop
+``problem``  the job cannot continue
+``beat``     the answer to ``beat``
+``taken``    rank 0 has taken its standard input so far
+``done``     everything here has ended
+===========  =============================================================================================
 
 Standard input is also the lifeline. If it ends for any reason (the launcher has ended or was killed, the connection
 broke), or is silent for too long, every process of the job gets SIGTERM and a little later SIGKILL.

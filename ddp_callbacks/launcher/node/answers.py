@@ -24,61 +24,47 @@ def describe() -> dict[str, Any]:
 
 def enter(cwd: str, environ: dict[str, str], script: str | None) -> dict[str, Any]:
     """Change to the working directory, set variables for all that is started here, and check that a file exists."""
-    os.environb.update({bytes.fromhex(name): bytes.fromhex(value) for name, value in environ.items()})
-    folder = os.fsdecode(bytes.fromhex(cwd))
+    os.environ.update(environ)
     try:
-        os.chdir(folder)
+        os.chdir(cwd)
     except OSError as error:
-        raise Refusal(f"cannot enter the working directory {folder}: {error.strerror}") from None
-    name = None if script is None else os.fsdecode(bytes.fromhex(script))
-    if name is not None and not os.path.exists(name):
-        raise Refusal(f"file not found: {name} (working directory {os.getcwd()})")
+        raise Refusal(f"cannot enter the working directory {cwd}: {error.strerror}") from None
+    if script is not None and not os.path.exists(script):
+        raise Refusal(f"file not found: {script} (working directory {os.getcwd()})")
     return {}
 
 
 def output(argv: list[str], seconds: float) -> dict[str, Any]:
     """The output of a short command."""
-    words = [bytes.fromhex(word) for word in argv]
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        raise Refusal(f"{os.fsdecode(words[0])} took longer than {seconds:g} s") from None
-    return {"code": done.returncode, "out": done.stdout.decode(), "err": done.stderr.decode(errors="replace")}
-
-
-def route(address: str) -> dict[str, Any]:
-    """This node's address on the route to another."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 1))  # sends nothing
-        return {"address": probe.getsockname()[0]}
+        raise Refusal(f"{argv[0]} took longer than {seconds:g} s") from None
+    return {"code": done.returncode, "out": os.fsdecode(done.stdout), "err": os.fsdecode(done.stderr)}
 
 
 def reach(addresses: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
-    """Connect to ports that other nodes hold; for each, why it cannot be reached, or ``null``."""
+    """Connect to ports that other nodes hold; of each, this node's address on the way, or why it cannot be reached."""
     with ThreadPoolExecutor(max(1, len(addresses))) as pool:
-        return {"problems": list(pool.map(partial(_cannot_reach, seconds), addresses))}
+        return {"found": list(pool.map(partial(_reach, seconds), addresses))}
 
 
-def _cannot_reach(seconds: float, where: tuple[str, int]) -> str | None:
+def _reach(seconds: float, where: tuple[str, int]) -> tuple[str, str]:
     address, port = where
     try:
-        socket.create_connection((address, port), timeout=seconds).close()
+        with socket.create_connection((address, port), timeout=seconds) as connection:
+            return connection.getsockname()[0], ""
     except OSError as error:
-        return f"cannot connect to {address} port {port}: {error.strerror or error}"
-    return None
+        return "", f"cannot connect to {address} port {port}: {error.strerror or error}"
 
 
-ANSWERS = {function.__name__: function for function in (enter, output, route, reach)}
+ANSWERS = {function.__name__: function for function in (enter, output, reach)}
 
 
 def hold_port(address: str, port: int) -> socket.socket:
     """Listen there; 0 finds a free port."""
-    family, kind, proto, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, proto)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     try:
-        listener.bind(where)
+        return socket.create_server(where, family=family, backlog=4096)
     except OSError as error:
-        raise Refusal(f"cannot listen on {address} port {port}: {error.strerror}") from None
-    listener.listen(4096)
-    return listener
+        raise Refusal(f"cannot listen on {address} port {port}: {os.strerror(error.errno or 0)}") from None

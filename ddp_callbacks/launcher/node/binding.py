@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from glob import glob
 
 KINDS = ("none", "core", "numa")
 _NUMA = "/sys/devices/system/node"
@@ -31,22 +32,17 @@ def cores_of_ranks(kind: str, ranks: int, root: str = _NUMA) -> list[set[int]]:
 
 def _core(thread: int) -> int:
     """The first hardware thread of the same core."""
-    with suppress(OSError), open(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list") as file:
-        return min(_cores(file.read().strip()))
+    with suppress(OSError):
+        return min(_cores_in(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list"))
     return thread
 
 
 def _numa_nodes(root: str) -> list[set[int]]:
-    found = []
-    with suppress(OSError):
-        for name in sorted(os.listdir(root), key=lambda name: (len(name), name)):
-            if name.startswith("node") and name[4:].isdigit():
-                with open(f"{root}/{name}/cpulist") as file:
-                    found.append(_cores(file.read().strip()))
-    return found
+    return [_cores_in(path) for path in sorted(glob(f"{root}/node[0-9]*/cpulist"), key=lambda path: (len(path), path))]
 
 
-def _cores(text: str) -> set[int]:
-    """Of a list such as ``0-3,8``."""
-    ranges = (part.partition("-") for part in text.split(",") if part)
+def _cores_in(path: str) -> set[int]:
+    """Of a file with a list such as ``0-3,8``."""
+    with open(path) as file:
+        ranges = [part.partition("-") for part in file.read().strip().split(",") if part]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}

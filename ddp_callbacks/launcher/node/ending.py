@@ -15,8 +15,6 @@ from ddp_callbacks.launcher.node.processes import descendants, handled_by
 GRACE = 2.5  # seconds between SIGTERM and SIGKILL, unless the job says otherwise
 STACKS = signal.SIGQUIT  # which makes a rank write the stacks of its threads, as it does a Java program
 _WRITING = 0.2  # seconds to write them
-_TICK = 0.02  # seconds between two checks for running processes while the job ends
-_LOOK = 0.1  # seconds between two checks whether a rank handles the signal that it is to get
 
 
 class Ending:
@@ -30,13 +28,14 @@ class Ending:
 
     Attributes:
         grace: Seconds from a request to stop to SIGKILL; ``None``: as for any other end.
+        spared: Processes that are no part of the job.
     """
 
     def __init__(self, ranks: Collection[int]) -> None:
         self.grace: float | None = None
         self._ranks = ranks
         self._foreign: set[int] = set()  # processes that the job runs as another user (sudo): we cannot end them
-        self._spared: set[int] = set()
+        self.spared: set[int] = set()
         self.reset()
 
     def reset(self) -> None:
@@ -55,21 +54,13 @@ class Ending:
         return self._kill_at < math.inf
 
     @property
-    def patience(self) -> float:
-        """Seconds until there may be something to do."""
-        if self._steps or (self.has_begun and not self._ranks):
-            return _TICK
-        if self.has_begun:
-            return max(_TICK, min(_LOOK, self._kill_at - time.monotonic()))
-        return _LOOK if self._to_ask else math.inf
-
-    def spare(self, pid: int) -> None:
-        """This process is no part of the job."""
-        self._spared = {pid}
+    def is_busy(self) -> bool:
+        """Whether there may soon be something to do."""
+        return self.has_begun or bool(self._to_ask)
 
     def is_quiet(self) -> bool:
         """Whether nothing of the job runs here."""
-        return not (set(self._ranks) | descendants()) - self._foreign - self._spared
+        return not self._ranks and not descendants() - self._foreign - self.spared
 
     def ask(self, number: signal.Signals, patient: bool = True) -> None:
         """Ask the ranks to stop; with ``patient``, each once it handles the signal, which then does not end it."""
@@ -141,7 +132,7 @@ class Ending:
         self._kill_at = min(self._kill_at, time.monotonic() + seconds)
 
     def _signal(self, number: int) -> None:
-        for pid in descendants() - self._spared:
+        for pid in descendants() - self.spared:
             try:
                 os.kill(pid, number)
             except ProcessLookupError:

@@ -1,19 +1,23 @@
-"""The node's end of the connection to the launcher: messages on standard input, frames on standard output."""
+"""The node's end of the connection to the launcher: messages on standard input and standard output."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import struct
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-GREETING = b"\0ddprun\0\n"  # a login shell may print something before it
-HEADER = struct.Struct("!ciI")
+GREETING = b"\0ddprun\0"  # the end of the first line; a login shell may print something before it
 MOST = 1 << 16  # bytes of a pipe, as many as it holds
 _ENOUGH = 1 << 20  # bytes waiting for the launcher; beyond that, the job's writes wait
+
+
+def encode(do: str, **values: Any) -> bytes:
+    """A message, as :mod:`ddp_callbacks.launcher.node` describes it."""
+    return os.fsencode(json.dumps({"do": do, **values}, ensure_ascii=False)) + b"\n"
 
 
 class Link:
@@ -21,17 +25,17 @@ class Link:
 
     Attributes:
         is_open: Whether the launcher is still there.
-        silence: Seconds without a message after which it counts as gone; ``None`` while it has not said.
+        silence: Seconds without a message after which it counts as gone.
     """
 
     def __init__(self) -> None:
         for descriptor in (0, 1):
             os.set_blocking(descriptor, False)
         self.is_open = True
-        self.silence: float | None = None
+        self.silence = math.inf
         self._heard = time.monotonic()
         self._inbox = b""
-        self._outbox = bytearray(GREETING)
+        self._outbox = bytearray(GREETING + b"\n")
 
     @property
     def has_more(self) -> bool:
@@ -45,7 +49,7 @@ class Link:
     @property
     def is_silent(self) -> bool:
         """Whether nothing has come for too long."""
-        return self.is_open and self.silence is not None and time.monotonic() - self._heard > self.silence
+        return self.is_open and time.monotonic() - self._heard > self.silence
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """What has come; afterwards the link may be closed."""
@@ -53,23 +57,15 @@ class Link:
         data: bytes | None = sys.stdin.buffer.read(MOST)
         if data == b"":
             self.close()
-        if not data:
-            return
-        self._heard = time.monotonic()
-        self._inbox += data
-        while True:
-            length, newline, rest = self._inbox.partition(b"\n")
-            if not newline or len(rest) < int(length):
-                return
-            self._inbox = rest[int(length) :]
-            yield json.loads(rest[: int(length)])
+        if data:
+            self._heard = time.monotonic()
+            *lines, self._inbox = (self._inbox + data).split(b"\n")
+            yield from (json.loads(os.fsdecode(line)) for line in lines)
 
-    def put(self, kind: bytes, rank: int = -1, data: bytes = b"") -> None:
+    def tell(self, do: str, **values: Any) -> None:
+        """Send a message; without effect once the launcher is gone."""
         if self.is_open:
-            self._outbox += HEADER.pack(kind, rank, len(data)) + data + b"\n"
-
-    def report(self, **values: Any) -> None:
-        self.put(b"m", data=json.dumps(values).encode())
+            self._outbox += encode(do, **values)
 
     def write(self) -> None:
         """Write as much as the connection takes."""

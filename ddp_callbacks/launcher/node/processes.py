@@ -11,7 +11,9 @@ import ctypes
 import os
 import signal
 import subprocess
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -23,35 +25,20 @@ def adopt_orphans() -> None:
 
 
 def start(
-    words: list[bytes],
-    streams: tuple[int, int, int],
-    environ: dict[str, str] | None = None,
-    keep: tuple[int, ...] = (),
-    cores: set[int] | None = None,
-    ignored: tuple[int, ...] = (),
+    words: list[str], cores: set[int] | None = None, ignored: Sequence[int] = (), **options: Any
 ) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own; it dies with this one.
 
     Args:
-        streams: Descriptors of its standard input, output and error.
-        keep: Descriptors that stay open in it.
         cores: On which it runs; ``None`` for all.
         ignored: Signals that it ignores.
+        options: Of :class:`subprocess.Popen`.
     """
-    stdin, stdout, stderr = streams
-    return subprocess.Popen(
-        words,
-        env=environ,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        pass_fds=keep,
-        start_new_session=True,
-        preexec_fn=partial(_prepare, os.getpid(), ignored, cores),
-    )
+    prepare = partial(_prepare, os.getpid(), ignored, cores)
+    return subprocess.Popen(words, start_new_session=True, preexec_fn=prepare, **options)
 
 
-def _prepare(parent: int, ignored: tuple[int, ...], cores: set[int] | None) -> None:
+def _prepare(parent: int, ignored: Sequence[int], cores: set[int] | None) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from ddp_callbacks.launcher.node.answers import ANSWERS, Refusal, describe, hold_port
@@ -24,26 +23,20 @@ from ddp_callbacks.launcher.node.processes import adopt_orphans, start
 _GRACE_UNHEARD = 1.0  # seconds between SIGTERM and SIGKILL after a silence, which has already taken time
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # which ask the job to stop if a scheduler sends them here
 _LOOK = 0.25  # seconds between two checks whether the launcher is silent
+_TICK = 0.02  # the same while the job ends, for running processes, or is asked to
 
 
 def main() -> None:
     """Serve the launcher until it has ended the job, or has gone itself."""
     adopt_orphans()
-    for number in (signal.SIGINT, signal.SIGHUP, *_REQUESTS):
+    # A descriptor that receives the number of each signal, also when a child ends. (Older clusters' kernels lack
+    # pidfd_open(2).)
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, *_REQUESTS):
         # Their sender ends the lifeline, or the launcher decides. Unlike SIG_IGN, the job does not inherit a handler.
         signal.signal(number, lambda *_: None)
-    Node(_descriptor_of_signals()).serve()
-
-
-def _descriptor_of_signals() -> int:
-    """A descriptor that receives the number of each signal, also when a child ends.
-
-    (Older clusters' kernels lack pidfd_open(2).)
-    """
-    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    return read
+    Node(read).serve()
 
 
 @dataclass
@@ -51,7 +44,7 @@ class Rank:
     """A rank that runs here, and our ends of the pipes for the record of its failure and for its threads' stacks."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: Popen[bytes]
     pipes: tuple[int, int]
 
 
@@ -65,12 +58,11 @@ class Node:
     def __init__(self, signals: int) -> None:
         self._signals = signals
         self._link = Link()
-        self._streams: dict[int, tuple[bytes, int]] = {}  # descriptor: kind of frame, rank
+        self._streams: dict[int, tuple[str, int]] = {}  # descriptor: name, rank
         self._ranks: dict[int, Rank] = {}  # by process id
         self._ending = Ending(self._ranks.keys())
         self._listener: socket.socket | None = None
-        self._address = ""
-        self._store: subprocess.Popen[bytes] | None = None
+        self._store: Popen[bytes] | None = None
         self._input: int | None = None  # rank 0's standard input
         self._unread = b""  # what is to go there
         self._leaves = False  # whether this program ends with the ranks
@@ -88,7 +80,7 @@ class Node:
         for descriptor in list(self._streams):
             while self._pass_on(descriptor):
                 pass
-        self._link.put(b"x")
+        self._link.tell("done")
         while self._link.is_open and self._link.has_more:
             self._wait()
 
@@ -101,8 +93,9 @@ class Node:
 
     def do_listen(self, address: str, port: int) -> dict[str, Any]:
         """Hold a port for the store; 0 finds a free one."""
-        self._address, self._listener = address, hold_port(address, port)
-        return {"port": self._listener.getsockname()[1]}
+        self._listener = hold_port(address, port)
+        own, held, *_ = self._listener.getsockname()
+        return {"address": own, "port": held}
 
     def do_start(
         self,
@@ -121,22 +114,21 @@ class Node:
         found = {**defaults, **os.environ, **environ}
         found["PYTHONPATH"] = os.pathsep.join(filter(None, (environ["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
         try:
-            self._start_store([bytes.fromhex(word) for word in store])
+            self._start_store(store)
             for local_rank, (rank, cores) in enumerate(zip(ranks, cores_of_ranks(bind, len(ranks)), strict=True)):
                 of_rank = {"RANK": rank, "LOCAL_RANK": local_rank, "ROLE_RANK": rank}
                 own = found | {name: str(value) for name, value in of_rank.items()}
-                self._start_rank(rank, [bytes.fromhex(word) for word in argv], own, cores)
+                self._start_rank(rank, argv, own, cores)
         except OSError as error:
-            problem = f"cannot start {os.fsdecode(bytes.fromhex(argv[0]))}: {error.strerror}"
-            self._link.report(problem=problem)
+            self._link.tell("problem", text=f"cannot start {argv[0]}: {error.strerror}")
             return
         threads, interface = found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")
-        self._link.report(started={"ranks": ranks, "threads": threads, "interface": interface})
+        self._link.tell("started", ranks=ranks, threads=threads, interface=interface)
         self._ending.stop_again()
 
     def do_input(self, data: str) -> None:
         """Pass on what goes to rank 0's standard input; nothing at its end. It is taken when the rank has room."""
-        self._unread = bytes.fromhex(data)
+        self._unread = os.fsencode(data)
         if not self._unread:
             self._close_input()
 
@@ -153,7 +145,7 @@ class Node:
 
     def do_beat(self) -> None:
         """Answer a heartbeat."""
-        self._link.put(b"b")
+        self._link.tell("beat")
 
     def do_stacks(self) -> None:
         """Let the ranks write the stacks of their threads."""
@@ -174,27 +166,26 @@ class Node:
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
-    def _start_store(self, words: list[bytes]) -> None:
+    def _start_store(self, words: list[str]) -> None:
         if not words or self._listener is None:
             return
-        port, descriptor = str(self._listener.getsockname()[1]), self._listener.fileno()
-        words = [*words, self._address.encode(), port.encode(), str(descriptor).encode()]
-        streams = (subprocess.PIPE, subprocess.DEVNULL, subprocess.PIPE)
-        self._store = start(words, streams, keep=(descriptor,), ignored=_REQUESTS)
-        self._ending.spare(self._store.pid)
+        (address, port, *_), descriptor = self._listener.getsockname(), self._listener.fileno()
+        words = [*words, address, str(port), str(descriptor)]
+        self._store = start(words, ignored=_REQUESTS, pass_fds=(descriptor,), stdin=PIPE, stdout=DEVNULL, stderr=PIPE)
+        self._ending.spared = {self._store.pid}
 
-    def _start_rank(self, rank: int, words: list[bytes], environ: dict[str, str], cores: set[int]) -> None:
+    def _start_rank(self, rank: int, words: list[str], environ: dict[str, str], cores: set[int]) -> None:
         record, stacks, output, errors = (os.pipe() for _ in range(4))
         environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{os.getpid()}/fd/{record[1]}"
         environ["DDP_CALLBACKS_STACKS"] = f"/proc/{os.getpid()}/fd/{stacks[1]}"
-        taken, self._input = (subprocess.DEVNULL, self._input) if rank else os.pipe()
-        process = start(words, (taken, output[1], errors[1]), environ, cores=cores)
+        taken, self._input = (DEVNULL, self._input) if rank else os.pipe()
+        process = start(words, cores, env=environ, stdin=taken, stdout=output[1], stderr=errors[1])
         self._ranks[process.pid] = Rank(rank, process, (record[1], stacks[1]))
         for descriptor in (*([taken] if not rank else []), output[1], errors[1]):
             os.close(descriptor)
-        for descriptor, kind in ((output[0], b"o"), (errors[0], b"e"), (stacks[0], b"s"), (record[0], b"f")):
+        for descriptor, stream in ((output[0], "o"), (errors[0], "e"), (stacks[0], "s"), (record[0], "f")):
             os.set_blocking(descriptor, False)
-            self._streams[descriptor] = kind, rank
+            self._streams[descriptor] = stream, rank
         if not rank and self._input is not None:
             os.set_blocking(self._input, False)
 
@@ -218,15 +209,16 @@ class Node:
         for descriptor in [each for each, (_, number) in self._streams.items() if number == rank.number]:
             self._pass_on(descriptor)  # as much as a pipe holds; its orphans may still write
         name = signal.Signals(-code).name if code < 0 else None
-        ended = {"rank": rank.number, "code": code if code >= 0 else 128 - code, "signal": name}
-        self._link.report(ended=ended, now=time.monotonic())
+        code = code if code >= 0 else 128 - code
+        self._link.tell("ended", rank=rank.number, code=code, signal=name, now=time.monotonic())
 
     def _report_end_of_store(self, code: int) -> None:
         assert self._store is not None and self._store.stderr is not None
         said = self._store.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
         self._store = None
         if not self._ending.has_begun and self._ranks:
-            self._link.report(problem=f"the process that hosts the ranks' store ended with exit code {code}: {said}")
+            text = f"the process that hosts the ranks' store ended with exit code {code}: {said}"
+            self._link.tell("problem", text=text)
 
     def _end_store(self) -> None:
         if self._store is not None:
@@ -243,7 +235,7 @@ class Node:
         self._halts = False
         self._ending.reset()
         self._close_input()
-        self._answer({})
+        self._link.tell("answer")
 
     # --- the event loop -----------------------------------------------------------------------------------------------
 
@@ -253,13 +245,14 @@ class Node:
         ready = self._what_may_come()
         for descriptor in ready:
             poll.register(descriptor, select.POLLOUT if descriptor in (1, self._input) else select.POLLIN)
-        idle = 60.0 if self._link.silence is None else _LOOK
-        came = [descriptor for descriptor, _ in poll.poll(min(self._ending.patience, idle) * 1000)]
+        came = [descriptor for descriptor, _ in poll.poll((_TICK if self._ending.is_busy else _LOOK) * 1000)]
         if 0 not in came and self._link.is_silent:
             self._link.close()
             self._lose_launcher(_GRACE_UNHEARD)
         for descriptor in came:
             ready[descriptor]()
+        if not self._link.is_open:
+            self._lose_launcher(GRACE)
 
     def _what_may_come(self) -> dict[int, Callable[[], Any]]:
         """The handler of each descriptor."""
@@ -267,7 +260,7 @@ class Node:
         if self._link.is_open:
             ready[0] = self._hear
             if self._link.has_more:
-                ready[1] = self._speak
+                ready[1] = self._link.write
         if self._input is not None and self._unread:
             ready[self._input] = self._feed
         if not self._link.is_full:
@@ -279,7 +272,7 @@ class Node:
         came = os.read(self._signals, MOST)
         for number in _REQUESTS:
             if number in came:
-                self._link.report(asked=number.name)
+                self._link.tell("asked", signal=number.name)
 
     def _hear(self) -> None:
         for message in self._link.messages():
@@ -289,17 +282,7 @@ class Node:
             except (Refusal, OSError) as error:
                 answer = {"problem": str(error)}
             if answer is not None:
-                self._answer(answer)
-        if not self._link.is_open:
-            self._lose_launcher(GRACE)
-
-    def _answer(self, answer: dict[str, Any]) -> None:
-        self._link.put(b"r", data=json.dumps(answer).encode())
-
-    def _speak(self) -> None:
-        self._link.write()
-        if not self._link.is_open:
-            self._lose_launcher(GRACE)
+                self._link.tell("answer", **answer)
 
     def _lose_launcher(self, grace: float) -> None:
         self._leaves = True
@@ -317,7 +300,7 @@ class Node:
             self._close_input()
             return
         if not self._unread:
-            self._link.put(b"i")
+            self._link.tell("taken")
 
     def _close_input(self) -> None:
         if self._input is not None:
@@ -326,13 +309,13 @@ class Node:
 
     def _pass_on(self, descriptor: int) -> bool:
         """Pass on available output; return whether there was any."""
-        kind, rank = self._streams[descriptor]
+        stream, rank = self._streams[descriptor]
         try:
             data = os.read(descriptor, MOST)
         except BlockingIOError:
             return False
         if data:
-            self._link.put(kind, rank, data)
+            self._link.tell("wrote", rank=rank, stream=stream, data=os.fsdecode(data))
         else:
             os.close(descriptor)
             del self._streams[descriptor]
