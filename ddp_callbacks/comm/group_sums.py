@@ -69,17 +69,17 @@ class ProcessGroupWork:
                 work = group.allreduce([tensor])
         self._work = of_device(work, tensor.device, group)
 
-    def wait(self, doing: str = "") -> None:
+    def wait(self, whole: dist.ProcessGroup | None = None) -> None:
         """Block until the sum is complete; for NCCL, let the current stream wait for it instead.
 
         Args:
-            doing: What this thread waits for, if it is another purpose.
+            whole: The group whose ranks all wait for this sum, if it is one between some of them.
 
         Raises:
             PeerError: Another rank failed, died or went silent.
             MismatchError: Another rank sums something else.
         """
-        wait(self._work, doing or self._doing, self._group)
+        wait(self._work, self._doing, whole or self._group)
         if self._gathered is not None:
             require_tags(self._gathered[:, :_TAG].view(torch.int64)[:, 0].tolist(), self._doing, self._group)
             rows = self._gathered[:, _TAG : _TAG + self._tensor.nbytes].view(self._tensor.dtype)

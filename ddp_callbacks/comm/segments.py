@@ -27,13 +27,14 @@ The descriptor may be that of an earlier segment, which the other ranks have sti
 """
 
 
-def refusal() -> str:
-    """Why this process cannot or should not share memory; empty if it can."""
+def require_sharing() -> None:
+    """Raise OSError if this process cannot or should not share memory."""
     if os.environ.get(SWITCH) == "0":
-        return f"{SWITCH}=0 is set"
+        raise OSError(f"{SWITCH}=0 is set")
     if not hasattr(os, "memfd_create"):
-        return "this system has no memfd_create"
-    return "" if environment.host_identity() else "this system does not say which host it is (/proc)"
+        raise OSError("this system has no memfd_create")
+    if not environment.host_identity():
+        raise OSError("this system does not say which host it is (/proc)")
 
 
 def path_of(pid: int, fd: int) -> str:

@@ -34,7 +34,7 @@ class Fragment:
         numel = sum(_real(parameter).numel() for parameter in self._parameters)
         self.anchor = torch.empty(numel, dtype=dtype, device=first.device)
         self._anchors = self._views(self.anchor)
-        self._outer = sync.outer_optimizer(self._anchors)
+        self._sync = sync
         self.take_anchor()
 
     def named(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -58,37 +58,24 @@ class Fragment:
             torch.sub(anchor, real, out=target)
         return memory.mul_(share)
 
-    def take_outer_step(self, pseudo_gradient: torch.Tensor) -> None:
+    def take_outer_step(self, pseudo_gradient: torch.Tensor, momentum: dict[str, torch.Tensor]) -> None:
         """Take the outer optimizer's step from the anchor.
 
         Parameters that no rank has changed stay unchanged, whatever their momentum: they may be frozen.
+
+        Args:
+            momentum: By the parameters' names; it is replaced by that after the step.
         """
-        for anchor, gradient in zip(self._anchors, self._views(pseudo_gradient), strict=True):
+        outer = self._sync.outer_optimizer(self._anchors)
+        for name, anchor, gradient in zip(self._names, self._anchors, self._views(pseudo_gradient), strict=True):
             anchor.grad = gradient if gradient.any() else None
-        self._outer.step()
-        self._outer.zero_grad()
-        copy_each(self._reals(), self._anchors)
-
-    def momentum(self) -> dict[str, torch.Tensor]:
-        """The outer optimizer's momentum, by parameter name; leaves out parameters without momentum."""
-        buffers = {
-            name: self._outer.state[anchor].get("momentum_buffer")
-            for name, anchor in zip(self._names, self._anchors, strict=True)
-        }
-        return {name: buffer for name, buffer in buffers.items() if buffer is not None}
-
-    def load_momentum(self, loaded: dict[str, torch.Tensor]) -> None:
-        """Load the result of :meth:`momentum`; parameters that it lacks start without momentum."""
+            outer.state[anchor]["momentum_buffer"] = _momentum_of(name, anchor, momentum)
+        outer.step()
+        outer.zero_grad()
         for name, anchor in zip(self._names, self._anchors, strict=True):
-            self._outer.state[anchor].pop("momentum_buffer", None)
-            if (found := loaded.get(name)) is None:
-                continue
-            if found.shape != anchor.shape:
-                raise ConfigurationError(
-                    f"the optimizer's state has an outer momentum of shape {list(found.shape)} for {name}, which has "
-                    f"{list(anchor.shape)}: it was saved with another model. Delete its entry {OUTER_MOMENTUM!r}."
-                )
-            self._outer.state[anchor]["momentum_buffer"] = found.to(anchor, copy=True)
+            if (buffer := outer.state[anchor]["momentum_buffer"]) is not None:
+                momentum[name] = buffer
+        copy_each(self._reals(), self._anchors)
 
     def _reals(self) -> list[torch.Tensor]:
         return [_real(parameter) for parameter in self._parameters]
@@ -103,6 +90,18 @@ def make_fragments(module: torch.nn.Module, sync: LocalSGD | DiLoCo, bucket_cap_
     named = [(name, p) for name, p in module.named_parameters() if p.is_floating_point() or p.is_complex()]
     assigned = assign_buckets([parameter for _, parameter in named], bucket_cap_mb)
     return [Fragment([named[index] for index in indices], sync) for indices in assigned]
+
+
+def _momentum_of(name: str, anchor: torch.Tensor, momentum: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """A copy of what may belong to a checkpoint."""
+    if (found := momentum.get(name)) is None:
+        return None
+    if found.shape != anchor.shape:
+        raise ConfigurationError(
+            f"the optimizer's state has an outer momentum of shape {list(found.shape)} for {name}, which has "
+            f"{list(anchor.shape)}: it was saved with another model. Delete its entry {OUTER_MOMENTUM!r}."
+        )
+    return found.to(anchor, copy=True)
 
 
 def _real(parameter: torch.Tensor) -> torch.Tensor:
