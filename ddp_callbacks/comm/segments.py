@@ -47,13 +47,10 @@ def allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Segment]:
     """A flat CPU tensor in a segment of its own, which is freed with it. Local."""
     nbytes = max(numel, 1) * dtype.itemsize  # an empty tensor has no address
     try:
-        fd = os.memfd_create("ddp_callbacks")
-        try:
-            os.ftruncate(fd, nbytes)
+        with os.fdopen(os.memfd_create("ddp_callbacks"), "wb") as file:
+            file.truncate(nbytes)
             # As torch does for tensors that it sends to other processes: so it can send this one without moving it.
-            storage, kept = shared_storage(fd, nbytes)
-        finally:
-            os.close(fd)
+            storage, kept = shared_storage(file.fileno(), nbytes)
     except (OSError, RuntimeError) as error:
         raise ConfigurationError(
             f"no shared memory of {nbytes} bytes for gradients: {error}. Raise that limit (ulimit -n), or set "

@@ -148,7 +148,7 @@ class ParameterAverager:
         if not self._fragments:
             return state
         state["anchors"] = [fragment.anchor.clone() for fragment in self._fragments]
-        state["parameters"] = {name: p.detach().clone() for f in self._fragments for name, p in f.named()}
+        state["parameters"] = {name: p.detach().clone() for f in self._fragments for name, p in f.parameters.items()}
         state["optimizer"] = None if self._optimizer is None else copy.deepcopy(self._optimizer.state_dict())
         return state
 
@@ -164,7 +164,7 @@ class ParameterAverager:
             return
         for fragment, anchor in zip(self._fragments, state["anchors"], strict=True):
             fragment.anchor.copy_(anchor)
-            for name, parameter in fragment.named():
+            for name, parameter in fragment.parameters.items():
                 parameter.copy_(state["parameters"][name])
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
