@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import all_gather_flat
-from ddp_callbacks.comm.protocol import Allocator, as_real
+from ddp_callbacks.comm.protocol import allocate, as_real
 from ddp_callbacks.comm.subgroups import cpu_group
 from ddp_callbacks.process_group.failures import enter, launching, of_device, require_tags, tag_of, wait
 
@@ -27,10 +27,10 @@ class ProcessGroupAllReduce:
         dtype: As in :class:`ProcessGroupWork`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, allocate: Allocator, dtype: torch.dtype | None = None) -> None:
-        self._group, self._dtype = group, dtype
-        self.allocate = allocate
-        self.exact = dtype is None
+    allocate = staticmethod(allocate)
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
+        self._group, self._dtype, self.exact = group, dtype, dtype is None
 
     def launch(self, tensor: torch.Tensor, doing: str) -> ProcessGroupWork:
         """Start to sum ``tensor`` over the ranks, in place. Does not block."""

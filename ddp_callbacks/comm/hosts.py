@@ -18,7 +18,7 @@ from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hierarchical import Calls, HierarchicalAllReduce, start_thread
 from ddp_callbacks.comm.mailbox import LocalRanks, Mailbox, make_inbox
 from ddp_callbacks.comm.messages import GroupMessenger, HostMessenger
-from ddp_callbacks.comm.protocol import AllReduce, alive, allocate
+from ddp_callbacks.comm.protocol import AllReduce, alive
 from ddp_callbacks.comm.segments import require_sharing
 from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
 from ddp_callbacks.comm.subgroups import cpu_group, make_subgroup
@@ -75,7 +75,7 @@ def choose_all_reduce(
             keeps every sum exact.
     """
     if not devices or any(device.type != "cpu" for device in devices):
-        return ProcessGroupAllReduce(group, allocate, dtype)
+        return ProcessGroupAllReduce(group, dtype)
     return hosts_of(group).all_reduce(dtype)
 
 
@@ -157,7 +157,7 @@ class Hosts:
         if group.rank() == 0:
             _say_once(f"summing CPU tensors using {self._describe()}")
         if self.memory is None:
-            return ProcessGroupAllReduce(group, allocate, dtype)
+            return ProcessGroupAllReduce(group, dtype)
         return self.memory if self.is_one else HierarchicalAllReduce(self.memory, *self.between, dtype)
 
     @cached_property

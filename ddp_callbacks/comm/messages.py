@@ -10,6 +10,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -92,23 +93,18 @@ class HostMessenger:
         return [by_rank[rank] for rank in range(len(by_rank))]
 
     def _gather_here(self, message: bytes, doing: str) -> list[bytes]:
-        if len(message) < self._mailbox.room:
-            return self._read_posts(_SHORT + message, doing)
-        with os.fdopen(os.memfd_create("ddp_callbacks"), "wb") as file:
-            file.write(message)
-            file.flush()
-            return self._read_posts(_LONG + path_of(os.getpid(), file.fileno()).encode(), doing)
-
-    def _read_posts(self, post: bytes, doing: str) -> list[bytes]:
-        posts = self._mailbox.exchange(post, doing)
-        messages = [_message_of(post) for post in posts]
-        if any(post.startswith(_LONG) for post in posts):
-            self._mailbox.exchange(b"", doing)  # all have read it
-        return messages
-
-
-def _message_of(post: bytes) -> bytes:
-    return post[1:] if post.startswith(_SHORT) else Path(post[1:].decode()).read_bytes()
+        with ExitStack() as opened:
+            post = _SHORT + message
+            if len(post) > self._mailbox.room:
+                file = opened.enter_context(os.fdopen(os.memfd_create("ddp_callbacks"), "wb"))
+                file.write(message)
+                file.flush()
+                post = _LONG + path_of(os.getpid(), file.fileno()).encode()
+            posts = self._mailbox.exchange(post, doing)
+            messages = [post[1:] if post[:1] == _SHORT else Path(post[1:].decode()).read_bytes() for post in posts]
+            if any(post[:1] == _LONG for post in posts):
+                self._mailbox.exchange(b"", doing)  # all have read it
+            return messages
 
 
 def _tensor_in(memory: bytearray) -> torch.Tensor:

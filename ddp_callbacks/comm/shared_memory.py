@@ -134,14 +134,10 @@ class SharedMemoryAllReduce:
             # Map this rank's memory a second time: a view of the tensor itself would count as a reference from the
             # user.
             whole = self._map(index, fd, doing)[at : at + nbytes].view(like.dtype)
-            self._shards[key] = whole[self._bounds(like.numel())]
+            size = -(-like.numel() // (self.local_ranks.leaders * ALIGNMENT)) * ALIGNMENT
+            start = self.local_ranks.local_rank * size  # beyond the end on a rank that is no leader
+            self._shards[key] = whole[start : start + size]
         return self._shards[key]
-
-    def _bounds(self, numel: int) -> slice:
-        """Start and end of this rank's shard."""
-        leaders, units, rank = self.local_ranks.leaders, -(-numel // ALIGNMENT), self.local_ranks.local_rank
-        first, last = (units * min(at, leaders) // leaders * ALIGNMENT for at in (rank, rank + 1))
-        return slice(min(first, numel), min(last, numel))
 
     def _require_size(self, index: int, nbytes: int, own: int) -> None:
         if nbytes != own:

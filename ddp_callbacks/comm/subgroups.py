@@ -25,7 +25,7 @@ def cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         return group
     if group not in _cpu_groups:
         choose_interface(os.environ.get("MASTER_ADDR"))
-        _cpu_groups[group] = _make(range(group.size()), group)
+        _cpu_groups[group] = _make(range(group.size()), group, "gloo")
     return _cpu_groups[group]
 
 
