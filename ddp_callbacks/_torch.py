@@ -40,7 +40,6 @@ PRIVATE = (
     "torch.distributed:ProcessGroup._get_backend",
     "torch.distributed:ProcessGroup._get_sequence_number_for_group",
     "torch.distributed:distributed_c10d._get_process_group_store",
-    "torch.distributed:distributed_c10d._world.group_count",
     "torch.distributed:distributed_c10d._world.pg_map",
     "torch.distributed:distributed_c10d._world.pg_names",
     "torch.nn:Module.register_buffer uses _non_persistent_buffers_set",
@@ -254,11 +253,6 @@ def all_gather_flat(group: dist.ProcessGroup, received: torch.Tensor, sent: torc
 def known_groups() -> list[dist.ProcessGroup]:
     """The process groups that this rank is a member of."""
     return list(dist.distributed_c10d._world.pg_map)
-
-
-def count_of_groups() -> int:
-    """The number of groups made by all ranks together; torch names the next group after it."""
-    return dist.distributed_c10d._world.group_count
 
 
 def count_of_own_groups() -> int:

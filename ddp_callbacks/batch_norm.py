@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import SyncBatchNorm
 
 from ddp_callbacks._torch import BatchNorm
-from ddp_callbacks.comm.batch_statistics import GlobalBatch, LayerStatistics, SmallSums, at_least_float32
+from ddp_callbacks.comm.batch_statistics import BatchStatistics, GlobalBatch, at_least_float32
 from ddp_callbacks.comm.hosts import new_subgroup
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_world_size, resolve_group
@@ -83,7 +83,7 @@ class BatchNormSynchronizer:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._made: dict[type, type] = {}
-        self._layers: dict[BatchNorm, LayerStatistics] = {}
+        self._layers: dict[BatchNorm, str] = {}
         if get_world_size(process_group) == 1:
             return
         layers = _find_layers(module)
@@ -92,11 +92,10 @@ class BatchNormSynchronizer:
         first = next(iter([*module.parameters(), *module.buffers()]), None)
         device = torch.device("cpu") if first is None else first.device
         group = _own_group(resolve_group(process_group))
-        sums = SmallSums(group, device)
-        for name, layer in layers.items():
-            self._layers[layer] = LayerStatistics(name, sums, counts or _always)
+        statistics = BatchStatistics(group, device, counts or (lambda: True))
+        self._layers.update((layer, name) for name, layer in layers.items())
         for layer in self._layers:
-            layer.__class__ = self._synchronized(type(layer))
+            layer.__class__ = self._synchronized(type(layer), statistics)
 
     def close(self) -> None:
         """Restore the layers' original class. Local; safe to call twice."""
@@ -105,9 +104,9 @@ class BatchNormSynchronizer:
                 layer.__class__ = type(layer).original  # type: ignore[attr-defined]
         self._layers.clear()
 
-    def _synchronized(self, original: type) -> type:
+    def _synchronized(self, original: type, statistics: BatchStatistics) -> type:
         if original not in self._made:
-            members = {"original": original, "states": self._layers, "__module__": __name__}
+            members = {"original": original, "names": self._layers, "statistics": statistics, "__module__": __name__}
             if "torch._dynamo" in sys.modules:  # a compiled model calls the layer between its graphs
                 members["forward"] = torch.compiler.disable(SynchronizedLayer.forward)
             name = "Synchronized" + original.__name__.removeprefix("Sync")
@@ -150,17 +149,18 @@ class SynchronizedLayer:
 
     is_synchronized = True
     original: type
-    states: dict[Any, LayerStatistics]  # on the class: the layer itself gets no attributes
+    names: dict[Any, str]  # on the class, as all these: the layer itself gets no attributes
+    statistics: BatchStatistics
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         """The layer's forward, as in torch."""
-        layer = self.states.get(self)
+        name = self.names.get(self)
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
-        if layer is None or not uses_batch:
+        if name is None or not uses_batch:
             output: torch.Tensor = BatchNorm.forward(self, input)
             return output
         self._check_input_dim(input)
-        batch = layer.join(input)
+        batch = self.statistics.join(input, name)
         if self.training and self.track_running_stats:
             _track(self, batch)
         arguments = input, self.weight, self.bias, batch, self.eps
@@ -192,10 +192,6 @@ def _track(layer: BatchNorm, batch: GlobalBatch) -> None:
 def _one_over(number: torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
     """On GPUs a tensor, for which the host need not wait."""
     return number.double().reciprocal_().to(dtype) if number.is_cuda else 1.0 / float(number)
-
-
-def _always() -> bool:
-    return True
 
 
 # --- the arithmetic: :mod:`ddp_callbacks.weighing` finds the nodes of this function in a graph by their name ----------
@@ -235,7 +231,7 @@ class _Normalize(torch.autograd.Function):
         else:
             dx, sum_dy_xhat, sum_dy = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
         if needs_input:
-            total = batch.layer.sum_gradients(sum_dy, sum_dy_xhat)
+            total = batch.statistics.sum_gradients(sum_dy, sum_dy_xhat, batch.name)
             if batch.counts:
                 slope = (var + ctx.eps).rsqrt_().mul_(-1 / batch.size)
                 slope = slope if weight is None else slope.mul_(weight)
@@ -296,7 +292,7 @@ def _has_group(layer: BatchNorm) -> bool:
 def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A separate process group of the same ranks for batch normalization. A collective on first use."""
     if group not in _groups:
-        own = new_subgroup([range(group.size())], group)
+        own = new_subgroup(range(group.size()), group, dist.get_backend_config(group))
         assert own is not None
         _groups[group] = own
     return _groups[group]

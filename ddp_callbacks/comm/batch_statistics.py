@@ -29,14 +29,15 @@ class GlobalBatch:
     """The batch of all ranks, as a layer sees it.
 
     Attributes:
-        layer: Exchanges the sums of backward.
+        statistics, name: Exchanges the sums of backward, and the layer for which.
         counts: Whether this rank's part counts.
         is_empty: Whether no rank has a sample.
         size: Number of values per channel on all ranks: float64, shape ``[]``.
         mean, var: Shape ``[channels]``, float64; the biased variance.
     """
 
-    layer: LayerStatistics
+    statistics: BatchStatistics
+    name: str
     counts: bool
     is_empty: bool
     size: torch.Tensor
@@ -44,83 +45,71 @@ class GlobalBatch:
     var: torch.Tensor
 
 
-class LayerStatistics:
-    """The exchanges of one layer.
+class BatchStatistics:
+    """The exchanges of a model's layers, one at a time: all-reduces of float64. The constructor is a collective.
 
     Args:
-        name: For messages.
-        sums: Shared by all layers.
+        group: The ranks.
+        device: Where the layers are.
         counts: Returns whether this rank's batch counts.
     """
 
-    def __init__(self, name: str, sums: SmallSums, counts: Callable[[], bool]) -> None:
-        self._name, self._sums, self._counts = name, sums, counts
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, counts: Callable[[], bool]) -> None:
+        self._rank, self._world_size, self._counts = group.rank(), group.size(), counts
+        self._all_reduce = choose_all_reduce(group, [device])
+        self._messages: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     @torch.no_grad()
-    def join(self, input: torch.Tensor) -> GlobalBatch:
-        """Exchange the statistics. A collective."""
+    def join(self, input: torch.Tensor, name: str) -> GlobalBatch:
+        """Exchange the statistics of the input of the layer ``name``. A collective."""
         size = input.numel() // input.shape[1] if input.numel() and self._counts() else 0
-        rows = self._gather(input, size)
+        rows = self._gather(input, size, name)
         sizes = rows[:, -1]
         total = int(sizes.sum()) if size < 2 else size  # or more
         if total == 1:
             raise ValueError(
-                f"Expected more than 1 value per channel when training, got 1 on all ranks together in {self._name}"
+                f"Expected more than 1 value per channel when training, got 1 on all ranks together in {name}"
             )
         if total == 0:  # an empty batch changes nothing, as in torch
             mean, var = rows.new_zeros(input.shape[1]), rows.new_ones(input.shape[1])
-            return GlobalBatch(self, False, True, sizes.sum(), mean, var)
-        return GlobalBatch(self, size > 0, False, *total_statistics(rows))
+            return GlobalBatch(self, name, False, True, sizes.sum(), mean, var)
+        return GlobalBatch(self, name, size > 0, False, *total_statistics(rows))
 
-    def sum_gradients(self, sum_dy: torch.Tensor, sum_dy_xhat: torch.Tensor) -> torch.Tensor:
+    def sum_gradients(self, sum_dy: torch.Tensor, sum_dy_xhat: torch.Tensor, name: str) -> torch.Tensor:
         """Sum both over all ranks: float64, shape ``[2, channels]``, valid until the next exchange. A collective."""
-        message = self._sums.message(2 * len(sum_dy), sum_dy.device)
+        message = self._message(2 * len(sum_dy), sum_dy.device)
         sums = message.view(2, -1)
         sums[0].copy_(sum_dy)
         sums[1].copy_(sum_dy_xhat)
-        self._sums.sum(message, f"the gradients of {self._name}")
+        self._sum(message, f"the gradients of {name}")
         return sums
 
-    def _gather(self, input: torch.Tensor, size: int) -> torch.Tensor:
+    def _gather(self, input: torch.Tensor, size: int, name: str) -> torch.Tensor:
         """Mean, variance and size of each rank: float64, shape ``[world_size, 2 * channels + 1]``; zeros for size 0.
 
         An all-reduce of rows that are zero but for the rank's own: unlike an all-gather, every backend has it for GPUs.
         """
         channels = input.shape[1]
-        message = self._sums.message(self._sums.world_size * (2 * channels + 1), input.device).zero_()
-        rows = message.view(self._sums.world_size, -1)
+        message = self._message(self._world_size * (2 * channels + 1), input.device).zero_()
+        rows = message.view(self._world_size, -1)
         if size:
             mean, var = torch.batch_norm_update_stats(at_least_float32(input), None, None, 0.0)
-            own = rows[self._sums.rank]
+            own = rows[self._rank]
             own[:channels].copy_(mean)
             own[channels:-1].copy_(var)
             own[-1:].fill_(size)
-        self._sums.sum(message, f"the statistics of {self._name}")
+        self._sum(message, f"the statistics of {name}")
         return rows
 
-
-class SmallSums:
-    """All-reduces messages of float64, one at a time. The constructor is a collective.
-
-    Args:
-        group: The ranks.
-        device: Where the messages are.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.rank, self.world_size = group.rank(), group.size()
-        self._all_reduce = choose_all_reduce(group, [device])
-        self._messages: dict[tuple[int, torch.device], torch.Tensor] = {}
-
     @outside_inference_mode
-    def message(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Memory of an exchange, flat; its sums are valid until the next call."""
+    def _message(self, numel: int, device: torch.device) -> torch.Tensor:
+        """Memory of an exchange, flat; its sums are valid until the next one of this size."""
         if (numel, device) not in self._messages:
             self._messages[numel, device] = self._all_reduce.allocate(numel, torch.float64, device)
         return self._messages[numel, device]
 
-    def sum(self, message: torch.Tensor, doing: str) -> None:
-        """All-reduce ``message`` in place. A collective; under NCCL the stream waits, not the host."""
+    def _sum(self, message: torch.Tensor, doing: str) -> None:
+        """All-reduce in place; under NCCL the stream waits, not the host."""
         self._all_reduce.launch(message, doing).wait()
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from ddp_callbacks.comm.buckets import Bucket
 from ddp_callbacks.comm.collectives import all_gather_tensors
 from ddp_callbacks.comm.compression import Compress, dtype_of, hook_of
-from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hooks import CommHook, FutureWork, GradBucket
 from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.protocol import allocate
@@ -47,9 +46,9 @@ class BucketSums:
         self.divisor = 1 if hook is None else group.size()
         if hook is None:
             self._all_reduce = choose_all_reduce(group, devices, dtype_of(compress))
+            self.allocate = self._all_reduce.allocate
         else:
-            self._all_reduce = ProcessGroupAllReduce(group, getattr(hook, "allocate", allocate))
-        self.allocate = self._all_reduce.allocate
+            self.allocate = getattr(hook, "allocate", allocate)
 
     def can_carry_metadata(self, bucket: Bucket) -> bool:
         """Whether metadata can be summed with this bucket's gradients."""

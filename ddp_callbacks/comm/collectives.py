@@ -79,11 +79,9 @@ def broadcast(tensor: torch.Tensor, doing: str, group: dist.ProcessGroup | None 
         return tensor_of(all_gather_bytes(message, doing, group)[0], tensor)
     enter(doing)
     resolved, memory = resolve_group(group), memory_of(tensor)  # as bytes: gloo does not know all dtypes
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
     messenger = cpu_group(resolved) if tensor.device.type == "cpu" else resolved
     with launching(doing, messenger):
-        work = messenger.broadcast([memory], options)
+        work = dist.broadcast(memory, group=messenger, group_src=0, async_op=True)
     wait(of_device(work, tensor.device, messenger), doing, resolved)
     if memory.data_ptr() != tensor.data_ptr():
         tensor.copy_(memory.view(tensor.dtype).view(tensor.shape))

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from ddp_callbacks.comm.hooks import CommHook
@@ -51,7 +50,6 @@ class PowerSGD:
 Compress: TypeAlias = Literal["bf16", "fp16"] | PowerSGD | None
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
 def check_compress(compress: Compress, comm_hook: CommHook | None) -> None:
@@ -74,26 +72,19 @@ def hook_of(compress: Compress, group: dist.ProcessGroup, devices: list[torch.de
 
     ``(None, None)`` if the all-reduce itself compresses, or nothing does.
     """
-    on_cpu = all(device.type == "cpu" for device in devices)
-    if compress is None or not devices:
+    if not isinstance(compress, PowerSGD) or not devices:
         return None, None
-    if on_cpu and (isinstance(compress, str) or hosts_of(group).is_one):
-        return None, None
-    if isinstance(compress, str):
-        return _HOOKS[compress], group
-    if on_cpu:
-        _require_no_gpu()
+    if all(device.type == "cpu" for device in devices):
+        if hosts_of(group).is_one:
+            return None, None
+        if torch.cuda.is_available():
+            raise ConfigurationError(
+                "compress=PowerSGD(...) for gradients on CPUs cannot run where torch sees a GPU: torch's hook would "
+                "wait for it. Hide it (CUDA_VISIBLE_DEVICES= in the environment of every process), or train on GPUs."
+            )
         group = cpu_group(group)
     state = PowerSGDState(group, matrix_approximation_rank=compress.rank, start_powerSGD_iter=compress.start)
     return powerSGD_hook, state
-
-
-def _require_no_gpu() -> None:
-    if torch.cuda.is_available():
-        raise ConfigurationError(
-            "compress=PowerSGD(...) for gradients on CPUs cannot run where torch sees a GPU: torch's hook would wait "
-            "for it. Hide it (CUDA_VISIBLE_DEVICES= in the environment of every process), or train on GPUs."
-        )
 
 
 _POWERSGD = ("iter", "error_dict", "p_memory_dict", "q_memory_dict", "next_stats_report")  # what changes in a run

@@ -28,7 +28,7 @@ class FlatBuffer:
     """
 
     def __init__(self, flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.flat = flat
+        self.flat, self._parameters = flat, parameters
         offset = 0
         self.views: list[torch.Tensor] = []
         for parameter in parameters:
@@ -37,15 +37,13 @@ class FlatBuffer:
         self.numel = offset
         self._references = self._count_references()
 
-    def holds(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether every gradient is the view of this buffer."""
-        return all(parameter.grad is view for parameter, view in zip(parameters, self.views, strict=True))
+    def holds(self) -> list[bool]:
+        """Per parameter, whether its gradient is the view of this buffer."""
+        return [parameter.grad is view for parameter, view in zip(self._parameters, self.views, strict=True)]
 
-    def is_aliased(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+    def is_aliased(self) -> bool:
         """Whether a gradient, or anything outside, still references this buffer."""
-        if any(parameter.grad is view for parameter, view in zip(parameters, self.views, strict=True)):
-            return True
-        return self._count_references() != self._references
+        return any(self.holds()) or self._count_references() != self._references
 
     def _count_references(self) -> tuple[int, int]:
         storage = self.flat.untyped_storage()
@@ -73,15 +71,15 @@ class BufferPool:
             in_place: Whether it may be the one that holds all gradients already.
         """
         for memory in self._memories if in_place else []:
-            if memory.holds(self.parameters):
+            if all(memory.holds()):
                 self._memories = [memory]
                 return memory
-        free = [memory for memory in self._memories if not memory.is_aliased(self.parameters)]
+        free = [memory for memory in self._memories if not memory.is_aliased()]
         taken = free[0] if free else self._make()
         # Where only the user references a buffer, keep the latest: who keeps gradients for one step lets go of it then.
         latest = self._memories[-1:]
         self._memories = [
-            memory for memory in self._memories if memory not in free and (memory in latest or self._is_home(memory))
+            memory for memory in self._memories if memory not in free and (memory in latest or any(memory.holds()))
         ]
         self._memories.append(taken)
         return taken
@@ -94,9 +92,6 @@ class BufferPool:
         numel = sum(parameter.numel() for parameter in self.parameters)
         first = self.parameters[0]
         return FlatBuffer(self._allocate(numel + self._tail, first.dtype, first.device), self.parameters)
-
-    def _is_home(self, memory: FlatBuffer) -> bool:
-        return any(parameter.grad is view for parameter, view in zip(self.parameters, memory.views, strict=True))
 
 
 def copy_in(memory: FlatBuffer, gradients: Sequence[torch.Tensor | None], scale: float) -> None:

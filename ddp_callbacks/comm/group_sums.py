@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks._torch import all_gather_flat
-from ddp_callbacks.comm.protocol import Allocator, as_real
+from ddp_callbacks.comm.protocol import allocate, as_real
 from ddp_callbacks.comm.subgroups import cpu_group
 from ddp_callbacks.process_group.failures import enter, launching, of_device, require_tags, tag_of, wait
 
@@ -27,10 +27,10 @@ class ProcessGroupAllReduce:
         dtype: As in :class:`ProcessGroupWork`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, allocate: Allocator, dtype: torch.dtype | None = None) -> None:
-        self._group, self._dtype = group, dtype
-        self.allocate = allocate
-        self.exact = dtype is None
+    allocate = staticmethod(allocate)
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
+        self._group, self._dtype, self.exact = group, dtype, dtype is None
 
     def launch(self, tensor: torch.Tensor, doing: str) -> ProcessGroupWork:
         """Start to sum ``tensor`` over the ranks, in place. Does not block."""
@@ -69,17 +69,17 @@ class ProcessGroupWork:
                 work = group.allreduce([tensor])
         self._work = of_device(work, tensor.device, group)
 
-    def wait(self, doing: str = "") -> None:
+    def wait(self, whole: dist.ProcessGroup | None = None) -> None:
         """Block until the sum is complete; for NCCL, let the current stream wait for it instead.
 
         Args:
-            doing: What this thread waits for, if it is another purpose.
+            whole: The group whose ranks all wait for this sum, if it is one between some of them.
 
         Raises:
             PeerError: Another rank failed, died or went silent.
             MismatchError: Another rank sums something else.
         """
-        wait(self._work, doing or self._doing, self._group)
+        wait(self._work, self._doing, whole or self._group)
         if self._gathered is not None:
             require_tags(self._gathered[:, :_TAG].view(torch.int64)[:, 0].tolist(), self._doing, self._group)
             rows = self._gathered[:, _TAG : _TAG + self._tensor.nbytes].view(self._tensor.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache, cached_property, partial
 from typing import Any
@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from ddp_callbacks import environment
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
-from ddp_callbacks.comm.hierarchical import Between, HierarchicalAllReduce
+from ddp_callbacks.comm.hierarchical import Calls, HierarchicalAllReduce, start_thread
 from ddp_callbacks.comm.mailbox import LocalRanks, Mailbox, make_inbox
-from ddp_callbacks.comm.messages import GroupMessenger, HostMessenger, Messenger
-from ddp_callbacks.comm.protocol import AllReduce, alive, allocate
-from ddp_callbacks.comm.segments import refusal
+from ddp_callbacks.comm.messages import GroupMessenger, HostMessenger
+from ddp_callbacks.comm.protocol import AllReduce, alive
+from ddp_callbacks.comm.segments import require_sharing
 from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
 from ddp_callbacks.comm.subgroups import cpu_group, make_subgroup
 from ddp_callbacks.errors import say
@@ -59,10 +59,10 @@ def all_gather_bytes(message: bytes, doing: str, group: dist.ProcessGroup | None
     return [found[_TAG:] for found in gathered]
 
 
-def new_subgroup(parts: Sequence[Sequence[int]], group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+def new_subgroup(ranks: Sequence[int], group: dist.ProcessGroup, backend: str = "") -> dist.ProcessGroup | None:
     """As :func:`.subgroups.make_subgroup`. A collective."""
     hosts_of(group)  # this makes groups, too
-    return make_subgroup(parts, group, partial(all_gather_bytes, doing="further process groups", group=group))
+    return make_subgroup(ranks, group, partial(all_gather_bytes, doing="further process groups", group=group), backend)
 
 
 def choose_all_reduce(
@@ -72,10 +72,10 @@ def choose_all_reduce(
 
     Args:
         dtype: Half precision for all traffic between nodes (between all processes if they share no memory); ``None``
-            keeps every sum exact. For CPUs.
+            keeps every sum exact.
     """
     if not devices or any(device.type != "cpu" for device in devices):
-        return ProcessGroupAllReduce(group, allocate)
+        return ProcessGroupAllReduce(group, dtype)
     return hosts_of(group).all_reduce(dtype)
 
 
@@ -99,30 +99,52 @@ class Hosts:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
-        self.messenger: Messenger = GroupMessenger(group)
+        self._group, self.problem = weakref.ref(group), ""
+        self.messenger: GroupMessenger | HostMessenger = GroupMessenger(group)
         self.memory: SharedMemoryAllReduce | None = None
         with ExitStack() as opened:
-            inboxes, problem = _make_inboxes(opened)
-            everyone = self._gather([environment.host_identity(), os.getpid(), inboxes, problem])
-            names, pids, descriptors, problems = zip(*everyone, strict=True)
-            self.ranks = [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
-            self.problem = next(filter(None, problems), "")
-            if not self.problem and len(self.ranks) == len(names):
-                self.problem = "every rank is on a different host"
-            if not self.problem:
-                here = _local_ranks(self.ranks, group.rank(), pids)
-                mailboxes, problem = _open_mailboxes(group, here, descriptors, opened)
-                self.problem = next(filter(None, self._gather(problem)), "")
-            if self.problem:
-                self.ranks = [[rank] for rank in range(len(names))]
+            try:
+                self._share(group, opened)
+            except _NotShared as problem:
+                self.problem, self.ranks = str(problem), [[rank] for rank in range(group.size())]
                 return
             weakref.finalize(group, opened.pop_all().close).atexit = False
+
+    def _share(self, group: dist.ProcessGroup, opened: ExitStack) -> None:
+        """Open what the ranks of each host share. Raises :class:`_NotShared`."""
+        names, pids, inboxes = zip(*self._make_everywhere(partial(_make_inboxes, opened)), strict=True)
+        self.ranks = [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
+        if len(self.ranks) == len(names):
+            raise _NotShared("every rank is on a different host")
+        own = next(ranks for ranks in self.ranks if group.rank() in ranks)
+        here = LocalRanks(own, [pids[rank] for rank in own], own.index(group.rank()), min(map(len, self.ranks)))
+        mailboxes: list[Mailbox] = []
+        of_each = zip(*(inboxes[rank] for rank in own), strict=True)
+        self._make_everywhere(lambda: mailboxes.extend(Mailbox(group, here, each, opened) for each in of_each))
         messages, *sums = mailboxes
+        leaders = None if self.is_one else self._make_leaders(group)
         self.memory = SharedMemoryAllReduce(group, here, *sums)
-        first = [ranks[0] for ranks in self.ranks]
-        leaders = None if self.is_one else make_subgroup([first], group, partial(self.messenger.gather, doing=OPENING))
         self.messenger = HostMessenger(self.ranks, messages, leaders, group)
+
+    def _make_leaders(self, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+        """The first ranks of each host, which exchange the messages of their hosts."""
+        first = [ranks[0] for ranks in self.ranks]
+        gather = partial(self.messenger.gather, doing=OPENING)
+        return make_subgroup(first if group.rank() in first else [], group, gather)
+
+    def _make_everywhere(self, make: Callable[[], Any]) -> list[Any]:
+        """What each rank has made. A collective; raises :class:`_NotShared`, on all ranks alike, if one cannot."""
+        made, problem = None, ""
+        try:
+            made = make()
+        except OSError as error:
+            problem = f"rank {alive(self._group).rank()} shares no memory: {error}"
+        message = json.dumps([made, problem]).encode()
+        everyone = [json.loads(found) for found in self.messenger.gather(message, OPENING)]
+        for _, problem in everyone:
+            if problem:
+                raise _NotShared(problem)
+        return [made for made, _ in everyone]
 
     @property
     def is_one(self) -> bool:
@@ -135,17 +157,16 @@ class Hosts:
         if group.rank() == 0:
             _say_once(f"summing CPU tensors using {self._describe()}")
         if self.memory is None:
-            return ProcessGroupAllReduce(group, allocate, dtype)
-        return self.memory if self.is_one else HierarchicalAllReduce(self.memory, self.between, dtype)
+            return ProcessGroupAllReduce(group, dtype)
+        return self.memory if self.is_one else HierarchicalAllReduce(self.memory, *self.between, dtype)
 
     @cached_property
-    def between(self) -> Between:
-        """What sums between hosts. A collective on first use."""
-        group, shards = alive(self._group), list(zip(*self.ranks, strict=False))  # as many as the smallest host has
-        return Between(group, new_subgroup(shards, group))
-
-    def _gather(self, value: object) -> list[Any]:
-        return [json.loads(found) for found in self.messenger.gather(json.dumps(value).encode(), OPENING)]
+    def between(self) -> tuple[dist.ProcessGroup | None, Calls]:
+        """The leaders of this rank's shard, and the thread that sends it to them. A collective on first use."""
+        group = alive(self._group)
+        shards = zip(*self.ranks, strict=False)  # as many as the smallest host has ranks
+        own = next((ranks for ranks in shards if group.rank() in ranks), ())
+        return new_subgroup(own, group), start_thread(group)
 
     def _describe(self) -> str:
         if self.problem:
@@ -157,27 +178,11 @@ class Hosts:
         return f"shared memory within each host and gloo between hosts ({len(sizes)} hosts {ranks} ranks)"
 
 
-def _make_inboxes(opened: ExitStack) -> tuple[list[int], str]:
-    """The inboxes of this rank; or why this process cannot or should not share memory."""
-    if problem := refusal():
-        return [], problem
-    try:
-        return [make_inbox(opened) for _ in range(_MAILBOXES)], ""
-    except OSError as error:
-        return [], f"pipes cannot be made: {error}"
+class _NotShared(Exception):
+    """Why the ranks of each host share no memory."""
 
 
-def _local_ranks(hosts: list[list[int]], rank: int, pids: Sequence[int]) -> LocalRanks:
-    ranks = next(ranks for ranks in hosts if rank in ranks)
-    return LocalRanks(ranks, [pids[other] for other in ranks], ranks.index(rank), min(map(len, hosts)))
-
-
-def _open_mailboxes(
-    group: dist.ProcessGroup, here: LocalRanks, inboxes: Sequence[Sequence[int]], opened: ExitStack
-) -> tuple[list[Mailbox], str]:
-    """The mailboxes of this host; or why the other ranks' inboxes cannot be opened. Local."""
-    of_each_mailbox = zip(*(inboxes[rank] for rank in here.ranks), strict=True)
-    try:
-        return [Mailbox(group, here, its_inboxes, opened) for its_inboxes in of_each_mailbox], ""
-    except OSError as error:
-        return [], f"rank {group.rank()} cannot open what other ranks of its host share: {error}"
+def _make_inboxes(opened: ExitStack) -> list[Any]:
+    """This process, as others find it, and its inboxes. Raises OSError if it cannot or should not share memory."""
+    require_sharing()
+    return [environment.host_identity(), os.getpid(), [make_inbox(opened) for _ in range(_MAILBOXES)]]

@@ -10,8 +10,8 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,6 @@ _ROOM = 8192  # bytes of a message that all ranks of a process group send at onc
 _SHORT, _LONG = b"s", b"l"  # a post holds the message, or the process and descriptor of a file with it
 
 
-class Messenger(Protocol):
-    """A way to gather bytes."""
-
-    def gather(self, message: bytes, doing: str) -> list[bytes]:
-        """Every rank's message, of any length, in rank order. Blocks until all have called it."""
-
-
 class GroupMessenger:
     """By the collectives of a process group for CPU tensors.
 
@@ -45,7 +38,10 @@ class GroupMessenger:
         self._group, self._whole = weakref.ref(group), weakref.ref(whole or group)
 
     def gather(self, message: bytes, doing: str) -> list[bytes]:
-        """See :class:`Messenger`. What does not fit into the first round is broadcast by each rank that has more."""
+        """Every rank's message, of any length, in rank order. Blocks until all have called it.
+
+        What does not fit into the first round is broadcast by each rank that has more.
+        """
         group, whole = alive(self._group), alive(self._whole)
         size = _HEAD + _ROOM
         begin = bytearray((len(message).to_bytes(_HEAD, "little") + message[:_ROOM]).ljust(size, b"\0"))
@@ -58,7 +54,11 @@ class GroupMessenger:
         rests = [bytearray(max(0, length - _ROOM)) for length in lengths]
         rests[group.rank()][:] = message[_ROOM:]
         with launching(doing, whole):
-            works = [_broadcast(rest, rank, group) for rank, rest in enumerate(rests) if rest]
+            works = [
+                dist.broadcast(_tensor_in(rest), group=group, group_src=rank, async_op=True)
+                for rank, rest in enumerate(rests)
+                if rest
+            ]
         for work in works:
             wait(work, doing, whole)
         return [
@@ -83,7 +83,7 @@ class HostMessenger:
         self._between = None if leaders is None else GroupMessenger(leaders, whole)
 
     def gather(self, message: bytes, doing: str) -> list[bytes]:
-        """See :class:`Messenger`."""
+        """See :meth:`GroupMessenger.gather`."""
         own = self._gather_here(message, doing)
         if len(self._hosts) == 1:
             return own
@@ -93,33 +93,22 @@ class HostMessenger:
         return [by_rank[rank] for rank in range(len(by_rank))]
 
     def _gather_here(self, message: bytes, doing: str) -> list[bytes]:
-        if len(message) < self._mailbox.room:
-            return self._read_posts(_SHORT + message, doing)
-        with os.fdopen(os.memfd_create("ddp_callbacks"), "wb") as file:
-            file.write(message)
-            file.flush()
-            return self._read_posts(_LONG + path_of(os.getpid(), file.fileno()).encode(), doing)
-
-    def _read_posts(self, post: bytes, doing: str) -> list[bytes]:
-        posts = self._mailbox.exchange(post, doing)
-        messages = [_message_of(post) for post in posts]
-        if any(post.startswith(_LONG) for post in posts):
-            self._mailbox.exchange(b"", doing)  # all have read it
-        return messages
-
-
-def _message_of(post: bytes) -> bytes:
-    return post[1:] if post.startswith(_SHORT) else Path(post[1:].decode()).read_bytes()
+        with ExitStack() as opened:
+            post = _SHORT + message
+            if len(post) > self._mailbox.room:
+                file = opened.enter_context(os.fdopen(os.memfd_create("ddp_callbacks"), "wb"))
+                file.write(message)
+                file.flush()
+                post = _LONG + path_of(os.getpid(), file.fileno()).encode()
+            posts = self._mailbox.exchange(post, doing)
+            messages = [post[1:] if post[:1] == _SHORT else Path(post[1:].decode()).read_bytes() for post in posts]
+            if any(post[:1] == _LONG for post in posts):
+                self._mailbox.exchange(b"", doing)  # all have read it
+            return messages
 
 
 def _tensor_in(memory: bytearray) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _broadcast(memory: bytearray, rank: int, group: dist.ProcessGroup) -> dist.Work:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = rank, 0
-    return group.broadcast([_tensor_in(memory)], options)
 
 
 def _join(messages: Iterable[bytes]) -> bytes:

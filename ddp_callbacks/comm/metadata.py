@@ -58,11 +58,7 @@ class MetadataFormat:
     @property
     def numel(self) -> int:
         """The length of a message."""
-        return self._flags + self.world_size * self.numbers * _PIECES
-
-    @property
-    def _flags(self) -> int:
-        return 1 + self.buckets + self.parameters
+        return 1 + self.buckets + self.parameters + self.world_size * self.numbers * _PIECES
 
     def encode(self, own: Metadata, numbers: array[float]) -> torch.Tensor:
         """This rank's message."""
@@ -74,6 +70,7 @@ class MetadataFormat:
     def decode(self, summed: torch.Tensor) -> tuple[Metadata, array[float]]:
         """The metadata of all ranks together, and their numbers, rank by rank."""
         trained, *values = summed.tolist()
-        flags, places = [value > 0 for value in values[: self._flags - 1]], values[self._flags - 1 :]
-        numbers = array("d", array("h", map(int, places)).tobytes())
+        end = self.buckets + self.parameters
+        flags = [value > 0 for value in values[:end]]
+        numbers = array("d", array("h", map(int, values[end:])).tobytes())
         return Metadata(trained, flags[: self.buckets], flags[self.buckets :]), numbers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
@@ -11,7 +10,6 @@ import torch
 from ddp_callbacks._torch import outside_inference_mode
 
 T = TypeVar("T")
-Allocator = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
 class Work(Protocol):

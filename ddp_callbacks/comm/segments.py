@@ -27,13 +27,14 @@ The descriptor may be that of an earlier segment, which the other ranks have sti
 """
 
 
-def refusal() -> str:
-    """Why this process cannot or should not share memory; empty if it can."""
+def require_sharing() -> None:
+    """Raise OSError if this process cannot or should not share memory."""
     if os.environ.get(SWITCH) == "0":
-        return f"{SWITCH}=0 is set"
+        raise OSError(f"{SWITCH}=0 is set")
     if not hasattr(os, "memfd_create"):
-        return "this system has no memfd_create"
-    return "" if environment.host_identity() else "this system does not say which host it is (/proc)"
+        raise OSError("this system has no memfd_create")
+    if not environment.host_identity():
+        raise OSError("this system does not say which host it is (/proc)")
 
 
 def path_of(pid: int, fd: int) -> str:
@@ -46,13 +47,10 @@ def allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Segment]:
     """A flat CPU tensor in a segment of its own, which is freed with it. Local."""
     nbytes = max(numel, 1) * dtype.itemsize  # an empty tensor has no address
     try:
-        fd = os.memfd_create("ddp_callbacks")
-        try:
-            os.ftruncate(fd, nbytes)
+        with os.fdopen(os.memfd_create("ddp_callbacks"), "wb") as file:
+            file.truncate(nbytes)
             # As torch does for tensors that it sends to other processes: so it can send this one without moving it.
-            storage, kept = shared_storage(fd, nbytes)
-        finally:
-            os.close(fd)
+            storage, kept = shared_storage(file.fileno(), nbytes)
     except (OSError, RuntimeError) as error:
         raise ConfigurationError(
             f"no shared memory of {nbytes} bytes for gradients: {error}. Raise that limit (ulimit -n), or set "

@@ -7,10 +7,10 @@ every rank's bucket, in the order of the ranks, and writes the sum into every bu
     post               tell the others where this bucket is, and that it can be read      does not block
     reduce_scatter     wait until every rank has posted, sum this rank's shard
     all_gather         write the sum into every rank's bucket, tell the others            does not block
-    finish             wait until every rank has done so
+    complete           do both; wait until every rank has done so
 
-On a single node every rank is a leader, and the last three steps run when a rank waits. With several nodes
-(:mod:`ddp_callbacks.comm.hierarchical`) the shard is summed between the nodes after the reduce-scatter.
+On a single node every rank is a leader. With several nodes (:mod:`ddp_callbacks.comm.hierarchical`) the shard is summed
+between the nodes after the reduce-scatter.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import struct
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,9 @@ from ddp_callbacks.comm.protocol import alive, as_real
 from ddp_callbacks.errors import MismatchError
 from ddp_callbacks.process_group.failures import diagnose, enter, require_tags, tag_of
 
-_PLACE = struct.Struct("=QIQQ")  # of a tensor: inode and descriptor of the segment, offset in it, number of bytes
-_TAG = struct.Struct("=I")  # of a purpose
+W = TypeVar("W", bound="SharedMemoryWork")
+# Where a tensor is: inode and descriptor of its segment, offset in it, number of bytes. Then the tag of the purpose.
+_POST = struct.Struct("=QIQQI")
 ALIGNMENT = 64
 """Shards begin at multiples of this many elements, so that no two ranks write to the same cache line."""
 
@@ -50,7 +52,7 @@ class SharedMemoryAllReduce:
     exact = True
 
     def __init__(self, group: dist.ProcessGroup, local_ranks: LocalRanks, posted: Mailbox, done: Mailbox) -> None:
-        self._group, self.local_ranks = weakref.ref(group), local_ranks
+        self.group, self.local_ranks = weakref.ref(group), local_ranks
         self._posted, self._done = posted, done
         # This rank's shards of all ranks' memory, by what identifies them. They keep that memory, so they are forgotten
         # whenever a segment of this rank is freed: the other ranks then free theirs.
@@ -73,24 +75,26 @@ class SharedMemoryAllReduce:
     def launch(self, tensor: torch.Tensor, doing: str) -> SharedMemoryWork:
         """Start summing ``tensor`` over the ranks of this node, in place. Does not block."""
         enter(doing)
-        return self.post(tensor, doing)
+        return self.post(tensor, doing, SharedMemoryWork)
 
     def complete(self, work: SharedMemoryWork) -> None:
         """Do this rank's part of all launched sums; return when ``work`` is complete on every rank."""
         for pending in list(self._pending):
             if not pending.is_gathered:
-                self.reduce_scatter(pending, work.doing)
+                pending.reduce(work.doing)
                 self.all_gather(pending)
-        self.finish(work)
+        self._done.collect(work.number, work.doing)
+        while self._pending and self._pending[0].number <= work.number:
+            self._pending.popleft()
 
     # --- the steps of a sum -------------------------------------------------------------------------------------------
 
-    def post(self, tensor: torch.Tensor, doing: str) -> SharedMemoryWork:
+    def post(self, tensor: torch.Tensor, doing: str, kind: type[W]) -> W:
         """Tell the others that they can read ``tensor``. Does not block."""
         segment = self._segments[tensor.untyped_storage().data_ptr()]
         at = int(tensor.storage_offset()) * tensor.itemsize
-        number = self._posted.post(_PLACE.pack(*segment, at, tensor.nbytes) + _TAG.pack(tag_of(doing)))
-        work = SharedMemoryWork(self, as_real(tensor), number, doing)
+        number = self._posted.post(_POST.pack(*segment, at, tensor.nbytes, tag_of(doing)))
+        work = kind(self, as_real(tensor), number, doing)
         self._pending.append(work)
         return work
 
@@ -114,16 +118,10 @@ class SharedMemoryAllReduce:
         self._done.post()
         work.is_gathered = True
 
-    def finish(self, work: SharedMemoryWork) -> None:
-        """Block until every rank of the node has written its shard everywhere."""
-        self._done.collect(work.number, work.doing)
-        while self._pending and self._pending[0].number <= work.number:
-            self._pending.popleft()
-
     def _find_shards(self, work: SharedMemoryWork, doing: str) -> list[torch.Tensor]:
         """Block until every rank of the node has posted; then find this rank's shard of each buffer."""
         posts = self._posted.collect(work.number, doing)
-        require_tags([post[_PLACE.size :] for post in posts], work.doing, alive(self._group))
+        require_tags([_POST.unpack(post)[-1] for post in posts], work.doing, alive(self.group))
         return [self._shard(index, post, work.tensor, doing) for index, post in enumerate(posts)]
 
     @outside_inference_mode
@@ -131,19 +129,15 @@ class SharedMemoryAllReduce:
         """This rank's shard of a rank's memory. Usually, a step sums the same memory as the previous one."""
         key = index, post, like.dtype
         if key not in self._shards:
-            _, fd, at, nbytes = _PLACE.unpack_from(post)
+            _, fd, at, nbytes, _ = _POST.unpack(post)
             self._require_size(index, nbytes, like.nbytes)
             # Map this rank's memory a second time: a view of the tensor itself would count as a reference from the
             # user.
             whole = self._map(index, fd, doing)[at : at + nbytes].view(like.dtype)
-            self._shards[key] = whole[self._bounds(like.numel())]
+            size = -(-like.numel() // (self.local_ranks.leaders * ALIGNMENT)) * ALIGNMENT
+            start = self.local_ranks.local_rank * size  # beyond the end on a rank that is no leader
+            self._shards[key] = whole[start : start + size]
         return self._shards[key]
-
-    def _bounds(self, numel: int) -> slice:
-        """Start and end of this rank's shard."""
-        leaders, units, rank = self.local_ranks.leaders, -(-numel // ALIGNMENT), self.local_ranks.local_rank
-        first, last = (units * min(at, leaders) // leaders * ALIGNMENT for at in (rank, rank + 1))
-        return slice(min(first, numel), min(last, numel))
 
     def _require_size(self, index: int, nbytes: int, own: int) -> None:
         if nbytes != own:
@@ -159,7 +153,7 @@ class SharedMemoryAllReduce:
             return segments.map_bytes(self.local_ranks.pids[index], fd)
         except (OSError, RuntimeError) as error:
             text = f"the memory of rank {self.local_ranks.ranks[index]} cannot be opened: {error}"
-            raise diagnose(alive(self._group), doing, RuntimeError(text)) from error
+            raise diagnose(alive(self.group), doing, RuntimeError(text)) from error
 
 
 @dataclass(eq=False)
@@ -180,6 +174,10 @@ class SharedMemoryWork:
     doing: str
     shards: list[torch.Tensor] = field(default_factory=list)
     is_gathered: bool = False
+
+    def reduce(self, doing: str) -> None:
+        """Sum this rank's shard, which ``doing`` needs. Blocks until every rank of the node has posted."""
+        self.memory.reduce_scatter(self, doing)
 
     def wait(self) -> None:
         """Block until the sum is complete. Raises :class:`PeerError` if a rank fails."""

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks._torch import count_of_groups, count_of_own_groups, devices_of, timeout_of
-from ddp_callbacks.errors import ConfigurationError
+from ddp_callbacks._torch import count_of_own_groups, devices_of, timeout_of
 from ddp_callbacks.process_group.rendezvous import choose_interface
 
 _cpu_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -26,45 +25,36 @@ def cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         return group
     if group not in _cpu_groups:
         choose_interface(os.environ.get("MASTER_ADDR"))
-        ranks = dist.get_process_group_ranks(group)
-        made = dist.new_group(ranks, timeout=timeout_of(group), backend="gloo", use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)
-        _cpu_groups[group] = made
+        _cpu_groups[group] = _make(range(group.size()), group, "gloo")
     return _cpu_groups[group]
 
 
 def make_subgroup(
-    parts: Sequence[Sequence[int]], group: dist.ProcessGroup, gather: Callable[[bytes], list[bytes]]
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    gather: Callable[[bytes], list[bytes]],
+    backend: str = "",
 ) -> dist.ProcessGroup | None:
-    """Make process groups with the backends and timeout of ``group``; return this rank's, or ``None`` if it is in none.
+    """Make a process group, with the timeout of ``group``, of each of some disjoint parts of its ranks.
 
     Args:
-        parts: Disjoint lists of ranks of ``group``. torch orders each new group by the global ranks.
+        ranks: The part with this rank; empty if it is in none. torch orders the new group by the global ranks.
         gather: Gathers a message of each rank, in rank order.
-
-    Raises:
-        ConfigurationError: ``group`` is the default group, and its ranks have made different numbers of groups.
+        backend: For example that of ``group``, if every rank is in a part; its backend for CPUs if empty.
     """
-    whole = group is dist.group.WORLD
-    # torch names a new group after this number, and would wait for the ranks that take another name.
-    counts = list(map(int, gather(b"%d" % (count_of_groups() if whole else count_of_own_groups()))))
-    if whole and len(set(counts)) > 1:
-        raise ConfigurationError(
-            f"the ranks of the process group have made different numbers of groups: {counts}. Let all of them "
-            "call new_group for the same groups in the same order."
-        )
-    rank = dist.get_rank()
-    ranks = [[dist.get_global_rank(group, member) for member in part] for part in parts]
-    own = ranks if whole else [part for part in ranks if rank in part]
-    # The ranks of a smaller group may be in different numbers of others; groups of one rank make up for it.
-    alone = [] if whole else [[rank]] * (max(counts) - counts[group.rank()])
-    groups = [
-        dist.new_group(
-            part,
-            timeout=timeout_of(group),
-            backend=dist.get_backend_config(group),
-            use_local_synchronization=not whole,
-        )
-        for part in [*alone, *own]
-    ]
-    return next((made for made in groups[len(alone) :] if isinstance(made, dist.ProcessGroup)), None)
+    # torch names a new group after the number of groups that its ranks are in, and would wait for ranks that take
+    # another name. Groups of one rank make up for those that only other ranks are in.
+    counts = list(map(int, gather(b"%d" % count_of_own_groups())))
+    for _ in range(max(counts) - counts[group.rank()]):
+        _make([group.rank()], group)
+    return _make(ranks, group, backend) if ranks else None
+
+
+def _make(ranks: Sequence[int], group: dist.ProcessGroup, backend: str = "") -> dist.ProcessGroup:
+    if not backend:  # NCCL may need all ranks of the default group for a part of them, too
+        parts = dist.get_backend_config(group).split(",")
+        backend = next((part for part in parts if part.startswith("cpu:")), "gloo")
+    own = [dist.get_global_rank(group, rank) for rank in ranks]
+    made = dist.new_group(own, timeout=timeout_of(group), backend=backend, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made

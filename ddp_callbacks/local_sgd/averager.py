@@ -16,11 +16,10 @@ from ddp_callbacks.comm.collectives import all_gather_json
 from ddp_callbacks.comm.compression import Compress, check_compress, dtype_of
 from ddp_callbacks.comm.hosts import choose_all_reduce
 from ddp_callbacks.comm.protocol import AllReduce, allocate
-from ddp_callbacks.errors import ConfigurationError, MismatchError
+from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.local_sgd.fragments import OUTER_MOMENTUM, Fragment, make_fragments
 from ddp_callbacks.local_sgd.methods import DiLoCo, LocalSGD, check_sync
 from ddp_callbacks.process_group import get_world_size, resolve_group
-from ddp_callbacks.process_group.failures import describe_rank
 from ddp_callbacks.process_group.runs import begin_run
 
 _DOING = "the averaging of the parameters"
@@ -72,7 +71,7 @@ class ParameterAverager:
         check_compress(compress, None)
         check_sync(sync, compress=compress)
         self._sync, self._optimizer, self._group = sync, optimizer, process_group
-        self._momentum: dict[str, torch.Tensor] = {}  # of all fragments
+        self._own_state: dict[Any, Any] = {}  # without an optimizer
         self._steps, self._weight = 0, 0.0
         self._fragments: list[Fragment] = []
         self._all_reduce: AllReduce | None = None
@@ -127,10 +126,13 @@ class ParameterAverager:
         """
         if self._steps:
             fragments, share = self._agree()
-            self._take_loaded_momentum()
+            # Look up the optimizer's state each time: loading replaces it.
+            state: dict[Any, Any] = self._own_state if self._optimizer is None else self._optimizer.state
+            momentum = dict(state.get(OUTER_MOMENTUM, {}))
             for fragment in fragments:
-                fragment.take_outer_step(self._average(fragment, share))
-            self._keep_momentum()
+                fragment.take_outer_step(self._average(fragment, share), momentum)
+            if momentum:
+                state[OUTER_MOMENTUM] = momentum
         for fragment in self._fragments:
             fragment.take_anchor()
         self._steps, self._weight = 0, 0.0
@@ -146,7 +148,7 @@ class ParameterAverager:
         if not self._fragments:
             return state
         state["anchors"] = [fragment.anchor.clone() for fragment in self._fragments]
-        state["parameters"] = {name: p.detach().clone() for f in self._fragments for name, p in f.named()}
+        state["parameters"] = {name: p.detach().clone() for f in self._fragments for name, p in f.parameters.items()}
         state["optimizer"] = None if self._optimizer is None else copy.deepcopy(self._optimizer.state_dict())
         return state
 
@@ -162,32 +164,23 @@ class ParameterAverager:
             return
         for fragment, anchor in zip(self._fragments, state["anchors"], strict=True):
             fragment.anchor.copy_(anchor)
-            for name, parameter in fragment.named():
+            for name, parameter in fragment.parameters.items():
                 parameter.copy_(state["parameters"][name])
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
-            for fragment in self._fragments:  # also if there was none yet
-                fragment.load_momentum(self._state().get(OUTER_MOMENTUM, {}))
 
     def _agree(self) -> tuple[list[Fragment], float]:
         """The fragments that any rank has changed, and this rank's share of the total weight. A collective."""
         changed = [fragment.has_changed() for fragment in self._fragments]
         rows = all_gather_json([self._steps, self._weight, changed], _DOING, self._group)
-        self._require_steps([steps for steps, _, _ in rows])
+        if len({steps for steps, _, _ in rows}) > 1:
+            steps = {"steps since the last time": self._steps}
+            remedy = "Every rank must count each step, even one for which it has no sample (weight 0)."
+            require_agreement(steps, _DOING, remedy, self._group)
         total = sum(weight for _, weight, _ in rows)
         share = self._weight / total if total else 1 / len(rows)
         by_fragment = zip(*(flags for _, _, flags in rows), strict=True)
         return [fragment for fragment, flags in zip(self._fragments, by_fragment, strict=True) if any(flags)], share
-
-    def _require_steps(self, steps: list[int]) -> None:
-        if len(set(steps)) == 1:
-            return
-        group = resolve_group(self._group)
-        taken = ", ".join(f"{count} on {describe_rank(group, rank)}" for rank, count in enumerate(steps))
-        raise MismatchError(
-            f"the ranks have taken different numbers of steps since their parameters were averaged: {taken}. Every "
-            "rank must count each step, even one for which it has no sample (weight 0)."
-        )
 
     def _average(self, fragment: Fragment, share: float) -> torch.Tensor:
         """The averaged pseudo-gradient of a fragment, valid until the next. A collective."""
@@ -199,24 +192,6 @@ class ParameterAverager:
         if self._all_reduce is not None:
             self._all_reduce.launch(memory, _DOING).wait()
         return memory
-
-    def _take_loaded_momentum(self) -> None:
-        """Use the momentum of a checkpoint, if the optimizer has loaded one since the last window."""
-        loaded = self._state().get(OUTER_MOMENTUM)
-        if loaded is not None and loaded is not self._momentum:
-            for fragment in self._fragments:
-                fragment.load_momentum(loaded)
-
-    def _keep_momentum(self) -> None:
-        self._momentum.clear()
-        for fragment in self._fragments:
-            self._momentum.update(fragment.momentum())
-        if self._momentum:
-            self._state()[OUTER_MOMENTUM] = self._momentum
-
-    def _state(self) -> dict[Any, Any]:
-        """The optimizer's state. Look it up each time: loading replaces it."""
-        return {} if self._optimizer is None else self._optimizer.state
 
 
 def set_gradients_aside(module: torch.nn.Module) -> Callable[[], None]:

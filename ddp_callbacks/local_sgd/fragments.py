@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ddp_callbacks._torch import copy_each
@@ -23,23 +21,17 @@ class Fragment:
     """Parameters of one dtype and device that are sent together, with their anchor and outer optimizer.
 
     Attributes:
+        parameters: By their names.
         anchor: Flat, in float32 or float64; complex numbers as pairs of real numbers.
     """
 
-    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], sync: LocalSGD | DiLoCo) -> None:
-        self._names = [name for name, _ in named]
-        self._parameters = [parameter for _, parameter in named]
-        first = _real(self._parameters[0])
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], sync: LocalSGD | DiLoCo) -> None:
+        self.parameters, self._sync = parameters, sync
+        first, *_ = reals = self._reals()
         dtype = torch.promote_types(first.dtype, torch.float32)
-        numel = sum(_real(parameter).numel() for parameter in self._parameters)
-        self.anchor = torch.empty(numel, dtype=dtype, device=first.device)
+        self.anchor = torch.empty(sum(real.numel() for real in reals), dtype=dtype, device=first.device)
         self._anchors = self._views(self.anchor)
-        self._outer = sync.outer_optimizer(self._anchors)
         self.take_anchor()
-
-    def named(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The parameters, with their names."""
-        return list(zip(self._names, self._parameters, strict=True))
 
     def take_anchor(self) -> None:
         """Copy the current parameters to the anchor."""
@@ -58,40 +50,28 @@ class Fragment:
             torch.sub(anchor, real, out=target)
         return memory.mul_(share)
 
-    def take_outer_step(self, pseudo_gradient: torch.Tensor) -> None:
+    def take_outer_step(self, pseudo_gradient: torch.Tensor, momentum: dict[str, torch.Tensor]) -> None:
         """Take the outer optimizer's step from the anchor.
 
         Parameters that no rank has changed stay unchanged, whatever their momentum: they may be frozen.
+
+        Args:
+            momentum: By the parameters' names; it is replaced by that after the step.
         """
-        for anchor, gradient in zip(self._anchors, self._views(pseudo_gradient), strict=True):
+        factor = self._sync.outer_momentum
+        outer = torch.optim.SGD(self._anchors, self._sync.outer_lr, factor, nesterov=factor > 0)
+        for name, anchor, gradient in zip(self.parameters, self._anchors, self._views(pseudo_gradient), strict=True):
             anchor.grad = gradient if gradient.any() else None
-        self._outer.step()
-        self._outer.zero_grad()
+            outer.state[anchor]["momentum_buffer"] = _momentum_of(name, anchor, momentum)
+        outer.step()
+        outer.zero_grad()
+        for name, anchor in zip(self.parameters, self._anchors, strict=True):
+            if (buffer := outer.state[anchor]["momentum_buffer"]) is not None:
+                momentum[name] = buffer
         copy_each(self._reals(), self._anchors)
 
-    def momentum(self) -> dict[str, torch.Tensor]:
-        """The outer optimizer's momentum, by parameter name; leaves out parameters without momentum."""
-        buffers = {
-            name: self._outer.state[anchor].get("momentum_buffer")
-            for name, anchor in zip(self._names, self._anchors, strict=True)
-        }
-        return {name: buffer for name, buffer in buffers.items() if buffer is not None}
-
-    def load_momentum(self, loaded: dict[str, torch.Tensor]) -> None:
-        """Load the result of :meth:`momentum`; parameters that it lacks start without momentum."""
-        for name, anchor in zip(self._names, self._anchors, strict=True):
-            self._outer.state[anchor].pop("momentum_buffer", None)
-            if (found := loaded.get(name)) is None:
-                continue
-            if found.shape != anchor.shape:
-                raise ConfigurationError(
-                    f"the optimizer's state has an outer momentum of shape {list(found.shape)} for {name}, which has "
-                    f"{list(anchor.shape)}: it was saved with another model. Delete its entry {OUTER_MOMENTUM!r}."
-                )
-            self._outer.state[anchor]["momentum_buffer"] = found.to(anchor, copy=True)
-
     def _reals(self) -> list[torch.Tensor]:
-        return [_real(parameter) for parameter in self._parameters]
+        return [_real(parameter) for parameter in self.parameters.values()]
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         reals = self._reals()
@@ -102,7 +82,19 @@ class Fragment:
 def make_fragments(module: torch.nn.Module, sync: LocalSGD | DiLoCo, bucket_cap_mb: float) -> list[Fragment]:
     named = [(name, p) for name, p in module.named_parameters() if p.is_floating_point() or p.is_complex()]
     assigned = assign_buckets([parameter for _, parameter in named], bucket_cap_mb)
-    return [Fragment([named[index] for index in indices], sync) for indices in assigned]
+    return [Fragment(dict(named[index] for index in indices), sync) for indices in assigned]
+
+
+def _momentum_of(name: str, anchor: torch.Tensor, momentum: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """A copy of what may belong to a checkpoint."""
+    if (found := momentum.get(name)) is None:
+        return None
+    if found.shape != anchor.shape:
+        raise ConfigurationError(
+            f"the optimizer's state has an outer momentum of shape {list(found.shape)} for {name}, which has "
+            f"{list(anchor.shape)}: it was saved with another model. Delete its entry {OUTER_MOMENTUM!r}."
+        )
+    return found.to(anchor, copy=True)
 
 
 def _real(parameter: torch.Tensor) -> torch.Tensor:

@@ -5,30 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from ddp_callbacks.comm.compression import PowerSGD
 from ddp_callbacks.errors import ConfigurationError
 
 
 class _Method:
-    """Of synchronizing every few steps: SGD on the averaged pseudo-gradient, with Nesterov momentum if there is any.
+    """Of synchronizing every few steps: torch's SGD on the averaged pseudo-gradient, with Nesterov momentum if any.
 
     It is no dataclass: of two that have no other base, jsonargparse takes the first whose fields fit, whatever class a
     YAML names.
     """
 
+    every: int
     outer_lr = 1.0
     outer_momentum = 0.0
 
-    def outer_optimizer(self, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """The optimizer that takes the anchors to the next parameters.
-
-        Args:
-            anchors: The parameters at the start of the window.
-        """
-        momentum = self.outer_momentum
-        return torch.optim.SGD(anchors, lr=self.outer_lr, momentum=momentum, nesterov=momentum > 0)
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise ConfigurationError(f"every must be a positive number of steps, got {self.every!r}.")
+        if not _is_number(self.outer_lr) or not 0 < self.outer_lr < float("inf"):
+            raise ConfigurationError(f"outer_lr must be positive, got {self.outer_lr!r}; the paper's is 0.7.")
+        if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
+            raise ConfigurationError(
+                f"outer_momentum must be at least 0 and below 1, got {self.outer_momentum!r}; the paper's is 0.9."
+            )
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,6 @@ class LocalSGD(_Method):
     """
 
     every: int
-
-    def __post_init__(self) -> None:
-        _check_every(self.every)
 
 
 @dataclass(frozen=True)
@@ -69,15 +66,6 @@ class DiLoCo(_Method):
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
 
-    def __post_init__(self) -> None:
-        _check_every(self.every)
-        if not _is_number(self.outer_lr) or not 0 < self.outer_lr < float("inf"):
-            raise ConfigurationError(f"outer_lr must be positive, got {self.outer_lr!r}; the paper's is 0.7.")
-        if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
-            raise ConfigurationError(
-                f"outer_momentum must be at least 0 and below 1, got {self.outer_momentum!r}; the paper's is 0.9."
-            )
-
 
 Sync = Literal["every_step"] | LocalSGD | DiLoCo
 
@@ -88,18 +76,14 @@ def check_sync(sync: Any, *, comm_hook: Any = None, compress: Any = None, sync_b
         raise ConfigurationError(f'sync must be "every_step", LocalSGD(...) or DiLoCo(...), got {sync!r}.')
     if sync == "every_step":
         return
-    for name, setting, does in (
-        ("a comm_hook", comm_hook, "sums gradients"),
-        (f"compress={compress}", compress if isinstance(compress, PowerSGD) else None, "is for gradients"),
-        ("sync_batchnorm=True", sync_batchnorm or None, "exchanges statistics in every step"),
-    ):
-        if setting is not None:
-            raise ConfigurationError(f"{name} {does}, but sync={sync!r} sends none. Use one of them.")
-
-
-def _check_every(every: Any) -> None:
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ConfigurationError(f"every must be a positive number of steps, got {every!r}.")
+    conflicts = {
+        "a comm_hook sums gradients": comm_hook is not None,
+        f"compress={compress} is for gradients": isinstance(compress, PowerSGD),
+        "sync_batchnorm=True exchanges statistics in every step": sync_batchnorm,
+    }
+    for conflict, is_there in conflicts.items():
+        if is_there:
+            raise ConfigurationError(f"{conflict}, but sync={sync!r} sends none. Use one of them.")
 
 
 def _is_number(value: Any) -> bool:

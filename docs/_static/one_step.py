@@ -29,7 +29,6 @@ from ddp_callbacks.comm import all_gather_json
 from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import Bucket
 from ddp_callbacks.comm.group_sums import ProcessGroupWork
-from ddp_callbacks.comm.hierarchical import HierarchicalWork
 from ddp_callbacks.comm.shared_memory import SharedMemoryAllReduce
 from ddp_callbacks.gradients.reducer import Reducer
 
@@ -88,7 +87,6 @@ def listen(clock: Clock) -> None:
 
     Reducer.finish = finishing  # type: ignore[method-assign]
     after(BucketSums, "launch", clock.note_launch)
-    after(HierarchicalWork, "gather", clock.note_arrival)
     after(SharedMemoryAllReduce, "all_gather", clock.note_arrival)
 
 

@@ -79,10 +79,10 @@ def have_no_memfd(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 WAYS: dict[str, tuple[Callable[[pytest.MonkeyPatch, int], None], str]] = {
     "shared": (lambda patch, rank: None, "shared memory"),
-    "switch": (switch_off, f"gloo: {SWITCH}=0 is set"),
+    "switch": (switch_off, f"gloo: rank 1 shares no memory: {SWITCH}=0 is set"),
     "hosts": (live_on_two_hosts, "gloo: every rank is on a different host"),
-    "open": (open_nothing, "gloo: rank 1 cannot open what other ranks of its host share: "),
-    "memfd": (have_no_memfd, "gloo: this system has no memfd_create"),
+    "open": (open_nothing, "gloo: rank 1 shares no memory: [Errno 2] No such file or directory"),
+    "memfd": (have_no_memfd, "gloo: rank 0 shares no memory: this system has no memfd_create"),
 }
 
 

@@ -25,7 +25,6 @@ from ddp_callbacks import join_process_group
 from ddp_callbacks.comm.collectives import all_gather_json, all_reduce, any_rank, broadcast, broadcast_tensors
 from ddp_callbacks.comm.group_sums import ProcessGroupAllReduce
 from ddp_callbacks.comm.hosts import choose_all_reduce
-from ddp_callbacks.comm.protocol import allocate
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import enter, wait
@@ -46,7 +45,7 @@ def sum_in_shared_memory(name: str) -> Any:
 
 
 def sum_by_gloo(numel: int) -> Exchange:
-    return lambda name: ProcessGroupAllReduce(dist.group.WORLD, allocate).launch(torch.ones(numel), name).wait()
+    return lambda name: ProcessGroupAllReduce(dist.group.WORLD).launch(torch.ones(numel), name).wait()
 
 
 def vote(name: str) -> Any:

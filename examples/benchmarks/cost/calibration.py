@@ -83,7 +83,7 @@ def calibrate(training: Training, seconds: float, report: Callable[[float, str],
         counts = ", ".join(str(len(ranks)) for ranks in hosts.ranks)
         raise ConfigurationError(f"the cost model needs the same number of ranks on every host, got {counts}.")
     layout = Layout(len(hosts.ranks), sizes.pop())
-    leaders = hosts.between.leaders if layout.hosts > 1 else None
+    leaders = hosts.between[0] if layout.hosts > 1 else None
     recorder = _Recorder()
     steps: dict[str, Task] = {
         "compute": partial(_timed, _step_of(training)),
@@ -247,10 +247,7 @@ def _sum_in_memory(node: SharedMemoryAllReduce | None, nbytes: int) -> Callable[
     tensor = node.allocate(nbytes // 4, torch.float32, torch.device("cpu")).zero_()
 
     def run() -> None:
-        work = node.post(tensor, DOING)
-        node.reduce_scatter(work, DOING)
-        node.all_gather(work)
-        node.finish(work)
+        node.launch(tensor, DOING).wait()
 
     return run
 
@@ -261,7 +258,7 @@ def _sum_between_nodes(leaders: dist.ProcessGroup | None, nbytes: int, dtype: to
 
     def run() -> None:
         for work in [ProcessGroupWork(chunk, leaders, "", dtype) for chunk in chunks]:
-            work.wait(DOING)
+            work.wait()
 
     return run
 
