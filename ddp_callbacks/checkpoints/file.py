@@ -144,7 +144,7 @@ class CheckpointFile:
         return prepared or io.BytesIO()
 
     def put(self, prepared: io.BytesIO) -> None:
-        """The second half of :meth:`write`. A collective; raises as that.
+        """The second half of :meth:`write`. A collective; it raises the same.
 
         Args:
             prepared: What :meth:`prepare` has returned.

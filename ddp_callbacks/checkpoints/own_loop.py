@@ -91,8 +91,8 @@ def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
 
     Call it right before the loop, once everything has been made. On as many ranks as before, the loop continues with
     the same bits. On another number, it continues with the next batch of the same order, and running statistics are the
-    mean of those that the ranks had; generators (torch's, Python's,
-    NumPy's) that differ between the ranks when this is called get new states, derived from rank 0's.
+    mean of the ranks' own; generators (torch's, Python's, NumPy's) that differ between the ranks when this is called
+    get new states, derived from rank 0's.
 
     Args:
         file: As in :func:`save_checkpoint`. Only rank 0 needs to see it. A path reads tensors and plain data only; for

@@ -211,7 +211,7 @@ class RunRandomState:
     def state_dict(self) -> dict[str, Any]:
         """The random state of this rank, as tensors and plain data. Local.
 
-        It is that between the hooks, wherever this is called: in :meth:`alike`, :meth:`alike_in_batch`, :meth:`apart`.
+        It is the state between the hooks, also inside :meth:`alike`, :meth:`alike_in_batch` and :meth:`apart`.
         """
         states = self._states | {self._current if self.is_open else "own": get_global_state()}
         return {"rank": self._rank, **states}

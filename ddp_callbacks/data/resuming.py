@@ -54,7 +54,7 @@ class Resumable(ShardedLoader):
         loop that breaks does. If none is, the next pass begins at the first batch after :meth:`load_state_dict`, too.
 
         Args:
-            batches: Number of batches of this pass that have been used. ``None``: as many as were handed out. A host
+            batches: Number of batches of this pass that have been used. ``None``: all that were handed out. A host
                 that draws ahead has used fewer.
 
         Raises:

@@ -96,10 +96,10 @@ class Resume(ResumeMixin):
     save: the position in the loaders, logged values and metrics of the pass under way, accumulated gradients, running
     statistics, random states, and the module's plain attributes that the fit has changed.
 
-    On as many processes the fit resumes with the same bits; on others, each rank draws other dropout masks than before,
-    and the rest is equal but for rounding. Hooks that open the fit and the epoch are called again; then everything is
-    put back as it was. A fit that had ended begins and ends once more, without an epoch. With ``fast_dev_run`` it does
-    nothing. Another strategy, and searches for a batch size or a learning rate, are refused.
+    On the same number of processes the fit resumes with the same bits. On another number, ranks draw other dropout
+    masks than before, and the rest is equal up to rounding. Hooks that open the fit and the epoch are called again;
+    then everything is put back as it was. A fit that had ended begins and ends once more, without an epoch. With
+    ``fast_dev_run`` it does nothing. Another strategy, and searches for a batch size or a learning rate, are refused.
     """
 
 

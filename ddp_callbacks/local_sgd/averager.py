@@ -157,7 +157,7 @@ class ParameterAverager:
         """Resume in the middle of a window. Local.
 
         Args:
-            state: What :meth:`state_dict` has returned on the same rank of as many.
+            state: What :meth:`state_dict` has returned on this rank, of the same number of ranks.
         """
         self._steps, self._weight = state["steps"], state["weight"]
         if "anchors" not in state:

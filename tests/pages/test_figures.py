@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from collections.abc import Callable
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -29,3 +31,16 @@ def test_the_tables_are_what_was_measured() -> None:
         for name, table in benchmark["tables"](found).items():
             shown = f"<!-- gain.json: {name} -->\n\n{table}\n\n<!-- end -->"
             assert shown in page.read_text(), f"{page.name}: run main.py --draw in examples/benchmarks/gain"
+
+
+def _figures(page: Path) -> dict[str, set[float]]:
+    """The numbers in the tables of a page, by the first cell of their row."""
+    rows = re.findall(r"^\| ([^|]+) \|(.*)", page.read_text(), re.MULTILINE)
+    return {first: {float(number) for number in re.findall(r"\d+\.\d+", rest)} for first, rest in rows}
+
+
+def test_a_page_shows_the_figures_of_the_benchmark_of_local_sgd() -> None:
+    measured = _figures(ROOT / "examples" / "benchmarks" / "local_sgd" / "README.md")
+    shown = _figures(ROOT / "docs" / "how_to" / "communication.md")
+    ways = [way for way in measured if way in shown and measured[way]]
+    assert len(ways) == 5 and all(shown[way] <= measured[way] for way in ways)
