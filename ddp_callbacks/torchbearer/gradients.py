@@ -135,7 +135,7 @@ class AllReduceGradients(DistributedCallback):
                     "and cannot continue without it. Leave out skip_batch, or use another optimizer."
                 )
             exchange = ScalarExchange(self.process_group) if self.world_size > 1 else None
-            self._bad = BadBatches(exchange, self.process_group)
+            self._bad = BadBatches(exchange)
 
     def on_sample(self, state: State) -> None:
         synchronizer, share = in_training_pass(self._synchronizer), share_of(state)
