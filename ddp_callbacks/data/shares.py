@@ -173,9 +173,9 @@ class Divider:
     def to_compare(self, size: int) -> tuple[slice, Share]:
         """This rank's part of a batch whose gradient is compared with that of the whole batch.
 
-        Rank 0 has about twice as much as another, if possible: equal parts would hide wrong weights.
+        Rank 0 has two of ``world_size + 1`` slices if each has two samples: equal parts would hide wrong weights.
         """
-        parts = self.world_size + 1
-        start, _ = slice_bounds(size, self.rank + bool(self.rank), parts, self.at_least)
-        _, end = slice_bounds(size, self.rank + 1, parts, self.at_least)
+        extra = int(size >= (self.world_size + 1) * max(2, self.at_least))
+        start, _ = slice_bounds(size, self.rank + extra * bool(self.rank), self.world_size + extra, self.at_least)
+        _, end = slice_bounds(size, self.rank + extra, self.world_size + extra, self.at_least)
         return slice(start, end) if end > start else slice(0, size), Share(end - start, size)

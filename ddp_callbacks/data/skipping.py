@@ -15,11 +15,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.errors import ConfigurationError, say
-from ddp_callbacks.process_group import resolve_group
 from ddp_callbacks.process_group.failures import describe_rank
 
 SkipBatch = Literal["no_loss", "non_finite", "any"]
@@ -79,12 +77,10 @@ class BadBatches:
 
     Args:
         exchange: To the other ranks; ``None`` with a single process.
-        process_group: That of ``exchange``. ``None`` is the default group.
     """
 
-    def __init__(self, exchange: ScalarExchange | None, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, exchange: ScalarExchange | None) -> None:
         self._exchange = exchange
-        self._group = process_group
         self._skipped = 0
         self._by_rank: Counter[int] = Counter()
 
@@ -127,10 +123,10 @@ class BadBatches:
     def _describe(self, rank: int) -> str:
         if self._exchange is None:
             return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
-        return describe_rank(resolve_group(self._group), rank)
+        return describe_rank(self._exchange.group, rank)
 
     def _say(self, text: str) -> None:
-        if self._exchange is None or resolve_group(self._group).rank() == 0:
+        if self._exchange is None or self._exchange.group.rank() == 0:
             say(text, logging.WARNING)
 
 

@@ -206,7 +206,7 @@ class AllReduceGradients(DistributedCallback):
         """Use a closure that ends where a batch is skipped."""
         closure = trial.closure
         exchange = ScalarExchange(self.process_group) if self.world_size > 1 else None
-        self._bad = BadBatches(exchange, self.process_group)
+        self._bad = BadBatches(exchange)
 
         @functools.wraps(closure)
         def ending(state: State) -> None:
