@@ -49,6 +49,24 @@ def test_what_would_wait_is_noticed() -> None:
 
 
 @WORLD
+def test_half_precision_rounds_what_gpus_sum_once_and_no_host_waits() -> None:
+    expected = torch.zeros(1, dtype=torch.bfloat16)
+    for rank in range(dist.get_world_size()):
+        loss_of(part := network(), rank).backward()
+        expected = (
+            expected + torch.cat([p.grad.flatten() for p in part.parameters() if p.grad is not None]).bfloat16() / 2
+        )
+    with MadeUpGpu() as gpu:
+        model = put_on_gpu(network())
+        GradientSynchronizer(model, compress="bf16")
+        loss = loss_of(model)
+        with gpu.forbid_waiting():
+            loss.backward()
+        found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).cpu()
+    assert torch.equal(found, expected.double())
+
+
+@WORLD
 def test_a_gradient_is_in_memory_once() -> None:
     """Gradients are in memory once, even those you keep."""
     found = []  # which parameters have a gradient when the middle layer's backward begins
