@@ -43,13 +43,13 @@ _announced: set[str] = set()  # kinds of objects
 
 def announce(what: str, by: str) -> None:
     """Say on rank 0, once for each kind, what trains on all processes, and what does not."""
-    env, is_new = WorkerEnv.from_environ(), what not in _announced
-    _announced.add(what)
-    if is_new and env.rank == 0:
+    env = WorkerEnv.from_environ()
+    if env.rank == 0 and what not in _announced:
         say(
             f"--auto: each {what} of this script trains on {env.world_size} processes, by {by}. All else in the script "
             "runs on each process: loops of your own train apart, and files that it writes itself are written by all."
         )
+    _announced.add(what)
 
 
 def _say_if_unused() -> None:

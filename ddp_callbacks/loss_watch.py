@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import cmath
 import warnings
 
 import torch
@@ -34,8 +34,7 @@ class LossWatch:
         """
         if self._is_over or not weight or loss.device.type != "cpu" or loss.numel() != 1:
             return
-        value = complex(loss.detach().item())
-        if math.isfinite(value.real) and math.isfinite(value.imag):
+        if cmath.isfinite(loss.item()):
             return
         self._is_over = True
         if presence().store.add(f"{presence().run}/no number", 1) == 1:

@@ -148,10 +148,9 @@ def require_same(saved: Mapping[str, str], now: Mapping[str, str], path: str = "
     Raises:
         CheckpointError: Some differ; names each with both values.
     """
-    names = [*saved, *(name for name in now if name not in saved)]
     differing = [
         f"{name}: {saved.get(name, MISSING)} in the file, {now.get(name, MISSING)} now"
-        for name in names
+        for name in {**saved, **now}
         if saved.get(name) != now.get(name)
     ]
     if differing:
