@@ -102,7 +102,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     def on_validation_end(self) -> None:
         """Parameters that hooks have exchanged for the validation are back, and all ranks stop if one wants to."""
         if self._trainer.state.fn == "validate":
-            self.on_train_end()
+            StepsMixin.on_train_end(self)
         if self._run is not None:
             self._run.decisions.agree()
         self._make_one()
