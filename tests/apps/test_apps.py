@@ -67,7 +67,7 @@ def test_chemprop_with_missing_targets(tmp_path: Path) -> None:
 
 
 def test_neuralforecast_which_makes_its_trainers_itself(tmp_path: Path) -> None:
-    """Unchanged neuralforecast trains, predicts and saves, too."""
+    """So does neuralforecast, and saves."""
     expected, named = on_one(NEURALFORECAST, tmp_path), "its own validation losses"
     losses = expected.pop(named)
     for actual in on_two(NEURALFORECAST, "divided", tmp_path):
@@ -77,14 +77,13 @@ def test_neuralforecast_which_makes_its_trainers_itself(tmp_path: Path) -> None:
 
 
 def test_darts(tmp_path: Path) -> None:
-    """Unchanged darts does, too."""
+    """So do darts and scvi-tools."""
     expected = on_one(DARTS, tmp_path)
     for actual in on_two(DARTS, "divided", tmp_path):
         assert_close(actual, expected)
 
 
 def test_scvi_which_divides_its_data_where_it_finds_ddp_in_the_name_of_the_strategy(tmp_path: Path) -> None:
-    """Unchanged scvi-tools, which looks for "ddp" in the strategy's name, does with `"callbacks"`."""
     expected = on_one(SCVI, tmp_path)
     first, second = on_two(SCVI, "divided", tmp_path)
     assert {"elbo_train", "elbo_validation"} <= set(expected["history"])
@@ -93,7 +92,7 @@ def test_scvi_which_divides_its_data_where_it_finds_ddp_in_the_name_of_the_strat
 
 
 def test_a_temporal_fusion_transformer(tmp_path: Path) -> None:
-    """pytorch-forecasting's Temporal Fusion Transformer does, too."""
+    """So does pytorch-forecasting's Transformer."""
     results = [on_one(FORECASTING, tmp_path), *on_two(FORECASTING, "weighted", tmp_path)]
     for values in (values for each in results for values in each["history"] if isinstance(values, dict)):
         values.pop(ROOTS, None)
