@@ -67,7 +67,7 @@ def test_chemprop_with_missing_targets(tmp_path: Path) -> None:
 
 
 def test_neuralforecast_which_makes_its_trainers_itself(tmp_path: Path) -> None:
-    """So does neuralforecast, and saves."""
+    """So do neuralforecast, darts and scvi-tools."""
     expected, named = on_one(NEURALFORECAST, tmp_path), "its own validation losses"
     losses = expected.pop(named)
     for actual in on_two(NEURALFORECAST, "divided", tmp_path):
@@ -77,7 +77,6 @@ def test_neuralforecast_which_makes_its_trainers_itself(tmp_path: Path) -> None:
 
 
 def test_darts(tmp_path: Path) -> None:
-    """So do darts and scvi-tools."""
     expected = on_one(DARTS, tmp_path)
     for actual in on_two(DARTS, "divided", tmp_path):
         assert_close(actual, expected)
