@@ -8,7 +8,7 @@
 # make check-cuda  the tests for a GPU, on a machine that has one: 10 minutes; with CUDA_PYTHON=python3, by a Python
 #              that has everything, without setting up .venv
 # make check-apps  five applications from PyPI that train through a Trainer, unchanged, on two processes as on one;
-#              downloads 600 MB
+#              takes 3 GB on disk
 # make lint    formatting, lint and types only
 # make promises  write the list of promises in tests/README.md again
 # make docs    this documentation as a site, in docs/_build/html

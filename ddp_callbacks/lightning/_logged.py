@@ -39,8 +39,7 @@ PRIVATE = (
 # The same, of what only the callback ``Resume`` uses.
 PRIVATE_OF_RESUME = (
     f"{_RESULT}:_Metadata.__init__(on_step, on_epoch, reduce_fx, metric_attribute)",
-    f"{_RESULT}:_Metadata.__init__(self, fx, name, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph)",
-    f"{_RESULT}:_Metadata.__init__(self, add_dataloader_idx, dataloader_idx, metric_attribute)",
+    f"{_RESULT}:_Metadata.__init__(self, fx, name, prog_bar, logger, enable_graph, add_dataloader_idx, dataloader_idx)",
     f"{_RESULT}:_ResultMetric.__init__(self, metadata, is_tensor)",
     f"{_RESULT}:_ResultMetric.__init__ uses cumulated_batch_size",
     f"{_RESULT}:_Sync.__init__(fn, _should, rank_zero_only)",

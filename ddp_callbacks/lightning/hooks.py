@@ -92,13 +92,10 @@ class HookDrawing:
     def _candidates(self, owner: str) -> list[Any]:
         """Whom the profiler may mean."""
         kind, _, name = owner.partition("]")
-        trainer = self._trainer
-        candidates: dict[str, list[Any]] = {
-            "[Callback": [callback for callback in trainer.callbacks if callback.state_key == name],
-            "[LightningModule": [trainer.lightning_module],
-            "[LightningDataModule": [trainer.datamodule],
-        }
-        return candidates.get(kind, [])
+        if kind == "[Callback":
+            return [callback for callback in self._trainer.callbacks if callback.state_key == name]
+        modules = {"[LightningModule": self._trainer.lightning_module, "[LightningDataModule": self._trainer.datamodule}
+        return [modules[kind]] if kind in modules else []
 
 
 def _home(owner: Any, hook: str) -> str | None:

@@ -30,7 +30,7 @@ from ddp_callbacks.lightning import _logged
 from ddp_callbacks.lightning._torchmetrics import is_computed, set_step_value
 from ddp_callbacks.lightning.batches import Batches
 from ddp_callbacks.lightning.metrics import SyncedMetrics
-from ddp_callbacks.lightning.rows import Joined, Row, decode, encode, join
+from ddp_callbacks.lightning.rows import Joined, Row, join, plain
 from ddp_callbacks.process_group import get_rank
 
 _MOST = 64  # batches whose rows are kept
@@ -162,12 +162,13 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             What each rank has ``carried``.
         """
         own = {key: metric.meta.metric_attribute for key, metric in self._uncomputed(False).items()} if ends else {}
-        tensors: list[torch.Tensor] = []  # those of the rows first, on the CPU
-        states = {key: parts for key, (_, parts) in self._states.items()}
-        header = pack([encode(self._rows), states, own, [*carried]], tensors)
+        tensors: list[torch.Tensor] = []
+        # On the CPU, where all that is sent then arrives.
+        states = {key: [part.cpu() for part in parts] for key, (_, parts) in self._states.items()}
+        header = pack([plain(self._rows), states, own, [*carried]], tensors)
         self._rows, metrics, self._states, self._joined = [], self._states, {}, self._position
         of_ranks = [unpack(*sent) for sent in all_gather_tensors(header, tensors, "the logged values")]
-        for joined in join([decode(*rows) for rows, *_ in of_ranks], self._operation):
+        for joined in join([[Row(*row) for row in rows] for rows, *_ in of_ranks], self._operation):
             if joined.key in self:
                 self._accumulate(joined)
         for key, (metric, _) in metrics.items():

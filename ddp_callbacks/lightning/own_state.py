@@ -62,7 +62,8 @@ def put_back(trainer: Any, states: LocalStates, checkpoint: dict[str, Any]) -> N
     _load_module(trainer, states.of("module"), states.of("strategy").of("trained").of_ranks)
     strategy.load_own_state(states.of("strategy").of_ranks, states.is_same_world)
     if states.is_same_world:
-        _load_optimizers(trainer, own["optimizers"])
+        for optimizer, state in zip(trainer.optimizers[1:], own["optimizers"], strict=False):
+            _parts.torch_optimizer(optimizer).load_state_dict(state)
     strategy.random_state.load_state_dict(own["random"])
 
 
@@ -131,12 +132,6 @@ def _save_optimizers(trainer: Any) -> list[dict[str, Any]]:
     if not trainer.strategy.takes_local_steps:
         return []
     return [copy.deepcopy(_parts.torch_optimizer(optimizer).state_dict()) for optimizer in trainer.optimizers[1:]]
-
-
-def _load_optimizers(trainer: Any, states: Sequence[dict[str, Any]]) -> None:
-    """Inverse of :func:`_save_optimizers`. Local."""
-    for optimizer, state in zip(trainer.optimizers[1:], states, strict=False):
-        _parts.torch_optimizer(optimizer).load_state_dict(state)
 
 
 def _gradients(trainer: Any) -> dict[str, torch.Tensor]:

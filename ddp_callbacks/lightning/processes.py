@@ -161,15 +161,17 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         """
         if self._is_alone():
             return tensor
-        shapes = [shape for shape, _ in all_gather_tensors(list(tensor.shape), [], "the shapes of a tensor", group)]
+        is_lightnings = sync_grads or group not in (None, dist.group.WORLD)
+        sent = all_gather_tensors(list(tensor.shape), [] if is_lightnings else [tensor], "a tensor", group)
+        shapes = [shape for shape, _ in sent]
         if any(shape != shapes[0] for shape in shapes):
             raise MismatchError(
                 f"all_gather needs tensors of the same shape, got {shapes} by rank. Perhaps a batch cannot be divided "
                 "evenly. Sum or pad the tensors first, or use a torchmetrics metric."
             )
-        if sync_grads or group not in (None, dist.group.WORLD):
+        if is_lightnings:
             return cast(torch.Tensor, super().all_gather(tensor, group, sync_grads))
-        return torch.stack([part for _, (part,) in all_gather_tensors(None, [tensor], "a tensor")]).to(tensor.device)
+        return torch.stack([part for _, (part,) in sent]).to(tensor.device)
 
     def _is_alone(self) -> bool:
         """Whether a question is answered by this rank alone, as in a world of one."""

@@ -205,9 +205,8 @@ class Fit:
     def _put_back(self) -> None:
         assert self._saved is not None
         self._put_limits_back()
-        for index, (loader, state) in enumerate(
-            zip(self._loaders("train"), self._mine["loaders"]["train"], strict=False)
-        ):
+        states = self._mine["loaders"]["train"]
+        for index, (loader, state) in enumerate(zip(self._loaders("train"), states, strict=False)):
             if self._mine["place"] == "epoch" or (state is not None and state["pass"] is None):
                 self._set_loader("train", index, loader)  # Lightning has begun a pass
         own_state.put_back(self._trainer, self._states(), self._saved.shared)

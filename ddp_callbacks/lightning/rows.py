@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-_NUMBERS = 6  # of a row, before its value
 
 
 class Row(NamedTuple):
@@ -49,21 +47,10 @@ class Joined(NamedTuple):
     ends: tuple[float, float] | None
 
 
-def encode(rows: Sequence[Row]) -> tuple[list[str], torch.Tensor]:
-    """Their keys, and a float64 tensor of shape ``[rows, 7]`` on the CPU. Waits for the devices of the values."""
-    keys = list(dict.fromkeys(row.key for row in rows))
-    index = {key: number for number, key in enumerate(keys)}
-    numbers = [[float(index[row.key]), *map(float, row[1:_NUMBERS])] for row in rows]
-    head = torch.tensor(numbers, dtype=torch.float64).view(-1, _NUMBERS)
-    return keys, torch.cat([head, _stack([row.value for row in rows])[:, None]], dim=1)
-
-
-def decode(keys: Sequence[str], encoded: torch.Tensor) -> list[Row]:
-    """Inverse of :func:`encode`."""
-    return [
-        Row(keys[int(key)], int(position), weight, size, bool(is_given), bool(is_padding), value)
-        for key, position, weight, size, is_given, is_padding, value in encoded.tolist()
-    ]
+def plain(rows: Sequence[Row]) -> list[list[Any]]:
+    """The rows as lists of plain data; ``Row(*each)`` is the inverse. Waits for the devices of the values."""
+    values = _stack([row.value for row in rows]).tolist()
+    return [[*row[:-1], value] for row, value in zip(rows, values, strict=True)]
 
 
 def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str]) -> list[Joined]:

@@ -99,19 +99,25 @@ class Run:
         layers = BatchNormSynchronizer(self._model, counts=lambda: not self.batches.is_padding)
         self._exit.callback(layers.close)
 
-    def begin_batch(self, batch: Any, dataloader_idx: int) -> Any:
-        """Note what this rank has of a batch; return the batch."""
+    def begin_batch(self, batch: Any, dataloader_idx: int) -> None:
+        """Note what this rank has of a batch, if it is one of a loop's."""
         if not _parts.is_asked_by_loop(self._trainer):
-            return batch
+            return
         training = self._trainer.training
         combined = _parts.active_loader(self._trainer)
         loaders = _parts.loaders_of_batch(combined, dataloader_idx)
         self.batches.take(batch, loaders, training, not self._trainer.predicting)
         if training:
             self._trained += self.batches.share.local
-        meets = self._meets() if training else all(isinstance(loader, ShardedLoader) for loader in combined.flattened)
-        self._begin_batch(meets)
-        return batch
+            joins_steps = self._local is None or self._local.is_last_step
+        else:
+            joins_steps = all(isinstance(loader, ShardedLoader) for loader in combined.flattened)
+        self.end_batch()  # of one that a hook has skipped
+        results = _logged.results_of(self._trainer)
+        if results is not None:
+            results.begin_batch(joins_steps)
+        if self.batches.is_padding:
+            self._undo = remember_padding(self._model, self.metrics)
 
     def training_step(self, step: Callable[[], Any], arguments: Sequence[Any]) -> Any:
         """What ``training_step`` returns, and where that is nothing on any rank, what tells Lightning to go on.
@@ -175,13 +181,6 @@ class Run:
             self._undo()
             self._undo = None
 
-    def _begin_batch(self, joins_steps: bool) -> None:
-        self.end_batch()  # of one that a hook has skipped
-        if _logged.results_of(self._trainer) is not None:
-            _logged.results_of(self._trainer).begin_batch(joins_steps)
-        if self.batches.is_padding:
-            self._undo = remember_padding(self._model, self.metrics)
-
     def joint_loss(self, closure: Callable[[], Any]) -> Any:
         """The loss of the whole batch."""
         loss = closure()
@@ -232,10 +231,6 @@ class Run:
         meets = results.joins_steps or not results.is_in_batch
         if trainer.training and trainer.state.status != "interrupted" and meets:
             results.join()
-
-    def _meets(self) -> bool:
-        """Whether the ranks join what they log in this training batch; with local steps only where a window closes."""
-        return self._local is None or self._local.is_last_step
 
     @property
     def _is_automatic(self) -> bool:

@@ -50,10 +50,9 @@ class Skipping:
         module = self._trainer.lightning_module
         if not module.automatic_optimization:
             raise ConfigurationError(
-                f'skip_batch="{self._setting}" needs automatic optimization: '
-                f"{type(module).__name__} optimizes manually, "
-                "where training_step may return None, and takes steps itself. Leave out skip_batch, and look at the "
-                "loss before manual_backward."
+                f'skip_batch="{self._setting}" needs automatic optimization: {type(module).__name__} optimizes '
+                "manually, where training_step may return None, and takes steps itself. Leave out skip_batch, and look "
+                "at the loss before manual_backward."
             )
         if any(isinstance(_parts.torch_optimizer(each), torch.optim.LBFGS) for each in optimizers):
             raise ConfigurationError(

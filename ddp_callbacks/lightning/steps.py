@@ -40,7 +40,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Note what this rank has of the batch, then as Lightning's."""
         if self._run is not None:
-            batch = self._run.begin_batch(batch, dataloader_idx)
+            self._run.begin_batch(batch, dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     def on_validation_end(self) -> None:
         """Parameters that hooks have exchanged for the validation are back, and all ranks stop if one wants to."""
         if self._trainer.state.fn == "validate":
-            self.on_train_end()
+            StepsMixin.on_train_end(self)
         if self._run is not None:
             self._run.decisions.agree()
         self._make_one()

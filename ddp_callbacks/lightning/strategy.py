@@ -259,12 +259,8 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         if super()._is_alone():
             return True
         failure = sys.exc_info()[1]
-        if (
-            failure is None
-            or isinstance(failure, Preempted)
-            or self._trainer is None
-            or self._trainer.state.status != "interrupted"
-        ):
+        is_interrupted = self._trainer is not None and self._trainer.state.status == "interrupted"
+        if failure is None or isinstance(failure, Preempted) or not is_interrupted:
             return False
         report_failure(failure)
         return True
@@ -296,12 +292,7 @@ def _refuse_steps_that_draw(module: Any) -> None:
 
 
 def _require_same_run(trainer: Any, model: torch.nn.Module, of_strategy: dict[str, Any]) -> None:
-    settings = module_settings(model) | VERSIONS | of_strategy
-    settings |= {
-        "Trainer": str(trainer.state.fn),
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "max_epochs": trainer.max_epochs,
-        "max_steps": trainer.max_steps,
-        "log_every_n_steps": trainer.log_every_n_steps,
-    }
+    names = ("accumulate_grad_batches", "max_epochs", "max_steps", "log_every_n_steps")
+    of_trainer = {"Trainer": str(trainer.state.fn)} | {name: getattr(trainer, name) for name in names}
+    settings = module_settings(model) | VERSIONS | of_strategy | of_trainer
     require_agreement(settings, "the run", SAME_EVERYWHERE)

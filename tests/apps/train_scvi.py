@@ -16,6 +16,7 @@ if kind != "alone":
 
     options = {"strategy": "callbacks", "callbacks": [DDPCallback(reduction="sum")]}
 
+torch.set_default_dtype(torch.float64)  # of the metrics' states
 scvi.settings.seed = 1
 numbers = numpy.random.default_rng(1)
 types = numbers.integers(0, 3, 93)
@@ -34,8 +35,9 @@ model.train(
     enable_progress_bar=False,
     **options,
 )
+history = {name: frame[name].astype(float).tolist() for name, frame in model.history.items()}
 result = {
-    "history": {name: frame[name].astype(float).tolist() for name, frame in model.history.items()},
+    "history": {name: values for name, values in history.items() if not name.endswith("loss")},  # means of sums
     "parameters": model.module.state_dict(),
 }
 torch.save(result, f"{results}.{os.environ.get('RANK', '0')}")
