@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -32,18 +31,13 @@ class BatchLog:
         self.weights.append(weight)
         self.values.append(value.detach().clone())
 
-    def columns(self) -> list[Any]:
-        """As lists and a tensor, for a message or a file."""
-        return [self.steps, self.weights, torch.stack(self.values) if self.values else []]
-
-    @staticmethod
-    def of(columns: Sequence[Any]) -> BatchLog:
-        """Inverse of :meth:`columns`."""
-        return BatchLog(*map(list, columns))
+    def columns(self) -> tuple[list[int], list[float], torch.Tensor | list[torch.Tensor]]:
+        """For a message or a file, with one tensor."""
+        return self.steps, self.weights, torch.stack(self.values) if self.values else []
 
 
-def merge_batch_logs(logs: Sequence[BatchLog], reduction: str) -> BatchLog:
-    """One log with the scalars of the whole batches, as if one rank had had all samples.
+def merge_batch_logs(logs: Sequence[BatchLog], reduction: str) -> list[torch.Tensor]:
+    """The scalars of the whole batches, as if one rank had had all samples.
 
     Args:
         logs: One per rank.
@@ -53,9 +47,7 @@ def merge_batch_logs(logs: Sequence[BatchLog], reduction: str) -> BatchLog:
     for log in logs:
         for step, weight, value in zip(log.steps, log.weights, log.values, strict=True):
             parts.setdefault(step, []).append((weight, value))
-    steps = sorted(parts)
-    weights = [sum(weight for weight, _ in parts[step]) for step in steps]
-    return BatchLog(steps, weights, [_join(parts[step], reduction) for step in steps])
+    return [_join(parts[step], reduction) for step in sorted(parts)]
 
 
 def interleave_rows(parts: Sequence[torch.Tensor | None], rows: Sequence[Sequence[int]]) -> torch.Tensor | None:

@@ -132,7 +132,7 @@ class MetricsPass:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the result of :meth:`state_dict`. Local."""
         self._samples, self._rows, self._windows = state["samples"], state["rows"], state["windows"]
-        self._logs = [BatchLog.of(columns) for columns in state["logs"]]
+        self._logs = [BatchLog(*map(list, columns)) for columns in state["logs"]]
 
     def close(self) -> None:
         """Restore the metrics."""
@@ -228,8 +228,8 @@ def _join(
     running: dict[str, Any] = {}
     rows = [found["rows"] for found in of_ranks]
     for place, (metric, root) in enumerate(metrics):
-        logs = [BatchLog.of(found["logs"][place]) for found in of_ranks]
-        values = merge_batch_logs(logs, reduction if isinstance(root, _LossMetric) else "mean").values
+        logs = [BatchLog(*map(list, found["logs"][place])) for found in of_ranks]
+        values = merge_batch_logs(logs, reduction if isinstance(root, _LossMetric) else "mean")
         _torchbearer.add_up(metric, [found["held"][place] for found in of_ranks], rows)
         if isinstance(metric, RunningMean) and values:
             running[metric.name] = _torchbearer.run_on(metric, windows[place], values)
