@@ -36,8 +36,8 @@ class BatchLog:
         return self.steps, self.weights, torch.stack(self.values) if self.values else []
 
 
-def merge_batch_logs(logs: Sequence[BatchLog], reduction: str) -> list[torch.Tensor]:
-    """The scalars of the whole batches, as if one rank had had all samples.
+def merge_batch_logs(logs: Sequence[BatchLog], reduction: str) -> BatchLog:
+    """One log with the scalars of the whole batches, as if one rank had had all samples.
 
     Args:
         logs: One per rank.
@@ -47,7 +47,9 @@ def merge_batch_logs(logs: Sequence[BatchLog], reduction: str) -> list[torch.Ten
     for log in logs:
         for step, weight, value in zip(log.steps, log.weights, log.values, strict=True):
             parts.setdefault(step, []).append((weight, value))
-    return [_join(parts[step], reduction) for step in sorted(parts)]
+    steps = sorted(parts)
+    weights = [sum(weight for weight, _ in parts[step]) for step in steps]
+    return BatchLog(steps, weights, [_join(parts[step], reduction) for step in steps])
 
 
 def interleave_rows(parts: Sequence[torch.Tensor | None], rows: Sequence[Sequence[int]]) -> torch.Tensor | None:
@@ -71,8 +73,6 @@ def interleave_rows(parts: Sequence[torch.Tensor | None], rows: Sequence[Sequenc
 def _join(parts: list[tuple[float, torch.Tensor]], reduction: str) -> torch.Tensor:
     if reduction == "sum":
         return torch.stack([value for _, value in parts]).sum()
-    if len(parts) == 1:
-        return parts[0][1]
     # A rank with weight 0 may hold NaN, the mean over nothing: leave it out of the sum.
     total = sum(weight for weight, _ in parts)
     weighted = [value * (weight / total) for weight, value in parts if weight]

@@ -161,17 +161,17 @@ class RunState:
         self._load_trial(saved, own)
         for callback, found in self._saved_others(own):
             _put_back_callback(callback, found, device)
-        for name, callback in self._ours.items():
-            if name in own["ours"]:
-                callback.load_local_state(states.of("ours").of(name), state)
-        for parameter, gradient in zip(self._parameters(), own["gradients"] or (), strict=False):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
         if own["batches"] is not None:
             printer = getattr(state[torchbearer.CALLBACK_LIST], "callback", None)  # the bar that Torchbearer adds
             for callback in (*self._others.values(), printer):
                 advance_bar(callback, own["batches"])
             state[torchbearer.METRICS] = attributes.decode(own["metrics"], device)
             state[torchbearer.BATCH] = own["batch"]
+        for name, callback in self._ours.items():
+            if name in own["ours"]:
+                callback.load_local_state(states.of("ours").of(name), state)
+        for parameter, gradient in zip(self._parameters(), own["gradients"] or (), strict=False):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
         if self._random_state.is_open or states.world_size == 1:
             self._random_state.load_state_dict(own["random"])
         else:  # without data all ranks draw the same
