@@ -104,7 +104,6 @@ class AllReduceGradients(DistributedCallback):
         self._loss_weight = LossWeight(weight, reduction)
         self._synchronizer: GradientSynchronizer | None = None
         self._rounds_before = 0
-        self._losses = LossWatch()
         self._verify = verify
         self._next_check: Verify | None = None  # of the next batch
         self._skip_batch = skip_batch

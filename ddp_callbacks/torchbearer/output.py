@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import os
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,17 +63,10 @@ def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool =
         saved = model_state[torchbearer.MODEL].state_dict()
     else:
         saved = model_state[torchbearer.SELF].state_dict() | {RANDOM_STATE: get_global_state()}
-    write_atomically(
-        path,
-        lambda temporary: torch.save(
-            saved, temporary, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol
-        ),
-    )
+    options = {"pickle_module": self.pickle_module, "pickle_protocol": self.pickle_protocol}
+    write_atomically(path, lambda temporary: torch.save(saved, temporary, **options))
     if overwrite_most_recent and self.most_recent not in (None, path):
-        try:
-            os.remove(self.most_recent)
-        except FileNotFoundError:
-            pass  # another process has moved it
+        Path(self.most_recent).unlink(missing_ok=True)  # somebody may have moved it
     self.most_recent = path
 
 
