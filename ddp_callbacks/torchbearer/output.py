@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,7 +67,8 @@ def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool =
     options = {"pickle_module": self.pickle_module, "pickle_protocol": self.pickle_protocol}
     write_atomically(path, lambda temporary: torch.save(saved, temporary, **options))
     if overwrite_most_recent and self.most_recent not in (None, path):
-        Path(self.most_recent).unlink(missing_ok=True)  # somebody may have moved it
+        with contextlib.suppress(FileNotFoundError):  # somebody has moved it
+            os.remove(self.most_recent)
     self.most_recent = path
 
 
