@@ -101,9 +101,7 @@ class RunState:
         }
 
     def _attributes(self, callback: Callback) -> dict[str, Any]:
-        """Those of Torchbearer's own callbacks, of which most have no ``state_dict``."""
-        is_torchbearers = type(callback).__module__.startswith("torchbearer.")
-        return attributes.plain_attributes(callback, self._memory) if is_torchbearers else {}
+        return attributes.plain_attributes(callback, self._memory) if _is_torchbearers(callback) else {}
 
     def _loaders(self) -> dict[str, Any]:
         """The loaders of the two passes, as they are divided."""
@@ -203,12 +201,17 @@ def _named(callbacks: Any) -> dict[str, Any]:
     return found
 
 
+def _is_torchbearers(callback: Callback) -> bool:
+    """Whether it is one of Torchbearer's, of which most have no ``state_dict``."""
+    return type(callback).__module__.startswith("torchbearer.")
+
+
 def _put_back_callback(callback: Callback, saved: dict[str, Any], device: torch.device | str) -> None:
     callback.load_state_dict(saved["state"])
     vars(callback).update(attributes.decode(saved["attributes"], device))
     for value in vars(callback).values():
-        if isinstance(value, GeneratorType | filter):  # of parameters to clip or to decay: ended in the first batch
-            deque(value, maxlen=0)
+        if _is_torchbearers(callback) and isinstance(value, GeneratorType | filter):
+            deque(value, maxlen=0)  # of parameters to clip or to decay: ended in the first batch
     if saved["scheduler"] is not None:
         scheduler_of(callback).load_state_dict(saved["scheduler"])
 
