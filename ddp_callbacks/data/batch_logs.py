@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -32,14 +31,9 @@ class BatchLog:
         self.weights.append(weight)
         self.values.append(value.detach().clone())
 
-    def columns(self) -> list[Any]:
-        """As lists and a tensor, for a message or a file."""
-        return [self.steps, self.weights, torch.stack(self.values) if self.values else []]
-
-    @staticmethod
-    def of(columns: Sequence[Any]) -> BatchLog:
-        """Inverse of :meth:`columns`."""
-        return BatchLog(*map(list, columns))
+    def columns(self) -> tuple[list[int], list[float], torch.Tensor | list[torch.Tensor]]:
+        """For a message or a file, with one tensor."""
+        return self.steps, self.weights, torch.stack(self.values) if self.values else []
 
 
 def merge_batch_logs(logs: Sequence[BatchLog], reduction: str) -> BatchLog:
@@ -79,8 +73,6 @@ def interleave_rows(parts: Sequence[torch.Tensor | None], rows: Sequence[Sequenc
 def _join(parts: list[tuple[float, torch.Tensor]], reduction: str) -> torch.Tensor:
     if reduction == "sum":
         return torch.stack([value for _, value in parts]).sum()
-    if len(parts) == 1:
-        return parts[0][1]
     # A rank with weight 0 may hold NaN, the mean over nothing: leave it out of the sum.
     total = sum(weight for weight, _ in parts)
     weighted = [value * (weight / total) for weight, value in parts if weight]

@@ -17,7 +17,7 @@ Torchbearer's events in order, and the callbacks that handle them::
       on_end_epoch, on_checkpoint   with the merged metrics; then StopTogether compares the replicas
     on_end                     removes hooks, restores generators; BatchNorm layers when run() returns or raises
 
-:class:`Resume` acts after all of them: it may end the run after a batch, a training pass or an epoch. A resumed run
+:class:`Resume` acts after all of them: it may end the run after a batch or an epoch. A resumed run
 gets the opening events again, and then everything is put back: before the next batch, or after ``on_start``.
 
 With ``sync=LocalSGD(...)`` or ``DiLoCo(...)``, AverageParameters replaces AllReduceGradients: gradients stay local, and

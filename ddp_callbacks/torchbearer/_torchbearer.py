@@ -35,7 +35,8 @@ PRIVATE = (
     "torchbearer.metrics:EpochLambda.__init__ uses _step, _final",
     "torchbearer.metrics:EpochLambda.process_train uses _y_pred, _y_true",
     "torchbearer.metrics:Mean.process uses _sum, _count",
-    "torchbearer.metrics.aggregators:RunningMetric.process_train uses _process_train, _cache, _i, _result",
+    "torchbearer.metrics.aggregators:RunningMetric.process_train uses _cache, _i, _result",
+    "torchbearer.metrics:RunningMean._process_train uses _kwargs",
     "torchbearer.metrics:Var.process uses _sum, _sum_sq, _count",
 )
 """The contract, as :func:`ddp_callbacks.versions.require_names` reads it."""
@@ -116,9 +117,9 @@ def window_of(aggregator: Metric) -> dict[str, Any]:
     return {name: copy.copy(getattr(aggregator, name)) for name in names}
 
 
-def mean_of(aggregator: RunningMean, values: torch.Tensor) -> torch.Tensor:
-    """What a ``RunningMean`` takes of a batch."""
-    return aggregator._process_train(values)  # type: ignore[no-any-return]
+def is_of_scalars(aggregator: RunningMean) -> bool:
+    """Whether what it takes of a batch is one number, as without ``dim``."""
+    return not aggregator._kwargs
 
 
 def run_on(aggregator: RunningMean, window: dict[str, Any], means: Sequence[torch.Tensor]) -> Any:

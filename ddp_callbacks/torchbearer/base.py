@@ -103,7 +103,7 @@ class LossWeight:
             raise ConfigurationError(f'reduction must be "mean", "sum" or None, got {reduction!r}.')
         if weight is not None and not callable(weight):
             raise ConfigurationError(f"weight must be a function of the Trial's state, got {weight!r}.")
-        self._weight = weight
+        self._weight = weight or _weight_by_criterion
         self._reduction = reduction
 
     def reduction(self, state: State) -> str:
@@ -125,14 +125,14 @@ class LossWeight:
         share = share_of(state)
         if self.reduction(state) == "sum":
             return float(share.local > 0), 1.0
-        own: float | torch.Tensor | None
-        if self._weight is not None:
-            own = self._weight(state)
-        else:
-            own = cross_entropy_weight(state[torchbearer.CRITERION], state.get(torchbearer.Y_TRUE))
+        own = self._weight(state)
         if own is None:
             return float(share.local), None if share.total is None else float(share.total)
         return (float(own) if share.local else 0.0), None
+
+
+def _weight_by_criterion(state: State) -> float | torch.Tensor | None:
+    return cross_entropy_weight(state[torchbearer.CRITERION], state.get(torchbearer.Y_TRUE))
 
 
 def share_of(state: State) -> Share:

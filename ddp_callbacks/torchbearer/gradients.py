@@ -17,7 +17,7 @@ from ddp_callbacks.comm.compression import Compress, check_compress
 from ddp_callbacks.comm.hooks import CommHook, check_comm_hook
 from ddp_callbacks.comm.scalars import ScalarExchange
 from ddp_callbacks.data.iterator import ShardedIterator
-from ddp_callbacks.data.skipping import FAULTS, BadBatches, check_skip_batch, fault_of
+from ddp_callbacks.data.skipping import BadBatches, check_skip_batch, fault_of
 from ddp_callbacks.errors import ConfigurationError, SkippedBatchError
 from ddp_callbacks.gradients import GradientSynchronizer
 from ddp_callbacks.local_sgd import DiLoCo, LocalSGD, ParameterAverager, set_gradients_aside
@@ -42,11 +42,8 @@ SkipBatch = Literal["non_finite"]
 
 def check_skip(skip_batch: str | None, sync: object) -> None:
     """Raise :class:`ConfigurationError` unless it is ``None``, or ``"non_finite"`` with exact gradients."""
-    if skip_batch in set(FAULTS) - {"non_finite"}:
-        raise ConfigurationError(
-            f'skip_batch must be None or "non_finite" in a Trial, whose criterion always returns a loss, got '
-            f"{skip_batch!r}."
-        )
+    if skip_batch not in (None, "non_finite"):  # a criterion always returns a loss
+        raise ConfigurationError(f'skip_batch must be None or "non_finite" in a Trial, got {skip_batch!r}.')
     check_skip_batch(skip_batch, sync)
 
 
@@ -107,7 +104,6 @@ class AllReduceGradients(DistributedCallback):
         self._loss_weight = LossWeight(weight, reduction)
         self._synchronizer: GradientSynchronizer | None = None
         self._rounds_before = 0
-        self._losses = LossWatch()
         self._verify = verify
         self._next_check: Verify | None = None  # of the next batch
         self._skip_batch = skip_batch
@@ -254,20 +250,13 @@ class AllReduceGradients(DistributedCallback):
 class AverageParameters(DistributedCallback):
     """Let each rank take local steps, and average the parameters every few steps; replaces AllReduceGradients.
 
-    See :class:`ddp_callbacks.ParameterAverager`. The last window of a training pass may be shorter: it closes at the
-    end of the pass, so evaluations and checkpoints have the averaged model, equal on all ranks. Callbacks after this
-    one see it in ``on_end_training``. During a pass, the ranks' models differ. DiLoCo's outer momentum is in the
-    optimizer's state, so a Trial's ``state_dict`` contains it.
+    See :class:`ddp_callbacks.ParameterAverager`. The last window closes at the end of the training pass, so callbacks
+    after this one see the averaged model in ``on_end_training``, and so do evaluations and checkpoints. DiLoCo's outer
+    momentum is in the optimizer's state, so a Trial's ``state_dict`` contains it.
 
     With a mean loss, each rank gets the gradient of its part of the batch. A sum is multiplied by the number of ranks,
     so that local steps are as long as those of a single process. If a rank has no sample of a batch, that batch's
     backward leaves its gradients unchanged, usually ``None``, and optimizers skip the step.
-
-    Args:
-        sync: :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`.
-        weight, reduction: See :class:`ddp_callbacks.torchbearer.base.LossWeight`.
-        bucket_cap_mb, compress: See :class:`ddp_callbacks.ParameterAverager`.
-        process_group: ``None`` is the default group.
     """
 
     def __init__(

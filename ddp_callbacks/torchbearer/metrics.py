@@ -100,7 +100,8 @@ class ReduceMetrics(DistributedCallback):
             vars(metric).update(attributes)
         recorded = states.mine["pass"]
         if is_in_pass and not states.is_same_world:
-            recorded = _load_merged(metrics, states, self._loss_weight.reduction(state))
+            recorded, running = _load_merged(metrics, states, self._loss_weight.reduction(state))
+            state[torchbearer.METRICS].update(running)
         if self._pass is not None and recorded is not None:
             self._pass.load_state_dict(recorded)
 
@@ -132,7 +133,7 @@ class MetricsPass:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the result of :meth:`state_dict`. Local."""
         self._samples, self._rows, self._windows = state["samples"], state["rows"], state["windows"]
-        self._logs = [BatchLog.of(columns) for columns in state["logs"]]
+        self._logs = [BatchLog(*map(list, columns)) for columns in state["logs"]]
 
     def close(self) -> None:
         """Restore the metrics."""
@@ -142,28 +143,33 @@ class MetricsPass:
         """Let scalars of a batch wait in a log for those of the other ranks; values per sample can be summed here."""
         own = type(metric).process
 
-        def log(values: torch.Tensor, mean: torch.Tensor) -> None:
-            weight = values.numel() if values.dim() else self._weight if is_loss else self._local
-            self._logs[place].add(len(self._rows) - 1, weight, mean)
-
         def process(values: torch.Tensor) -> None:
             if values.dim():
                 own(metric, values)
             else:
-                log(values, values)
+                self._logs[place].add(len(self._rows) - 1, self._weight if is_loss else self._local, values)
 
         def process_running(values: torch.Tensor) -> Any:
-            shown, mean = own(metric, values), _torchbearer.mean_of(metric, values)
-            if shown is not None and mean.dim() == 0:  # in training
-                log(values, mean)
+            shown = own(metric, values)
+            if shown is not None:  # in training
+                self._logs[place].add(len(self._rows) - 1, *self._sum_of(values, is_loss))
             return shown
 
         if isinstance(metric, Mean | Var):
             self._replace(metric, "process", process)
-        elif isinstance(metric, RunningMean):
+        elif isinstance(metric, RunningMean) and _torchbearer.is_of_scalars(metric):
             self._replace(metric, "process", process_running)
         elif isinstance(metric, EpochLambda):  # a function of only some of the epoch's rows has no meaning
             self._restore.enter_context(_torchbearer.without_running(metric))
+
+    def _sum_of(self, values: torch.Tensor, is_loss: bool) -> tuple[float, torch.Tensor]:
+        """What this rank adds to the mean of a batch: the number that is divided by, and the sum."""
+        if values.dim():
+            return values.numel(), values.sum()
+        weight = self._weight if is_loss else self._local
+        if is_loss and self._reduction == "sum":
+            return weight, values
+        return weight, values * weight if weight else torch.zeros_like(values)  # not NaN, the mean over nothing
 
     def _replace(self, metric: Metric, name: str, method: Any) -> None:
         setattr(metric, name, method)
@@ -228,38 +234,43 @@ def _join(
     running: dict[str, Any] = {}
     rows = [found["rows"] for found in of_ranks]
     for place, (metric, root) in enumerate(metrics):
-        logs = [BatchLog.of(found["logs"][place]) for found in of_ranks]
-        values = merge_batch_logs(logs, reduction if isinstance(root, _LossMetric) else "mean").values
+        logs = [BatchLog(*map(list, found["logs"][place])) for found in of_ranks]
+        kind = reduction if isinstance(root, _LossMetric) else "mean"
         _torchbearer.add_up(metric, [found["held"][place] for found in of_ranks], rows)
-        if isinstance(metric, RunningMean) and values:
-            running[metric.name] = _torchbearer.run_on(metric, windows[place], values)
+        if isinstance(metric, RunningMean) and any(log.steps for log in logs):
+            sums = merge_batch_logs(logs, "sum")
+            weights = sums.weights if kind == "mean" else [1.0] * len(sums.weights)
+            means = [total / weight for total, weight in zip(sums.values, weights, strict=True)]
+            running[metric.name] = _torchbearer.run_on(metric, windows[place], means)
         elif isinstance(metric, Mean | Var):
-            for value in values:
+            for value in merge_batch_logs(logs, kind).values:
                 type(metric).process(metric, value)
     return running
 
 
-def _load_merged(metrics: Sequence[tuple[Metric, Metric]], states: LocalStates, reduction: str) -> dict[str, Any]:
+def _load_merged(
+    metrics: Sequence[tuple[Metric, Metric]], states: LocalStates, reduction: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Give rank 0 what the metrics of all ranks have had, and the others nothing, in the middle of a pass.
 
     Args:
         states: What :meth:`ReduceMetrics.local_state` has returned on each rank, decoded.
 
     Returns:
-        What this rank's pass is then to have recorded; see :meth:`MetricsPass.load_state_dict`.
+        What this rank's pass is then to have recorded, see :meth:`MetricsPass.load_state_dict`; and the values of
+        running means.
     """
     nothing = {"samples": 0, "rows": [], "windows": [{} for _ in metrics], "logs": [[[], [], []] for _ in metrics]}
     of_ranks = [{**(found["pass"] or nothing), "held": found["metrics"]} for found in states.of_ranks]
-    _join(metrics, of_ranks, of_ranks[0]["windows"], reduction)
+    running = _join(metrics, of_ranks, of_ranks[0]["windows"], reduction)
+    rows = [max(_torchbearer.rows_in(metric) for metric, _ in metrics)]
     if states.rank:
         for metric, _ in metrics:
             _torchbearer.add_up(metric, [], [])
-    return {
-        "samples": sum(found["samples"] for found in of_ranks) / states.world_size,
-        "rows": [max(_torchbearer.rows_in(metric) for metric, _ in metrics)],
-        "windows": [_torchbearer.window_of(metric) for metric, _ in metrics],  # of the whole batches, on every rank
-        "logs": nothing["logs"],
-    }
+        rows = [0]
+    windows = [_torchbearer.window_of(metric) for metric, _ in metrics]  # of the whole batches, on every rank
+    samples = sum(found["samples"] for found in of_ranks) / states.world_size
+    return {"samples": samples, "rows": rows, "windows": windows, "logs": nothing["logs"]}, running
 
 
 def _may_differ(metric: Metric) -> bool:

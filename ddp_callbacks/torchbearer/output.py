@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import inspect
 import os
@@ -65,17 +66,11 @@ def save_checkpoint(self: Any, model_state: State, overwrite_most_recent: bool =
         saved = model_state[torchbearer.MODEL].state_dict()
     else:
         saved = model_state[torchbearer.SELF].state_dict() | {RANDOM_STATE: get_global_state()}
-    write_atomically(
-        path,
-        lambda temporary: torch.save(
-            saved, temporary, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol
-        ),
-    )
+    options = {"pickle_module": self.pickle_module, "pickle_protocol": self.pickle_protocol}
+    write_atomically(path, lambda temporary: torch.save(saved, temporary, **options))
     if overwrite_most_recent and self.most_recent not in (None, path):
-        try:
+        with contextlib.suppress(FileNotFoundError):  # somebody has moved it
             os.remove(self.most_recent)
-        except FileNotFoundError:
-            pass  # another process has moved it
     self.most_recent = path
 
 

@@ -101,9 +101,7 @@ class RunState:
         }
 
     def _attributes(self, callback: Callback) -> dict[str, Any]:
-        """Those of Torchbearer's own callbacks, of which most have no ``state_dict``."""
-        is_torchbearers = type(callback).__module__.startswith("torchbearer.")
-        return attributes.plain_attributes(callback, self._memory) if is_torchbearers else {}
+        return attributes.plain_attributes(callback, self._memory) if _is_torchbearers(callback) else {}
 
     def _loaders(self) -> dict[str, Any]:
         """The loaders of the two passes, as they are divided."""
@@ -161,17 +159,17 @@ class RunState:
         self._load_trial(saved, own)
         for callback, found in self._saved_others(own):
             _put_back_callback(callback, found, device)
-        for name, callback in self._ours.items():
-            if name in own["ours"]:
-                callback.load_local_state(states.of("ours").of(name), state)
-        for parameter, gradient in zip(self._parameters(), own["gradients"] or (), strict=False):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
         if own["batches"] is not None:
             printer = getattr(state[torchbearer.CALLBACK_LIST], "callback", None)  # the bar that Torchbearer adds
             for callback in (*self._others.values(), printer):
                 advance_bar(callback, own["batches"])
             state[torchbearer.METRICS] = attributes.decode(own["metrics"], device)
             state[torchbearer.BATCH] = own["batch"]
+        for name, callback in self._ours.items():
+            if name in own["ours"]:
+                callback.load_local_state(states.of("ours").of(name), state)
+        for parameter, gradient in zip(self._parameters(), own["gradients"] or (), strict=False):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
         if self._random_state.is_open or states.world_size == 1:
             self._random_state.load_state_dict(own["random"])
         else:  # without data all ranks draw the same
@@ -203,12 +201,17 @@ def _named(callbacks: Any) -> dict[str, Any]:
     return found
 
 
+def _is_torchbearers(callback: Callback) -> bool:
+    """Whether it is one of Torchbearer's, of which most have no ``state_dict``."""
+    return type(callback).__module__.startswith("torchbearer.")
+
+
 def _put_back_callback(callback: Callback, saved: dict[str, Any], device: torch.device | str) -> None:
     callback.load_state_dict(saved["state"])
     vars(callback).update(attributes.decode(saved["attributes"], device))
     for value in vars(callback).values():
-        if isinstance(value, GeneratorType | filter):  # of parameters to clip or to decay: ended in the first batch
-            deque(value, maxlen=0)
+        if _is_torchbearers(callback) and isinstance(value, GeneratorType | filter):
+            deque(value, maxlen=0)  # of parameters to clip or to decay: ended in the first batch
     if saved["scheduler"] is not None:
         scheduler_of(callback).load_state_dict(saved["scheduler"])
 
