@@ -6,9 +6,9 @@
   is in vain, or broke
 - The control channel: :mod:`.coordinator` decides in rank 0 who has failed, died or left, or waits in vain, and lists
   the messages; :mod:`.server`: the thread around it; :mod:`.connection`: one line of JSON is one message
-- :mod:`.presence`: a rank's end of it; :mod:`.client`: its thread; :mod:`.exchanges`: what it has entered;
-  :mod:`.heard`: what it has heard; :mod:`.program`: where the program is
-- :mod:`.votes`, :mod:`.moments`: what all ranks may want at the same moment, without a message where nobody wants it
+- :mod:`.presence`: a rank's end of it; :mod:`.client`: its thread, what it has heard, and gatherings of all ranks;
+  :mod:`.places`: where a rank is
+- :mod:`.votes`: what all ranks may want at the same moment, without a message where nobody wants it
 - :mod:`.preemption`: all ranks stop at the same moment, once one of them has been asked to
 - :mod:`.runs`: a failure ends one run; the next run starts afresh
 - :mod:`.torch_threads`: waits for gloo's threads before a fork, and before the interpreter ends

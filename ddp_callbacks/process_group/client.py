@@ -1,4 +1,4 @@
-"""The thread of each rank at its end of the control channel."""
+"""Each rank's end of the control channel: its thread, and what it has heard."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
 
 from ddp_callbacks.environment import SECRET
 from ddp_callbacks.process_group.connection import Connection, Message
+from ddp_callbacks.process_group.coordinator import FOREVER
 from ddp_callbacks.process_group.server import THREAD
 
 TICK = 0.5  # seconds between two calls of ``tick``
@@ -20,8 +23,50 @@ _PAUSE = 0.02  # seconds between two attempts to connect
 _LEAVES = 2.0  # seconds that we wait for the thread to end
 
 
+class Board:
+    """The last message of each kind that a rank has heard, for the threads that wait for it."""
+
+    def __init__(self) -> None:
+        self._messages: dict[tuple[str, str, int | None], Message] = {}
+        self._count = 0
+        self._news = threading.Condition()
+
+    def note(self, message: Message) -> None:
+        """Note a message, and wake those that wait."""
+        with self._news:
+            self._messages[message["event"], message.get("about", ""), message.get("run")] = message
+            self._count += 1
+            self._news.notify_all()
+
+    def get(self, event: str, about: str = "", run: int | None = None) -> Message | None:
+        """What was said of this event, about this, in this run."""
+        return self._messages.get((event, about, run))
+
+    def pop(self, event: str, about: str = "", run: int | None = None) -> Message | None:
+        """As :meth:`get`; forget it. If several threads do that, one gets it."""
+        with self._news:
+            return self._messages.pop((event, about, run), None)
+
+    def wait_for(self, condition: Callable[[], Any], seconds: float) -> Any:
+        """Wait up to ``seconds`` until ``condition`` is true after a message; return it."""
+        with self._news:
+            return self._news.wait_for(condition, seconds)
+
+    def wait_for_news(self, condition: Callable[[], Any], seconds: float) -> Any:
+        """As :meth:`wait_for`, but return after any message."""
+        before = self._count
+        self.wait_for(lambda: condition() or self._count != before, seconds)
+        return condition()
+
+    def forget_before(self, run: int) -> None:
+        """Forget what concerns the runs before ``run``."""
+        with self._news:
+            for key in [key for key in self._messages if key[2] is not None and key[2] < run]:
+                del self._messages[key]
+
+
 class Owner(Protocol):
-    """Whom the thread serves."""
+    """Whom a client serves."""
 
     def find_server(self) -> Message | None:
         """The address of rank 0, see :class:`.server.Server`, once it is there."""
@@ -29,14 +74,11 @@ class Owner(Protocol):
     def hear(self, message: Message) -> None:
         """Called with each message that comes."""
 
-    def lose_server(self, why: str) -> None:
-        """Called when the connection has ended, by rank 0's death or the loss of a machine."""
-
     def tick(self) -> bool:
         """Called each :data:`TICK` seconds; whether to go on."""
 
 
-class Client:
+class Client(threading.Thread):
     """This rank's connection. Its thread ends with :meth:`close`, with the connection, or if its owner says so.
 
     Args:
@@ -45,12 +87,15 @@ class Client:
         patience: Seconds within which rank 0 must be reached once its address is known.
 
     Attributes:
-        problem: Why it could not be reached.
+        heard: What has come; and that rank 0 has gone, if the connection has ended by its death or the loss of a
+            machine.
+        problem: Why rank 0 could not be reached.
     """
 
     def __init__(self, owner: Owner, hello: Message, patience: float) -> None:
+        super().__init__(name=THREAD, daemon=True)
         self._owner, self._hello, self._patience = owner, hello, patience
-        self.problem = ""
+        self.heard, self.problem = Board(), ""
         self._since = 0.0  # when its address became known
         self._is_over = False  # whether there is no further attempt to connect
         self._unsent: deque[Message] = deque()  # without a connection, or while this thread sends another one
@@ -58,8 +103,6 @@ class Client:
         self._connection: Connection | None = None
         self._lock = threading.RLock()  # a signal's handler may send
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
-        self._thread.start()
 
     def send(self, message: Message) -> None:
         """Send it. Blocks for two seconds at most; any thread, and a signal's handler, may call it."""
@@ -83,17 +126,17 @@ class Client:
         self._is_closing.set()
         if self._connection is not None:
             self._connection.end()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_LEAVES)
+        self.join(_LEAVES)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Serve the owner."""
         try:
             while not self._is_over and not self._is_closing.wait(_PAUSE) and self._owner.tick():
                 self._serve()
         except RuntimeError as error:  # the store's host has died
-            self._owner.lose_server(str(error))
+            self._lose(str(error))
         while not self._is_closing.wait(TICK) and self._owner.tick():
             pass  # rank 0 has gone; this rank may still wait for its GPU
 
@@ -102,24 +145,22 @@ class Client:
         if (address := self._owner.find_server()) is None:
             return
         self._since = self._since or time.monotonic()
+        secret = os.environ.get(SECRET) or address["secret"]
         try:
             sock = socket.create_connection((address["host"], address["port"]), timeout=5)
             with contextlib.closing(Connection(sock, 0)) as connection:
-                self._greet(connection, os.environ.get(SECRET) or address["secret"])
+                with self._lock:
+                    self._unsent.appendleft({**self._hello, "secret": secret})
+                    self._send_all(connection)
+                    self._connection = connection
                 self._listen(connection)
         except (OSError, ValueError) as error:
             self.problem = str(error)
             if not self._is_over:  # the address can be that of an earlier attempt, which the store still holds
                 self.problem = f"{address['host']} port {address['port']} cannot be reached: {error}"
                 self._connection, self._is_over = None, time.monotonic() - self._since > self._patience
-            if self._is_over and not self._is_closing.is_set():
-                self._owner.lose_server(self.problem)
-
-    def _greet(self, connection: Connection, secret: str) -> None:
-        with self._lock:
-            self._unsent.appendleft({**self._hello, "secret": secret})
-            self._send_all(connection)
-            self._connection = connection
+            if self._is_over:
+                self._lose(self.problem)
 
     def _listen(self, connection: Connection) -> None:
         selector = selectors.PollSelector()
@@ -129,7 +170,62 @@ class Client:
             while selector.select(max(0.0, end - time.monotonic())):
                 for message in connection.receive():
                     self._is_over = True  # rank 0 knows this rank, and does so once
+                    self.heard.note(message)
                     self._owner.hear(message)
                     if message["event"] == "closing":
                         return
             connection.check_silence()
+
+    def _lose(self, why: str) -> None:
+        if not self._is_closing.is_set() and not self.heard.get("end", run=FOREVER):
+            self.heard.note({"event": "end", "run": FOREVER, "kind": "gone", "ranks": [0], "why": why})
+
+
+class Gathering:
+    """A value of each rank, as something to wait for: see :class:`.failures.Waitable`.
+
+    Args:
+        client: This rank's connection.
+        about: Its name.
+        run: The run that it belongs to, or :data:`.coordinator.FOREVER`.
+        members: The global ranks that take part; ``None`` is all.
+        timeout: How long to wait for the others.
+    """
+
+    def __init__(
+        self, client: Client, about: str, run: int | None, members: list[int] | None, timeout: timedelta
+    ) -> None:
+        self._client, self._about, self._run, self._members = client, about, run, members
+        self._timeout, self._since = timeout, 0.0
+
+    def ask(self, note: Any = None) -> None:
+        """Ask all for their parts; the first ``note`` counts. A signal's handler may call it."""
+        self._send("ask", note=note)
+
+    def put(self, value: Any) -> None:
+        """This rank's part, once."""
+        self._since = time.monotonic()
+        self._send("put", value=value)
+
+    def _send(self, event: str, **what: Any) -> None:
+        self._client.send({"event": event, "about": self._about, "run": self._run, "members": self._members, **what})
+
+    def asked(self) -> Message | None:
+        """The first ``note``, if all were asked."""
+        return self._client.heard.get("asked", self._about, self._run)
+
+    @property
+    def values(self) -> list[Any]:
+        """By rank, once they are all here; none before."""
+        gathered = self._client.heard.get("gathered", self._about, self._run)
+        return gathered["values"] if gathered else []
+
+    def wait_slice(self, seconds: float) -> bool:
+        """Return early if there are news."""
+        if self._client.heard.wait_for_news(lambda: self.values, seconds):
+            return True
+        if self._client.heard.get("closing"):
+            raise RuntimeError("rank 0 has left")
+        if time.monotonic() - self._since > self._timeout.total_seconds():
+            raise RuntimeError(f"not every rank came within {self._timeout}")
+        return False

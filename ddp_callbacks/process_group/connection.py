@@ -28,17 +28,12 @@ _LIMIT = 1 << 22  # bytes of a message; that of the begin of a run has some 60 f
 _OPTIONS = ("TCP_NODELAY", 1), ("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 127)  # a probe each second
 _LAST_ACK = 56  # offset of tcpi_last_ack_recv, milliseconds, in Linux's tcp_info
 
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def close_in_children(sock: socket.socket) -> socket.socket:
-    """Let forked children close their copies: a worker that outlives its process would hide the end of it."""
-    _sockets.add(sock)
-    return sock
+CLOSED_IN_CHILDREN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Forked children close their copies of these: a worker that outlives its process would hide the end of it."""
 
 
 def _close_copies() -> None:
-    for sock in list(_sockets):
+    for sock in list(CLOSED_IN_CHILDREN):
         sock.close()
 
 
@@ -65,7 +60,8 @@ class Connection:
 
     def __init__(self, sock: socket.socket, rank: int) -> None:
         self.rank = rank
-        self._socket, self._received = close_in_children(sock), b""
+        self._socket, self._received = sock, b""
+        CLOSED_IN_CHILDREN.add(sock)
         self._warning, self._timeout = _seconds(WARNING, "5"), _seconds(HEARTBEAT_TIMEOUT, "10")
         self._is_silent = False
         sock.settimeout(_SENDS)

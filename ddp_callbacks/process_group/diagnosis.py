@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from ddp_callbacks.errors import MismatchError, PeerError
 from ddp_callbacks.process_group.connection import Message
-from ddp_callbacks.process_group.coordinator import GRACE, Stand
+from ddp_callbacks.process_group.coordinator import GRACE
+from ddp_callbacks.process_group.places import Place
 from ddp_callbacks.process_group.presence import Presence, presence
 
 
@@ -20,35 +21,40 @@ class ProcessEnded(RuntimeError):
         self.ranks = ranks
 
 
-def look(here: Presence, stand: Stand, begins: bool) -> None:
+def look(here: Presence, place: Place, begins: bool) -> None:
     """Raise if this rank has heard that the wait cannot succeed any more."""
     if end := here.end_of_run(begins):
-        raise error_of(here, end, stand.doing)
-    if ranks := _absent(here, stand):
-        raise _left(here, ranks, stand.doing)
+        raise error_of(here, end, place.doing)
+    if ranks := _absent(here, place):
+        raise _left(here, ranks, place.doing)
 
 
-def _absent(here: Presence, stand: Stand) -> list[int]:
+def _absent(here: Presence, place: Place) -> list[int]:
     """The ranks that have left, and will never come."""
-    word, closing = here.heard.words.get(stand.doing, {}), here.heard.closing
-    if closing and stand.concerns(0) and stand.turn and not stand.patience(closing):
+    closing = here.heard.get("closing")
+    if closing and place.concerns(0) and place.turn and not place.patience(Place(**closing["place"])):
         return [0]
-    return list(word.get("ranks", []))
+    return list((here.told(place) or {}).get("absent", []))
 
 
 def diagnose(group: dist.ProcessGroup, doing: str, error: Exception) -> PeerError | MismatchError:
-    """Find out why a wait broke with ``error``: which ranks failed, left or died. Blocks for three seconds at most."""
+    """Find out why a wait broke with ``error``: which ranks failed, left or died. Blocks for four seconds at most."""
     here = presence()
-    stand, heard = here.stand(doing, group), here.heard
-    with here.waiting(stand, broke=True):
-        heard.wait_for(lambda: here.end_of_run() or doing in heard.words or heard.closing, GRACE + 1)
+    place, heard = here.place(doing, group), here.heard
+    with here.waiting(place, broke=True):
+        heard.wait_for(lambda: here.end_of_run() or here.told(place) or heard.get("closing"), 2 * GRACE)
     if end := here.end_of_run():
         return error_of(here, end, doing, f" First error: {error}")
-    if heard.closing and not stand.concerns(0):
+    closing, absent = heard.get("closing"), _absent(here, place)
+    if closing and not place.concerns(0):
         return _unknown(here, group, doing, error)
-    if heard.closing or _absent(here, stand):
-        return _left(here, _absent(here, stand) or [0], doing)
-    return _late(here, stand, heard.words.get(doing, {}).get("places", []), error)
+    if closing or absent:
+        return _left(here, absent or [0], doing)
+    late = "".join(f" {each}" for each in (here.told(place) or {}).get("late", []))
+    return PeerError(
+        f"{here.name} waited for {doing} in vain, though every rank is alive: one did not come within the timeout, or "
+        f"a connection broke.{late} First error: {error}"
+    )
 
 
 def error_of(here: Presence, end: Message, doing: str, first_error: str = "") -> PeerError | MismatchError:
@@ -88,18 +94,4 @@ def _left(here: Presence, ranks: Sequence[int], doing: str) -> PeerError:
         f"{here.describe(*ranks)} left the run while {here.name} still waits for {doing}. Every "
         "rank must make the same calls (run, evaluate and predict too) the same number of times.",
         *ranks,
-    )
-
-
-def _late(here: Presence, stand: Stand, places: Sequence[tuple[int, Message]], error: Exception) -> PeerError:
-    """The error if all ranks are alive: one is late, or a connection broke."""
-    late = [
-        f" {here.describe(rank)} is not in any collective of ddp_callbacks: it last was in {place['last']}, and is at "
-        f"{place['line']}."
-        for rank, place in places
-        if not place["waits"] and (not stand.turn or stand.misses(rank, place["recent"]))
-    ]
-    return PeerError(
-        f"{here.name} waited for {stand.doing} in vain, though every rank is alive: one did not come "
-        f"within the timeout, or a connection broke.{''.join(late)} First error: {error}"
     )

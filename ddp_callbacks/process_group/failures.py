@@ -82,7 +82,7 @@ def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
             _wait_long(pending, doing, group, run)
         if is_aborted() and doing != BEGIN:
             raise RuntimeError(_ABORTED)  # so what has come may be meaningless
-    except (PeerError, MismatchError, RuntimeError) as error:
+    except (MismatchError, RuntimeError) as error:
         _fail(error, doing, group, run)
 
 
@@ -104,8 +104,6 @@ def launching(doing: str, group: dist.ProcessGroup) -> Iterator[None]:
         if is_aborted():
             raise dist.DistError(_ABORTED)
         yield
-    except (PeerError, MismatchError):
-        raise
     except RuntimeError as error:
         if not is_aborted() and not isinstance(error, dist.DistError):
             raise
@@ -130,14 +128,14 @@ def _wait_long(pending: Pending, doing: str, group: dist.ProcessGroup, run: int)
     here, begins = presence(), doing == BEGIN
     started = int(isinstance(pending, dist.Work) and group is dist.group.WORLD)
     # At the next run, a rank waits for the others to give up the failed one.
-    stand = here.stand(doing, group, started, compares=not (begins and here.failed))
+    place = here.place(doing, group, started, failed=begins and here.failed)
     is_beside_training = threading.current_thread().name.startswith(OWN_THREADS)
-    with nullcontext() if is_beside_training else here.waiting(stand):
-        look(here, stand, begins)
+    with nullcontext() if is_beside_training else here.waiting(place):
+        look(here, place, begins)
         while not _wait_slice(pending):
             if _is_of_earlier_run(group, run):
                 raise PeerError(f"{doing}: its run is over")
-            look(here, stand, begins)
+            look(here, place, begins)
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
@@ -158,7 +156,7 @@ def report_end(exception: BaseException) -> None:
     _report(FOREVER, exception)
 
 
-def _report(run: int, exception: BaseException) -> None:
+def _report(run: int | None, exception: BaseException) -> None:
     here = presence()
     here.failed = True
     if isinstance(exception, PeerError):
@@ -169,7 +167,7 @@ def _report(run: int, exception: BaseException) -> None:
         "message": str(exception)[:_TRACEBACK],
         "traceback": "".join(traceback.format_exception(exception))[-_TRACEBACK:],
     }
-    here.send({"event": "end", "run": run, "what": {"kind": "failure", "report": report}})
+    here.client.send({"event": "end", "run": run, "what": {"kind": "failure", "report": report}})
 
 
 # --- mismatches -------------------------------------------------------------------------------------------------------
@@ -192,7 +190,7 @@ def require_tags(tags: Sequence[object], doing: str, group: dist.ProcessGroup) -
         return
     here = presence()
     here.failed = True
-    with here.waiting(here.stand(doing, group)):  # so rank 0 sees that they wait for each other
+    with here.waiting(here.place(doing, group)):  # so rank 0 sees that they wait for each other
         end: Any = here.heard.wait_for(here.end_of_run, LINGER)
     if end:
         raise error_of(here, end, doing)
@@ -231,14 +229,19 @@ class Launched:
         self._future = future
 
     def wait_slice(self, seconds: float) -> bool:
-        return _is_done(self._future, seconds)
+        done = threading.Event()
+        self._future.add_done_callback(lambda _: done.set())  # at once, if it is done
+        return done.wait(seconds)
 
 
 def _wait_slice(pending: Pending) -> bool:
     if hasattr(pending, "wait_slice"):
         return bool(pending.wait_slice(SLICE.total_seconds()))
     if not isinstance(pending, dist.Work):  # a C++ collective's future is not a torch.futures.Future
-        return _wait_future(pending)
+        if not Launched(pending).wait_slice(SLICE.total_seconds()):
+            return False
+        pending.wait()  # the current stream waits, if it is on a GPU
+        return True
     try:
         pending.wait(SLICE)
     except RuntimeError:
@@ -246,18 +249,3 @@ def _wait_slice(pending: Pending) -> bool:
             return False
         pending.wait()  # it has completed since the slice ended; raises if it failed
     return True
-
-
-def _wait_future(future: torch.futures.Future[torch.Tensor]) -> bool:
-    if not _is_done(future, SLICE.total_seconds()):
-        return False
-    future.wait()  # the current stream waits, if it is on a GPU
-    return True
-
-
-def _is_done(future: torch.futures.Future[torch.Tensor], seconds: float) -> bool:
-    if future.done():
-        return True
-    done = threading.Event()
-    future.add_done_callback(lambda _: done.set())
-    return done.wait(seconds)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from functools import partial
 
 import torch
 
@@ -28,11 +29,11 @@ def select_gpu(local_rank: int, device: torch.device | None) -> None:
         ConfigurationError: ``device`` is ``cuda``, and the process sees several GPUs but none for its local rank.
     """
     if device is not None and device.type == "cuda" and device.index is not None:
-        _choice.take(device)
+        torch.cuda.set_device(device)
     elif (device is None or device.type == "cuda") and torch.cuda.is_available():
         count = torch.cuda.device_count()
         if local_rank < count > 1:
-            _choice.choose(local_rank)
+            when_cuda_starts(partial(_select, local_rank))
         elif count > 1 and device is not None:
             raise ConfigurationError(too_few_gpus(local_rank, count))
 
@@ -49,31 +50,6 @@ def too_few_gpus(local_rank: int, count: int) -> str:
     )
 
 
-class _Choice:
-    """The GPU that this library has chosen last."""
-
-    def __init__(self) -> None:
-        self._number = 0  # torch's choice
-        self._is_queued = False
-
-    def choose(self, number: int) -> None:
-        """Let ``number`` be the current GPU when CUDA starts. If it has started, it stays if the user has chosen it."""
-        before, self._number = self._number, number
-        if torch.cuda.is_initialized():
-            if torch.cuda.current_device() == before:
-                torch.cuda.set_device(number)
-        elif not self._is_queued:
-            self._is_queued = True
-            when_cuda_starts(self._select)
-
-    def take(self, device: torch.device) -> None:
-        """Make ``device`` the current GPU."""
-        self._number = device.index
-        torch.cuda.set_device(device)
-
-    def _select(self) -> None:
-        if self._number < torch.cuda.device_count():  # CUDA_VISIBLE_DEVICES may have changed since
-            torch.cuda.set_device(self._number)
-
-
-_choice = _Choice()
+def _select(number: int) -> None:
+    if torch.cuda.current_device() == 0 and number < torch.cuda.device_count():  # CUDA_VISIBLE_DEVICES may have changed
+        torch.cuda.set_device(number)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -22,7 +23,6 @@ import torch.distributed as dist
 
 from ddp_callbacks.errors import ConfigurationError, Preempted, say
 from ddp_callbacks.process_group.failures import wait
-from ddp_callbacks.process_group.heard import Gathering
 from ddp_callbacks.process_group.membership import get_rank, get_world_size, resolve_group
 from ddp_callbacks.process_group.presence import describe, presence
 
@@ -158,43 +158,43 @@ class _Agreement:
     def __init__(self, group: dist.ProcessGroup) -> None:
         here = presence()
         here.preemptions += 1
-        self._name, self._here, self._group = f"stop {here.preemptions}", here, group
-        self._members = dist.get_process_group_ranks(group)
+        self._name, self._responders, self._group = f"stop {here.preemptions}", here.responders, group
+        self._counts = here.gathering(self._name, members=dist.get_process_group_ranks(group))
         self._lock = threading.Lock()
         self._passed = 0  # moments, by this rank
-        self._counts: Gathering | None = None  # of all; once it is there, no further moment may pass
-        for said in (here.asked, here.responders):
-            said.pop(f"stop {here.preemptions - 2}", None)
-        here.responders[self._name] = lambda _: self._hold()
-        if self._name in here.asked:
+        self._holds = False  # whether no further moment may pass before the counts of all are there
+        here.responders.pop(f"stop {here.preemptions - 2}", None)
+        here.responders[self._name] = self._hold
+        if self._counts.asked():
             self._hold()
 
     def request(self, reason: str) -> None:
         """Ask all ranks to stop; a signal's handler may call it."""
-        self._here.ask(self._name, reason, self._members)
+        self._counts.ask(reason)
 
     def pass_moment(self) -> str:
         """Let a moment pass, and return nothing; or the reason to stop at it."""
         with self._lock:
-            if self._counts is None:
+            if not self._holds:
                 self._passed += 1
                 return ""
         wait(self._counts, _DOING, self._group)
         if self._passed < max(count for count in self._counts.values if count is not None):
             self._passed += 1
             return ""
-        return str(self._here.asked[self._name])
+        asked = self._counts.asked()
+        return str(asked["note"]) if asked else ""
 
     def close(self) -> None:
         """This rank lets no further moment pass, which it tells if it is asked. Keeps no reference to the group."""
-        here, name, passed, members = self._here, self._name, self._passed, self._members
-        here.responders[name] = lambda _: here.put(name, passed, members)
+        self._responders[self._name] = partial(self._counts.put, self._passed)
 
     def _hold(self) -> None:
-        """Let no further moment pass before all ranks have told their counts, and tell this rank's."""
+        """Tell the moments that this rank has let pass."""
         with self._lock:
-            if self._counts is None:
-                self._counts = self._here.gather(self._name, self._passed, self._members)
+            if not self._holds:
+                self._holds = True
+                self._counts.put(self._passed)
 
 
 def _here() -> str:

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -28,21 +29,21 @@ from ddp_callbacks._torch import (
     timeout_of,
 )
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group.client import Client
+from ddp_callbacks.process_group.client import Client, Gathering
 from ddp_callbacks.process_group.connection import Message
-from ddp_callbacks.process_group.coordinator import FOREVER, Stand
-from ddp_callbacks.process_group.exchanges import Exchanges
-from ddp_callbacks.process_group.heard import Gathering, Heard
-from ddp_callbacks.process_group.moments import VOTE, Moments
-from ddp_callbacks.process_group.program import where
+from ddp_callbacks.process_group.coordinator import FOREVER
+from ddp_callbacks.process_group.places import Exchanges, Place, where
 from ddp_callbacks.process_group.server import Server
 from ddp_callbacks.process_group.torch_threads import await_threads, make_forks_wait
 
 OWN_THREADS = "ddp_callbacks"
 """Prefix of the names of this library's threads. Training does not wait for what they wait for."""
 
+VOTE = "vote"  # first word of the name of such a gathering; see votes.py
+
 _ADDRESS = "control"
 _PATIENCE = 30.0  # seconds in which rank 0 must be reached
+_NAMES = 2.0  # seconds that we wait for the names of the ranks, for a message
 _current: Presence | None = None  # the last one of this process
 
 
@@ -56,13 +57,13 @@ class Presence:
         failed: Whether this run has failed here.
         aborted: Whether what was pending on accelerators was aborted, so that results may be meaningless.
         alone_in: The part of the program that this rank runs without the others; ``None`` in all others.
-        moments: Those of this run that this rank has behind it.
+        passed: How many moments of this run this rank has behind it.
         preemptions: How many :class:`.preemption.Preemption` contexts this rank has entered.
-        moves: Whether it stays when the default group goes, as it forms another one.
+        moves: Whether it stays without a default group, as it forms one.
         beginning: The positions of all ranks at the begin of the next run, once this rank has come there.
-        asked: The notes of the gatherings that all were asked for, by name.
+        client, heard: Its end of the control channel, and what rank 0 has said there.
         rank: Of this process in the default group.
-        responders: By the first word of a name: called by the thread, with the name, if this rank is asked for a part.
+        responders: By the name of a gathering: called by the thread if this rank is asked for its part.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, part: str, patience: float) -> None:
@@ -70,15 +71,14 @@ class Presence:
         self.exchanges = Exchanges()
         self.failed = self.aborted = False
         self.alone_in: str | None = None
-        self.moments, self.preemptions = Moments(lambda name: self.put(name, False)), 0
+        self.passed = self.preemptions = 0
         self.beginning: Gathering | None = None
-        self.asked: dict[str, Any] = {}
-        self.responders: dict[str, Callable[[str], None]] = {VOTE: self.moments.respond}
+        self.responders: dict[str, Callable[[], None]] = {}
         self._seen = self._waits = 0
-        self._is_over = self._has_left = self.moves = False
+        self._is_over = self._has_left = False
+        self.moves = True
         self._aborting = threading.RLock()
-        self.heard = Heard()
-        self._world: weakref.ref[dist.ProcessGroup] | None = None
+        self._world: Callable[[], dist.ProcessGroup | None] = lambda: None
         make_forks_wait()
         self._meeting, self._part = dist.PrefixStore("ddp_callbacks", store), part
         self._server = Server(size, store) if rank == 0 else None
@@ -86,6 +86,8 @@ class Presence:
             self._meeting.set(_ADDRESS, json.dumps(self._server.address | {"part": part}))
         self.name = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
         self.client = Client(self, {"event": "join", "rank": rank, "name": self.name}, patience)
+        self.heard = self.client.heard
+        self.client.start()
 
     @property
     def store(self) -> dist.Store:
@@ -93,22 +95,21 @@ class Presence:
         return dist.PrefixStore(self._part, self._meeting)
 
     def is_in(self, world: dist.ProcessGroup | None) -> bool:
-        """Whether ``world`` is its default group; the first one that there is becomes that."""
-        if self._world is None and world is not None and not self._has_left:
-            self.settle_in(world)
-        return self._world is not None and world is not None and self._world() is world
-
-    def settle_in(self, group: dist.ProcessGroup) -> None:
-        """From now on, ``group`` is the default group of this rank."""
-        self._world, self.moves = weakref.ref(group), False
+        """Whether ``world`` is its default group; if it moves, the next one that there is becomes that."""
+        if self.moves and not self._has_left and world is not None and world is not self._world():
+            self._world, self.moves = weakref.ref(world), False
+        return world is not None and world is self._world()
 
     def describe(self, *ranks: int) -> str:
         """``rank 1 (host node2, pid 4711), rank 2 (...)`` for global ranks; shorter if less is known."""
-        return ", ".join(self.name if rank == self.rank else self.heard.name_of(rank) for rank in sorted(ranks))
+        own = {self.rank: self.name}
+        return ", ".join(own.get(rank) or self._name_of(rank) for rank in sorted(ranks))
 
-    def send(self, message: Message) -> None:
-        """Tell rank 0. Hardly blocks; any thread, and a signal's handler, may call it."""
-        self.client.send(message)
+    def _name_of(self, rank: int) -> str:
+        heard = self.heard
+        heard.wait_for(lambda: heard.get("names") or heard.get("closing") or self.end_of_run(), _NAMES)
+        said = heard.get("names")
+        return str(said["names"][rank]) if said else f"rank {rank}"
 
     # --- exchanges and runs -------------------------------------------------------------------------------------------
 
@@ -130,44 +131,43 @@ class Presence:
         with self._aborting:
             self.run, self.failed, self.aborted, self._is_over = run, False, False, False
         self.exchanges.forget()
-        self.moments.begin(run)
-        self.beginning = None
-        self.heard.forget(run)
+        self.passed, self.beginning = 0, None
+        self.heard.forget_before(run)
 
-    def stand(self, doing: str, group: dist.ProcessGroup, started: int = 0, compares: bool = True) -> Stand:
-        """Where this rank is while it waits for ``doing``, for which it has ``started`` collectives of torch."""
+    def place(self, doing: str, group: dist.ProcessGroup | None, started: int = 0, **more: Any) -> Place:
+        """Where this rank is, in ``doing``, for which it has ``started`` collectives of torch."""
         members = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
         sequence = sequence_number(dist.group.WORLD) - started
         entered = self.exchanges
-        return Stand(self.run, doing, entered.turn(doing), members, entered.recent(), sequence, compares)
+        return Place(self.run, doing, entered.turn(doing), entered.recent(), sequence, members, **more)
 
     @contextlib.contextmanager
-    def waiting(self, stand: Stand, broke: bool = False) -> Iterator[None]:
+    def waiting(self, place: Place, broke: bool = False) -> Iterator[None]:
         """Inside, this rank waits there, or finds out why this wait broke; and rank 0 knows."""
         self._waits += 1
-        self.heard.words.pop(stand.doing, None)
-        self.send({"event": "wait", "stand": asdict(stand), "broke": broke})
+        self.heard.pop("told", place.doing, place.run)
+        self.client.send({"event": "wait", "place": asdict(place), "broke": broke})
         try:
             yield
         finally:
             self._waits -= 1
-            self.send({"event": "done", "doing": stand.doing})
+            self.client.send({"event": "done", "about": place.doing})
 
-    def ask(self, name: str, note: Any, members: list[int] | None = None) -> None:
-        """Ask for the parts of a gathering; the first ``note`` counts. A signal's handler may call it."""
-        self.send({"event": "ask", "name": name, "members": members, "note": note})
+    def told(self, place: Place) -> Message | None:
+        """What this rank was told, while it waits there, of those that it waits for."""
+        return self.heard.get("told", place.doing, place.run)
 
-    def put(self, name: str, value: Any, members: list[int] | None = None) -> None:
-        """This rank's part of a gathering, once."""
-        self.send({"event": "put", "name": name, "value": value, "members": members})
-
-    def gather(self, name: str, value: Any, members: list[int] | None = None) -> Gathering:
-        """As :meth:`put`; returns what to wait for."""
+    def gathering(self, name: str, run: int | None = FOREVER, members: list[int] | None = None) -> Gathering:
+        """A gathering in the default group; its name is the same on all ranks, and used once in its run."""
         world = dist.group.WORLD
         assert world is not None
-        gathering = self.heard.expect(name, timeout_of(world))
-        self.put(name, value, members)
-        return gathering
+        return Gathering(self.client, name, run, members, timeout_of(world))
+
+    def decline(self, moment: int) -> None:
+        """If there is a vote at this moment, and this rank has let it pass, it says no, once."""
+        name = f"{VOTE} {moment}"
+        if moment <= self.passed and self.heard.pop("asked", name, self.run):
+            Gathering(self.client, name, self.run, None, timedelta(0)).put(False)  # it does not wait
 
     # --- aborts -------------------------------------------------------------------------------------------------------
 
@@ -202,10 +202,10 @@ class Presence:
         Args:
             begins: This rank is at the start of the next run, and ignores a failure that has ended its last run.
         """
-        own = self.heard.ends.get(self.run)
+        own = self.heard.get("end", run=self.run)
         if begins and own is not None and (self.failed or own["kind"] == "mismatch"):
             own = None
-        return own or self.heard.ends.get(FOREVER)
+        return own or self.heard.get("end", run=FOREVER)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -229,8 +229,7 @@ class Presence:
 
     def _say_farewell(self) -> None:
         self._has_left = True
-        farewell = {"run": self.run, "failed": self.failed, "recent": self.exchanges.recent()}
-        self.send({"event": "leave", **farewell})
+        self.client.send({"event": "leave", "place": self._place(failed=self.failed)})
         if self._server is not None:
             self._server.close()
 
@@ -246,30 +245,20 @@ class Presence:
 
     def hear(self, message: Message) -> None:
         """See :class:`.client.Owner`."""
-        event = message["event"]
-        if event == "where":
-            self.send({"event": "place", "place": self._place()})
-        elif event == "asked":
-            self._answer(message["name"], message["note"])
-        else:
-            self.heard.note(message)
-
-    def _answer(self, name: str, note: Any) -> None:
-        """This rank is asked for its part of a gathering."""
-        if not name.startswith(VOTE):
-            self.asked[name] = note
-        if respond := self.responders.get(name.partition("/")[0]):
-            respond(name)
-
-    def lose_server(self, why: str) -> None:
-        """See :class:`.client.Owner`."""
-        if not self._has_left:
-            self.heard.note({"event": "end", "run": FOREVER, "kind": "gone", "ranks": [0], "why": why})
+        if message["event"] == "where":
+            function, line = where()
+            place = self._place(waits=bool(self._waits), torch=function, line=line)
+            self.client.send({"event": "place", "place": place})
+        elif message["event"] == "asked":
+            kind, _, number = message["about"].partition(" ")
+            if kind == VOTE and message["run"] == self.run:
+                self.decline(int(number))
+            elif respond := self.responders.get(message["about"]):
+                respond()
 
     def tick(self) -> bool:
         """Free a rank that waits for its GPU in vain; whether its group is still the default group."""
-        has_group = self.moves or self._world is None or self.is_in(dist.group.WORLD)
-        if not has_group and not self._has_left:
+        if not self.moves and not self._has_left and not self.is_in(dist.group.WORLD):
             self._say_farewell()
             del self._meeting
         is_quiet = self.exchanges.entered == self._seen and not self._waits
@@ -278,11 +267,8 @@ class Presence:
             self.abort_failed_run()
         return not self._has_left
 
-    def _place(self) -> Message:
-        function, line = where()
-        entered = {"last": self.exchanges.last, "recent": self.exchanges.recent()}
-        place = {"torch": function, "line": line, "sequence": sequence_number(dist.group.WORLD)}
-        return {"run": self.run, "waits": bool(self._waits), **entered, **place}
+    def _place(self, **more: Any) -> Message:
+        return asdict(self.place(self.exchanges.last, dist.group.WORLD, **more))
 
 
 def presence() -> Presence:
@@ -291,7 +277,7 @@ def presence() -> Presence:
     if here is None:
         assert world is not None
         here = join(store_of(world), world.rank(), world.size())
-        here.settle_in(world)
+        here.is_in(world)
     return here
 
 

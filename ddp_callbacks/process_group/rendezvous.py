@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -135,23 +134,10 @@ def _open_store(env: WorkerEnv, timeout: timedelta) -> dist.Store:
 def _listen(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """A store that listens only on ``host``; torch's binds every interface (pytorch issue 173909)."""
     chosen = os.environ.get(BIND) or host
-    family, kind, proto, _, address = socket.getaddrinfo(chosen, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, proto)
+    family, *_, address = socket.getaddrinfo(chosen, port, type=socket.SOCK_STREAM)[0]
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" is for IPv4, too
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _bind(listener, address)
-        listener.listen(128)
-        own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(chosen, chosen)
-        return dist.TCPStore(
-            own, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-        )
-    finally:
-        listener.close()
-
-
-def _bind(listener: socket.socket, address: tuple[Any, ...]) -> None:
-    try:
-        listener.bind(address)
+        listener = socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
@@ -160,6 +146,9 @@ def _bind(listener: socket.socket, address: tuple[Any, ...]) -> None:
             f"{address[0]} is not an address of this machine. If it belongs to a Kubernetes Service or a router that "
             f"leads here, let rank 0 listen on another address: {BIND}=0.0.0.0 for all interfaces",
         ) from error
+    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(chosen, chosen)
+    fd = listener.detach()
+    return dist.TCPStore(own, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
 
 
 def _await_all(here: Presence, store: dist.Store, env: WorkerEnv, timeout: timedelta, end: float) -> None:
@@ -169,9 +158,10 @@ def _await_all(here: Presence, store: dist.Store, env: WorkerEnv, timeout: timed
     file can be left over. Nobody answers there, so a rank looks again until rank 0 has answered.
     """
     heard, say_at = here.heard, time.monotonic() + _PATIENCE
-    while not heard.wait_for_news(lambda: heard.names, _LOOK):
-        missing = set(heard.missing) or ({0} if env.rank else set(range(1, env.world_size)))
-        if gone := heard.ends.get(FOREVER):
+    others = {"ranks": [0] if env.rank else range(1, env.world_size)}
+    while not heard.wait_for_news(lambda: heard.get("names"), _LOOK):
+        missing = set((heard.get("missing") or others)["ranks"])
+        if gone := heard.get("end", run=FOREVER):
             raise _never_came(missing, env, f": {_ranks(set(gone['ranks']))} gave up or died")
         if ended := missing & _ended(store):
             raise _never_came(ended, env, ", but exited with code 0")

@@ -42,11 +42,12 @@ def begin_run(group: dist.ProcessGroup | None = None) -> None:
     if here.beginning is None:  # once per run, even if waiting for the others is interrupted
         position = [here.exchanges.checksum(), sequence_number(world)]  # equal on all ranks if they are in step
         mine = {"at": position, "failed": here.failed, "aborted": here.end_run()}
-        here.beginning = here.gather(f"begin/{here.run}", mine)
+        here.beginning = here.gathering("begin", here.run)
+        here.beginning.put(mine)
     positions = here.beginning
     wait(positions, BEGIN, world)
     if _need_new_group(positions.values):
-        _form_anew(here.run + 1)
+        _form_anew(world, here.run + 1)
     else:
         here.begin(here.run + 1)
 
@@ -81,31 +82,22 @@ def form_group(backend: str, store: dist.Store, rank: int, size: int, timeout: t
         PeerError: Another rank failed or died meanwhile.
     """
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    _await_connections()
-
-
-def _await_connections() -> None:
     here, world = presence(), dist.group.WORLD
     assert world is not None
     enter(_CONNECT)
-    wait(here.gather(f"connections/{here.run}", None), _CONNECT, world)
+    connected = here.gathering("connections", here.run)
+    connected.put(None)
+    wait(connected, _CONNECT, world)
 
 
-def _form_anew(run: int) -> None:
+def _form_anew(world: dist.ProcessGroup, run: int) -> None:
     """Leave the default group, and form a new one of the same ranks; pending operations are dropped."""
-    here, world = presence(), dist.group.WORLD
-    assert world is not None
-    store, backend, timeout = here.store, _backend_of(world), timeout_of(world)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    here, backend, size, timeout = presence(), _backend_of(world), world.size(), timeout_of(world)
     here.failed = True  # on at least one rank, and collectives may be pending here
     here.moves = True
     destroy_groups()
     here.begin(run)
-    prefix = dist.PrefixStore(f"{run}/group", store)
-    dist.init_process_group(backend, store=prefix, rank=rank, world_size=size, timeout=timeout)
-    assert dist.group.WORLD is not None
-    here.settle_in(dist.group.WORLD)
-    _await_connections()
+    form_group(backend, dist.PrefixStore(f"{run}/group", here.store), here.rank, size, timeout)
 
 
 def _backend_of(group: dist.ProcessGroup) -> str:

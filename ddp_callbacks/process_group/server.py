@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ddp_callbacks.environment import SECRET
 from ddp_callbacks.network import is_loopback, own_addresses, route_to
-from ddp_callbacks.process_group.connection import Connection, Message, close_in_children
+from ddp_callbacks.process_group.connection import CLOSED_IN_CHILDREN, Connection, Message
 from ddp_callbacks.process_group.coordinator import LINGER, Coordinator, Sent
 
 THREAD = "ddp_callbacks control"
@@ -26,7 +26,7 @@ _TICK = 0.25  # seconds
 _STRANGER = 5.0  # seconds within which a new connection must say who it is
 
 
-class Server:
+class Server(threading.Thread):
     """A thread that listens on the address of this host that the other processes reach, and on no other.
 
     Args:
@@ -38,9 +38,11 @@ class Server:
     """
 
     def __init__(self, size: int, store: dist.Store) -> None:
+        super().__init__(name=THREAD, daemon=True)
         host, own = own_address(store), os.environ.get(SECRET)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = close_in_children(socket.create_server((host, 0), family=family, backlog=1024))
+        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
+        CLOSED_IN_CHILDREN.add(self._listener)
         self._secret = own or secrets.token_hex(16)
         port = self._listener.getsockname()[1]
         self.address: Message = {"host": host, "port": port, "secret": "" if own else self._secret}
@@ -51,20 +53,16 @@ class Server:
         self._strangers: dict[Connection, float] = {}  # and until when they must say who they are
         self._tick_at = 0.0
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
-        self._thread.start()
+        self.start()
 
     def close(self) -> None:
-        """Rank 0 has left: let the thread tell the others, and end. Does not block."""
+        """Rank 0 has left: let the thread tell the others, and end. It takes :data:`.coordinator.LINGER` at most."""
         self._is_closing.set()
-
-    def join(self) -> None:
-        """Block until the others have heard that, for :data:`.coordinator.LINGER` seconds at most."""
-        self._thread.join()
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def run(self) -> None:
+        """Serve the ranks."""
         while not self._is_closing.is_set():
             self._work()
         end = time.monotonic() + LINGER

@@ -61,13 +61,15 @@ def spawn(
         ProcessExitedException: From torch: a process was killed, or exited with a non-zero exit code.
         Preempted: The processes were asked to stop and have written a checkpoint.
     """
-    _check(nprocs, nnodes, node_rank)
-    places = [
-        _place(node_rank * nprocs + local_rank, nnodes * nprocs, local_rank, nprocs) for local_rank in range(nprocs)
-    ]
+    if nprocs < 1 or nnodes < 1:
+        raise ConfigurationError(f"nprocs and nnodes must be at least 1, got nprocs={nprocs} and nnodes={nnodes}.")
+    if not 0 <= node_rank < nnodes:
+        raise ConfigurationError(f"node_rank must lie in [0, nnodes), got {node_rank} of {nnodes} nodes.")
+    first, size = node_rank * nprocs, nnodes * nprocs
     with _address(init_method, nnodes) as where:
-        for place in places:
-            worker_env(init_method=where, environ=place)  # raises here rather than in the new processes
+        worker_env(first, size, init_method=where)  # raises here rather than in the new processes
+        place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": nprocs}  # torchrun's variables, which others read, too
+        places = [{"RANK": first + number, "LOCAL_RANK": number, **place} for number in range(nprocs)]
         options: dict[str, Any] = {"nprocs": nprocs, "join": False, "start_method": _start_method()}
         context = mp.start_processes(_run, (fn, args, places, where, backend, timeout), **options)
         with _passing_signals_on(context.pids()) as passed:
@@ -91,9 +93,8 @@ def _passing_signals_on(pids: Sequence[int]) -> Iterator[list[int]]:
                 os.kill(pid, number)
 
     # A program that handles or ignores one itself keeps its handler.
-    mine = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
-    if threading.current_thread() is not threading.main_thread():
-        mine = []
+    is_main = threading.current_thread() is threading.main_thread()
+    mine = [number for number in SIGNALS if is_main and signal.getsignal(number) is signal.SIG_DFL]
     for number in mine:
         signal.signal(number, pass_on)
     try:
@@ -124,19 +125,6 @@ def _start_method() -> str:
     return method
 
 
-def _check(nprocs: int, nnodes: int, node_rank: int) -> None:
-    if nprocs < 1 or nnodes < 1:
-        raise ConfigurationError(f"nprocs and nnodes must be at least 1, got nprocs={nprocs} and nnodes={nnodes}.")
-    if not 0 <= node_rank < nnodes:
-        raise ConfigurationError(f"node_rank must lie in [0, nnodes), got {node_rank} of {nnodes} nodes.")
-
-
-def _place(rank: int, world_size: int, local_rank: int, local_world_size: int) -> dict[str, str]:
-    """torchrun's variables, which other libraries read too."""
-    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}
-    return {name: str(number) for name, number in numbers.items()}
-
-
 @contextmanager
 def _address(init_method: str, nnodes: int) -> Iterator[str]:
     """Where to meet: ``init_method``; for env://, MASTER_ADDR and MASTER_PORT, or a free port of this machine."""
@@ -160,12 +148,12 @@ def _run(
     index: int,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
-    places: list[dict[str, str]],
+    places: list[dict[str, int]],
     init_method: str,
     backend: str | None,
     timeout: timedelta,
 ) -> None:
-    os.environ.update(places[index])
+    os.environ.update({name: str(number) for name, number in places[index].items()})
     join_process_group(init_method=init_method, backend=backend, timeout=timeout)
     try:
         fn(*args)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from ddp_callbacks.process_group.failures import wait
-from ddp_callbacks.process_group.presence import presence
+from ddp_callbacks.process_group.presence import VOTE, presence
 
 
 def abstain() -> None:
     """Let a moment pass. Local; every rank must call this or :func:`is_unanimous` at the same moments."""
-    presence().moments.let_pass()
+    here = presence()
+    here.passed += 1
+    here.decline(here.passed)
 
 
 def is_unanimous(doing: str) -> bool:
@@ -28,8 +30,11 @@ def is_unanimous(doing: str) -> bool:
     """
     world, here = dist.group.WORLD, presence()
     assert world is not None
-    name = here.moments.vote()
-    here.ask(name, None)
-    votes = here.gather(name, True)
+    name = f"{VOTE} {here.passed + 1}"
+    votes = here.gathering(name, here.run)
+    votes.ask()
+    votes.put(True)
     wait(votes, doing, world)
+    here.heard.pop("asked", name, here.run)  # it has been answered
+    here.passed += 1
     return all(votes.values)

@@ -86,7 +86,6 @@ def test_each_process_takes_its_own_gpu_and_a_run_on_cpus_takes_none(
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> MadeUpGpus:
     """Four made-up GPUs in this process, which has not selected any; what is replaced comes back."""
-    monkeypatch.setattr(gpu, "_choice", gpu._Choice())
     for name in ("_initialized", "_cached_device_count", "_cudart", "_lazy_seed_tracker"):
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
     monkeypatch.setattr(torch.cuda, "_queued_calls", list(torch.cuda._queued_calls))
@@ -106,11 +105,11 @@ TURNS: dict[str, tuple[int, list[tuple[str, Any, Any]], list[int]]] = {
     "on the CPU": (4, [("joins", 2, "cpu"), START], []),
     "the only one": (1, [("joins", 2, None), ("joins", 2, "cuda"), START], []),
     "more processes than GPUs": (2, [("joins", 2, None), START], []),
-    "by its number": (4, [("joins", 1, None), ("joins", 0, "cuda:3")], [3]),
+    "by its number": (4, [("joins", 0, "cuda:3"), ("joins", 0, None)], [3]),
     "selected behind the join": (4, [("joins", 1, None), ("selects", 3, None), ("joins", 1, "cuda")], [1, 3]),
     "selected before the join": (4, [("selects", 3, None), ("joins", 1, None), ("joins", 2, "cuda")], [3]),
     "CUDA has started": (4, [START, ("joins", 2, None)], [2]),
-    "joins twice": (4, [("joins", 1, None), ("joins", 2, None), START, ("joins", 3, None)], [2, 3]),
+    "joins again": (4, [("joins", 2, None), ("joins", 2, None), START, ("joins", 2, None)], [2]),
     "GPUs that have gone": (4, [("joins", 3, None), ("loses", 1, None), START], []),
 }
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from ddp_callbacks.environment import HEARTBEAT_TIMEOUT, SECRET
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group.connection import Connection
-from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY, Coordinator, Stand
+from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY, Coordinator
+from ddp_callbacks.process_group.places import Place
 from ddp_callbacks.process_group.server import Server
 
 SIZE = 3
@@ -34,26 +35,38 @@ def to_all(**message: Any) -> list[tuple[int, Any]]:
     return [(rank, message) for rank in range(SIZE)]
 
 
-def wait(doing: str, turn: int = 1, broke: bool = False, **other: Any) -> dict[str, Any]:
+def at(doing: str, turn: int = 1, **other: Any) -> dict[str, Any]:
     recent = other.pop("recent", {doing: turn} if turn else {})
-    return {"event": "wait", "stand": asdict(Stand(0, doing, turn, None, recent, **other)), "broke": broke}
+    return asdict(Place(0, doing, turn, recent, **other))
+
+
+def wait(doing: str, turn: int = 1, broke: bool = False, **other: Any) -> dict[str, Any]:
+    return {"event": "wait", "place": at(doing, turn, **other), "broke": broke}
 
 
 def leave(failed: bool = False, recent: dict[str, int] | None = None) -> dict[str, Any]:
-    return {"event": "leave", "run": 0, "failed": failed, "recent": recent or {}}
+    return {"event": "leave", "place": at("a sum", recent=recent or {}, failed=failed)}
 
 
 def place(**other: Any) -> dict[str, Any]:
-    quiet = {"run": 0, "waits": False, "recent": {}, "last": "a sum", "torch": "", "line": "a.py:3", "sequence": 4}
-    return {"event": "place", "place": quiet | {"moments": 0} | other}
+    quiet = {"recent": {}, "sequence": 4, "waits": False, "line": "a.py:3"}
+    return {"event": "place", "place": at("a sum", **quiet | other)}
 
 
 def put(name: str, value: Any, members: list[int] | None = None) -> dict[str, Any]:
-    return {"event": "put", "name": name, "value": value, "members": members}
+    return {"event": "put", "about": name, "run": 0, "value": value, "members": members}
 
 
 def ask(note: Any, name: str = "s", members: list[int] | None = None) -> dict[str, Any]:
-    return {"event": "ask", "name": name, "members": members, "note": note}
+    return {"event": "ask", "about": name, "run": 0, "members": members, "note": note}
+
+
+def told(rank: int, doing: str, **what: Any) -> tuple[int, Any]:
+    return rank, {"event": "told", "about": doing, "run": 0, **what}
+
+
+def said(event: str, name: str, **what: Any) -> dict[str, Any]:
+    return {"event": event, "about": name, "run": 0, **what}
 
 
 def failure(run: int, rank: int) -> dict[str, Any]:
@@ -65,7 +78,8 @@ def ended(run: int, rank: int) -> list[tuple[int, Any]]:
 
 
 DIED = to_all(event="end", run=FOREVER, kind="gone", ranks=[1])
-LEFT = [(0, {"event": "absent", "doing": "a sum", "ranks": [1]})]
+LEFT = [told(0, "a sum", absent=[1])]
+LATE = [f"{name} is not in any collective of ddp_callbacks: it last was in a sum, and is at a.py:3." for name in NAMES]
 WHERE = {"event": "where"}
 
 # Events: the time, the rank (None: time alone), what it says (None: its connection ends), and what follows.
@@ -114,8 +128,8 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
         ),
     ],
     "one is ahead": [(1, 0, wait("b", recent={"a": 1, "b": 1}), []), (2, 1, wait("a"), [])],
-    "one has heard of a failure before": [(1, 0, wait("a", compares=False), []), (2, 1, wait("b"), [])],
-    "a wait has ended": [(1, 0, wait("a"), []), (2, 0, {"event": "done", "doing": "a"}, []), (3, 1, wait("b"), [])],
+    "one has heard of a failure before": [(1, 0, wait("a", failed=True), []), (2, 1, wait("b"), [])],
+    "a wait has ended": [(1, 0, wait("a"), []), (2, 0, {"event": "done", "about": "a"}, []), (3, 1, wait("b"), [])],
     "one waits in a collective of torch": [
         (1, 0, wait("a", sequence=4), []),
         (1, 2, wait("a", sequence=4), []),
@@ -143,40 +157,46 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
     "a wait breaks, and all live": [
         (1, 0, wait("a", broke=True), [(1, WHERE), (2, WHERE)]),
         (1, 1, place(), []),
-        (
-            2,
-            2,
-            place(),
-            [(0, {"event": "because", "doing": "a", "places": [(1, place()["place"]), (2, place()["place"])]})],
-        ),
+        (2, 2, place(), [told(0, "a", late=LATE[1:])]),
+    ],
+    "a wait breaks, and one waits elsewhere": [
+        (1, 0, wait("a", broke=True), [(1, WHERE), (2, WHERE)]),
+        (1, 1, place(waits=True), []),
+        (2, 2, place(recent={"a": 1}), [told(0, "a", late=[])]),
     ],
     "a wait breaks, and one is silent": [
         (1, 0, wait("a", broke=True), [(1, WHERE), (2, WHERE)]),
         (1, 2, place(), []),
         (2.9, None, None, []),
-        (3, None, None, [*DIED, (0, {"event": "because", "doing": "a", "places": [(2, place()["place"])]})]),
+        (3, None, None, [*DIED, told(0, "a", late=LATE[2:])]),
+    ],
+    "a wait between nodes breaks, where one waits for a rank of its node that is silent": [
+        (0, 0, wait("a", turn=1), []),
+        (1, 0, wait("between", 0, broke=True, members=[0, 2]), [(1, WHERE), (2, WHERE)]),
+        (1, 2, place(waits=True), []),
+        (3, None, None, [(1, WHERE), (2, WHERE), *DIED, told(0, "between", late=[])]),
     ],
     "all put": [
         (1, 2, put("x", "c"), []),
         (1, 0, put("x", "a"), []),
-        (2, 1, put("x", "b"), to_all(event="gathered", name="x", values=["a", "b", "c"])),
+        (2, 1, put("x", "b"), to_all(**said("gathered", "x", values=["a", "b", "c"]))),
     ],
     "one of two votes, and the other has let the moment pass": [
-        (1, 0, ask(7, "v", [0, 2]), [(rank, {"event": "asked", "name": "v", "note": 7}) for rank in (0, 2)]),
+        (1, 0, ask(7, "v", [0, 2]), [(rank, said("asked", "v", note=7)) for rank in (0, 2)]),
         (1, 0, put("v", True, [0, 2]), []),
         (
             2,
             2,
             put("v", False, [0, 2]),
-            [(rank, {"event": "gathered", "name": "v", "values": [True, False]}) for rank in (0, 2)],
+            [(rank, said("gathered", "v", values=[True, False])) for rank in (0, 2)],
         ),
     ],
     "two ask, and one has left": [
         (1, 1, leave(), []),
-        (2, 0, ask("why"), to_all(event="asked", name="s", note="why")),
+        (2, 0, ask("why"), to_all(**said("asked", "s", note="why"))),
         (2, 2, ask("too late"), []),
         (3, 0, put("s", 5), []),
-        (3, 2, put("s", 4), to_all(event="gathered", name="s", values=[5, None, 4])),
+        (3, 2, put("s", 4), to_all(**said("gathered", "s", values=[5, None, 4]))),
     ],
     "an unknown event": [(1, 0, {"event": "nonsense"}, []), (1, 0, {}, [])],
 }
@@ -264,7 +284,7 @@ def test_a_secret_of_the_launcher_s_is_not_in_the_store(monkeypatch: pytest.Monk
     assert "of the launcher" not in json.dumps(made.address)
     rank = Connection(connect(made), 0)
     rank.send({"event": "join", "rank": 0, "name": NAMES[0], "secret": "of the launcher"})
-    rank.send({"event": "leave", "run": 0, "failed": False, "recent": {}})
+    rank.send(leave())
     made.close()
     rank.end()
     rank.close()
