@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """Import torch only on first use (PEP 562): ``ddprun`` has to install its signal handlers before that."""
     public = {key: value for key, value in vars(import_module(f"{__name__}._api")).items() if not key.startswith("_")}
-    public["__all__"] = ["__version__", *public]
-    if name not in public:
+    globals().update(public, __all__=["__version__", *public])
+    if name not in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return public[name]
+    return globals()[name]
