@@ -156,8 +156,7 @@ class CallbackFabricMixin(ProcessesMixin):
         self._weights = weight_and_total(draws, self._models.exchange)
         self._backwards += 1
         self._losses.look(tensor, self._weights[0], f"backward {self._backwards}")
-        is_local = self._models.are_all(set(self._blocked))
-        sync = synchronizer.no_sync() if is_local else nullcontext()
+        sync = synchronizer.no_sync() if self._models.are_all(set(self._blocked)) else nullcontext()
         with sync, weighed_backward(synchronizer, tensor, *self._weights):
             super().backward(tensor, module, *args, **kwargs)
         self._models.note_backward(sum(draw.share.local for draw in draws))
