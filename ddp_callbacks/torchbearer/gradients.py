@@ -128,6 +128,8 @@ class AllReduceGradients(DistributedCallback):
     def on_start_training(self, state: State) -> None:
         if self._synchronizer is None:
             self._synchronizer = self._make(state[torchbearer.MODEL])
+        if self._skip_batch is not None and self._bad is None:
+            self._bad = BadBatches(ScalarExchange(self.process_group) if self.world_size > 1 else None)
         self._skipped = 0
 
     def on_sample(self, state: State) -> None:
@@ -201,8 +203,6 @@ class AllReduceGradients(DistributedCallback):
     def _skipping(self, trial: Any) -> Iterator[None]:
         """Use a closure that ends where a batch is skipped."""
         closure = trial.closure
-        exchange = ScalarExchange(self.process_group) if self.world_size > 1 else None
-        self._bad = BadBatches(exchange)
 
         @functools.wraps(closure)
         def ending(state: State) -> None:
@@ -218,7 +218,8 @@ class AllReduceGradients(DistributedCallback):
             yield
         finally:
             trial.closure = closure
-            self._bad.close()
+            if self._bad is not None:
+                self._bad.close()
             self._bad = None
 
     def _verify_batch(self, verify: Verify, state: State) -> None:
