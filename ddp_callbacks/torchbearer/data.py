@@ -16,6 +16,7 @@ metrics.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
@@ -91,6 +92,7 @@ class ShardData(DistributedCallback):
         self._originals: dict[Any, Any] = {}
         self._is_resumable = False
         self._drawing = {"on_start"}  # the events that a user's callback may handle
+        self._is_mine: list[bool] = []  # whether this rank computed each batch of the prediction
 
     def make_resumable(self) -> None:
         """From the next run on, use loaders that can resume in the middle of a pass, also with a single process."""
@@ -179,16 +181,18 @@ class ShardData(DistributedCallback):
 
     on_sample_validation = on_sample
 
+    def on_start_validation(self, state: State) -> None:
+        self._is_mine = []
+
     def on_step_validation(self, state: State) -> None:
-        aggregator = aggregator_of(state)
-        if aggregator is not None and not share_of(state).local:
-            aggregator.predictions_list.pop()  # of a padding batch
+        self._is_mine.append(share_of(state).local > 0)
 
     def on_end_validation(self, state: State) -> None:
         aggregator = aggregator_of(state)
         if self.world_size > 1 and aggregator is not None:
+            mine = list(itertools.compress(aggregator.predictions_list, self._is_mine))
             limit = getattr(state[torchbearer.GENERATOR], "limit", None)
-            aggregator.predictions_list = gather_outputs(aggregator.predictions_list, self.process_group)[:limit]
+            aggregator.predictions_list = gather_outputs(mine, self.process_group)[:limit]
             aggregator.on_end_validation(state)
 
     def on_end(self, state: State) -> None:

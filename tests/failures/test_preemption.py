@@ -143,7 +143,7 @@ def test_the_file_is_there_after_the_step_in_which_the_signal_came(nursery: Nurs
     assert [rank.code for rank in ranks] == [EXIT_PREEMPTED] * 2, [rank.stderr for rank in ranks]
     position = torch.load(tmp_path / "run.pt", weights_only=False)["ddp_callbacks"]
     own = torch.load(io.BytesIO(position["ranks"][0].numpy().tobytes()), weights_only=False)
-    assert own["position"]["batches"] == 6, "the batch under way is the last one"
+    assert own["batches"] == 6, "the batch under way is the last one"
     for rank in ranks:
         assert rank.noted_at["stopped"] - rank.noted_at["in the step"] < 2 * rank.slowness
 
