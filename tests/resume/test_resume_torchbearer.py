@@ -228,6 +228,23 @@ def test_a_bar_begins_where_the_run_goes_on(tmp_path: Path) -> None:
         assert [(bar.total, bar.updates) for bar in Bar.made] == bars
 
 
+class Draws(Callback):  # type: ignore[misc]
+    """A user's callback, which takes from an iterator."""
+
+    def __init__(self) -> None:
+        self.numbers, self.taken = (number for number in range(100)), []
+
+    def on_step_training(self, _: Any) -> None:
+        self.taken.append(next(self.numbers))
+
+
+def test_an_iterator_of_a_users_callback_is_left_alone(tmp_path: Path) -> None:
+    draws = [Draws(), Draws()]
+    cut(make(tmp_path, draws[0], cut=3))
+    make(tmp_path, draws[1]).run(1)
+    assert [each.taken for each in draws] == [[0, 1, 2], [0, 1]]
+
+
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
