@@ -32,8 +32,7 @@ from ddp_callbacks.process_group.places import Place
 FOREVER = None  # in place of a run: the end of a process
 GRACE = 2.0  # seconds within which every rank that runs answers
 LINGER = 3.0  # seconds that rank 0 waits at its end for what the others have to do or say first
-_OFTEN = 1.0  # seconds between two questions to a rank where it is
-_SELDOM = 20.0  # seconds between those for a rank that waits
+_SELDOM = 20.0  # seconds between two questions where the others are, for a rank that waits
 REMEDY = (
     "Every rank must make the same calls in the same order, also in hooks and callbacks, wherever the others must "
     "take part."
@@ -74,7 +73,7 @@ class Coordinator:
         self._counted = 0  # ranks that had joined when those heard which are missing
         self._waits: dict[tuple[int, str], _Wait] = {}
         self._places: dict[int, tuple[float, Place]] = {}
-        self._asked: dict[int, float] = {}
+        self._asked: dict[int, float] = {}  # when, for those that have not answered
         self._left: dict[int, tuple[float, Place]] = {}
         self._gone: set[int] = set()
         self._ends: dict[int | None, Message] = {}
@@ -103,7 +102,9 @@ class Coordinator:
             self._send(self._names, {"event": "missing", "ranks": missing})
         waiting = {rank for rank, _ in self._waits}
         for (rank, _), wait in self._waits.items():
-            if not wait.broke and now - wait.since >= GRACE and now - wait.asked >= _SELDOM:
+            if wait.broke:
+                self._ask_where([other for other in self._others(rank) if not self._is_heard(other, wait)], now)
+            elif now - wait.since >= GRACE and now - wait.asked >= _SELDOM:
                 wait.asked = now
                 self._ask_where([other for other in self._others(rank) if other not in waiting], now)
         return self._settle(now)
@@ -118,7 +119,7 @@ class Coordinator:
 
     def _on_join(self, rank: int, message: Message, now: float) -> None:
         self._names[rank] = message["name"]
-        if self._asked.pop(rank, None):  # before it could hear
+        if self._asked.pop(rank, None) is not None:  # before it could hear
             self._ask_where([rank], now)
         asked = [each.asked for each in self._gatherings.values() if each.asked and rank in each.members]
         for said in [*self._ends.values(), *asked]:
@@ -153,7 +154,7 @@ class Coordinator:
 
     def _on_place(self, rank: int, message: Message, now: float) -> None:
         place = Place(**message["place"])
-        self._places[rank] = now, place
+        self._places[rank] = self._asked.pop(rank, now), place
         for (waiting, _), wait in self._waits.items():
             awaited = wait.place
             is_missing = awaited.run == place.run and not place.waits and awaited.misses(rank, place)
@@ -210,11 +211,15 @@ class Coordinator:
         if absent or not wait.broke:
             return {"absent": absent} if absent else None
         others = self._others(rank)
-        silent = [each for each in others if self._places.get(each, (-math.inf,))[0] < wait.since - _OFTEN]
-        if silent and now - wait.since < GRACE:
+        silent = [each for each in others if not self._is_heard(each, wait)]
+        if any(now - max(wait.since, self._asked.get(each, now)) < GRACE for each in silent):
             return None
         self._bury(silent)
         return {"late": [self._elsewhere(each) for each in others if each not in silent and self._is_late(each, wait)]}
+
+    def _is_heard(self, rank: int, wait: _Wait) -> bool:
+        """Whether it has answered a question that was asked after this wait broke, so that it lived then."""
+        return rank in self._places and self._places[rank][0] >= wait.since
 
     def _is_late(self, rank: int, wait: _Wait) -> bool:
         place = self._places[rank][1]
@@ -241,7 +246,7 @@ class Coordinator:
             self._send(self._ranks, self._ends[run])
 
     def _ask_where(self, ranks: Iterable[int], now: float) -> None:
-        due = [rank for rank in ranks if now - self._asked.get(rank, -math.inf) >= _OFTEN]
+        due = [rank for rank in ranks if rank not in self._asked]
         self._asked.update(dict.fromkeys(due, now))
         self._send(due, {"event": "where"})
 

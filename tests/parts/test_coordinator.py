@@ -152,12 +152,31 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
         (4, None, None, [(1, WHERE), (2, WHERE)]),
         (5, 1, place(), []),
         (20, None, None, []),
-        (24, None, None, [(1, WHERE), (2, WHERE)]),
+        (24, None, None, [(1, WHERE)]),  # the other owes an answer
     ],
     "a wait breaks, and all live": [
         (1, 0, wait("a", broke=True), [(1, WHERE), (2, WHERE)]),
         (1, 1, place(), []),
         (2, 2, place(), [told(0, "a", late=LATE[1:])]),
+    ],
+    "a wait breaks by the death of a rank that has said just before where it is": [
+        (1, 0, wait("a"), []),
+        (3, None, None, [(1, WHERE), (2, WHERE)]),
+        (3, 2, place(), []),
+        (3.5, 0, wait("a", broke=True), [(2, WHERE)]),
+        (3.5, 1, place(), []),
+        (3.6, 2, place(), []),
+        (3.7, None, None, [(1, WHERE)]),
+        (3.8, 1, None, [*DIED, told(0, "a", late=LATE[2:])]),
+    ],
+    "a wait breaks, and one is silent that owed an answer": [
+        (1, 0, wait("a"), []),
+        (3, None, None, [(1, WHERE), (2, WHERE)]),
+        (9, 0, wait("a", broke=True), []),
+        (10.9, 2, place(), []),
+        (10.9, None, None, [(2, WHERE)]),
+        (10.9, 2, place(), []),
+        (11, None, None, [*DIED, told(0, "a", late=LATE[2:])]),
     ],
     "a wait breaks, and one waits elsewhere": [
         (1, 0, wait("a", broke=True), [(1, WHERE), (2, WHERE)]),
@@ -174,7 +193,7 @@ TABLE: dict[str, list[tuple[float, int | None, Any, list[tuple[int, Any]]]]] = {
         (0, 0, wait("a", turn=1), []),
         (1, 0, wait("between", 0, broke=True, members=[0, 2]), [(1, WHERE), (2, WHERE)]),
         (1, 2, place(waits=True), []),
-        (3, None, None, [(1, WHERE), (2, WHERE), *DIED, told(0, "between", late=[])]),
+        (3, None, None, [(2, WHERE), *DIED, told(0, "between", late=[])]),
     ],
     "all put": [
         (1, 2, put("x", "c"), []),
