@@ -54,9 +54,8 @@ def _global_generators() -> list[Any]:
     return [torch.default_generator, random, numpy and numpy.random, cuda]
 
 
-def seed_global(*salt: Any) -> None:
-    """Seed all global generators with ``salt``."""
-    seed = digest_of(*salt)
+def seed_global(seed: int) -> None:
+    """Seed all global generators with 63 bits."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():  # torch.manual_seed formats a stack for every kind of device, which takes 1 ms
         torch.cuda.manual_seed_all(seed)

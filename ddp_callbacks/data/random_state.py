@@ -14,6 +14,7 @@ from ddp_callbacks.comm.collectives import broadcast_tensors
 from ddp_callbacks.data.global_state import (
     GLOBAL,
     State,
+    digest_of,
     get_global_state,
     is_same_state,
     restore_global_state,
@@ -92,7 +93,7 @@ def seed_by_rank(group: dist.ProcessGroup | None = None) -> None:
     if get_world_size(group) > 1:
         state = _of_rank_0(get_global_state(), group)
         if rank := get_rank(group):
-            seed_global(rank, state[0])
+            seed_global(digest_of(rank, state[0]))
 
 
 def broadcast_rng_state(group: dist.ProcessGroup | None = None) -> None:
@@ -132,7 +133,8 @@ class RunRandomState:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self._rank = get_rank(group)
-        self._states: dict[str, State] = {}  # "own", "shared", "in_batch"; empty if the ranks draw from one
+        self._states: dict[str, Any] = {}  # "own", "shared", "in_batch", or seeds; empty if the ranks draw from one
+        self._accepted: list[Any] = [None] * GLOBAL
         self._current = "own"  # the one that is the global state now; what is kept of it is out of date
         self._is_one = False  # rank 0's own is the shared one: both advance, as a single process has but one
         self.is_fresh = False
@@ -151,19 +153,27 @@ class RunRandomState:
             self.accept(_of_rank_0(self.offer(), self._group))
 
     def offer(self) -> Any:
-        """What rank 0 sends of its state, as tensors and plain data; another message may carry it. Local."""
-        return get_global_state() if self._rank == 0 else None
+        """What rank 0 sends, as tensors and plain data: states that have changed since the last time. Local.
+
+        Another message may carry it.
+        """
+        if self._rank:
+            return None
+        both = enumerate(zip(get_global_state(), self._accepted, strict=True))
+        return [[number, state] for number, (state, known) in both if not is_same_state([state], [known])]
 
     def accept(self, offered: Any) -> None:
         """As :meth:`synchronize`, with what rank 0 has offered at this moment. Local; every rank calls it."""
-        self._states = self._derived(get_global_state() if self._rank == 0 else offered)
-        set_global_state(self._states[self._current])
+        changed = dict(offered)
+        self._accepted = [changed.get(number, known) for number, known in enumerate(self._accepted)]
+        self._states = self._derived(self._accepted)
+        _set(self._states[self._current])
         self._is_one, self.is_fresh = self._rank == 0, True
 
     def end(self) -> None:
         """Leave the shared state in place on all ranks. Local."""
         if self.is_open and self._current == "own":
-            set_global_state(self._states["shared"])
+            _set(self._states["shared"])
         self._states = {}
 
     @contextmanager
@@ -179,7 +189,7 @@ class RunRandomState:
         finally:
             self.is_fresh = False
             if self._is_one and self.is_open:
-                set_global_state(self._states["shared"])
+                _set(self._states["shared"])
 
     @contextmanager
     def alike_in_batch(self) -> Iterator[None]:
@@ -205,7 +215,7 @@ class RunRandomState:
     def _switch(self, name: str) -> None:
         if self.is_open and name != self._current:
             self._states[self._current] = get_global_state()
-            set_global_state(self._states[name])
+            _set(self._states[name])
         self._current = name
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,16 +243,20 @@ class RunRandomState:
             states = derived | states
             if self.is_open or is_open:
                 self._states, self.is_fresh = states, False
-        restore_global_state(states[self._current] if self.is_open else states["own"])
+        _set(states[self._current] if self.is_open else states["own"])
 
-    def _derived(self, shared: State) -> dict[str, State]:
-        """This rank's states that follow from the shared one."""
-        before, seeded = get_global_state(), []
-        for salt in (self._rank, "hooks of a batch"):
-            seed_global(salt, shared[0])
-            seeded.append(get_global_state())
-        set_global_state(before)
-        return {"own": seeded[0] if self._rank else shared, "shared": shared, "in_batch": seeded[1]}
+    def _derived(self, shared: State) -> dict[str, Any]:
+        """This rank's states, or seeds, that follow from the shared one."""
+        own = digest_of(self._rank, shared[0]) if self._rank else shared
+        return {"own": own, "shared": shared, "in_batch": digest_of("hooks of a batch", shared[0])}
+
+
+def _set(state: State | int) -> None:
+    """Continue from a global state, or a seed."""
+    if isinstance(state, int):
+        seed_global(state)
+    else:
+        restore_global_state(state)
 
 
 def _of_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_callbacks.data.global_state import seed_global
+from ddp_callbacks.data.global_state import digest_of, seed_global
 
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 
@@ -67,7 +67,7 @@ class SeededIndices:
 
 
 def _arrive(indices: Any, *salt: int) -> Any:
-    seed_global(*salt)
+    seed_global(digest_of(*salt))
     return indices
 
 

@@ -27,6 +27,8 @@ import torchbearer
 from torchbearer import Callback
 
 from ddp_callbacks.batch_norm import samples_needed
+from ddp_callbacks.comm.codec import pack, unpack
+from ddp_callbacks.comm.collectives import all_gather_tensors
 from ddp_callbacks.data.iterator import ShardedIterator
 from ddp_callbacks.data.nested import length_of, rebuild_mapping, rebuild_sequence
 from ddp_callbacks.data.outputs import gather_outputs
@@ -53,6 +55,7 @@ Event: TypeAlias = Callable[[State], None]
 
 STEPS_KEYS = (torchbearer.TRAIN_STEPS, torchbearer.VALIDATION_STEPS, torchbearer.TEST_STEPS)
 _IN_BATCH = ("on_backward", "on_step_training")
+_BEGIN = {"on_start"}  # before it is known what callbacks there are
 _MEETING = ("on_start_epoch", "on_end_training", "on_end_validation", "on_end")
 _ALIKE = (*_MEETING, "on_start", "on_start_training", "on_start_validation", "on_end_epoch", "on_checkpoint")
 
@@ -91,7 +94,7 @@ class ShardData(DistributedCallback):
         self._sharded: dict[int, tuple[Any, Any]] = {}
         self._originals: dict[Any, Any] = {}
         self._is_resumable = False
-        self._drawing = {"on_start"}  # the events that a user's callback may handle
+        self._drawing = set(_BEGIN)  # the events that a user's callback may handle, on any rank
         self._is_mine: list[bool] = []  # whether this rank computed each batch of the prediction
 
     def make_resumable(self) -> None:
@@ -119,7 +122,7 @@ class ShardData(DistributedCallback):
 
         @functools.wraps(event)
         def alike(state: State) -> None:
-            if name in _MEETING and random_state.is_open and not random_state.is_fresh:
+            if name in _MEETING and random_state.is_open and not random_state.is_fresh and self._draws_in(name):
                 random_state.synchronize()
             draws = random_state.alike if name in _ALIKE else random_state.alike_in_batch
             with draws() if name in self._drawing else nullcontext():
@@ -128,6 +131,10 @@ class ShardData(DistributedCallback):
                 random_state.is_fresh = False  # on all ranks, whichever callbacks each has
 
         return alike
+
+    def _draws_in(self, name: str) -> bool:
+        """Whether something may draw alike in this event of ``_MEETING`` or behind it. The same on all ranks."""
+        return name == "on_end" or self._drawing != _BEGIN
 
     def on_start(self, state: State) -> None:
         callbacks = list(state[torchbearer.CALLBACK_LIST])
@@ -170,7 +177,12 @@ class ShardData(DistributedCallback):
     def _share_random_state(self, random_state: RunRandomState, state: State) -> None:
         has_generator = any(self._originals[key] and self._originals[key][0] is not None for key in DATA_KEYS)
         if has_generator or self.batch_size == "per_process":
-            random_state.synchronize()
+            tensors: list[torch.Tensor] = []
+            header = pack([sorted(self._drawing), random_state.offer()], tensors)
+            found = all_gather_tensors(header, tensors, "the random state", self.process_group)
+            drawing, (offered, *_) = zip(*itertools.starmap(unpack, found), strict=True)
+            self._drawing.update(*drawing)  # a callback may be on one rank only
+            random_state.accept(offered)
             state[RUN_RANDOM_STATE] = random_state
         else:
             broadcast_rng_state(self.process_group)

@@ -352,9 +352,8 @@ def messages_between_epochs() -> list[int]:
 
 def test_between_two_epochs_there_are_four_exchanges() -> None:
     """Over a network four exchanges separate epochs."""
-    gradients, decisions, order = 1, 1, 1
-    with_random_state = 2  # messages: it has more bytes than one holds
-    wanted = gradients + 2 * with_random_state + decisions + order
+    gradients, end_of_data, decisions, end_of_epoch, order = 1, 1, 1, 1, 1  # each is one message
+    wanted = gradients + end_of_data + decisions + end_of_epoch + order
     assert WORLD.returned(messages_between_epochs, GLOO) == [[wanted] * 3] * 2
 
 
