@@ -127,7 +127,7 @@ class RunRandomState:
         group: ``None`` is the default group.
 
     Attributes:
-        is_fresh: Whether nobody has drawn alike since the state was last shared.
+        is_fresh: Whether the shared state is still rank 0's, as far as is known.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

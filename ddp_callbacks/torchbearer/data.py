@@ -9,8 +9,8 @@ all others                                        the same, if a user's callback
 ================================================  ====================================================================
 
 An event that draws the same must run on all ranks and draw the same amount. If it doesn't (it runs only on rank 0), the
-ranks are synchronized again before the next event in ``_MEETING``, at the end of a pass by the message that merges its
-metrics.
+ranks are synchronized again before the next event in ``_MEETING``. The message that merges the metrics of a pass
+synchronizes them, too.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ Event: TypeAlias = Callable[[State], None]
 
 STEPS_KEYS = (torchbearer.TRAIN_STEPS, torchbearer.VALIDATION_STEPS, torchbearer.TEST_STEPS)
 _IN_BATCH = ("on_backward", "on_step_training")
-_BEGIN = {"on_start"}  # before it is known what callbacks there are
 _MEETING = ("on_start_epoch", "on_end_training", "on_end_validation", "on_end")
-_ALIKE = (*_MEETING, "on_start", "on_start_training", "on_start_validation", "on_end_epoch", "on_checkpoint")
+_PASSES = ("on_start_training", "on_start_validation")
+_ALIKE = (*_MEETING, *_PASSES, "on_start", "on_end_epoch", "on_checkpoint")
 
 
 class ShardData(DistributedCallback):
@@ -94,7 +94,7 @@ class ShardData(DistributedCallback):
         self._sharded: dict[int, tuple[Any, Any]] = {}
         self._originals: dict[Any, Any] = {}
         self._is_resumable = False
-        self._drawing = set(_BEGIN)  # the events that a user's callback may handle, on any rank
+        self._drawing = {"on_start"}  # the events that a user's callback may handle, on any rank
         self._is_mine: list[bool] = []  # whether this rank computed each batch of the prediction
 
     def make_resumable(self) -> None:
@@ -122,19 +122,15 @@ class ShardData(DistributedCallback):
 
         @functools.wraps(event)
         def alike(state: State) -> None:
-            if name in _MEETING and random_state.is_open and not random_state.is_fresh and self._draws_in(name):
+            if name in _MEETING and random_state.is_open and not random_state.is_fresh:
                 random_state.synchronize()
             draws = random_state.alike if name in _ALIKE else random_state.alike_in_batch
             with draws() if name in self._drawing else nullcontext():
                 event(state)
-            if name in _ALIKE:
-                random_state.is_fresh = False  # on all ranks, whichever callbacks each has
+            if name in _PASSES:
+                random_state.is_fresh = False  # rank 0 draws the order of the batches
 
         return alike
-
-    def _draws_in(self, name: str) -> bool:
-        """Whether something may draw alike in this event of ``_MEETING`` or behind it. The same on all ranks."""
-        return name == "on_end" or self._drawing != _BEGIN
 
     def on_start(self, state: State) -> None:
         callbacks = list(state[torchbearer.CALLBACK_LIST])
