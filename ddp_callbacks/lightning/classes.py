@@ -1,6 +1,6 @@
 """The classes as users, editors and type checkers see them; :mod:`.package` makes them for both packages of Lightning.
 
-To a type checker they are subclasses of anything, and so of the strategy and the callback of either package.
+Their base classes are ``Any`` to a type checker, so it accepts them as strategies and callbacks of either package.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Resume(ResumeMixin):
     """Let ``trainer.fit`` stop anywhere and resume at the next batch, on any number of processes.
 
     ``Trainer(strategy="ddp_callbacks", callbacks=[Resume("run.ckpt")])``. If the file is there, ``trainer.fit(module)``
-    resumes from it; ``ckpt_path`` then does not count. When a process is asked to stop (SIGTERM, SIGUSR1, the time
+    resumes from it, and ``ckpt_path`` is ignored. When a process is asked to stop (SIGTERM, SIGUSR1, the time
     limit), all finish the batch of the training or the validation, rank 0 writes the file, and each process ends with
     exit code 75 (:class:`ddp_callbacks.errors.Preempted`). A validation that was cut is repeated. In a sanity check,
     the first batch of the training comes before the stop.
@@ -97,9 +97,9 @@ class Resume(ResumeMixin):
     statistics, random states, and the module's plain attributes that the fit has changed.
 
     On the same number of processes the fit resumes with the same bits. On another number, ranks draw other dropout
-    masks than before, and the rest is equal up to rounding. Hooks that open the fit and the epoch are called again;
-    then everything is put back as it was. A fit that had ended begins and ends once more, without an epoch. With
-    ``fast_dev_run`` it does nothing. Another strategy, and searches for a batch size or a learning rate, are refused.
+    masks than before, and the rest is equal up to rounding. The hooks that open the fit and the epoch run again; then
+    the saved state is restored. A fit that had ended begins and ends once more, without an epoch. With ``fast_dev_run``
+    the callback does nothing. It refuses another strategy, and searches for a batch size or a learning rate.
     """
 
 
