@@ -253,7 +253,7 @@ class Run:
         return synchronizer if self._is_automatic and not _parts.skips_backward(self._trainer) else None
 
     def before_validation(self) -> None:
-        """Join values that hooks have logged since the last training step, for callbacks that read them. A collective."""
+        """Join values that hooks have logged after the last training step, for their readers. A collective."""
         if self._trainer.state.fn == "fit" and not self._trainer.sanity_checking:
             results = _logged.results_of_training(self._trainer)
             results.join()
