@@ -34,7 +34,7 @@ AUTO = "DDP_CALLBACKS_AUTO"
 
 
 def is_auto() -> bool:
-    """Whether this process is one of several whose script is to train on all of them."""
+    """Whether ``--auto`` is on, and there are several processes."""
     return os.environ.get(AUTO) == "1" and WorkerEnv.from_environ().world_size > 1
 
 

@@ -86,7 +86,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _is_plain(leaf: Any, known: Collection[int]) -> bool:
-    """Whether it is a scalar, or a tensor in none of the ``known`` memory."""
+    """Whether ``leaf`` is a scalar, or a tensor outside the ``known`` memory."""
     if type(leaf) is torch.Tensor and is_dense(leaf):
         return leaf.untyped_storage().data_ptr() not in known
     return type(leaf) in _SCALARS or _is_numpys(leaf)

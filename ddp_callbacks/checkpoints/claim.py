@@ -17,7 +17,7 @@ from datetime import datetime
 from ddp_callbacks.errors import CheckpointError, say
 
 PATIENCE = 5.0
-"""Seconds to wait for another process: the one that this one replaces may still be ending."""
+"""Seconds to wait for another process to release the path: a predecessor of this process may still be ending."""
 
 _PAUSE = 0.1
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)

@@ -226,7 +226,7 @@ def _load_own(value: Any, states: LocalStates) -> None:
     if isinstance(value, GradientSynchronizer):
         value.load_state_dict(states.of_ranks)
     elif isinstance(value, ParameterAverager) and not states.is_same_world:
-        value.load_state_dict({"steps": 0, "weight": 0.0})  # the loaded model is that of a closed window
+        value.load_state_dict({"steps": 0, "weight": 0.0})  # the loaded model was saved with closed windows
         value.outer_step()
     elif isinstance(value, LocalSums):
         _replace(value, states.mine if states.is_same_world else _part_of_sums(states))

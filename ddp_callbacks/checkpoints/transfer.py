@@ -31,8 +31,8 @@ def on_rank_zero(action: Callable[[], T], doing: str, group: dist.ProcessGroup |
         What ``action`` returned on rank 0, ``None`` on the others.
 
     Raises:
-        Exception: On rank 0, what ``action`` raised.
-        CheckpointError: On the others, with the same text, if ``action`` raised.
+        Exception: On rank 0, the error that ``action`` raised.
+        CheckpointError: On the others, with the same text, if ``action`` raised an error.
     """
     if get_rank(group) != 0:
         text, _ = broadcast_tensors(None, [], doing, group)

@@ -125,7 +125,7 @@ class ShardedIterator(Iterator[Any]):
         end_workers(self.batches)
 
     def take_share(self) -> Share | None:
-        """The combined share of the batches drawn since the last call; ``None`` if there were none."""
+        """Return the combined share of the batches drawn since the last call; ``None`` if there were none."""
         if not self._shares:
             return None
         taken = functools.reduce(operator.add, self._shares)

@@ -12,12 +12,12 @@ from ddp_callbacks.errors import ConfigurationError
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a tensor or a NumPy array."""
+    """Whether ``value`` is a tensor or a NumPy array."""
     return isinstance(value, torch.Tensor) or (type(value).__module__ == "numpy" and type(value).__name__ == "ndarray")
 
 
 def arrays_in(value: Any) -> Iterator[Any]:
-    """The tensors and arrays in a nested value."""
+    """Yield the tensors and arrays in a nested value."""
     if is_array(value):
         yield value
     elif isinstance(value, Mapping):
@@ -34,7 +34,7 @@ def name_of(loader: Any) -> str:
 
 
 def length_of(loader: Any) -> int | None:
-    """The number of batches; ``None`` if the loader does not know."""
+    """Return the number of batches; ``None`` if the loader does not know."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

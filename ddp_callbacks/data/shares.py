@@ -43,7 +43,7 @@ class Share:
 
 
 def check_batch_size(batch_size: str) -> None:
-    """Raise :class:`ConfigurationError` unless it is one of :data:`BATCH_SIZES`."""
+    """Raise :class:`ConfigurationError` unless ``batch_size`` is one of :data:`BATCH_SIZES`."""
     if batch_size not in BATCH_SIZES:
         raise ConfigurationError(
             f'batch_size must be "global" (the loader\'s batch is divided among the processes) or '
@@ -58,7 +58,7 @@ def slice_bounds(size: int, rank: int, world_size: int, at_least: int = 1) -> tu
 
     Args:
         size: Number of samples to divide.
-        rank, world_size: Which part, and the number of parts.
+        rank, world_size: The rank that gets the part, and the number of ranks.
         at_least: Each part has at least this many samples or none. If ``size`` is smaller, the first rank gets all.
     """
     world_size = min(world_size, max(1, size // at_least))
@@ -92,7 +92,7 @@ def slice_batch(batch: Any, size: int, rank: int, world_size: int, at_least: int
 
 
 def common_size(batch: Any) -> int | None:
-    """The number of samples: the first dimension of all tensors and arrays of ``batch``; ``None`` if they differ."""
+    """Return the number of samples: the first dimension of all arrays of ``batch``; ``None`` if these differ."""
     sizes = {array.shape[0] if array.ndim else None for array in arrays_in(batch)}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -129,7 +129,7 @@ class Divider:
 
     Attributes:
         division: See the table above.
-        rank, world_size: Which part, and the number of parts.
+        rank, world_size: This rank, and the number of ranks.
         at_least: See :func:`ddp_callbacks.shard_loader`.
     """
 

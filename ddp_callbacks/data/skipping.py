@@ -50,7 +50,7 @@ FAULTS: Mapping[str, frozenset[Fault]] = {
 
 
 def check_skip_batch(skip_batch: str | None, sync: object) -> None:
-    """Raise :class:`ConfigurationError` unless it is ``None`` or a key of ``FAULTS``, with exact gradients."""
+    """Raise :class:`ConfigurationError` unless ``skip_batch`` is ``None``, or in ``FAULTS`` with exact gradients."""
     if skip_batch is None:
         return
     if skip_batch not in FAULTS:
@@ -131,5 +131,5 @@ class BadBatches:
 
 
 def _is_round(number: int) -> bool:
-    """Whether it is 1, 2 or 5 times a power of ten."""
+    """Whether ``number`` is 1, 2 or 5 times a power of ten."""
     return str(number).rstrip("0") in ("1", "2", "5")

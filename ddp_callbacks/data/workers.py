@@ -47,7 +47,7 @@ def _leave_unheard(number: int, frame: object) -> None:
 
 
 def keep_workers(loader: DataLoader[Any]) -> None:
-    """Let the workers of a copy of a loader outlive signals to the whole job."""
+    """Let the workers of ``loader``, which this changes, outlive signals to the whole job."""
     if loader.num_workers:
         _end_workers_at_exit()
         loader.worker_init_fn = WorkerStart(loader.worker_init_fn)

@@ -38,7 +38,7 @@ elif "ddp_callbacks.pytorch_lightning" not in sys.modules:
     from ddp_callbacks.lightning.package import make
 
     CallbackStrategy, DDPCallback, Resume, CallbackFabricStrategy = make("lightning", __name__)
-else:  # which imports the modules of this package, and not for lightning
+else:  # ddp_callbacks.pytorch_lightning imports this package only for its modules
 
     def __getattr__(name: str) -> Any:
         """Make the classes when a program that uses both packages asks for them."""

@@ -13,10 +13,10 @@ from ddp_callbacks.lightning.packages import FABRIC, ROOTS
 # Methods that this library replaces during a run.
 BROADCAST_SIGTERM = "_broadcast_sigterm_tensor"  # of the training epoch loop, before each batch
 HANDLE_SIGTERM = "_sigterm_notifier_fn"  # of the signal connector
-HANDLE_REQUEUE = "_slurm_sigusr_handler_fn"  # likewise
+HANDLE_REQUEUE = "_slurm_sigusr_handler_fn"  # of the signal connector
 PREPARE_DATA = "prepare_data"  # of the data connector
 PREDICT_STEP = "_predict_step"  # of the prediction loop
-BATCH_INDICES = "_get_batch_indices"  # likewise
+BATCH_INDICES = "_get_batch_indices"  # of the prediction loop
 RESUME_START = "resume_start"  # of the checkpoint connector
 MONITORED = ("_monitor_candidates", "_run_early_stopping_check")  # where ModelCheckpoint and EarlyStopping read
 

@@ -37,28 +37,28 @@ class CallbackStrategy(CallbackStrategyMixin):
             they differ by more than 1 %, unless ``weight``, ``reduction`` or ``batch_size`` says how the loss counts.
             ``"first_batch"``: in any case, and raise :class:`ddp_callbacks.errors.MismatchError`; see
             :func:`ddp_callbacks.verify_gradient`. Both call ``training_step`` two or three times, with logging off.
-        skip_batch: What lets all processes skip a training batch together, as one process does if ``training_step``
-            returns ``None``: ``"no_loss"``: it returns ``None`` on some process. ``"non_finite"``: the loss is NaN or
-            infinite on some process. ``"any"``: either. Rank 0 reports the batch, and the ranks and hosts that have
-            such a loss. It costs one small message in each step, and reading the loss from its GPU. ``None``: an error
-            if only some return ``None``, and a warning at the first loss that isn't finite. For automatic
-            optimization, with an optimizer that computes the loss once per step.
+        skip_batch: When all processes skip a training batch together, as one process does if ``training_step`` returns
+            ``None``. ``"no_loss"``: it returns ``None`` on some process. ``"non_finite"``: the loss is NaN or infinite
+            on some process. ``"any"``: either. Rank 0 reports the batch, and the ranks and hosts that have such a loss.
+            It costs one small message in each step, and reading the loss from its GPU. ``None``: raise an error if only
+            some return ``None``, and warn of the first loss that isn't finite. For automatic optimization, with an
+            optimizer that computes the loss once per step.
         bucket_cap_mb: The size in MiB at which a bucket of gradients is sent, as in ``DistributedDataParallel``; with
-            another ``sync``, that of the fragments of parameters.
+            another ``sync``, the size of the fragments of parameters.
         comm_hook: A communication hook, as for ``DistributedDataParallel.register_comm_hook``; see
             :class:`ddp_callbacks.GradientSynchronizer`.
-        comm_state: What the hook gets as its first argument.
+        comm_state: The first argument of the hook.
         compress: How to send less over the network between nodes: ``"bf16"``, ``"fp16"``, or
             :class:`ddp_callbacks.PowerSGD` for low-rank matrices; ``None``: nothing is changed.
         process_group_backend: As in :func:`torch.distributed.init_process_group`; ``None``: gloo, and NCCL for CUDA.
         timeout: How long to wait for the other processes to join, and for a silent process.
         start_method: How the Trainer starts processes without a launcher: ``"popen"``, ``"fork"``, ``"spawn"`` or
             ``"forkserver"``; ``None``: ``"popen"``, in a notebook ``"fork"``.
-        accelerator: As in ``DDPStrategy``; the Trainer's, if ``None``.
-        parallel_devices: The same.
-        cluster_environment: The same.
-        checkpoint_io: The same.
-        precision_plugin: The same.
+        accelerator: As in ``DDPStrategy``; ``None``: the Trainer's.
+        parallel_devices: As in ``DDPStrategy``; ``None``: the Trainer's.
+        cluster_environment: As in ``DDPStrategy``; ``None``: the Trainer's.
+        checkpoint_io: As in ``DDPStrategy``; ``None``: the Trainer's.
+        precision_plugin: As in ``DDPStrategy``; ``None``: the Trainer's.
 
     Raises:
         ConfigurationError: A setting is invalid; a ``ValueError``.
@@ -74,8 +74,9 @@ class DDPCallback(DDPCallbackMixin):
 
     Args:
         batch_size, weight, reduction, sync, verify, skip_batch: See :class:`CallbackStrategy`.
-        bucket_cap_mb, comm_hook, comm_state, compress, process_group_backend, timeout, start_method: The same.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: The same.
+        bucket_cap_mb, comm_hook, comm_state, compress, process_group_backend: See :class:`CallbackStrategy`.
+        timeout, start_method, accelerator, parallel_devices, cluster_environment: See :class:`CallbackStrategy`.
+        checkpoint_io, precision_plugin: See :class:`CallbackStrategy`.
 
     Raises:
         ConfigurationError: A setting is invalid, or the Trainer is given another strategy, too. At the start of a run:
@@ -93,7 +94,7 @@ class Resume(ResumeMixin):
     the first batch of the training comes before the stop.
 
     The file is the Trainer's own checkpoint, which Lightning alone can load. In addition it has what Lightning does not
-    save: the position in the loaders, logged values and metrics of the pass under way, accumulated gradients, running
+    save: the position in the loaders, logged values and metrics of the current pass, accumulated gradients, running
     statistics, random states, and the module's plain attributes that the fit has changed.
 
     On the same number of processes the fit resumes with the same bits. On another number, ranks draw other dropout

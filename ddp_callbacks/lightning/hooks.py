@@ -25,7 +25,7 @@ from ddp_callbacks.lightning.replacement import Replacements
 _STEPS = {"training_step", "validation_step", "test_step", "predict_step", "forward"}
 _TRANSFERS = {"on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"}
 _OF_EVALUATION = {f"on_{stage}_batch_{end}" for stage in ("validation", "test", "predict") for end in ("start", "end")}
-_OWN = _STEPS | _TRANSFERS | _OF_EVALUATION | {"on_exception", "optimizer_step"}  # which contains the closure
+_OWN = _STEPS | _TRANSFERS | _OF_EVALUATION | {"on_exception", "optimizer_step"}  # the latter contains the closure
 _OF_TRAINING_BATCH = {
     "on_train_batch_start",
     "on_before_zero_grad",

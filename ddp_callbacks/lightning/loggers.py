@@ -45,7 +45,7 @@ def _count_lines(logger: Any) -> int | None:
 
 
 def _is_csv(logger: Any) -> bool:
-    """Whether it is a CSVLogger whose file is on a local disk."""
+    """Whether ``logger`` is a CSVLogger whose file is on a local disk."""
     is_one = any(kind.__name__ == "CSVLogger" for kind in type(logger).__mro__)
     return is_one and "://" not in str(logger.save_dir)
 

@@ -1,4 +1,4 @@
-"""Makes the public classes for one of Lightning's two packages, and registers the strategies there."""
+"""Make the public classes for one of Lightning's two packages, and register the strategies there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain attributes of a module that a fit changes, such as a list of what its steps return, for a file."""
+"""Save and load the plain attributes of a module that a fit changes, such as a list of its steps' outputs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ddp_callbacks.lightning.resume import Fit
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
 
-_SEARCHES = ("BatchSizeFinder", "LearningRateFinder")  # of either package; the Tuner's, too
+_SEARCHES = ("BatchSizeFinder", "LearningRateFinder")  # callbacks of either package, and of the Tuner
 
 _Lightnings: Any = object  # stands for either package's class, which follows in the MRO
 

@@ -42,7 +42,7 @@ class ParameterAverager:
     The constructor is a collective and blocks until every rank has called it.
 
     Args:
-        module: Its parameters are averaged.
+        module: The module whose parameters are averaged.
         sync: :class:`LocalSGD` or :class:`DiLoCo`.
         optimizer: The optimizer that trains ``module``. Its state holds DiLoCo's momentum, so both are saved and loaded
             together. ``None``: the momentum is lost with this object.
