@@ -162,7 +162,11 @@ class RunRandomState:
         return [[number, state] for number, (state, known) in both if not is_same_state([state], [known])]
 
     def accept(self, offered: Any) -> None:
-        """Like :meth:`synchronize`, with the :meth:`offer` that rank 0 made just now. Local; every rank calls it."""
+        """Like :meth:`synchronize`, but local; every rank calls it.
+
+        Args:
+            offered: The result of rank 0's :meth:`offer` at this moment.
+        """
         changed = dict(offered)
         self._accepted = [changed.get(number, known) for number, known in enumerate(self._accepted)]
         self._states = self._derived(self._accepted)
