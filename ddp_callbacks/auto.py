@@ -1,8 +1,8 @@
 """Train an unedited script on all processes: ``ddprun --auto train.py``.
 
 Under another launcher: ``torchrun --nproc-per-node 4 -m ddp_callbacks.auto train.py`` (or ``-m package.train``), ``srun
-python -m ddp_callbacks.auto train.py``. A variable alone would not do there: for Python to read it as it starts, a file
-would have to be put beside all installed packages.
+python -m ddp_callbacks.auto train.py``. An environment variable alone would not suffice there: Python would read it at
+its start only if this library put a file beside all installed packages.
 
 Each rank starts with :data:`AUTO` set and ``launcher/hook`` in its PYTHONPATH, which calls :func:`watch_imports`. When
 the script imports Lightning or Torchbearer, and only then, a Trainer with the default strategy gets
@@ -30,19 +30,24 @@ from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import say
 
 AUTO = "DDP_CALLBACKS_AUTO"
-"""Environment variable: "1" trains what a script makes with the default settings on all processes."""
+"""Environment variable: "1" makes a script's Trainers and Trials with default settings train on all processes."""
 
 
 def is_auto() -> bool:
-    """Whether this process is one of several whose script is to train on all of them."""
+    """Whether ``--auto`` is on, and there are several processes."""
     return os.environ.get(AUTO) == "1" and WorkerEnv.from_environ().world_size > 1
 
 
-_announced: set[str] = set()  # kinds of objects
+_announced: set[str] = set()  # the kinds of objects announced so far
 
 
 def announce(what: str, by: str) -> None:
-    """Say on rank 0, once for each kind, what trains on all processes, and what does not."""
+    """Say on rank 0, once per kind of object, that it trains on all processes, and what does not.
+
+    Args:
+        what: The kind: ``"Trainer"`` or ``"Trial"``.
+        by: The setting that makes it train on all processes.
+    """
     env = WorkerEnv.from_environ()
     if env.rank == 0 and what not in _announced:
         say(
@@ -64,7 +69,7 @@ def _say_if_unused() -> None:
 
 
 def watch_imports() -> None:
-    """From now on each import of Lightning or Torchbearer is followed by what trains on all processes."""
+    """From now on, after the first import of Lightning or Torchbearer, make it train on all processes."""
     atexit.register(_say_if_unused)
     sys.meta_path.insert(0, _Then({
         "lightning.pytorch": lambda: _import_ours("lightning"),
@@ -74,7 +79,7 @@ def watch_imports() -> None:
 
 
 class _Then(MetaPathFinder):
-    """Calls a function behind the first import of each of these modules."""
+    """Calls a function after the first import of each of these modules."""
 
     def __init__(self, functions: dict[str, Callable[[], None]]) -> None:
         self._functions = functions
@@ -100,7 +105,7 @@ class _Then(MetaPathFinder):
 
 def _import_ours(package: str) -> None:
     ours = import_module(f"ddp_callbacks.{package}")
-    vars(ours).get("__getattr__", lambda _: None)("DDPCallback")  # made late in a program that uses both packages
+    vars(ours).get("__getattr__", lambda _: None)("DDPCallback")  # makes the classes, if a program uses both packages
 
 
 def _give_trials_the_callback() -> None:
@@ -122,7 +127,7 @@ def _with_ours(callbacks: Sequence[Any]) -> list[Any]:
     from ddp_callbacks.torchbearer import DDPCallback
     from ddp_callbacks.torchbearer.base import DistributedCallback
 
-    given = CallbackList([*callbacks]).callback_list  # without lists inside
+    given = CallbackList([*callbacks]).callback_list  # flattens nested lists
     if not is_auto() or any(isinstance(callback, DistributedCallback) for callback in given):
         return [*callbacks]
     announce("Trial", "DDPCallback()")
@@ -130,7 +135,7 @@ def _with_ours(callbacks: Sequence[Any]) -> list[Any]:
 
 
 def main() -> None:
-    """Become the interpreter that runs the script."""
+    """Replace this process by the interpreter that runs the script, with ``--auto`` switched on."""
     hook = str(Path(__file__).parent / "launcher" / "hook")
     path = os.pathsep.join(filter(None, (hook, os.environ.get("PYTHONPATH"))))
     os.execve(sys.executable, [sys.executable, *sys.argv[1:]], {**os.environ, AUTO: "1", "PYTHONPATH": path})

@@ -1,6 +1,6 @@
 """Batch normalization with the statistics of the global batch: forward and backward, on any device.
 
-During a run, the class of a model's BatchNorm layers is replaced by a subclass of it. No module is replaced or gets new
+During a run, each BatchNorm layer of a model gets a subclass of its class. No module is replaced or gets new
 attributes, and copies and pickles have the original class. In a layer, ``x`` of rank r has ``n_r`` values per channel,
 mean ``m_r`` and variance ``v_r``, and all ranks together have ``N`` values::
 
@@ -62,8 +62,8 @@ class BatchNormSynchronizer:
     have the original class and are not synchronized.
 
     Args:
-        module: Its BatchNorm layers are synchronized, including ``SyncBatchNorm`` unless that has its own process
-            group.
+        module: The module whose BatchNorm layers are synchronized, including ``SyncBatchNorm`` without a process group
+            of its own.
         counts: Returns whether this rank's batch counts; called in each forward of a layer. ``None``: it always counts.
         process_group: ``None`` is the default group.
 
@@ -115,7 +115,7 @@ class BatchNormSynchronizer:
 
 
 def samples_needed(module: torch.nn.Module, batch_size: int | None, world_size: int) -> int:
-    """The minimum number of samples per rank, for ranks that get any: 2 with BatchNorm, which can fail on one sample.
+    """Return the minimum number of samples for ranks that get any: 2 with BatchNorm, which can fail on one sample.
 
     If a batch is short, for example the last of an epoch, fewer ranks compute it. The same holds for every batch if
     ``batch_size`` is less than two samples per rank and a layer is a ``BatchNorm1d``; this causes a warning. Local.
@@ -149,11 +149,11 @@ class SynchronizedLayer:
 
     is_synchronized = True
     original: type
-    names: dict[Any, str]  # on the class, as all these: the layer itself gets no attributes
+    names: dict[Any, str]  # like all these, on the class: the layer itself gets no attributes
     statistics: BatchStatistics
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        """The layer's forward, as in torch."""
+        """Like torch's, with the statistics of all ranks. A collective if the layer normalizes by the batch."""
         name = self.names.get(self)
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
         if name is None or not uses_batch:
@@ -190,7 +190,7 @@ def _track(layer: BatchNorm, batch: GlobalBatch) -> None:
 
 
 def _one_over(number: torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-    """On GPUs a tensor, for which the host need not wait."""
+    """Return ``1 / number``; on GPUs as a tensor, for which the host need not wait."""
     return number.double().reciprocal_().to(dtype) if number.is_cuda else 1.0 / float(number)
 
 
@@ -198,7 +198,7 @@ def _one_over(number: torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """``weight · (input - mean) / sqrt(var + eps) + bias``, where mean and variance depend on all ranks' inputs."""
+    """Computes ``weight · (input - mean) / sqrt(var + eps) + bias``; mean and variance depend on all ranks' inputs."""
 
     @staticmethod
     def forward(
@@ -259,7 +259,7 @@ def _normalize(
 
 
 def _find_layers(module: torch.nn.Module) -> dict[str, BatchNorm]:
-    """The layers to synchronize, by name."""
+    """Return the layers to synchronize, by name. Raise if one of them cannot be synchronized."""
     found = {}
     for name, layer in module.named_modules():
         name = name or "the model"
@@ -290,7 +290,7 @@ def _has_group(layer: BatchNorm) -> bool:
 
 
 def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A separate process group of the same ranks for batch normalization. A collective on first use."""
+    """Return a separate process group of the same ranks for batch normalization. A collective on first use."""
     if group not in _groups:
         own = new_subgroup(range(group.size()), group, dist.get_backend_config(group))
         assert own is not None

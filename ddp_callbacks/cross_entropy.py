@@ -15,10 +15,10 @@ TARGETS = ("labels", "label", "targets", "target", "y")
 
 
 class CrossEntropyWeight:
-    """A weight function of a batch: the number that a mean cross entropy of class indices divides by.
+    """A weight function of a batch: returns the divisor of a mean cross entropy of class indices.
 
-    That is the number of targets that are not ignored or, with class weights, the sum of their weights. Pass it to
-    ``CallbackStrategy(weight=...)``, or its result to :meth:`ddp_callbacks.GradientSynchronizer.weigh`.
+    The divisor is the number of targets that are not ignored or, with class weights, the sum of their weights. Pass the
+    function to ``CallbackStrategy(weight=...)``, or its result to :meth:`ddp_callbacks.GradientSynchronizer.weigh`.
 
     Args:
         criterion: ``nn.CrossEntropyLoss`` or ``nn.NLLLoss`` with the arguments of your loss; ``None``: default
@@ -27,7 +27,8 @@ class CrossEntropyWeight:
             a tuple or list; in a mapping, the entry ``labels``, ``label``, ``targets``, ``target`` or ``y``.
 
     Raises:
-        ConfigurationError: Another criterion. When called: the batch has no such entry, or it isn't class indices.
+        ConfigurationError: ``criterion`` is another one. When called: the batch has no such entry, or the targets are
+            not class indices.
     """
 
     def __init__(self, criterion: Any = None, target: Callable[[Any], Any] | None = None) -> None:
@@ -61,7 +62,7 @@ class CrossEntropyWeight:
 
 
 def cross_entropy_weight(criterion: Any, target: Any) -> torch.Tensor | None:
-    """The number that a mean cross entropy, or negative log likelihood, of class indices divides by. Local.
+    """Return the divisor of a mean cross entropy, or negative log likelihood, of class indices. Local.
 
     Args:
         criterion: ``nn.CrossEntropyLoss``, ``nn.NLLLoss``, or their functions with default arguments.

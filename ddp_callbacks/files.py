@@ -1,4 +1,4 @@
-"""Atomic file writes, clean-up after killed processes, and files of rows that go on."""
+"""Write files atomically, clean up after killed processes, and cut files of rows back for a resumed run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def write_atomically(path: str, write: Callable[[str], object]) -> None:
 
 
 def count_lines(path: str) -> int:
-    """Of a file of text; 0 if there is none."""
+    """Return the number of lines in a text file; 0 if there is no file."""
     return len(_lines_of(path))
 
 
 def keep_lines(path: str, count: int) -> list[str]:
-    """Let a file of rows go on behind its first lines, where it was when a run was cut. Returns these lines."""
+    """Cut a file of rows back to its first lines, so that a resumed run can continue it. Return these lines."""
     lines = _lines_of(path)
     if len(lines) > count:
         write_atomically(path, lambda temporary: Path(temporary).write_text("".join(lines[:count]), newline=""))
@@ -60,7 +60,7 @@ def remove_leftovers(pattern: str) -> None:
     """Remove temporary files of :func:`write_atomically` whose process, on this host, has ended.
 
     Args:
-        pattern: Of the paths that were to be written, as :mod:`glob` has it.
+        pattern: A :mod:`glob` pattern of the paths that were to be written.
     """
     for path in glob.glob(f"{pattern}.{glob.escape(socket.gethostname())}-*.tmp"):
         pid = path.rpartition("-")[2].removesuffix(".tmp")

@@ -25,7 +25,7 @@ class LossWatch:
         """Check the loss of a step. Local, except for one request to the store if the loss is not finite.
 
         Args:
-            loss: This rank's; one number.
+            loss: This rank's loss, of one number; any other shape is ignored.
             weight: The weight of this loss; a loss with weight 0 is ignored.
             where: The step, for the message.
 

@@ -1,4 +1,4 @@
-"""What a module has beside its parameters, to be put back after a computation that must leave no trace."""
+"""Restore a module's buffers and attributes after a computation that must leave no trace."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 
 
 def remember_module(module: nn.Module) -> Callable[[], None]:
-    """What puts a module's buffers and plain attributes back, and those of its layers. Local.
+    """Return a function that restores the buffers and attributes of a module and its layers. Local.
 
-    Of attributes: numbers, texts and other objects that are replaced; tensors; lists, dicts, sets and deques, also
-    inside of each other.
+    It restores attributes that were replaced, and the content of tensors, and of lists, dicts, sets and deques, also
+    inside each other.
     """
     undo: dict[int, Callable[[], None]] = {}
     attributes = [vars(layer) for layer in module.modules()]

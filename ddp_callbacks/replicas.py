@@ -26,7 +26,7 @@ from ddp_callbacks.process_group.failures import describe_rank
 
 MESSAGE_NBYTES = 1 << 18
 """Tensors of at least this size are sent alone: packing them would cost more time and memory than a message."""
-_PACKED = 64  # smaller tensors in a message
+_PACKED = 64  # number of smaller tensors per message
 
 
 def broadcast_parameters(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -37,7 +37,7 @@ def broadcast_parameters(module: torch.nn.Module, group: dist.ProcessGroup | Non
 
     Args:
         module: The same model on every rank.
-        group: ``None`` is the default group; rank 0 is the group's.
+        group: ``None`` is the default group. Rank 0 is rank 0 of the group.
 
     Raises:
         ConfigurationError: Two ranks have their model on the same GPU, which NCCL does not support.
@@ -72,7 +72,7 @@ def merge_buffers(module: torch.nn.Module, samples: float, group: dist.ProcessGr
 
 
 def running_statistics(module: torch.nn.Module) -> Iterable[torch.Tensor]:
-    """The running means and variances that differ between the ranks.
+    """Yield the running means and variances that differ between the ranks.
 
     This leaves out synchronized layers (:mod:`ddp_callbacks.batch_norm`), whose statistics are equal.
     """
@@ -116,7 +116,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: dist.Proc
 
 
 def _require_own_gpus(module: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Check for shared GPUs: NCCL's error message names a bus and no remedy."""
+    """Raise if ranks share a GPU: NCCL's own error message names a bus and no remedy. A collective under NCCL."""
     if get_world_size(group) == 1 or "cuda:nccl" not in dist.get_backend_config(group).split(","):
         return
     seen = all_gather_json(_gpus_of(module), "the GPUs of the ranks", group)
@@ -131,13 +131,13 @@ def _require_own_gpus(module: torch.nn.Module, group: dist.ProcessGroup | None) 
 
 
 def _gpus_of(module: torch.nn.Module) -> list[str]:
-    """The unique ids of the GPUs that hold the model."""
+    """Return the unique ids of the GPUs that hold the model."""
     gpus = {tensor.device for tensor in [*module.parameters(), *module.buffers()] if tensor.device.type == "cuda"}
     return sorted(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus)
 
 
 def _broadcast_all(tensors: list[torch.Tensor], doing: str, group: dist.ProcessGroup | None) -> None:
-    """Pack small tensors into messages; send large ones without a copy."""
+    """Broadcast tensors in place: pack small ones into messages, and send large ones without a copy."""
     small = [tensor.detach() for tensor in tensors if tensor.nbytes < MESSAGE_NBYTES]
     for start in range(0, len(small), _PACKED):
         some = small[start : start + _PACKED]
@@ -171,7 +171,7 @@ _REMEDY = (
 
 
 def checksum_of_replica(module: torch.nn.Module) -> list[int]:
-    """Of the bits of what :func:`require_equal_replicas` compares. Local."""
+    """Return checksums of the bits of the tensors that :func:`require_equal_replicas` compares. Local."""
     memories = [memory_of(tensor) for _, tensor in _compared(module)]
     return [*map(checksum_of_memory, _joined(memories)), sum(memory.numel() for memory in memories)]
 
@@ -189,9 +189,9 @@ def require_equal_replicas(
 
     Args:
         module: The same model on every rank.
-        when: For the message: "at the end of epoch 3".
+        when: The moment, for the message: "at the end of epoch 3".
         group: ``None`` is the default group.
-        note: Travels along, as JSON.
+        note: JSON data to send along.
 
     Returns:
         Every rank's note.
@@ -232,7 +232,7 @@ def require_same_checkpoint(loaded: str | None, source: str, group: dist.Process
 
     Args:
         loaded: The checkpoint's description from :func:`describe_checkpoint`; ``None`` if this rank has loaded none.
-        source: Its path or origin, for the message. Equal states may have different sources.
+        source: The checkpoint's path or origin, for the message. Equal states may have different sources.
         group: ``None`` is the default group.
 
     Raises:

@@ -2,7 +2,7 @@
 
 The ranks' gradients add up to that of the whole batch if the loss is a mean, a sum or a weighted mean over samples.
 With a contrastive loss, a mean over the known targets, or a wrong weight, training runs too, but with other numbers.
-So every rank computes both its part of the batch and the whole batch, and we compare the two.
+So every rank computes both its part of the batch and the whole batch, and rank 0 compares the gradients.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Weight = Callable[[], tuple[float, float | None]]
 
 _DOING = "the comparison of a batch's gradients"
 _COMPILED = ("_compiled_call_impl", "_orig_mod", "_compiler_ctx")  # set in a module by torch or Lightning
-_TELLING = 0.01  # of the largest gradient: what a warning tells; kernels of reduced precision differ by less
+_TELLING = 0.01  # of the largest gradient: a warning needs this difference; rounding causes smaller ones
 
 
 def check_verify(verify: str | None, sync: object) -> None:
-    """Raise :class:`ConfigurationError` unless it is known, and ``"first_batch"`` has exact gradients to compare."""
+    """Raise :class:`ConfigurationError` unless ``verify`` is valid, and ``"first_batch"`` has exact gradients."""
     if verify not in (None, "warn", "first_batch"):
         raise ConfigurationError(
             'verify must be "warn", "first_batch" (the gradient of the first batch is compared with that of one '
@@ -55,10 +55,10 @@ def check_verify(verify: str | None, sync: object) -> None:
 
 
 def is_to_verify(verify: str | None, sync: object, *settings: object) -> bool:
-    """Whether the first batch is compared: not for a mere warning where the user knows how the loss counts.
+    """Whether to compare the first batch. A mere warning is left out if the user has said how the loss counts.
 
     Args:
-        settings: Of the user, that say how; ``None``, ``"mean"`` and ``"global"`` are the defaults.
+        settings: The user's settings that say so; ``None``, ``"mean"`` and ``"global"`` are the defaults.
     """
     is_default = all(setting in (None, "mean", "global") for setting in settings)
     return verify == "first_batch" or (verify == "warn" and sync == "every_step" and is_default)
@@ -75,15 +75,15 @@ def verify_gradient(
     """Raise unless the ranks' weighted gradients add up to the gradient of the whole batch. A collective.
 
     Each rank computes ``part`` and ``whole`` once, without touching ``parameter.grad``. If the gradients differ, it
-    computes ``whole`` once more, to see whether the model draws random numbers. Dropout layers are off meanwhile.
-    Buffers, the layers' plain attributes and the global random states are restored; other side effects of ``loss_of``
+    computes ``whole`` once more, to see whether the model draws random numbers. Dropout layers are off meanwhile. This
+    restores buffers, the layers' plain attributes and the global random states; other side effects of ``loss_of``
     remain. With a single process it does nothing.
 
     Args:
-        module: Its parameters that require a gradient are compared, on rank 0.
+        module: The gradients of its trainable parameters are compared, on rank 0.
         loss_of: Called with ``part`` and with ``whole``; must not call ``backward``.
         whole: The whole batch, the same on every rank.
-        part: This rank's part of it; rank 0 must have samples. Parts of equal size would hide a wrong weight.
+        part: This rank's part of ``whole``; rank 0 must have samples. Parts of equal size would hide a wrong weight.
         weight: Called after the loss of ``part`` is computed.
         process_group: ``None`` is the default group.
 
@@ -104,11 +104,11 @@ def check_first_batch(
     load: Callable[[], tuple[Any, Any, Weight]],
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """As :func:`verify_gradient`; with ``"warn"`` it only warns, and leaves out what cannot be compared. A collective.
+    """Like :func:`verify_gradient`; with ``"warn"`` it only warns, if it can compare at all. A collective.
 
-    For a warning, BatchNorm layers that normalize by each rank's part are off, too. The comparison ends where a rank
-    cannot load or compute its part or the whole batch, which may need more memory than a step, and does not begin for a
-    model that is compiled.
+    For a warning, BatchNorm layers that normalize by each rank's part use running statistics meanwhile. The comparison
+    ends without a warning if a rank cannot load or compute its part or the whole batch, which may need more memory than
+    a step. It does not begin for a compiled model, or with BatchNorm layers without running statistics.
 
     Args:
         load: Returns the whole batch, this rank's part and its weight; see :func:`verify_gradient`.
@@ -132,7 +132,7 @@ def check_first_batch(
 
 
 def _is_comparable(module: nn.Module) -> bool:
-    """Whether a comparison says something of this model, and leaves no trace: code is compiled for sizes of batches."""
+    """Whether a comparison is useful for this model, and leaves no trace: torch compiles code for each batch size."""
     layers = list(module.modules())
     is_compiled = any(getattr(layer, name, None) for layer in layers for name in _COMPILED)
     return not (is_compiled or any(_normalizes_by_part(layer, always=True) for layer in layers))
@@ -178,17 +178,15 @@ def _compare(
 
 
 def _attempt(group: dist.ProcessGroup | None, is_strict: bool, compute: Callable[[], Any]) -> Any:
-    """What ``compute`` returns; unless the comparison is strict, all ranks give it up if one of them cannot.
-
-    A collective then.
+    """Return ``compute()``. Unless the comparison is strict, all ranks give it up if one fails; then a collective.
 
     Raises:
-        ConfigurationError: It cannot be computed on some rank.
+        ConfigurationError: The comparison is not strict, and ``compute`` has failed on some rank.
     """
     if is_strict:
         return compute()
     found = None
-    with suppress(Exception):  # also that memory does not suffice
+    with suppress(Exception):  # also if memory does not suffice
         found = compute()
     if any_rank(found is None, _DOING, group):
         raise ConfigurationError("the gradient of the first batch cannot be computed during training.")
@@ -200,10 +198,10 @@ def _on_rank_zero(value: Any, group: dist.ProcessGroup | None) -> Any:
 
 
 def _differences(found: list[torch.Tensor], expected: list[torch.Tensor], least: float = 0.0) -> list[float]:
-    """The largest difference in each gradient; empty if rounding, in the precision used, can explain all of them.
+    """Return the largest difference in each gradient; an empty list if rounding can explain all of them.
 
     Args:
-        least: Of the largest gradient: what counts as a difference.
+        least: The smallest difference that counts, as a fraction of the largest gradient.
     """
     largest = [_largest(one - other) for one, other in zip(found, expected, strict=True)]
     relative = max(least, math.sqrt(max(map(_epsilon, expected), default=0.0)))
@@ -231,7 +229,7 @@ def _remedy(module: nn.Module, adds_up: bool) -> str:
 
 
 def _fraction(weight: Weight, group: dist.ProcessGroup | None) -> float:
-    """Of this rank's part in the total weight."""
+    """Return this rank's fraction of the total weight. A collective if the total is unknown."""
     own, total = weight()
     if total is None:
         summed = torch.tensor([own], dtype=torch.float64)
@@ -240,8 +238,8 @@ def _fraction(weight: Weight, group: dist.ProcessGroup | None) -> float:
 
 
 def _weighed_gradients(loss: torch.Tensor, fraction: float, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
-    """The gradients of this rank's part, times its fraction. Zeros if the part counts nothing: they may be NaN."""
-    # Before backward, since layers may exchange gradients in it: what the others' losses send through them counts.
+    """Return the gradients of this rank's part, times its fraction. With weight 0 they may be NaN: return zeros."""
+    # Weigh before backward: layers may exchange gradients in it, and those of the other ranks' losses count.
     weighed = loss * fraction
     is_mixed = not fraction and bool(silence(weighed))
     gradients = _gradients(weighed, parameters)
@@ -249,12 +247,12 @@ def _weighed_gradients(loss: torch.Tensor, fraction: float, parameters: dict[str
 
 
 def _sum(gradients: list[torch.Tensor], factor: float, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Sum copies over the ranks."""
+    """Return the sums of the gradients times ``factor`` over the ranks. A collective."""
     return [all_reduce((own * factor).view(-1), _DOING, group).view_as(own) for own in gradients]
 
 
 def _gradients(loss: torch.Tensor, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
-    """The dense gradients of a loss; zeros for parameters that it does not depend on."""
+    """Return the dense gradients of a loss; zeros for parameters that it does not depend on."""
     inputs = list(parameters.values())
     found = torch.autograd.grad(loss, inputs, allow_unused=True) if loss.requires_grad else [None] * len(inputs)
     return [
@@ -276,7 +274,7 @@ def _random_states_kept(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_trace(module: nn.Module, is_strict: bool) -> Iterator[None]:
-    """Inside, dropout is off; unless the comparison is strict, also BatchNorm by each rank's part. All is restored."""
+    """Turn off dropout inside and, unless strict, BatchNorm by each rank's part. Restore everything on exit."""
     restore = remember_module(module)
     for layer in module.modules():
         if isinstance(layer, Dropout) or (not is_strict and _normalizes_by_part(layer)):
@@ -291,14 +289,14 @@ def _without_trace(module: nn.Module, is_strict: bool) -> Iterator[None]:
 
 
 def _normalizes_by_part(layer: nn.Module, always: bool = False) -> bool:
-    """Whether it is a BatchNorm layer that does so in training; ``always``: in evaluations, too."""
+    """Whether a BatchNorm layer normalizes by this rank's part now, in training; ``always``: in evaluation, too."""
     if not isinstance(layer, BatchNorm) or getattr(layer, "is_synchronized", False):
         return False
     return layer.running_mean is None if always else layer.training
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """The largest absolute value; infinity if any value is NaN."""
+    """Return the largest absolute value; infinity if any value is NaN."""
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
     return math.inf if math.isnan(largest) else largest
 

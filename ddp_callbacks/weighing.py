@@ -1,14 +1,14 @@
 """The weights of a rank's backwards: each contribution to a gradient is weighted when it is made.
 
 The ranks compute the sum, over all ranks and all backwards of a step, of ``weight / total`` times each contribution.
-The gradients that are sent are divided by the number of ranks, and each contribution is multiplied by ``weight ·
-world_size / total`` before it is added to ``parameter.grad``, unless that is 1, as in batches of equal parts. So what
-``parameter.grad`` holds already counts as it should: contributions from ``no_sync`` by their own weights, and the sum
-of an earlier backward, which is equal on all ranks, once. A contribution with weight 0 is replaced by zeros, not
-multiplied: the mean over no samples is NaN.
+Each contribution is multiplied by ``weight · world_size / total`` before it is added to ``parameter.grad``, unless that
+factor is 1, as in batches of equal parts. Gradients are divided by the number of ranks when they are sent. So whatever
+``parameter.grad`` holds already keeps its right weight: contributions from ``no_sync`` have their own weights, and the
+sum of an earlier backward, which is equal on all ranks, counts once. A contribution with weight 0 is replaced by zeros
+instead of multiplied: the mean over no samples is NaN.
 
 A rank that does not know the total multiplies by ``weight / total`` when gradients are sent, with the total of the
-backward before, which the next sum corrects.
+previous backward. A factor for the sum corrects that.
 
 Alternatively, the loss is weighted at its root, which needs no multiplication of gradients. This is required if layers
 exchange gradients in backward (:mod:`ddp_callbacks.batch_norm`).
@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_callbacks.errors import ConfigurationError
 
-_STATE = ("weight", "total", "accumulates", "_supposed")  # of a checkpoint
+_STATE = ("weight", "total", "accumulates", "_supposed")  # attributes in a checkpoint
 # Autograd nodes that exchange gradients between ranks: synchronized BatchNorm, and a reentrant checkpoint, which hides
 # its layers.
 _MIXING = ("_NormalizeBackward", "CheckpointFunctionBackward")
@@ -54,7 +54,7 @@ class Weighing:
         self.weight = 1.0
         self.total: float | None = float(world_size)
         self.accumulates = False
-        self._supposed = 0.0  # the total, where it is unknown: that of the last synchronization
+        self._supposed = 0.0  # if the total is unknown: that of the last synchronization
         self._factor = 1.0  # for each contribution
         self._hooked: list[tuple[Node, RemovableHandle]] = []
 
@@ -86,7 +86,7 @@ class Weighing:
         return undo
 
     def agree(self, sum_over_ranks: Callable[[float], float]) -> None:
-        """Get a total that is unknown from all ranks, unless the last one stands for it. A collective then.
+        """Get an unknown total from all ranks, unless the last total can stand in for it. A collective then.
 
         Gradients are divided by it before they are summed, so that half precision does not overflow.
         """
@@ -101,7 +101,7 @@ class Weighing:
         return 1 / self._world_size
 
     def correct(self, weights: float) -> float:
-        """The factor for what was summed, as the total may not be the supposed one; 0 if no rank's weight counts.
+        """Return the factor for the sum, in case the total was not the supposed one; 0 if all ranks have weight 0.
 
         Args:
             weights: The sum of the ranks' weights.
@@ -112,7 +112,7 @@ class Weighing:
         return supposed / weights if weights else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, for a checkpoint."""
+        """Return the state as plain data, for a checkpoint."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ class Weighing:
         return weight * self._world_size / total if total else 0.0
 
     def _multiply(self, factor: float) -> None:
-        """Multiply the following contributions; usually they need no hook."""
+        """Multiply the following contributions by ``factor``; a factor of 1, the usual one, needs no hooks."""
         self._factor = factor
         if factor == 1:
             self.close()
@@ -156,7 +156,7 @@ class Weighing:
 
 @contextmanager
 def trainable(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """Inside, hooks can be registered even on a frozen parameter: torch refuses that, but keeps those of before."""
+    """Allow hooks on a frozen parameter inside: torch refuses to register them, but keeps registered ones."""
     before = parameter.requires_grad
     parameter.requires_grad_(True)
     try:
@@ -166,7 +166,7 @@ def trainable(parameter: torch.nn.Parameter) -> Iterator[None]:
 
 
 def accumulation_of(parameter: torch.nn.Parameter) -> Node:
-    """The node of autograd that adds to the parameter's gradient. Its hooks live as long as someone refers to it."""
+    """Return the autograd node that adds to the parameter's gradient. Its hooks live as long as you refer to it."""
     with trainable(parameter), torch.enable_grad():
         node: Any = parameter.view_as(parameter).grad_fn
     while node.next_functions:  # a view of a subclass of torch.Tensor has several nodes
@@ -195,7 +195,7 @@ def silence(loss: torch.Tensor) -> list[RemovableHandle]:
 
 
 def _reachable(nodes: list[Any]) -> list[Any]:
-    """These nodes of a graph, and all nodes that backward reaches from them."""
+    """Return these nodes of a graph, and all nodes that backward reaches from them."""
     found, waiting = dict.fromkeys(nodes), list(nodes)
     while waiting:
         for node, _ in waiting.pop().next_functions:

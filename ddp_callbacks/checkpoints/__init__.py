@@ -4,8 +4,8 @@
 - :mod:`.format`: what is in the file, which files are refused, and what runs must have in common
 - :mod:`.disk`: one process's writes, of which the last two are kept, and reads; :mod:`.claim`: one job writes a path
 - :mod:`.transfer`: what rank 0 does for all, and the bytes between it and the others
-- :mod:`.resume`: what resuming has in common for all hosts, and when a file is written
-- :mod:`.attributes`: of a user's objects, which a run changes
+- :mod:`.resume`: what all hosts share: options, when to write a file, when to stop
+- :mod:`.attributes`: plain attributes of a user's objects that a run changes
 - :mod:`.own_loop`: ``save_checkpoint`` and ``load_checkpoint`` for a loop in plain PyTorch
 """
 

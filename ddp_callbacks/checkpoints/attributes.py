@@ -1,7 +1,7 @@
-"""Attributes of a user's objects that a run changes: which can be saved, and what of them is in a file.
+"""Save the plain attributes of a user's objects that a run changes.
 
-Plain are numbers, text, tensors, and lists, tuples, dicts and deques of them. Only what has changed since the run began
-is in the file: a script may set anything else to another value before it goes on.
+Plain attributes are numbers, text, tensors, and lists, tuples, dicts and deques of these. The file has only those that
+changed since the run began: a script may give the others new values before it resumes.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import torch
 
 from ddp_callbacks.comm.checksums import checksum_of, is_dense
 
-Checksums = dict[str, int]  # of attributes, by name
+Checksums = dict[str, int]  # of the attributes, by name
 
 _SCALARS = (type(None), bool, int, float, str)
 _TENSOR, _DEQUE = "ddp_callbacks: not on the CPU", "ddp_callbacks: a deque"
 
 
 def plain_attributes(owner: object, known: Collection[int] = ()) -> dict[str, Any]:
-    """Those of an object that can be saved, as they are.
+    """Return the attributes of an object that can be saved, by name, without copying them.
 
     Args:
-        known: The result of :func:`memory_of_model`: a copy would part tensors there from the model.
+        known: The result of :func:`memory_of_model`. Tensors in this memory are left out: a loaded copy would no longer
+            belong to the model.
     """
     return {
         name: value for name, value in vars(owner).items() if all(_is_plain(leaf, known) for leaf in _leaves(value))
@@ -33,24 +34,24 @@ def plain_attributes(owner: object, known: Collection[int] = ()) -> dict[str, An
 
 
 def memory_of_model(module: torch.nn.Module) -> set[int]:
-    """Where its parameters and buffers are."""
+    """Return the memory addresses of a module's dense parameters and buffers."""
     tensors = filter(is_dense, [*module.parameters(), *module.buffers()])
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def checksums_of(attributes: dict[str, Any]) -> Checksums:
-    """To know later what has changed."""
+    """Return a checksum of each attribute, for :func:`changed`."""
     return {name: checksum_of(encode(value)) for name, value in attributes.items()}
 
 
 def changed(attributes: dict[str, Any], before: Checksums) -> dict[str, Any]:
-    """Those that differ from ``before``, encoded."""
+    """Return the attributes whose checksum differs from ``before``, encoded."""
     encoded = {name: encode(value) for name, value in attributes.items()}
     return {name: value for name, value in encoded.items() if before.get(name) != checksum_of(value)}
 
 
 def encode(value: Any) -> Any:
-    """A copy of plain data that :func:`torch.load` reads with ``weights_only=True``."""
+    """Return a copy of plain data that :func:`torch.load` reads with ``weights_only=True``."""
     if isinstance(value, torch.Tensor):
         copy = value.detach().clone()
         return copy if copy.is_cpu else {_TENSOR: copy}
@@ -64,7 +65,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, device: torch.device | str) -> Any:
-    """Inverse of :func:`encode`; tensors that were not on the CPU come to ``device``."""
+    """Inverse of :func:`encode`. Moves tensors that were not on the CPU to ``device``."""
     if isinstance(value, dict):
         if _TENSOR in value:
             return value[_TENSOR].to(device)
@@ -85,12 +86,12 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _is_plain(leaf: Any, known: Collection[int]) -> bool:
-    """Whether it is a scalar, or a tensor in none of the ``known`` memory."""
+    """Whether ``leaf`` is a scalar, or a tensor outside the ``known`` memory."""
     if type(leaf) is torch.Tensor and is_dense(leaf):
         return leaf.untyped_storage().data_ptr() not in known
     return type(leaf) in _SCALARS or _is_numpys(leaf)
 
 
 def _is_numpys(leaf: Any) -> bool:
-    """Whether it is a scalar of NumPy's: going on, it is Python's."""
+    """Whether ``leaf`` is a NumPy scalar; :func:`encode` makes it a Python scalar."""
     return isinstance(leaf, numbers.Number) and hasattr(leaf, "item")

@@ -1,7 +1,7 @@
-"""One job at a time writes a path: it locks a file next to it, which names the process.
+"""Let one job at a time write a path: it locks a file next to the path, which names the process.
 
-The kernel frees the lock when the process ends, however it ends, and gives none to forked children, such as loader
-workers that outlive it.
+The kernel frees the lock whenever and however the process ends. Forked children, such as loader workers that outlive
+it, do not inherit the lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datetime import datetime
 from ddp_callbacks.errors import CheckpointError, say
 
 PATIENCE = 5.0
-"""Seconds to wait for another process: the one that this one replaces may still be ending."""
+"""Seconds to wait for another process to release the path: a predecessor of this process may still be ending."""
 
 _PAUSE = 0.1
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
@@ -28,7 +28,7 @@ class Claim:
     """This process's right to write ``path``, until :meth:`release`. Blocks for :data:`PATIENCE` at most.
 
     Raises:
-        CheckpointError: Another process has it. Names its host and process id, and since when it has.
+        CheckpointError: Another process has the right. Names its host and process id, and since when.
         OSError: The folder cannot be written.
     """
 
@@ -41,7 +41,7 @@ class Claim:
         """Let others write. Safe to call twice."""
         file, self._file = self._file, -1
         if file >= 0:
-            with contextlib.suppress(OSError):  # while it is locked: nobody locks what is no longer there
+            with contextlib.suppress(OSError):  # before unlocking: others check that it still exists
                 os.remove(self._path)
             os.close(file)
 
@@ -67,7 +67,7 @@ def _lock(lock: str, path: str) -> int:
 
 
 def _is_still(file: int, lock: str) -> bool:
-    """Whether the file that is locked is the one at the path: its last owner may have removed it in between."""
+    """Whether the locked file is still the one at the path: its last owner may have removed it in between."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(lock))
     except FileNotFoundError:

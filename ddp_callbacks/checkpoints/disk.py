@@ -1,4 +1,4 @@
-"""One process's writes and reads of a checkpoint. At every moment of a write a whole file is there."""
+"""Write and read checkpoints in one process. At every moment of a write, a whole file exists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddp_callbacks.checkpoints.format import not_ours, require_ours
 from ddp_callbacks.errors import CheckpointError
 from ddp_callbacks.files import write_atomically
 
-_ZIP = b"PK\x03\x04"  # the first bytes of what torch.save writes
+_ZIP = b"PK\x03\x04"  # the first bytes of a file of torch.save
 _SEAL = b"ddp_callbacks"  # before the checksum, in the comment of the zip file
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -30,12 +30,12 @@ _known_damaged: set[tuple[int, ...]] = set()  # the identities of files that thi
 
 
 def previous_of(path: str) -> str:
-    """Where the file before the last is: ``run.previous.pt`` for ``run.pt``."""
+    """Return the path of the file before the last: ``run.previous.pt`` for ``run.pt``."""
     return str(Path(path).with_name(f"{Path(path).stem}.previous{Path(path).suffix}"))
 
 
 def remove_temporary_files(path: str) -> None:
-    """Remove what killed processes of any host have left. Only for the process that has the claim of ``path``."""
+    """Remove files that killed processes of any host have left. Call it only with the claim of ``path``."""
     for whole in (path, previous_of(path)):
         for leftover in glob.glob(f"{glob.escape(whole)}.*.tmp"):
             with contextlib.suppress(FileNotFoundError):
@@ -45,11 +45,11 @@ def remove_temporary_files(path: str) -> None:
 def write(content: io.BytesIO, path: str) -> None:
     """Write a file next to ``path``, flush it to the disk, make the file at ``path`` the previous one, and rename.
 
-    Killed between the two renames, it leaves the previous file alone, which :func:`find` takes. A file at ``path`` that
-    was found damaged is not kept: the previous one stays.
+    If the process is killed between the two renames, only the previous file exists, which :func:`find` takes. If this
+    process has found the file at ``path`` damaged, the new file replaces it, and the previous one stays.
 
     Raises:
-        CheckpointError: The disk is full, or refuses. The files that were there still are.
+        CheckpointError: The disk is full, or refuses. The old files remain.
     """
 
     def fill(temporary: str) -> None:
@@ -74,19 +74,19 @@ def write(content: io.BytesIO, path: str) -> None:
 
 
 def _sealed(content: memoryview) -> tuple[memoryview, bytes]:
-    """What torch.save has written, and at the end, as the comment of the zip file, a checksum of all of it."""
-    body = content[:-2]  # then comes the length of the comment, which was 0
+    """Return the content from ``torch.save``, and its end: a checksum of all of it, as the comment of the zip file."""
+    body = content[:-2]  # the last two bytes are the length of the comment, 0
     seal = (len(_SEAL) + 4).to_bytes(2, "little") + _SEAL
     return body, seal + zlib.crc32(seal, zlib.crc32(body)).to_bytes(4, "little")
 
 
 def _is_there(path: str) -> bool:
-    """Whether a file is there that this process has not found damaged."""
+    """Whether the file exists, and this process has not found it damaged."""
     return os.path.exists(path) and _identity(path) not in _known_damaged
 
 
 def _identity(path: str | int) -> tuple[int, ...]:
-    """Of a file and its content: another job may have replaced it."""
+    """Return numbers that identify a file and its content: another job may have replaced the file."""
     status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -118,10 +118,10 @@ Found = tuple[str, io.BytesIO, dict[str, Any]]
 
 
 def find(path: str, weights_only: bool) -> Found | None:
-    """The newest file that can be read: that at ``path``, or the previous one with a warning.
+    """Return the newest readable file: that at ``path``, or the previous one with a warning; ``None`` if none exists.
 
     Raises:
-        CheckpointError: There are files, but none can be read; or one is not ours, or of a newer format.
+        CheckpointError: Files exist, but none can be read; or one is not ours, or of a newer format.
     """
     reasons: list[str] = []
     for candidate in (path, previous_of(path)):
@@ -148,14 +148,14 @@ def find(path: str, weights_only: bool) -> Found | None:
 
 
 def _load(file: io.BytesIO, path: str, weights_only: bool) -> dict[str, Any] | None:
-    """The content of a file in memory; ``None`` if it is damaged.
+    """Return the content of a file in memory; ``None`` if the file is damaged.
 
     Raises:
         CheckpointError: The file is not ours, of a newer format, or has objects that ``weights_only`` excludes.
     """
     data = file.getbuffer()
     start, seal, checksum = bytes(data[: len(_ZIP)]), data[-4 - len(_SEAL) : -4], int.from_bytes(data[-4:], "little")
-    if seal == _SEAL:  # looked at first: nobody knows what a damaged pickle does
+    if seal == _SEAL:  # check this first: a damaged pickle could do anything
         return load_whole(file, path, weights_only) if zlib.crc32(data[:-4]) == checksum else None
     if start != _ZIP:
         if start.strip(b"\0"):
@@ -170,10 +170,10 @@ def _load(file: io.BytesIO, path: str, weights_only: bool) -> dict[str, Any] | N
 
 
 def load_whole(file: io.BytesIO, path: str, weights_only: bool) -> dict[str, Any]:
-    """The content of a file in memory that is whole.
+    """Return the content of a whole file in memory.
 
     Raises:
-        CheckpointError: It is not ours, of a newer format, or has objects that ``weights_only`` excludes.
+        CheckpointError: The file is not ours, of a newer format, or has objects that ``weights_only`` excludes.
     """
     file.seek(0)
     try:

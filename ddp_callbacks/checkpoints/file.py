@@ -35,18 +35,18 @@ _CLOSE = "the end of the checkpoint's writing"
 class CheckpointFile:
     """A checkpoint at a path, and the one before it. Rank 0 writes and reads; only it needs to see the files.
 
-    Every rank makes one and calls its methods at the same moments; each blocks until all ranks have called it. What
-    fails on one rank raises on all. Works with a single process, and without a process group. As a context manager it
-    is opened and closed.
+    Every rank makes one and calls its methods at the same moments; each blocks until all ranks have called it. A
+    failure on one rank raises on all. It works with a single process, and without a process group. A context manager:
+    ``with`` opens and closes it.
 
     Args:
-        path: Of the file: ``"run.pt"``. The one before it is ``run.previous.pt``; ``run.pt.lock`` keeps other jobs
-            away.
+        path: The path of the file: ``"run.pt"``. The file before it is ``run.previous.pt``; ``run.pt.lock`` keeps other
+            jobs away.
         async_save: Let :meth:`write` return once ``torch.save`` has put the file into rank 0's memory; a thread writes
-            it to the disk. If the process is killed during that, the file is the one before. :meth:`close` waits for
-            the thread.
-        weights_only: As in :func:`torch.load`: whether only tensors and plain data are read. Files that hold other
-            objects run code when they are read, so read them with ``False`` only if you trust them.
+            it to the disk. If the process is killed meanwhile, the file before remains. :meth:`close` waits for the
+            thread.
+        weights_only: As in :func:`torch.load`: read only tensors and plain data. A file with other objects runs code
+            when you read it, so pass ``False`` only if you trust the file.
         process_group: ``None`` is the default group.
     """
 
@@ -64,7 +64,7 @@ class CheckpointFile:
         self._is_open = False
         self._claim: Claim | None = None  # on rank 0
         self._thread = ThreadPoolExecutor(1, f"{OWN_THREADS} checkpoint") if async_save else None
-        self._last: Future[None] | None = None  # write, in the thread
+        self._last: Future[None] | None = None  # the last write, in the thread
 
     def __enter__(self) -> CheckpointFile:
         self.open()
@@ -73,12 +73,12 @@ class CheckpointFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None or isinstance(error, Preempted):
             self.close()
-        else:  # the other ranks may not come here; the thread has said what it failed by
+        else:  # the other ranks may not get here; the thread has reported its error
             with contextlib.suppress(Exception):
                 self._let_go()
 
     def open(self) -> None:
-        """Claim the path, make its folder, and remove what killed processes have left. A collective.
+        """Claim the path, make its folder, and remove files that killed processes have left. A collective.
 
         Raises:
             CheckpointError: Another job writes the file, named by host, process id and time; or the folder cannot be
@@ -89,10 +89,10 @@ class CheckpointFile:
             self._is_open = True
 
     def read(self) -> Saved | None:
-        """What the newest file that can be read holds; ``None`` if there is no file. A collective.
+        """Return the content of the newest readable file; ``None`` if there is no file. A collective.
 
-        If the last file is damaged, that is the one before it, with a warning on rank 0. Rank 0 reads
-        it and sends it to the others.
+        If the last file is damaged, this is the file before it, with a warning on rank 0. Rank 0 reads the file and
+        sends it to the others.
 
         Raises:
             CheckpointError: No file can be read, or the file is not ours or of a newer format.
@@ -109,25 +109,25 @@ class CheckpointFile:
     def write(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> None:
         """Write a new file; the last one becomes the previous one. A collective.
 
-        It is put together in rank 0's memory. Returns when the file is there; with ``async_save``, when it is in
-        memory: if the last write is still under way, this one waits for it, and says how long.
+        The file is put together in rank 0's memory. This returns when the file exists; with ``async_save``, when it is
+        in memory. If the last write is still running, this one waits for it, and says how long.
 
         Args:
-            shared: What all ranks have alike; only rank 0's counts. A function is called on rank 0 alone while the
-                others wait, so it must take part in no exchange: what needs all ranks is done before.
-            own: What this rank has for itself: tensors and plain data.
-            about: What ``require_same`` compares: ``{"batch size": "64"}``. The same on every rank.
+            shared: The state that is equal on all ranks; only rank 0's is used. A function is called on rank 0 alone,
+                while the others wait, so it must call no collective.
+            own: This rank's own state: tensors and plain data.
+            about: Names and values for ``require_same`` to compare: ``{"batch size": "64"}``. Equal on all ranks.
 
         Raises:
-            CheckpointError: The file cannot be written, because the disk is full for example. What was there still is.
-                With ``async_save``, the last one could not be; this one isn't written either.
-            ConfigurationError: It is not open.
+            CheckpointError: The file cannot be written, for example because the disk is full. The old files remain.
+                With ``async_save``, the last write failed; this file isn't written either.
+            ConfigurationError: The file is not open.
             PeerError: Another rank failed or died. The file is the old or the new one.
         """
         self.put(self.prepare(shared, own, about))
 
     def prepare(self, shared: Shared, own: Mapping[str, Any], about: Mapping[str, str]) -> io.BytesIO:
-        """The first half of :meth:`write`: puts the file together in rank 0's memory. A collective.
+        """Do the first half of :meth:`write`: put the file together in rank 0's memory. A collective.
 
         Args:
             shared, own, about: As for :meth:`write`.
@@ -144,26 +144,26 @@ class CheckpointFile:
         return prepared or io.BytesIO()
 
     def put(self, prepared: io.BytesIO) -> None:
-        """The second half of :meth:`write`. A collective; it raises the same.
+        """Do the second half of :meth:`write`. A collective; it raises the same errors.
 
         Args:
-            prepared: What :meth:`prepare` has returned.
+            prepared: The result of :meth:`prepare`.
         """
         on_rank_zero(lambda: self._put(prepared), _WRITE, self.process_group)
 
     def wait(self) -> None:
-        """Block until the last write is complete, and the file is there. A collective.
+        """Block until the last write is complete, and the file exists. A collective.
 
         Raises:
-            CheckpointError: With ``async_save``: it could not be written.
+            CheckpointError: With ``async_save``: the file could not be written.
         """
         on_rank_zero(self._wait, _CLOSE, self.process_group)
 
     def close(self) -> None:
-        """As :meth:`wait`; then other jobs may write the path. A collective; safe to call twice.
+        """Like :meth:`wait`, and then let other jobs write the path. A collective; safe to call twice.
 
         Raises:
-            CheckpointError: As for :meth:`wait`. It is closed all the same.
+            CheckpointError: As for :meth:`wait`. The file is closed all the same.
         """
         if self._is_open:
             self._is_open = False
@@ -212,6 +212,6 @@ class CheckpointFile:
 
 
 def _say_failure(last: Future[None]) -> None:
-    """At once: what raises it may come an hour later."""
+    """Report a failed write at once: the call that raises its error may come an hour later."""
     if last.exception() is not None:
         say(f"{last.exception()}", logging.ERROR)

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: the keys of the host, which it can read alone, and beside them one key of this library.
+"""The content of a checkpoint: the keys of the host, which it can read alone, and one key of this library.
 
 ::
 
@@ -27,16 +27,18 @@ KEY = "ddp_callbacks"
 
 
 class Saved:
-    """What a file holds, on every rank alike. :meth:`CheckpointFile.read <ddp_callbacks.CheckpointFile.read>` makes it.
+    """The content of a file, equal on all ranks.
+
+    :meth:`CheckpointFile.read <ddp_callbacks.CheckpointFile.read>` returns it.
 
     Args:
-        content: Of the file.
-        weights_only: As for :func:`torch.load`, when a rank's state is taken out of it.
+        content: The dict in the file.
+        weights_only: As for :func:`torch.load`, when you take a rank's state out of it.
 
     Attributes:
-        shared: What was given to ``write`` as ``shared``: the same for all ranks, tensors on the CPU.
+        shared: The ``shared`` that was passed to ``write``: equal for all ranks, tensors on the CPU.
         world_size: The number of ranks that wrote the file.
-        about: What was given to ``write`` as ``about``.
+        about: The ``about`` that was passed to ``write``.
     """
 
     def __init__(self, content: Mapping[str, Any], weights_only: bool) -> None:
@@ -48,7 +50,7 @@ class Saved:
         self._weights_only = weights_only
 
     def own(self, rank: int) -> dict[str, Any]:
-        """The state that this rank of the run that wrote the file had for itself; a new copy for each call.
+        """Return the own state of a rank of the run that wrote the file; each call returns a new copy.
 
         Raises:
             IndexError: There was no such rank.
@@ -58,7 +60,7 @@ class Saved:
         return own
 
     def local_states(self, rank: int, world_size: int) -> LocalStates:
-        """The states that the ranks had for themselves, for ``rank`` of ``world_size`` now; new copies each time."""
+        """Return the ranks' own states, for ``rank`` of ``world_size`` now; each call returns new copies."""
         if self.world_size == world_size:
             return LocalStates([self.own(rank)] * world_size, rank, world_size)
         return LocalStates([self.own(each) for each in range(self.world_size)], rank, world_size)
@@ -66,11 +68,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class LocalStates:
-    """What each rank of a run that was cut had for itself, and who asks for it now.
+    """The ranks' own states in the run that was cut, as this process of the resumed run sees them.
 
     Attributes:
-        of_ranks: One for each rank of the run that was cut; if there are as many now, each is this rank's own.
-        rank, world_size: Of this process, in the run that goes on.
+        of_ranks: One state per rank of the run that was cut. If there are as many ranks now, each is this rank's own.
+        rank, world_size: This process's rank, and the number of ranks, in the resumed run.
     """
 
     of_ranks: Sequence[Any]
@@ -88,15 +90,15 @@ class LocalStates:
         return self.of_ranks[self.rank if self.is_same_world else 0]
 
     def of(self, name: str) -> LocalStates:
-        """A part of each state."""
+        """Return the entry ``name`` of each state."""
         return LocalStates([state[name] for state in self.of_ranks], self.rank, self.world_size)
 
 
 def make_content(shared: Mapping[str, Any], ranks: Sequence[torch.Tensor], about: Mapping[str, str]) -> dict[str, Any]:
-    """The whole content of a file.
+    """Return the whole content of a file.
 
     Args:
-        ranks: The result of :func:`pack_own`, of each rank.
+        ranks: Each rank's result of :func:`pack_own`.
     """
     header = {
         "format": FORMAT,
@@ -110,7 +112,7 @@ def make_content(shared: Mapping[str, Any], ranks: Sequence[torch.Tensor], about
 
 
 def pack_own(own: Mapping[str, Any]) -> torch.Tensor:
-    """The bytes of a rank's state, so that a host which reads the file alone need not know what is in it."""
+    """Return the bytes of a rank's state, so that a host can read the file without knowing its classes."""
     file = io.BytesIO()
     torch.save(dict(own), file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
@@ -130,7 +132,7 @@ def require_ours(content: Any, path: str) -> None:
 
 
 def not_ours(path: str) -> CheckpointError:
-    """For a file that this library hasn't written."""
+    """Return the error for a file that this library hasn't written."""
     return CheckpointError(
         f"{path} is no checkpoint of ddp_callbacks to resume from: it has no key {KEY!r}. It stays unchanged. Load it "
         "by what has written it, or give another path."
@@ -141,12 +143,12 @@ def require_same(saved: Mapping[str, str], now: Mapping[str, str], path: str = "
     """Refuse to resume from a checkpoint of another model, data set or batch size. Local.
 
     Args:
-        saved: ``about`` of the file.
-        now: What ``about`` would be in this run: names such as ``"batch size"``, and their values.
-        path: Of the file, for the message.
+        saved: The file's ``about``.
+        now: This run's ``about``: names such as ``"batch size"``, and their values.
+        path: The path of the file, for the message.
 
     Raises:
-        CheckpointError: Some differ; names each with both values.
+        CheckpointError: Some values differ; names each with both values.
     """
     differing = [
         f"{name}: {saved.get(name, MISSING)} in the file, {now.get(name, MISSING)} now"
@@ -161,7 +163,7 @@ def require_same(saved: Mapping[str, str], now: Mapping[str, str], path: str = "
 
 
 def describe_model(module: torch.nn.Module) -> str:
-    """Its class, and the names and shapes of its parameters."""
+    """Describe a module by its class, and the names and shapes of its parameters."""
     shapes = {name: list(parameter.shape) for name, parameter in module.named_parameters()}
     numel = sum(parameter.numel() for parameter in module.parameters())
     checksum = checksum_of(shapes)
@@ -171,7 +173,7 @@ def describe_model(module: torch.nn.Module) -> str:
 
 
 def describe_loader(loader: Any, name: str) -> dict[str, str]:
-    """Its data set and batch size, where it has one; ``name`` is for messages."""
+    """Describe a loader by the length of its data set, if known, and its batch size; ``name`` is for messages."""
     about = {}
     with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
         about[f"samples of {name}"] = str(len(loader.dataset))

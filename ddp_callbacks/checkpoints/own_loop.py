@@ -1,4 +1,4 @@
-"""``save_checkpoint`` and ``load_checkpoint``: a loop in plain PyTorch goes on at the next batch."""
+"""``save_checkpoint`` and ``load_checkpoint``: resume a loop in plain PyTorch at the next batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LocalSums(dict[str, Any]):
     from the sums over the ranks and the others from zero, so that the sum over the ranks stays the same.
 
     Args:
-        sums: Their first values, by name: ``LocalSums(loss=0.0, samples=0)``.
+        sums: The initial values by name: ``LocalSums(loss=0.0, samples=0)``.
     """
 
     def __init__(self, **sums: Any) -> None:
@@ -51,23 +51,23 @@ _OWN = (Resumable, GradientSynchronizer, ParameterAverager, RunRandomState, Loca
 def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Objects) -> None:
     """Save a loop between two batches, so that :func:`load_checkpoint` resumes at the next one. A collective.
 
-    Returns when the file is there. Call it after the last batch has been used up: after the optimizer's step, or, in
-    the middle of an accumulation, after backward. Call it inside the ``for`` over a loader to resume in the middle of
-    its pass: a loop that breaks has left the pass, and the next one starts from its beginning.
+    Returns when the file exists. Call it when the loop has finished a batch: after the optimizer's step, or, in the
+    middle of an accumulation, after backward. To resume in the middle of a loader's pass, call it inside the ``for``
+    over the loader: after a ``break`` the pass is over, and the next one starts from its beginning.
 
-    Each rank saves for itself where it is in the data, its random state, its gradients while they are accumulated, and
-    what else only it knows. Of everything else, such as the model and the optimizer, rank 0's counts.
+    Each rank saves its own position in the data, random state, accumulated gradients, and whatever else differs between
+    the ranks. Everything else, such as the model and the optimizer, is saved by rank 0.
 
     Args:
         file: A path; or an open :class:`CheckpointFile`, which keeps other jobs away between two saves, too, and can
             write while training continues (``async_save=True``).
-        objects: Everything that changes, by name: what has ``state_dict`` and ``load_state_dict`` (models, optimizers,
-            schedulers, scalers, a :class:`GradientSynchronizer`, loaders of :func:`resumable_loader`), dicts of numbers
-            that are equal on all ranks (the epoch), and
-            :class:`~ddp_callbacks.checkpoints.own_loop.LocalSums` of numbers that are not.
+        objects: Everything that changes, by name: objects with ``state_dict`` and ``load_state_dict`` (models,
+            optimizers, schedulers, scalers, a :class:`GradientSynchronizer`, loaders of :func:`resumable_loader`),
+            dicts of numbers that are equal on all ranks (the epoch), and
+            :class:`~ddp_callbacks.checkpoints.own_loop.LocalSums` for numbers that are not.
 
     Raises:
-        CheckpointError: The file cannot be written; what was there still is. Or another job writes it.
+        CheckpointError: The file cannot be written; the old files remain. Or another job writes it.
         ConfigurationError: An object has no state.
         PeerError: Another rank failed or died.
     """
@@ -87,12 +87,12 @@ def save_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Obje
 
 
 def load_checkpoint(file: CheckpointFile | str | os.PathLike[str], objects: Objects) -> bool:
-    """Continue from what :func:`save_checkpoint` has saved, on any number of ranks. A collective.
+    """Continue from a file of :func:`save_checkpoint`, on any number of ranks. A collective.
 
-    Call it right before the loop, once everything has been made. On as many ranks as before, the loop continues with
-    the same bits. On another number, it continues with the next batch of the same order, and running statistics are the
-    mean of the ranks' own; generators (torch's, Python's, NumPy's) that differ between the ranks when this is called
-    get new states, derived from rank 0's.
+    Call it right before the loop, after you have made all objects. On the same number of ranks as before, the loop
+    continues with the same bits. On another number, it continues with the next batch of the same order, and running
+    statistics are the mean over the ranks. Generators (torch's, Python's, NumPy's) that differ between the ranks when
+    you call this then get new states, derived from rank 0's.
 
     Args:
         file: As in :func:`save_checkpoint`. Only rank 0 needs to see it. A path reads tensors and plain data only; for
@@ -129,7 +129,7 @@ def _opened(file: CheckpointFile | str | os.PathLike[str]) -> AbstractContextMan
 
 
 def _load_all(objects: Objects, shared: dict[str, Any], states: LocalStates, group: dist.ProcessGroup | None) -> None:
-    """The random state last: whatever draws before it draws in vain."""
+    """Load all objects. The random state comes last: loading the others may draw."""
     own: dict[str, Any] = states.mine if states.is_same_world else {}
     for name, value in objects.items():
         if not _is_own(value):
@@ -149,7 +149,7 @@ def _load_all(objects: Objects, shared: dict[str, Any], states: LocalStates, gro
 
 
 def _load_random_state(states: LocalStates, group: dist.ProcessGroup | None) -> None:
-    """On another number of ranks: generators that all ranks have alike when the program starts stay alike."""
+    """Load the random states. On another number of ranks, generators that are equal on all ranks now stay equal."""
     by_rank = all_gather_json([checksum_of(part) for part in get_global_state()], _COMPARE, group)
     saved = states.mine[_RANDOM]
     set_global_state(saved)
@@ -161,13 +161,13 @@ def _load_random_state(states: LocalStates, group: dist.ProcessGroup | None) -> 
 
 
 def _which_differ(tensors: dict[str, Any], file: CheckpointFile) -> list[str]:
-    """Of these, the names of those that the ranks have differently. A collective."""
+    """Return the names of the ``tensors`` that differ between the ranks. A collective."""
     by_rank = all_gather_json([checksum_of(value) for value in tensors.values()], _COMPARE, file.process_group)
     return [name for name, *seen in zip(tensors, *by_rank, strict=True) if len(set(seen)) > 1]
 
 
 def _gradients(objects: Objects, own: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    """Of models whose gradients nothing else saves: a synchronizer saves what has not been sent."""
+    """Return the models' gradients by name; none if a synchronizer saves those that it has not sent yet."""
     synchronizers = [name for name, value in objects.items() if isinstance(value, GradientSynchronizer)]
     if any(own[name]["gradients"] for name in synchronizers):
         return {}
@@ -182,7 +182,7 @@ def _modules(objects: Objects) -> dict[str, torch.nn.Module]:
 
 
 def _describe(objects: Objects) -> dict[str, str]:
-    """What must be the same in the run that continues."""
+    """Return what must be equal in the resumed run."""
     described = {name: describe_model(module) for name, module in _modules(objects).items()}
     for name, value in objects.items():
         if isinstance(value, Resumable):
@@ -196,10 +196,10 @@ def _is_own(value: Any) -> bool:
 
 
 def _state_of(name: str, value: Any) -> Any:
-    """What to save of an object.
+    """Return the state of an object to save.
 
     Raises:
-        ConfigurationError: It has neither ``state_dict`` nor is it a dict.
+        ConfigurationError: The object has no ``state_dict`` and ``load_state_dict``, and is no dict.
     """
     if isinstance(value, dict):
         return dict(value)
@@ -212,7 +212,7 @@ def _state_of(name: str, value: Any) -> Any:
 
 
 def _load_shared(value: Any, state: Any) -> None:
-    """Continue from a state that all ranks have alike. The state may be kept: give each call a new one."""
+    """Load a state that is equal on all ranks. The object may keep ``state``: pass a new copy to each call."""
     if isinstance(value, dict):
         _replace(value, state)
     else:
@@ -222,11 +222,11 @@ def _load_shared(value: Any, state: Any) -> None:
 
 
 def _load_own(value: Any, states: LocalStates) -> None:
-    """Continue from the states that the ranks had for themselves. Local; a collective for a ``ParameterAverager``."""
+    """Load the ranks' own states. Local; a collective for a ``ParameterAverager`` on another number of ranks."""
     if isinstance(value, GradientSynchronizer):
         value.load_state_dict(states.of_ranks)
     elif isinstance(value, ParameterAverager) and not states.is_same_world:
-        value.load_state_dict({"steps": 0, "weight": 0.0})  # its window was closed for the model that is loaded
+        value.load_state_dict({"steps": 0, "weight": 0.0})  # the loaded model was saved with closed windows
         value.outer_step()
     elif isinstance(value, LocalSums):
         _replace(value, states.mine if states.is_same_world else _part_of_sums(states))

@@ -1,6 +1,6 @@
-"""What resuming has in common for all hosts: a run's file, when it is written, when all ranks stop, and models.
+"""Resuming, as far as it is common to all hosts: options, when to write a run's file, and when all ranks stop.
 
-An adapter says what the state of its run is, and where a step ends.
+An adapter supplies the state of its run, and says where a step ends.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from ddp_callbacks.process_group.preemption import SIGNALS, Preemption
 from ddp_callbacks.replicas import running_statistics
 
 Every = int | timedelta | None
-"""When to write a file without being asked; see :class:`ResumeOptions`."""
+"""When to write a file apart from stops; see :class:`ResumeOptions`."""
 
 Content = tuple[Shared, Mapping[str, Any], Mapping[str, str]]
 """The arguments of :meth:`CheckpointFile.write <ddp_callbacks.CheckpointFile.write>`."""
 
 _INTERVAL = "the time of the next checkpoint"
-_MOST = 1000  # moments between two looks at the clock
+_MOST = 1000  # at most so many moments between two looks at the clock
 
 
 class Interval:
-    """Decides at each moment; every rank asks at the same ones.
+    """Decides at each moment whether to write a file. All ranks must ask at the same moments.
 
-    A time is rank 0's, which tells the others; not at each moment, but about when half of what is left is over.
+    A time is measured by rank 0, which tells the others. It does so not at each moment, but about when half of the time
+    left is over.
 
     Args:
-        every: See ``Resume``.
+        every: See :class:`ResumeOptions`.
 
     Raises:
-        ConfigurationError: ``every`` is no positive number of batches, no positive time, and not ``None``.
+        ConfigurationError: ``every`` is not a positive number of batches, a positive time, or ``None``.
     """
 
     def __init__(self, every: Every, group: dist.ProcessGroup | None = None) -> None:
@@ -58,11 +59,11 @@ class Interval:
         self.note_written()
 
     def is_due(self, is_batch: bool, is_epoch_end: bool) -> bool:
-        """Whether to write at this moment.
+        """Return whether to write at this moment. May be a collective if ``every`` is a time.
 
         Args:
-            is_batch: A training batch has ended since the last moment.
-            is_epoch_end: The moment is between two epochs.
+            is_batch: Whether a training batch has ended since the last moment.
+            is_epoch_end: Whether the moment is between two epochs.
         """
         self._batches += is_batch
         if isinstance(self._every, timedelta):
@@ -70,7 +71,7 @@ class Interval:
         return is_epoch_end if self._every is None else self._batches >= self._every
 
     def note_written(self) -> None:
-        """A file has been written, for whatever reason."""
+        """Note that a file has been written, for whatever reason."""
         self._batches = self._moments = 0
         self._next_look, self._written = 1, time.monotonic()
 
@@ -83,32 +84,33 @@ class Interval:
         return bool(due)
 
     def _look(self, seconds: float) -> tuple[bool, int]:
-        """Whether the time has passed, and the number of moments until the next look."""
+        """Return whether the time has passed, and the number of moments until the next look."""
         elapsed = time.monotonic() - self._written
         left = (seconds - elapsed) / max(elapsed / self._moments, 1e-6)
         return elapsed >= seconds, max(1, min(_MOST, int(left / 2)))
 
 
 class ResumeOptions:
-    """What a user sets of ``Resume``, which is this and the host's callback.
+    """The options of ``Resume``, which inherits from this class and from the host's callback.
 
     Args:
-        path: Of the file, ``"run.pt"``; only rank 0 needs to see it. The file before it is kept as ``run.previous.pt``.
-        every: When to write the file, except when all stop: after so many training batches, after a time by rank 0's
-            clock, or at the end of each epoch (``None``). It is written when the run ends, too.
-        on_signal: Whether SIGTERM and SIGUSR1 ask to stop. In a Trainer, Lightning handles no signal of its own then,
-            and requeues no job of Slurm.
-        time_limit: From the start of the run, after which to stop.
+        path: The path of the file, ``"run.pt"``; only rank 0 needs to see it. The file before it is kept as
+            ``run.previous.pt``.
+        every: When to write the file, apart from stops: every so many training batches, after a time by rank 0's clock,
+            or at the end of each epoch (``None``). It is also written when the run ends.
+        on_signal: Whether SIGTERM and SIGUSR1 ask to stop. Lightning's Trainer then handles no signals itself, and does
+            not requeue Slurm jobs.
+        time_limit: Time from the start of the run after which to stop.
         async_save: Let a thread write the file while the training continues.
         weights_only: Whether the file may only hold tensors and plain data, see :func:`torch.load`. With ``False``,
-            reading it runs its code.
+            reading the file may run code in it.
 
     Raises:
         ConfigurationError: A setting is invalid. At the start of a run: the host cannot tell where each process is in
             the data, or there are several ``Resume``.
-        CheckpointError: At the start of a run: the file is of another model, data or batch size, or another job writes
-            it. Later: it cannot be written.
-        Preempted: In a run, on every rank: asked to stop, and the file is written.
+        CheckpointError: At the start of a run: the file belongs to another model, data set or batch size, or another
+            job writes it. Later: the file cannot be written.
+        Preempted: During a run, on every rank: the run was asked to stop, and the file is written.
 
     Attributes:
         preemption: The :class:`ddp_callbacks.Preemption` of the runs; its ``request`` asks to stop.
@@ -146,15 +148,15 @@ class ResumeOptions:
 
 
 ARGUMENTS = "\n" + str(ResumeOptions.__doc__).partition("\n\n")[2]
-"""For the docstring of a host's callback."""
+"""The arguments in the docstring above, for the docstring of a host's callback."""
 
 
 class ResumableRun:
     """The file of one run, and the decisions to write it and to stop. Each method is a collective.
 
-    A validation is repeated as a whole: a run that is cut in it goes on from in front of it. So its content is put
-    together there, and written if the ranks are asked to stop before it ends. A validation that is repeated is not cut
-    again, or a run with little time would get no further.
+    A resumed run repeats a validation as a whole: if the run is cut in a validation, it resumes right before it. So the
+    file's content is put together before the validation, and written if the ranks are asked to stop before its end. A
+    repeated validation is not cut again, because a run with little time would never get further.
 
     Attributes:
         file: The file, open inside :meth:`opened`.
@@ -167,11 +169,11 @@ class ResumableRun:
         self._preemption = options.preemption
         self._interval = Interval(options.every, group)
         self._before_validation: io.BytesIO | None = None
-        self._is_further = False  # than the run that it goes on from
+        self._is_further = False  # than the run that it resumes
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, no other job writes the file, and ranks can be asked to stop."""
+        """Keep other jobs from writing the file, and listen for requests to stop, inside."""
         with self.file, self._preemption:
             yield
 
@@ -184,16 +186,16 @@ class ResumableRun:
         is_over: bool = False,
         validates: bool = False,
     ) -> None:
-        """Write if it is due. If the ranks are asked to stop, write and raise ``Preempted``.
+        """Write the file if it is due. If the ranks are asked to stop, write it and raise ``Preempted``.
 
-        A run that is over writes and ends as usual.
+        A run that is over writes the file and ends as usual.
 
         Args:
-            take: What the file is to hold; a collective. It is written inside the context.
-            ends_batch: A training batch has ended since the last moment.
-            ends_epoch: The moment is between two epochs.
-            is_over: Nothing is left to do.
-            validates: A validation comes next.
+            take: Returns the content of the file, as a context inside which it is written. A collective.
+            ends_batch: Whether a training batch has ended since the last moment.
+            ends_epoch: Whether the moment is between two epochs.
+            is_over: Whether the run has nothing left to do.
+            validates: Whether a validation comes next.
         """
         self._before_validation, self._is_further = None, True
         stops = not is_over and self._preemption.is_requested()
@@ -209,9 +211,9 @@ class ResumableRun:
             self._stop()
 
     def pass_moment_of_validation(self) -> None:
-        """If the ranks are asked to stop, write what a run needs that repeats the validation, and raise."""
+        """If the ranks are asked to stop, write the state from before the validation, and raise ``Preempted``."""
         if self._is_further and self._preemption.is_requested():
-            if self._before_validation is not None:  # else it is the file that is there
+            if self._before_validation is not None:  # otherwise the file has it already
                 self.file.put(self._before_validation)
             self._stop()
 
@@ -222,7 +224,10 @@ class ResumableRun:
 
 @contextlib.contextmanager
 def closed_windows(averagers: Iterable[ParameterAverager]) -> Iterator[None]:
-    """Have averaged models and optimizers, which any number of ranks can continue from, inside. A collective."""
+    """Close the averagers' windows inside, so that any number of ranks can continue. A collective.
+
+    Models and optimizers are averaged inside. On exit, the windows are as they were before.
+    """
     windows = [(averager, averager.state_dict()) for averager in averagers]
     for averager, _ in windows:
         averager.outer_step()
@@ -235,11 +240,11 @@ def closed_windows(averagers: Iterable[ParameterAverager]) -> Iterator[None]:
 
 @torch.no_grad()
 def load_buffers(module: torch.nn.Module, states: LocalStates, weights: Sequence[float]) -> None:
-    """Load each rank's buffers; on another number of ranks, the mean of their running statistics, and else rank 0's.
+    """Load this rank's buffers; on another number of ranks, rank 0's, and the ranks' mean of running statistics. Local.
 
     Args:
         states: Each rank's buffers, by name.
-        weights: For the mean, of each rank of ``states``.
+        weights: The weight of each rank of ``states`` in the mean.
     """
     total = sum(weights)
     averaged = set() if states.is_same_world else {id(buffer) for buffer in running_statistics(module)}

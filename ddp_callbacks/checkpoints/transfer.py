@@ -1,4 +1,4 @@
-"""What rank 0 does for all ranks, and a file's bytes on their way between it and the others."""
+"""Do something on rank 0 for all ranks, and send a file's bytes from rank 0 to the others."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ddp_callbacks.process_group.failures import describe_rank
 
 T = TypeVar("T")
 
-CHUNK_NBYTES = 1 << 26  # of a file in one message
+CHUNK_NBYTES = 1 << 26  # bytes of a file per message
 
 
 def on_rank_zero(action: Callable[[], T], doing: str, group: dist.ProcessGroup | None = None) -> T | None:
     """Call ``action`` on rank 0; the others wait for it. A collective.
 
     Args:
-        action: Takes part in no exchange.
+        action: Must call no collective.
         doing: The purpose, for error messages. The same on every rank.
         group: ``None`` is the default group.
 
@@ -31,8 +31,8 @@ def on_rank_zero(action: Callable[[], T], doing: str, group: dist.ProcessGroup |
         What ``action`` returned on rank 0, ``None`` on the others.
 
     Raises:
-        Exception: On rank 0, what ``action`` raised.
-        CheckpointError: On the others, with the same text, if ``action`` raised.
+        Exception: On rank 0, the error that ``action`` raised.
+        CheckpointError: On the others, with the same text, if ``action`` raised an error.
     """
     if get_rank(group) != 0:
         text, _ = broadcast_tensors(None, [], doing, group)

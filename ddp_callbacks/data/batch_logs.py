@@ -32,12 +32,12 @@ class BatchLog:
         self.values.append(value.detach().clone())
 
     def columns(self) -> tuple[list[int], list[float], torch.Tensor | list[torch.Tensor]]:
-        """For a message or a file, with one tensor."""
+        """Return steps, weights and values for a message or a file, the values as one tensor (``[]`` if empty)."""
         return self.steps, self.weights, torch.stack(self.values) if self.values else []
 
 
 def merge_batch_logs(logs: Sequence[BatchLog], reduction: str) -> BatchLog:
-    """One log with the scalars of the whole batches, as if one rank had had all samples.
+    """Return one log with the scalars of the whole batches, as if one rank had had all samples.
 
     Args:
         logs: One per rank.

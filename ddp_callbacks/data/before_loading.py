@@ -27,8 +27,8 @@ class _PartPass(Pass):
     """A pass over a part of a ``DataLoader``.
 
     Attributes:
-        order: Of all ranks.
-        indices: Of this rank's batches, if they are dealt out.
+        order: The batches of indices of all ranks.
+        indices: The indices of this rank's batches, if batches are dealt out.
     """
 
     def __init__(self, part: Part, limit: int | None, start: Start | None) -> None:
@@ -37,11 +37,11 @@ class _PartPass(Pass):
         drawn = min(self.used * part.divider.per_step, self.resumed["drawn"]) if self.resumed else 0
         self.order = Order(part.sampler, part.sources, part.group, is_shared=not part.is_own, start=start, used=drawn)
         self.indices: list[list[Any]] = []
-        self._shares: deque[Share] = deque()  # of the steps that have been drawn and not handed out
+        self._shares: deque[Share] = deque()  # of steps drawn but not yet handed out
         self._is_begun = False
 
     def draw(self) -> Iterator[Any]:
-        """This rank's indices of each step."""
+        """Yield this rank's indices for each step."""
         part = self._part
         if self._is_begun:
             raise ConfigurationError(
@@ -71,12 +71,13 @@ class _PartPass(Pass):
 
 
 class Part(Source):
-    """A copy of the user's ``DataLoader`` that loads only this rank's samples. It stands for the copy's sampler.
+    """A copy of the user's ``DataLoader`` that loads only this rank's samples, with this object as its sampler.
 
     Attributes:
-        sampler: The user's, or the batch sampler.
-        has_batches: It yields the indices of batches. Otherwise each index is that of a sample of any shape.
-        begun: The last pass that has begun.
+        sampler: The user's batch sampler; the sampler if there is none.
+        has_batches: Whether the sampler yields lists of indices, one per batch. Otherwise each index is one sample of
+            any shape.
+        begun: The most recent pass.
     """
 
     loader: DataLoader[Any]
@@ -98,7 +99,7 @@ class Part(Source):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        """What this rank draws in a pass. Local; ``next`` is a collective."""
+        """Yield this rank's indices for the pass that has begun. Local; ``next`` is a collective."""
         if not self.has_batches and self.divider.division == "global" and self.divider.world_size > 1:
             raise undividable(name_of(self.loader), "(one index at a time) is taken for one sample (batch_size=None)")
         return self.begun.draw()
@@ -112,11 +113,11 @@ class Part(Source):
         return ShardedIterator(self, self.begun, batches, shares)
 
     def size_of(self, batch: Any) -> int:
-        """The number of samples that a batch of the sampler stands for."""
+        """Return the number of samples in a batch of indices."""
         return len(batch) if self.has_batches else 1
 
     def check_data(self) -> None:
-        """Raise unless the cheap-to-compare properties of the data set are equal on all ranks. Once per loader."""
+        """Raise unless the ranks' data sets are equal, as far as that is quick to compare. Checks once per loader."""
         if not self._is_checked:
             self._is_checked = True
             require_same_data(self.loader.dataset, name_of(self.loader), self.group)
@@ -128,9 +129,9 @@ class Part(Source):
 
 
 def _load_again(loader: DataLoader[Any], indices: list[Any], part: slice) -> tuple[Any, Any]:
-    """A batch and a part of it, as the loader makes them.
+    """Load a batch, and a part of it, as the loader does.
 
-    Of a loader with workers, a worker loads them: a data set may open its files in each process that reads.
+    If the loader has workers, a worker loads them: a data set may open its files in each process that reads.
     """
     again = DataLoader(
         loader.dataset,
@@ -151,7 +152,7 @@ def _collate_both(collate: Callable[[Any], Any], part: slice, samples: Any) -> t
 
 
 def divide_before_loading(loader: Any, divider: Divider, group: dist.ProcessGroup | None) -> Part | None:
-    """This rank's part of a map-style ``DataLoader``; ``None`` for other loaders."""
+    """Return this rank's part of a map-style ``DataLoader``; ``None`` for other loaders."""
     if not isinstance(loader, DataLoader):
         return None
     if _has_samples_by_index(loader) and not has_state(loader) and not keeps_iterator(loader):
@@ -165,6 +166,6 @@ def divide_before_loading(loader: Any, divider: Divider, group: dist.ProcessGrou
 
 
 def _has_samples_by_index(loader: DataLoader[Any]) -> bool:
-    """Whether the data set is map-style. With ``batch_size=None``, a list is taken for one of batches."""
+    """Whether the data set is map-style. With ``batch_size=None``, a plain list counts as a list of batches."""
     is_map_style = not isinstance(loader.dataset, IterableDataset)
     return is_map_style and (loader.batch_sampler is not None or isinstance(loader.dataset, Dataset))

@@ -18,22 +18,22 @@ import torch
 from ddp_callbacks.comm.codec import bytes_of
 
 State = Sequence[Any]
-"""The states of torch's, Python's, NumPy's and CUDA's global generator; ``None``: not in use. Behind them those of
-generators that are attributes of a loader and its samplers, if they were asked for."""
+"""The states of torch's, Python's, NumPy's and CUDA's global generators, in this order; ``None`` for one not in use.
+The states of generators that are attributes of a loader and its samplers follow, if you ask for them."""
 
-GLOBAL = 4  # states of global generators
+GLOBAL = 4  # number of global generators
 
 
 def get_global_state(sources: Sequence[object] = ()) -> State:
-    """The global random state, and that of the generators that are attributes of ``sources``."""
+    """Return the global random state, followed by the states of generators that are attributes of ``sources``."""
     generators = [*_global_generators(), *own_generators(*sources)]
     return [None if generator is None else get_state_of(generator) for generator in generators]
 
 
 def set_global_state(state: State, sources: Sequence[object] = ()) -> None:
-    """Inverse of :func:`get_global_state`; generators that are not in use here or in ``state`` stay unchanged.
+    """Set a state from :func:`get_global_state`. Generators that are not in use here or in ``state`` stay unchanged.
 
-    So do those of ``sources`` if their number has changed.
+    If the number of generators of ``sources`` has changed, they stay unchanged, too.
     """
     for generator, of_generator in zip(_global_generators(), state, strict=False):
         if generator is not None and of_generator is not None:
@@ -42,10 +42,10 @@ def set_global_state(state: State, sources: Sequence[object] = ()) -> None:
 
 
 def restore_global_state(state: State) -> None:
-    """As :func:`set_global_state`, once, for a state of an earlier run: CUDA's is set even if it starts later."""
+    """Like :func:`set_global_state`, for a state of an earlier run: sets CUDA's state even if CUDA starts later."""
     set_global_state(state)
     if state[3] is not None and not torch.cuda.is_initialized() and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state[3])  # which torch does as soon as CUDA has started
+        torch.cuda.set_rng_state(state[3])  # torch waits with this until CUDA starts
 
 
 def _global_generators() -> list[Any]:
@@ -65,13 +65,13 @@ def seed_global(seed: int) -> None:
 
 
 def digest_of(*values: Any) -> int:
-    """63 bits that depend on all values, and are the same on every process."""
+    """Hash all values to a 63-bit integer, the same on every process."""
     parts = [bytes_of(value) if isinstance(value, torch.Tensor) else repr(value).encode() for value in values]
     return int.from_bytes(hashlib.blake2b(b"|".join(parts), digest_size=8).digest(), "big") >> 1
 
 
 def own_generators(*sources: object) -> list[Any]:
-    """The torch, Python and NumPy generators that are attributes of ``sources``, by attribute name."""
+    """Return the torch, Python and NumPy generators that are attributes of ``sources``, sorted by attribute name."""
     numpy = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy:
@@ -81,7 +81,7 @@ def own_generators(*sources: object) -> list[Any]:
 
 
 def get_state_of(generator: Any) -> Any:
-    """The state of a generator; also of the modules ``random`` and ``numpy.random``."""
+    """Return the state of a generator, or of the module ``random`` or ``numpy.random``."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if hasattr(generator, "getstate"):
@@ -108,7 +108,7 @@ def states_of_generators(sources: Sequence[object]) -> list[Any]:
 
 
 def set_generators(sources: Sequence[object], states: Sequence[Any]) -> None:
-    """Inverse of :func:`states_of_generators`. If the sources have another number of generators now, nothing is set."""
+    """Inverse of :func:`states_of_generators`. Sets nothing if the number of generators has changed."""
     generators = own_generators(*sources)
     if len(generators) == len(states):
         for generator, state in zip(generators, states, strict=True):
@@ -124,7 +124,7 @@ def is_same_state(one: State, other: State) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's states as plain data."""
+    """Convert the state of a NumPy generator to plain data."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

@@ -1,4 +1,4 @@
-"""What every way to divide a loader has in common: the source of batches, a pass over it, and the pass's iterator."""
+"""Base classes for every way to divide a loader: the source of batches, a pass over it, and the pass's iterator."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ddp_callbacks.errors import ConfigurationError
 
 
 class Pass:
-    """Where a pass is.
+    """The progress of one pass over a loader.
 
     Attributes:
         limit: The number of batches to take; ``None``: all.
-        start: Where it begins, if the loader is resumable.
-        resumed: Where an earlier run was; ``None``: the pass begins at the first batch.
-        used: The number of steps handed out, with those of an earlier run.
-        is_over: No step is left.
-        first: Of the first step, what :meth:`ShardedIterator.first_batch` needs; ``None``: unknown here.
+        start: Where the pass begins, if the loader is resumable.
+        resumed: The position of an earlier run; ``None``: the pass begins at the first batch.
+        used: The number of steps handed out, including those of an earlier run.
+        is_over: Whether no step is left.
+        first: The batch or indices of the first step, for :meth:`ShardedIterator.first_batch`; ``None``: not available.
     """
 
     is_over = False
@@ -39,15 +39,15 @@ class Pass:
         self.used: int = self.resumed["batches"] if self.resumed else 0
 
     def position(self, batches: int | None) -> dict[str, Any]:
-        """The state of a resumable loader: tensors and plain data.
+        """Return the position in the pass as tensors and plain data, for the state of a resumable loader.
 
         Args:
-            batches: The number of steps used; ``None``: all that were handed out.
+            batches: The number of steps used; ``None``: all steps handed out.
         """
         raise NotImplementedError
 
     def steps(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Share]]:
-        """This rank's part of each step, and its share.
+        """Yield this rank's part of each step, and its share.
 
         Args:
             batches: The iterator of the source's loader.
@@ -55,7 +55,7 @@ class Pass:
         raise NotImplementedError
 
     def count_used(self, batches: int | None) -> int:
-        """The number of steps used, of which ``None`` means all that were handed out."""
+        """Return ``batches``, or for ``None`` the number of steps handed out. Raise if it is out of range."""
         if batches is not None and not 0 <= batches <= self.used:
             raise ConfigurationError(
                 f"batches must be the number of batches used in this pass, of which {self.used} were handed out, got "
@@ -65,13 +65,13 @@ class Pass:
 
 
 class Source:
-    """What a sharded loader draws from.
+    """A source of batches for a sharded loader.
 
     Args:
-        loader: What is iterated over.
-        sources: What may have random generators.
-        divider: Says what this rank gets.
-        group: Of the ranks; ``None`` is the default group.
+        loader: The iterable of batches.
+        sources: Objects whose attributes may be random generators.
+        divider: Chooses this rank's part of each step.
+        group: The ranks' process group; ``None`` is the default group.
     """
 
     def __init__(
@@ -80,26 +80,26 @@ class Source:
         self.loader, self.sources, self.divider, self.group = loader, sources, divider, group
 
     def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
-        """Begin a pass. A collective of loaders that every rank produces."""
+        """Begin a pass. A collective if every rank produces the whole batches."""
         raise NotImplementedError
 
     def compared(self, first: Any) -> WholeBatch:
-        """The whole batch of the first step, and a part of it. A collective."""
+        """Return the whole batch of the first step, and this rank's part of it. A collective."""
         raise NotImplementedError
 
 
 def _let_go(_: object) -> None:
-    """Drop the reference to a batch. The caller's reference is gone after this call."""
+    """Do nothing. :func:`weakref.finalize` keeps the argument alive until it calls this."""
 
 
 class ShardedIterator(Iterator[Any]):
     """Iterates over this rank's part of a loader, and knows each batch's share.
 
     Args:
-        source: Of the batches.
+        source: The source of the batches.
         current: The pass.
         batches: The iterator of the source's loader.
-        shares: Filled with the :class:`~ddp_callbacks.Share` of each batch when it is drawn.
+        shares: A queue. The iterator appends the :class:`~ddp_callbacks.Share` of each batch that it yields.
     """
 
     def __init__(self, source: Source, current: Pass, batches: Iterator[Any], shares: deque[Share]) -> None:
@@ -125,7 +125,7 @@ class ShardedIterator(Iterator[Any]):
         end_workers(self.batches)
 
     def take_share(self) -> Share | None:
-        """The combined share of the batches drawn since the last call; ``None`` if there were none."""
+        """Return the combined share of the batches drawn since the last call; ``None`` if there were none."""
         if not self._shares:
             return None
         taken = functools.reduce(operator.add, self._shares)
@@ -133,7 +133,7 @@ class ShardedIterator(Iterator[Any]):
         return taken
 
     def first_batch(self) -> WholeBatch:
-        """The first batch of this pass, on every rank, and a part of it.
+        """Return the whole first batch of this pass, the same on every rank, and this rank's part of it.
 
         A collective. Call it after drawing the first batch and before drawing the third. Samples of a map-style data
         set are loaded again, by a worker if the loader has some.

@@ -12,12 +12,12 @@ from ddp_callbacks.errors import ConfigurationError
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a tensor or a NumPy array."""
+    """Whether ``value`` is a tensor or a NumPy array."""
     return isinstance(value, torch.Tensor) or (type(value).__module__ == "numpy" and type(value).__name__ == "ndarray")
 
 
 def arrays_in(value: Any) -> Iterator[Any]:
-    """The tensors and arrays in a nested value."""
+    """Yield the tensors and arrays in a nested value."""
     if is_array(value):
         yield value
     elif isinstance(value, Mapping):
@@ -29,12 +29,12 @@ def arrays_in(value: Any) -> Iterator[Any]:
 
 
 def name_of(loader: Any) -> str:
-    """The class of its data set; its own if it has none."""
+    """Return the class name of the loader's data set, or of the loader itself if it has none."""
     return type(getattr(loader, "dataset", loader)).__name__
 
 
 def length_of(loader: Any) -> int | None:
-    """The number of batches; ``None`` if the loader does not know."""
+    """Return the number of batches; ``None`` if the loader does not know."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -42,12 +42,12 @@ def length_of(loader: Any) -> int | None:
 
 
 def has_state(loader: Any) -> bool:
-    """Whether a loader's progress can be saved: a part of it would have the progress of one rank only."""
+    """Whether a loader can save its progress. Do not divide such a loader: a part knows one rank's progress only."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def undividable(name: str, why: str) -> ConfigurationError:
-    """The error of a loader whose batches have no parts."""
+    """Return the error for a loader whose batches cannot be divided."""
     return ConfigurationError(
         f"a batch of {name} {why}, so it cannot be divided among the processes. Yield tensors that all have the "
         "samples in front, or give a DataLoader with samples by index a batch_size. Or let each process take whole "
@@ -56,7 +56,7 @@ def undividable(name: str, why: str) -> ConfigurationError:
 
 
 def rebuild_mapping(mapping: Any, items: dict[Any, Any]) -> Any:
-    """A mapping of the same type with ``items``, including user classes such as ``BatchEncoding``."""
+    """Return a mapping of the same type with ``items``. User classes such as ``BatchEncoding`` work, too."""
     if type(mapping) is dict:
         return items
     if not isinstance(mapping, MutableMapping):
@@ -70,5 +70,5 @@ def rebuild_mapping(mapping: Any, items: dict[Any, Any]) -> Any:
 
 
 def rebuild_sequence(sequence: Any, entries: list[Any]) -> Any:
-    """A list, tuple or named tuple of the same type with ``entries``."""
+    """Return a list, tuple or named tuple of the same type with ``entries``."""
     return type(sequence)(*entries) if hasattr(sequence, "_fields") else type(sequence)(entries)

@@ -1,8 +1,8 @@
 """The order of a pass: rank 0 runs the sampler and sends what it draws, so all ranks have the same batches.
 
-An order that is fixed when the pass begins travels in blocks. Any other sampler is asked for a batch when a single
-process would ask: it may draw from a random state that others draw from, too, or react to what was trained. Then each
-batch is a message.
+If the order is fixed when the pass begins, rank 0 sends it in blocks. Otherwise it draws each batch when a single
+process would, and sends it in a message of its own: the sampler may share a random state with other code, or react to
+the training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ddp_callbacks.data.samplers import begin_at, name_of_sampler
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
-_INDICES = 4096  # in a block
+_INDICES = 4096  # per block
 _DOING = "the order of the batches"
 
 
@@ -40,9 +40,9 @@ class Start(NamedTuple):
     """Where a pass of a resumable loader begins.
 
     Attributes:
-        number: Of the pass.
+        number: The number of the pass, from 0.
         before: The random states when ``iter`` was called.
-        position: Where an earlier run was; ``None``: at the first batch.
+        position: The position of an earlier run; ``None``: the pass begins at the first batch.
         draws_from_before: Whether to draw from ``before``, whatever else the loader draws first.
     """
 
@@ -59,14 +59,15 @@ class Order(Iterable[Any]):
 
     Args:
         sampler: Yields the indices of each batch.
-        sources: What may have random generators: the loader and its samplers. All ranks have rank 0's states.
-        group: Of the ranks; ``None`` is the default group.
-        is_shared: Rank 0 draws for all ranks. Otherwise each draws for itself.
-        start: Of a resumable loader.
-        used: The number of batches that an earlier run has used.
+        sources: Objects whose attributes may be random generators: the loader and its samplers. All ranks get rank 0's
+            states.
+        group: The ranks' process group; ``None`` is the default group.
+        is_shared: Whether rank 0 draws for all ranks. Otherwise each rank draws for itself.
+        start: Where a pass of a resumable loader begins; ``None`` for other loaders.
+        used: The number of batches that an earlier run used.
 
     Attributes:
-        seed: For the workers; from the first batch on.
+        seed: Seed of the workers' random states; valid from the first batch on.
     """
 
     def __init__(
@@ -83,15 +84,15 @@ class Order(Iterable[Any]):
         self._is_sent = is_shared and get_world_size(group) > 1
         self._runs_sampler = not self._is_sent or get_rank(group) == 0
         self._start, self._begin = start, start.before if start and start.draws_from_before else None
-        self._batches: Iterator[Any] | None = None  # of the sampler, where it runs
-        self._again: list[Any] = []  # the next block, if an earlier run has drawn it
+        self._batches: Iterator[Any] | None = None  # the sampler's iterator, on ranks that run it
+        self._again: list[Any] = []  # the next block, if an earlier run drew it
         self._is_over = False
-        self._drawn, self._last = used, None  # how many batches; the last one
+        self._drawn, self._last = used, None  # number of batches drawn; the last one
         self._position = start.position if start and start.position and start.position["drawn"] else None
         self.seed = self._position["seed"] if self._position else 0
 
     def begin(self) -> None:
-        """Let rank 0 go to where an earlier run was, or to the first batch. Local."""
+        """On ranks that run the sampler, move it to the position of an earlier run, or to the first batch. Local."""
         if self._batches is not None or not self._runs_sampler:
             return
         if self._start and self._position:
@@ -102,7 +103,7 @@ class Order(Iterable[Any]):
             self._go_to(0)
 
     def _go_to(self, number: int) -> None:
-        """Let the sampler go to the batch of this number, under a random state of its own."""
+        """Move the sampler to batch ``number``, under a random state of its own."""
         if self._begin:
             set_global_state(self._begin, self._sources)
         self._begin = get_global_state(self._sources)
@@ -113,7 +114,7 @@ class Order(Iterable[Any]):
             self._batches, self._is_fixed = begin_at(self._sampler, number)
 
     def _draw_again(self, position: Mapping[str, Any]) -> None:
-        """Draw the batches that were drawn and not used, or else the last one that was used, to compare it."""
+        """Draw again the batches that an earlier run drew but did not use, at least one, and compare the last one."""
         unused = position["drawn"] - self._drawn
         again = max(1, unused)
         self._go_to(position["drawn"] - again)
@@ -133,7 +134,7 @@ class Order(Iterable[Any]):
             yield from self._fetch()
 
     def _fetch(self) -> list[Any]:
-        """The next block; it is empty if no batch is left. A collective if the order is shared."""
+        """Return the next block, empty if no batch is left. A collective if the order is shared."""
         message: Any = self._message() if self._runs_sampler else None
         if self._is_sent:
             tensors: list[torch.Tensor] = []
@@ -149,7 +150,7 @@ class Order(Iterable[Any]):
         return list(block)
 
     def _message(self) -> list[Any] | str:
-        """The next block and what all ranks must know of it, or the error that all raise."""
+        """Return the next block with the states that go with it, or the text of the error that all ranks raise."""
         try:
             block = _plain(self._next_block(), self._sampler)
         except ConfigurationError as error:
@@ -157,7 +158,7 @@ class Order(Iterable[Any]):
         return [block, self._is_over, self.seed, states_of_generators(self._sources)]
 
     def _next_block(self) -> list[Any]:
-        """As many batches as can be drawn at once, so that no one can tell."""
+        """Draw as many batches at once as possible without changing any result."""
         self.begin()
         if self._again:
             block, self._again = self._again, []
@@ -180,7 +181,7 @@ class Order(Iterable[Any]):
             return list(itertools.islice(self._batches, count))
 
     def position(self) -> Mapping[str, Any]:
-        """Where the sampler is: plain data and tensors. Local.
+        """Return the sampler's position as plain data and tensors. Local.
 
         It is equal on all ranks, except for ``begin``, which rank 0 needs to run the sampler again.
         """
@@ -188,7 +189,7 @@ class Order(Iterable[Any]):
 
 
 def _plain(indices: Any, sampler: Any) -> Any:
-    """Indices as numbers and texts, in lists and tuples: as messages and checkpoints hold them."""
+    """Convert indices to integers and strings in lists and tuples, for messages and checkpoints."""
     if isinstance(indices, str | int):
         return indices
     if hasattr(indices, "tolist"):

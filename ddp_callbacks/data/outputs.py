@@ -1,4 +1,4 @@
-"""The outputs of whole batches that were dealt out among the ranks, on every rank and in order."""
+"""Gather the outputs of batches that were dealt out whole among the ranks, on every rank and in order."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ddp_callbacks.comm.collectives import all_gather_tensors
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_rank, get_world_size
 
-OUTPUTS_AT_ONCE = 32  # of a rank, sent together; every rank holds the whole message
+OUTPUTS_AT_ONCE = 32  # per rank and message; every rank holds the messages of all ranks
 
 _NO_OUTPUT = object()
 
 
 def gather_outputs(outputs: Sequence[Any], group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Each rank's first output, in the order of the ranks, then each rank's second, and so on. A collective.
+    """Return each rank's first output, in the order of the ranks, then each rank's second, and so on. A collective.
 
     Tensors are sent directly. Anything else is pickled, as in :func:`torch.distributed.all_gather_object`.
 
     Args:
-        outputs: This rank's; the ranks may have different numbers.
+        outputs: This rank's outputs; the ranks may have different numbers of them.
         group: ``None`` is the default group.
 
     Raises:
@@ -55,7 +55,7 @@ def gather_outputs(outputs: Sequence[Any], group: dist.ProcessGroup | None = Non
 
 
 def _pack(output: Any, tensors: list[torch.Tensor]) -> list[Any]:
-    """Append what is sent of an output; where in ``tensors`` it is, and whether that is a pickle."""
+    """Append an output to ``tensors``. Return its index there, and whether it is pickled."""
     if isinstance(output, torch.Tensor) and is_dense(output):
         tensors.append(output)
         return [len(tensors) - 1, False]
@@ -84,7 +84,7 @@ def _unpack(packed: list[Any], tensors: Sequence[torch.Tensor]) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Sends tensors beside the pickle, and the classes of named tuples that no other process can import."""
+    """Keeps tensors out of the pickle, and makes named tuples portable whose class cannot be imported."""
 
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)

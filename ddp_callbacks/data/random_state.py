@@ -27,14 +27,13 @@ from ddp_callbacks.process_group import get_rank, get_world_size
 
 
 class OwnRandomState:
-    """A random state of its own: that of this moment, kept apart from the global one.
+    """A copy of the current global random state, kept apart from it.
 
-    What is drawn inside ``with own.drawing():`` depends on it alone, not on what was drawn outside in between, so it
-    can be drawn again. As long as nothing has drawn outside, the global state advances with it on rank 0, as it would
-    without this library.
+    Draws inside ``with own.drawing():`` depend on this state alone, not on draws outside, so you can repeat them. As
+    long as nothing draws outside, rank 0's global state advances with this one, as it would without this library.
 
     Attributes:
-        state: What the next :meth:`drawing` draws from.
+        state: The state that the next :meth:`drawing` starts from.
     """
 
     def __init__(self) -> None:
@@ -64,11 +63,11 @@ class SharedRandomState(OwnRandomState):
     The constructor is a collective.
 
     Args:
-        sources: Objects to search for generators (a sampler, a loader). All ranks permanently get rank 0's states of
-            them.
+        sources: Objects to search for generators (a sampler, a loader). On all ranks, these generators permanently get
+            rank 0's states.
 
     Attributes:
-        begin: Rank 0's states at this moment, with those of ``sources``.
+        begin: Rank 0's global state at construction, followed by the states of the generators of ``sources``.
     """
 
     def __init__(self, sources: Sequence[object] = (), *, group: dist.ProcessGroup | None = None) -> None:
@@ -127,16 +126,16 @@ class RunRandomState:
         group: ``None`` is the default group.
 
     Attributes:
-        is_fresh: Whether the shared state is still rank 0's, as far as is known.
+        is_fresh: Whether rank 0 has drawn nothing since it last shared its state, as far as this rank knows.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self._rank = get_rank(group)
-        self._states: dict[str, Any] = {}  # "own", "shared", "in_batch", or seeds; empty if the ranks draw from one
+        self._states: dict[str, Any] = {}  # a state or a seed for "own", "shared", "in_batch"; empty: not open
         self._accepted: list[Any] = [None] * GLOBAL
-        self._current = "own"  # the one that is the global state now; what is kept of it is out of date
-        self._is_one = False  # rank 0's own is the shared one: both advance, as a single process has but one
+        self._current = "own"  # which state is global now; its entry in _states is out of date
+        self._is_one = False  # rank 0's own state equals the shared one: both advance together, as in a single process
         self.is_fresh = False
 
     @property
@@ -153,9 +152,9 @@ class RunRandomState:
             self.accept(_of_rank_0(self.offer(), self._group))
 
     def offer(self) -> Any:
-        """What rank 0 sends, as tensors and plain data: states that have changed since the last time. Local.
+        """Return rank 0's states that changed since the last time, for :meth:`accept`; ``None`` on other ranks. Local.
 
-        Another message may carry it.
+        The states are tensors and plain data. You may send them as part of another message.
         """
         if self._rank:
             return None
@@ -163,7 +162,11 @@ class RunRandomState:
         return [[number, state] for number, (state, known) in both if not is_same_state([state], [known])]
 
     def accept(self, offered: Any) -> None:
-        """As :meth:`synchronize`, with what rank 0 has offered at this moment. Local; every rank calls it."""
+        """Like :meth:`synchronize`, but local; every rank calls it.
+
+        Args:
+            offered: The result of rank 0's :meth:`offer` at this moment.
+        """
         changed = dict(offered)
         self._accepted = [changed.get(number, known) for number, known in enumerate(self._accepted)]
         self._states = self._derived(self._accepted)
@@ -171,7 +174,7 @@ class RunRandomState:
         self._is_one, self.is_fresh = self._rank == 0, True
 
     def end(self) -> None:
-        """Leave the shared state in place on all ranks. Local."""
+        """End the run: the shared state becomes the global one on all ranks. Local."""
         if self.is_open and self._current == "own":
             _set(self._states["shared"])
         self._states = {}
@@ -219,20 +222,21 @@ class RunRandomState:
         self._current = name
 
     def state_dict(self) -> dict[str, Any]:
-        """The random state of this rank, as tensors and plain data. Local.
+        """Return this rank's random states as tensors and plain data. Local.
 
-        It is the state between the hooks, also inside :meth:`alike`, :meth:`alike_in_batch` and :meth:`apart`.
+        These are the states between hooks, even if you call this inside :meth:`alike`, :meth:`alike_in_batch` or
+        :meth:`apart`.
         """
         states = self._states | {self._current if self.is_open else "own": get_global_state()}
         return {"rank": self._rank, **states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the random state of a :meth:`state_dict`. Local; every rank calls it.
+        """Continue with the random states of a :meth:`state_dict`. Local; every rank calls it.
 
-        CUDA's state is set, too, as soon as CUDA is in use.
+        This also sets CUDA's state, as soon as CUDA is in use.
 
         Args:
-            state: This rank's. If it was saved by another number of ranks, rank 0's on every rank: the other ranks
+            state: This rank's state. If another number of ranks saved it, pass rank 0's on every rank: the other ranks
                 derive theirs from it.
         """
         states = {name: kept for name, kept in state.items() if name != "rank"}
@@ -246,13 +250,13 @@ class RunRandomState:
         _set(states[self._current] if self.is_open else states["own"])
 
     def _derived(self, shared: State) -> dict[str, Any]:
-        """This rank's states, or seeds, that follow from the shared one."""
+        """Return this rank's states, or seeds for them, derived from the shared state."""
         own = digest_of(self._rank, shared[0]) if self._rank else shared
         return {"own": own, "shared": shared, "in_batch": digest_of("hooks of a batch", shared[0])}
 
 
 def _set(state: State | int) -> None:
-    """Continue from a global state, or a seed."""
+    """Set the global state to ``state``, or seed it if that is an integer."""
     if isinstance(state, int):
         seed_global(state)
     else:
@@ -260,7 +264,7 @@ def _set(state: State | int) -> None:
 
 
 def _of_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Rank 0's tensors and plain data. A collective."""
+    """Return rank 0's ``value``, which consists of tensors and plain data. A collective."""
     tensors: list[torch.Tensor] = []
     header = pack(value, tensors)
     return unpack(*broadcast_tensors(header, tensors, "the random state", group))

@@ -1,7 +1,8 @@
-"""Loaders that go on where an earlier run has stopped, on any number of processes.
+"""Loaders that resume where an earlier run stopped, on any number of processes.
 
-A pass is drawn again, not loaded again: rank 0 runs the sampler under the random state from which the earlier run has
-drawn, and goes on behind what that has drawn.
+A resumed pass over a map-style ``DataLoader`` draws the used indices again, but loads no used sample: rank 0 runs the
+sampler under the random state of the earlier run, and skips the batches that were used. :mod:`.whole` says how other
+loaders resume.
 """
 
 from __future__ import annotations
@@ -31,34 +32,36 @@ from ddp_callbacks.errors import ConfigurationError
 
 
 class Resumable(ShardedLoader):
-    """A loader with a state: what :func:`ddp_callbacks.resumable_loader` returns.
+    """A sharded loader with a state. :func:`ddp_callbacks.resumable_loader` returns it.
 
     Args:
-        args: As of :class:`~ddp_callbacks.data.sharding.ShardedLoader`.
+        args: The arguments of :class:`~ddp_callbacks.data.sharding.ShardedLoader`.
     """
 
     is_resumable = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._passes = 0  # that have begun
+        self._passes = 0  # number of passes that have begun
         self._resumed: Mapping[str, Any] | None = None  # where the next pass begins
         self._had_workers = False
         if isinstance(self._source.loader, DataLoader):
             keep_workers(self._source.loader)
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Where this rank is in the pass under way, and its generators' states: plain data and tensors. Local.
+        """Return this rank's position in the current pass, and its generators' states. Local.
 
-        A pass is under way from ``iter()`` until the loader has no batch left, or the program drops the iterator, as a
-        loop that breaks does. If none is, the next pass begins at the first batch after :meth:`load_state_dict`, too.
+        The state consists of plain data and tensors. A pass lasts from ``iter()`` until no batch is left, or until the
+        program drops the iterator, as a loop with ``break`` does. If you save between passes, the next pass after
+        :meth:`load_state_dict` begins at the first batch.
 
         Args:
-            batches: Number of batches of this pass that have been used. ``None``: all that were handed out. A host
-                that draws ahead has used fewer.
+            batches: Number of batches of this pass that you have used; ``None``: all that the iterator returned. Give
+                it if you draw batches ahead.
 
         Raises:
-            ConfigurationError: Fewer batches than that were handed out.
+            ConfigurationError: The iterator returned fewer batches. Or ``batches`` is smaller than their number, and
+                the loader has a ``state_dict`` of its own, which includes every batch drawn.
         """
         current = None if self.iterator is None or self.iterator.current.is_over else self.iterator.current
         position = current.position(batches) if current and self._resumed is None else self._resumed
@@ -74,10 +77,10 @@ class Resumable(ShardedLoader):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next pass begins at the batch after the last one used. Local.
+        """Let the next pass begin at the batch after the last one used. Local.
 
-        Every rank gives its own state, or, if the number of ranks has changed, rank 0's. The next ``iter()`` then goes
-        there without loading what was used; it leaves the global random state as it was.
+        Pass each rank its own state, or rank 0's if the number of ranks has changed. The next ``iter()`` moves to that
+        batch, and does not load used samples of a map-style data set. It leaves the global random state unchanged.
 
         Raises:
             ConfigurationError: In the middle of a pass: the loader has another data set, or another batch size; or
@@ -111,7 +114,7 @@ class Resumable(ShardedLoader):
         return iterator
 
     def _generators_of_data(self) -> list[Any]:
-        """From which this rank draws when it loads its samples. Workers have copies."""
+        """Return the data set's generators, from which this rank draws when it loads samples. Workers have copies."""
         dataset = getattr(self.loader, "dataset", None)
         return [] if any(source is dataset for source in self._source.sources) else own_generators(dataset)
 
@@ -152,7 +155,7 @@ class ResumableDataLoader(Resumable, ShardedDataLoader):  # type: ignore[misc]
 def resumable_loader(
     loader: Any, batch_size: BatchSize = "global", group: dist.ProcessGroup | None = None, at_least: int = 1
 ) -> Any:
-    """As :func:`ddp_callbacks.shard_loader`, with ``state_dict`` and ``load_state_dict``; also with a single process.
+    """Like :func:`ddp_callbacks.shard_loader`, with ``state_dict`` and ``load_state_dict``; also with a single process.
 
     A later run resumes at the next batch, on any number of processes (``Resumable``). This call is local;
     iterating over the result is a collective.
@@ -161,7 +164,8 @@ def resumable_loader(
         loader, batch_size, group, at_least: See :func:`ddp_callbacks.shard_loader`.
 
     Raises:
-        ConfigurationError: As there.
+        ConfigurationError: As in :func:`ddp_callbacks.shard_loader`; or the loader keeps an iterator of its own from
+            pass to pass.
     """
     check_batch_size(batch_size)
     if loader is None or isinstance(loader, Resumable):

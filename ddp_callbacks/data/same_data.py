@@ -15,10 +15,10 @@ _COMPARED_ROWS = 1 << 16
 
 
 def require_same_data(dataset: Any, name: str, group: dist.ProcessGroup | None) -> None:
-    """Raise unless the properties of one of torch's data sets that are quick to compare are equal. A collective.
+    """Compare the ranks' data sets by indices and integer labels, if they are torch's own. A collective.
 
     Raises:
-        MismatchError: They differ between the ranks.
+        MismatchError: The indices or labels differ between the ranks.
     """
     if type(dataset).__module__ != "torch.utils.data.dataset":
         return
@@ -31,7 +31,7 @@ def require_same_data(dataset: Any, name: str, group: dist.ProcessGroup | None) 
 
 
 def _cheaply_described(dataset: Any) -> Any:
-    """The exact properties of torch's data sets that are quick to compare: subset indices, integer labels."""
+    """Return the exact properties of torch's data sets that are quick to compare: subset indices, integer labels."""
     if isinstance(dataset, Subset):
         return [torch.as_tensor(dataset.indices), _cheaply_described(dataset.dataset)]
     if isinstance(dataset, ConcatDataset):

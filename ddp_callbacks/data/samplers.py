@@ -1,4 +1,4 @@
-"""Samplers: go on at the n-th batch, and shuffle a data set of any size without drawing its order first."""
+"""Samplers: begin at the n-th batch, and shuffle a data set of any size without drawing its order first."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from ddp_callbacks.data.global_state import digest_of
 
 _CHUNK = 4096  # indices computed at a time
 _ROUNDS = 4
-_FIXED = {type(iter([])), type(iter(())), type(iter(range(0)))}  # iterators over what is there already
+_FIXED = {type(iter([])), type(iter(())), type(iter(range(0)))}  # iterators over values that exist already
 
 
 def begin_at(sampler: Any, start: int) -> tuple[Iterator[Any], bool]:
-    """What ``iter(sampler)`` yields from number ``start`` on, and whether that no longer depends on when it is asked.
+    """Return an iterator over ``sampler`` from item ``start`` on, and whether its order is fixed.
 
-    torch's own ``BatchSampler`` makes no batch that is left out: its sampler is asked for what comes after. If a
-    sampler has a method ``iterate_from(start)``, it is called in place of drawing what is left out.
+    A fixed order does not depend on when you draw the items. torch's own ``BatchSampler`` does not build the skipped
+    batches: its inner sampler skips their indices. A sampler with a method ``iterate_from(start)`` need not draw the
+    skipped items.
     """
     if type(sampler) is BatchSampler:
         rest = copy.copy(sampler)
@@ -37,12 +38,12 @@ def begin_at(sampler: Any, start: int) -> tuple[Iterator[Any], bool]:
 
 
 def name_of_sampler(sampler: Any) -> str:
-    """The class that draws: that of the batch sampler, or of the sampler in torch's own."""
+    """Return the class name of the sampler, or of the sampler inside torch's own ``BatchSampler``."""
     return type(sampler.sampler if type(sampler) is BatchSampler else sampler).__name__
 
 
 def _draws_first(sampler: Any) -> bool:
-    """Whether its order is drawn when the pass begins, or from a generator that no one else has."""
+    """Whether the sampler draws its order when the pass begins, or from a generator of its own."""
     if type(sampler) is RandomSampler and sampler.generator is not None:
         return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
     return type(sampler).__module__.startswith(("torch.utils.data", "ddp_callbacks."))
@@ -57,8 +58,8 @@ class LazyRandomSampler(Sampler[int]):
 
     Args:
         data_source: The data set; only its length is used.
-        seed: The order follows from it and :meth:`set_epoch`. ``None``: each pass draws its own from torch's global
-            random state, as ``RandomSampler`` does.
+        seed: Determines the order, together with :meth:`set_epoch`. ``None``: each pass draws a seed from torch's
+            global random state, as ``RandomSampler`` does.
     """
 
     def __init__(self, data_source: Sized, seed: int | None = None) -> None:
@@ -77,7 +78,7 @@ class LazyRandomSampler(Sampler[int]):
         return self.iterate_from(0)
 
     def iterate_from(self, start: int) -> Iterator[int]:
-        """What a pass yields from number ``start`` on, in constant time."""
+        """Yield the indices of a pass from item ``start`` on. The time to begin does not depend on ``start``."""
         if self.seed is None:
             key = int(torch.empty((), dtype=torch.int64).random_().item())
         else:
@@ -86,10 +87,11 @@ class LazyRandomSampler(Sampler[int]):
 
 
 def _permuted(start: int, size: int, key: int) -> Iterator[int]:
-    """Numbers ``start`` to ``size`` of a pseudorandom permutation of ``range(size)``.
+    """Yield items ``start`` to ``size`` of a pseudorandom permutation of ``range(size)``.
 
-    A Feistel network on the cells of a square that has at least ``size``: row and column are shifted in turn, each by a
-    random number that depends on the other. What falls outside is permuted again until it is inside.
+    A Feistel network permutes the cells of a square with at least ``size`` cells: it shifts row and column in turn,
+    each by a random number that depends on the other. It permutes a result outside of the range again, until it is
+    inside.
     """
     columns = max(1, math.isqrt(size))
     rows = max(1, -(-size // columns))

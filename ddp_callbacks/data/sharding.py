@@ -75,8 +75,8 @@ class ShardedLoader:
         source = divide_before_loading(loader, divider, group)
         self._source: Source = Whole(loader, divider, group, self.is_resumable) if source is None else source
         if has_state(loader) and not has_state(type(self)):
-            # As attributes, as protocols look for them. Every rank draws all batches of such a loader: its state is
-            # that of a single process, the same on all ranks, and can be loaded with any number of ranks.
+            # Protocols look for attributes of the object. Every rank draws all batches of such a loader, so its state
+            # is that of a single process, the same on all ranks, and can be loaded with any number of ranks.
             self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
 
     def __reduce__(self) -> Any:
@@ -86,7 +86,7 @@ class ShardedLoader:
 
     @property
     def iterator(self) -> ShardedIterator | None:
-        """The most recent iterator while anything else refers to it. A loop that breaks leaves its pass."""
+        """The most recent iterator; ``None`` if nothing else refers to it, as after a ``break``."""
         return None if self._running is None else self._running()
 
     def end(self) -> None:
@@ -100,7 +100,7 @@ class ShardedLoader:
 
     @property
     def indices(self) -> list[list[Any]] | None:
-        """This rank's indices of each batch of the pass under way, if batches are dealt out and have indices."""
+        """This rank's indices of each batch of the current pass, if batches are dealt out and have indices."""
         return getattr(self.iterator and self.iterator.current, "indices", None) or None
 
     def __getattr__(self, name: str) -> Any:
@@ -164,7 +164,7 @@ def shard_loader(
 
 
 def deal_out(loader: Any) -> Any:
-    """As :func:`shard_loader`, for predictions: rank r gets batch r, r + N and so on, whole. No rank gets padding.
+    """Like :func:`shard_loader`, for predictions: rank r gets batch r, r + N and so on, whole. No rank gets padding.
 
     Before :attr:`ShardedLoader.limit` is set, the length is that of the user's loader.
     """

@@ -6,7 +6,7 @@ division      what a rank gets
 global        its slice of each batch
 per_process   whole batches in turn
 dealt         the same, without padding at the end: for predictions
-own           each batch: they are its own, of a ``DistributedSampler``
+own           each batch: its ``DistributedSampler`` yields only this rank's batches
 ============  =====================================================================================================
 """
 
@@ -43,7 +43,7 @@ class Share:
 
 
 def check_batch_size(batch_size: str) -> None:
-    """Raise :class:`ConfigurationError` unless it is one of :data:`BATCH_SIZES`."""
+    """Raise :class:`ConfigurationError` unless ``batch_size`` is one of :data:`BATCH_SIZES`."""
     if batch_size not in BATCH_SIZES:
         raise ConfigurationError(
             f'batch_size must be "global" (the loader\'s batch is divided among the processes) or '
@@ -58,7 +58,7 @@ def slice_bounds(size: int, rank: int, world_size: int, at_least: int = 1) -> tu
 
     Args:
         size: Number of samples to divide.
-        rank, world_size: Which part, and the number of parts.
+        rank, world_size: The rank that gets the part, and the number of ranks.
         at_least: Each part has at least this many samples or none. If ``size`` is smaller, the first rank gets all.
     """
     world_size = min(world_size, max(1, size // at_least))
@@ -85,14 +85,14 @@ class WholeBatch:
 
 
 def slice_batch(batch: Any, size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[Any, Share]:
-    """This rank's slice of a loaded batch of ``size`` samples; if it is empty, the whole batch as a padding batch."""
+    """Return this rank's slice of a batch of ``size`` samples, and its share; for an empty slice, the whole batch."""
     start, end = slice_bounds(size, rank, world_size, at_least)
     part = slice_samples(batch, size, slice(start, end)) if end > start else batch
     return part, Share(end - start, size)
 
 
 def common_size(batch: Any) -> int | None:
-    """The number of samples: the first dimension of all tensors and arrays of ``batch``; ``None`` if they differ."""
+    """Return the number of samples: the first dimension of all arrays of ``batch``; ``None`` if these differ."""
     sizes = {array.shape[0] if array.ndim else None for array in arrays_in(batch)}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -113,9 +113,9 @@ class Step(NamedTuple):
     """One step of a rank.
 
     Attributes:
-        batches: Those of all ranks; empty: unknown here.
-        part: What this rank gets.
-        share: The part's.
+        batches: The batches of all ranks; empty if unknown here.
+        part: This rank's batch, or its slice of the batch.
+        share: The share of the part.
     """
 
     batches: list[Any]
@@ -128,8 +128,8 @@ class Divider:
     """Divides batches, or the lists of their indices.
 
     Attributes:
-        division: See above.
-        rank, world_size: Which part, and the number of parts.
+        division: See the table above.
+        rank, world_size: This rank, and the number of ranks.
         at_least: See :func:`ddp_callbacks.shard_loader`.
     """
 
@@ -140,17 +140,17 @@ class Divider:
 
     @property
     def per_step(self) -> int:
-        """The number of batches of a step."""
+        """The number of batches per step."""
         return self.world_size if self.division in ("per_process", "dealt") else 1
 
     def steps(
         self, batches: Iterator[Any], size_of: Callable[[Any], int], part_of: Callable[[Any, slice], Any]
     ) -> Iterator[Step]:
-        """This rank's steps.
+        """Yield this rank's steps.
 
         Args:
-            size_of: The number of samples in a batch.
-            part_of: Some samples of a batch.
+            size_of: Returns the number of samples in a batch.
+            part_of: Returns a slice of a batch.
         """
         while step := list(itertools.islice(batches, self.per_step)):
             sizes = list(map(size_of, step))
@@ -171,9 +171,10 @@ class Divider:
                 yield Step(step, step[0], Share(0, total))
 
     def to_compare(self, size: int) -> tuple[slice, Share]:
-        """This rank's part of a batch whose gradient is compared with that of the whole batch.
+        """Return this rank's part of a batch, for comparing the ranks' gradient with that of the whole batch.
 
-        Rank 0 has two of ``world_size + 1`` slices if each has two samples: equal parts would hide wrong weights.
+        Rank 0 has two of ``world_size + 1`` slices if each has at least two samples: equal parts would hide wrong
+        weights.
         """
         extra = int(size >= (self.world_size + 1) * max(2, self.at_least))
         start, _ = slice_bounds(size, self.rank + extra * bool(self.rank), self.world_size + extra, self.at_least)

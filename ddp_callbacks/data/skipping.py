@@ -1,7 +1,7 @@
-"""A bad batch costs a batch, not the run: the ranks agree to skip it if one of them has no loss that can be used.
+"""Skip a bad batch on all ranks, so that it does not end the run: a batch for which one rank has no usable loss.
 
-Each rank sends what is wrong with its loss, and its weight, in one small message before backward. A part that weighs
-nothing has no say, unless no part weighs anything: a rank without samples cannot spoil the batch of the others.
+Each rank sends the fault of its loss, and its weight, in one small message before backward. A part with weight 0 does
+not count, unless all parts have weight 0: a rank without samples cannot spoil the batch of the others.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ddp_callbacks.process_group.failures import describe_rank
 SkipBatch = Literal["no_loss", "non_finite", "any"]
 
 _DOING = "whether to skip the batch"
-_TOLD = 10  # batches that are reported one by one; then the 20th, 50th, 100th and so on
+_TOLD = 10  # the first batches are reported one by one; then the 20th, 50th, 100th and so on
 
 
 class Fault(enum.IntEnum):
-    """What is wrong with the loss of a rank; as it travels."""
+    """A fault of a rank's loss, as the ranks send it."""
 
     NOTHING = 0
     NO_LOSS = 1
@@ -46,11 +46,11 @@ FAULTS: Mapping[str, frozenset[Fault]] = {
     "non_finite": _NON_FINITE,
     "any": _NON_FINITE | {Fault.NO_LOSS},
 }
-"""The faults that each setting skips a batch for."""
+"""For each setting of ``skip_batch``, the faults that let the ranks skip a batch."""
 
 
 def check_skip_batch(skip_batch: str | None, sync: object) -> None:
-    """Raise :class:`ConfigurationError` unless it is ``None`` or a key of ``FAULTS``, with exact gradients."""
+    """Raise :class:`ConfigurationError` unless ``skip_batch`` is ``None``, or in ``FAULTS`` with exact gradients."""
     if skip_batch is None:
         return
     if skip_batch not in FAULTS:
@@ -66,7 +66,7 @@ def check_skip_batch(skip_batch: str | None, sync: object) -> None:
 
 
 def fault_of(loss: torch.Tensor) -> Fault:
-    """Whether a loss is NaN or infinite. Waits for its GPU."""
+    """Return whether a loss is NaN or infinite. Waits for the loss's GPU."""
     if bool(torch.isfinite(loss).all()):
         return Fault.NOTHING
     return Fault.NAN if bool(torch.isnan(loss).any()) else Fault.INFINITE
@@ -76,7 +76,7 @@ class BadBatches:
     """Lets the ranks decide alike which batches to skip, and reports them on rank 0.
 
     Args:
-        exchange: To the other ranks; ``None`` with a single process.
+        exchange: The exchange with the other ranks; ``None`` with a single process.
     """
 
     def __init__(self, exchange: ScalarExchange | None) -> None:
@@ -85,11 +85,11 @@ class BadBatches:
         self._by_rank: Counter[int] = Counter()
 
     def agree(self, fault: Fault, weight: float) -> dict[int, Fault]:
-        """The faults of the batch by rank; empty if it is fine. A collective.
+        """Return the faults of the batch by rank; empty if the batch is fine. A collective.
 
         Args:
-            fault: This rank's.
-            weight: Of its part of the batch.
+            fault: The fault of this rank's loss.
+            weight: The weight of this rank's part of the batch.
         """
         row = [float(fault), float(weight)]
         rows = [row] if self._exchange is None else self._exchange.exchange(row, _DOING)
@@ -99,10 +99,10 @@ class BadBatches:
         }
 
     def report(self, faults: Mapping[int, Fault], where: str) -> None:
-        """Count a batch that is skipped; rank 0 reports the first ones, then some of them. Every rank calls it.
+        """Count a skipped batch. Rank 0 reports the first ones, then some of them. Every rank calls it.
 
         Args:
-            faults: By rank, not empty.
+            faults: The faults by rank; not empty.
             where: The batch: "epoch 0, batch 17".
         """
         self._skipped += 1
@@ -114,7 +114,7 @@ class BadBatches:
         self._say(f"{where} is skipped{many}. {reasons}")
 
     def close(self) -> None:
-        """The run has ended: rank 0 reports the sum if it has not reported each batch. Local."""
+        """End the run: rank 0 reports the number of skipped batches if it has not reported each. Local."""
         if self._skipped > _TOLD:
             ranks = ", ".join(f"rank {rank} for {count}" for rank, count in sorted(self._by_rank.items()))
             self._say(f"{self._skipped} batches were skipped in this run, because of {ranks}")
@@ -131,5 +131,5 @@ class BadBatches:
 
 
 def _is_round(number: int) -> bool:
-    """Whether it is 1, 2 or 5 times a power of ten."""
+    """Whether ``number`` is 1, 2 or 5 times a power of ten."""
     return str(number).rstrip("0") in ("1", "2", "5")

@@ -1,10 +1,10 @@
 """Division after loading: every rank produces the whole batches, under rank 0's random state, and takes its part.
 
-How a resumable one goes on in a later run:
+How a resumable loader continues in a later run:
 
 ============================  =========================================================================================
 with ``state_dict``, length   by its own ``state_dict``
-any other iterable            is produced again on every rank and dropped: this costs as much time as it took to produce
+any other iterable            every rank produces the used batches again and drops them, which takes as long as before
 ============================  =========================================================================================
 """
 
@@ -41,7 +41,7 @@ class _WholePass(Pass):
     def __init__(self, whole: Whole, limit: int | None, start: Start | None) -> None:
         super().__init__(limit, start)
         self._whole = whole
-        self._drawn = self._checksum = 0  # of batches produced in this pass; of the first
+        self._drawn = self._checksum = 0  # number of batches produced in this pass; of the first batch
         if position := self.resumed:
             self._drawn, self._checksum = position["drawn"], position["first"]
             set_global_state(position["begin"], whole.sources)
@@ -50,7 +50,7 @@ class _WholePass(Pass):
         self.state = SharedRandomState(whole.sources, group=whole.group)
 
     def skip(self, batches: Iterator[Any]) -> None:
-        """Leave out what an earlier run has done. Call it after ``iter``."""
+        """Skip the batches that an earlier run used. Call it after ``iter``."""
         whole = self._whole
         if self.start is None or self.resumed is None or not self._drawn:
             return
@@ -75,7 +75,7 @@ class _WholePass(Pass):
         return ((step.part, step.share) for step in whole.divider.steps(produced, whole.size_of, whole.part_of))
 
     def _produce(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches that are left, the same ones on every rank."""
+        """Yield the remaining batches, the same ones on every rank."""
         for number in itertools.count():
             with self.state.drawing():
                 batch = next(batches, _END)
@@ -109,11 +109,12 @@ class Whole(Source):
     """A loader that produces whole batches.
 
     Args:
-        loader: The user's; it is not changed.
-        is_resumable: A later run may go on in the middle of a pass.
+        loader: The user's loader; it is not changed.
+        is_resumable: Whether a later run may resume in the middle of a pass.
 
     Attributes:
-        is_stateful: It goes on by a ``state_dict`` of its own, as torchdata's ``StatefulDataLoader`` does.
+        is_stateful: Whether the loader resumes by a ``state_dict`` of its own, like torchdata's
+            ``StatefulDataLoader``.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Whole(Source):
     ) -> None:
         sources = (loader, getattr(loader, "sampler", None), getattr(loader, "dataset", None))
         self._items_are_samples = _yields_samples(loader)
-        # Hosts draw a batch ahead from a loader without a length, and its state would be that after this batch.
+        # Hosts draw a batch ahead from a loader without a length, so its state would include a batch too many.
         self.is_stateful = is_resumable and has_state(loader) and length_of(loader) is not None
         if is_resumable and isinstance(loader, DataLoader):
             if keeps_iterator(loader):
@@ -131,7 +132,7 @@ class Whole(Source):
                 )
             loader = copied_loader(loader)
             if not self.is_stateful:
-                override(loader, persistent_workers=False)  # or what workers draw would depend on earlier passes
+                override(loader, persistent_workers=False)  # otherwise workers' draws depend on earlier passes
         super().__init__(loader, sources, divider, group)
 
     def iterate(self, shares: deque[Share], limit: int | None, start: Start | None) -> ShardedIterator:
@@ -142,10 +143,10 @@ class Whole(Source):
         return ShardedIterator(self, begun, batches, shares)
 
     def size_of(self, batch: Any) -> int:
-        """The number of samples; 1 of what is not divided.
+        """Return the number of samples in a batch; 1 for a batch that is not divided.
 
         Raises:
-            ConfigurationError: It must be divided, and cannot.
+            ConfigurationError: The batch must be divided, but cannot be.
         """
         size = None if self._items_are_samples else common_size(batch)
         if size is None and self.divider.division == "global" and self.divider.world_size > 1:
@@ -155,7 +156,7 @@ class Whole(Source):
         return 1 if size is None else size
 
     def part_of(self, batch: Any, part: slice) -> Any:
-        """Some samples of a batch."""
+        """Return a slice of a batch's samples."""
         return slice_samples(batch, self.size_of(batch), part)
 
     def compared(self, first: Any) -> WholeBatch:
@@ -163,7 +164,7 @@ class Whole(Source):
         return WholeBatch(first, self.part_of(first, part), share)
 
     def require_divisible(self, batch: Any) -> None:
-        """Raise unless the first batch is equal on all ranks, with its samples in front. A collective."""
+        """Raise unless the first batch is equal on all ranks, with samples along its first dimension. A collective."""
         if self.divider.world_size == 1:
             return
         name = name_of(self.loader)
@@ -179,13 +180,13 @@ class Whole(Source):
 
 
 def checksum_of_content(batch: Any) -> int:
-    """Of the first numbers in each tensor and array of a batch."""
+    """Return a checksum of the shape and the first 64 numbers of each tensor and array in a batch."""
     arrays = [array for array in arrays_in(batch) if not isinstance(array, torch.Tensor) or is_dense(array)]
     return checksum_of([(list(array.shape), array.reshape(-1)[:64]) for array in arrays])
 
 
 def _yields_samples(loader: Any) -> bool:
-    """Whether its items are those of a map-style data set under one index, whose first dimension can be anything."""
+    """Whether the loader yields single items of a map-style data set, whose first dimension can be anything."""
     data = loader.dataset if isinstance(loader, DataLoader) else loader
     is_map_style = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
     return is_map_style and getattr(loader, "batch_sampler", None) is None

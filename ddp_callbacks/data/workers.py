@@ -1,7 +1,7 @@
-"""Workers of a resumable loader: a signal to all processes of a job must not end them while their process finishes.
+"""Keep the workers of a resumable loader alive when a signal goes to all processes of a job.
 
-Slurm and PBS send SIGTERM, or the signal that was asked for, to every process of a step. The process finishes its batch
-and writes a checkpoint; its workers, which torch would end, still have to load.
+Slurm and PBS send SIGTERM, or the signal that you asked for, to every process of a step. The training process finishes
+its batch and writes a checkpoint. Until then its workers must load; torch would end them at the signal.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 
 
 class WorkerStart:
-    """A ``worker_init_fn``: the worker then leaves these signals unheard. It ends when its loader has ended.
+    """A ``worker_init_fn`` that lets a worker survive ``_SIGNALS``. The worker ends when its loader ends.
 
-    They are handled, not ignored: programs that the worker starts do not inherit that.
+    It sets an empty handler instead of ``SIG_IGN``, which programs that the worker starts would inherit.
 
     Args:
         init: The user's ``worker_init_fn``.
@@ -47,16 +47,16 @@ def _leave_unheard(number: int, frame: object) -> None:
 
 
 def keep_workers(loader: DataLoader[Any]) -> None:
-    """Let the workers of a copy of a loader outlive signals to the whole job."""
+    """Let the workers of ``loader``, which this changes, outlive signals to the whole job."""
     if loader.num_workers:
         _end_workers_at_exit()
         loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
 
 
 class SeededIndices:
-    """The indices of a batch. They arrive in a worker as they are, and its random state is then that of the batch.
+    """The indices of a batch. Unpickling them in a worker seeds its random state and returns the plain indices.
 
-    So what a worker draws for a batch depends on neither the worker nor the batches that it has loaded before.
+    So a worker's draws for a batch depend neither on the worker nor on the batches that it loaded before.
     """
 
     def __init__(self, indices: Any, *salt: int) -> None:
@@ -73,12 +73,12 @@ def _arrive(indices: Any, *salt: int) -> Any:
 
 @functools.cache
 def _end_workers_at_exit() -> None:
-    """``multiprocessing`` would send them SIGTERM, and wait for them."""
+    """Kill workers at exit: ``multiprocessing`` would send SIGTERM, which they survive, and wait for them."""
     atexit.register(_kill_daemons)
 
 
 def _kill_daemons() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would report them
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report the killed workers
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
@@ -86,15 +86,15 @@ def _kill_daemons() -> None:
 
 @contextmanager
 def spared_workers(loader: Any) -> Iterator[None]:
-    """Workers that start inside have the signals blocked from their first moment, if they are kept.
+    """Block ``_SIGNALS`` in workers that start inside, from their first moment, if :func:`keep_workers` prepared them.
 
-    So has this thread meanwhile: signals that come arrive at the end.
+    This thread has them blocked, too: it gets signals from inside at the end.
     """
     if not isinstance(getattr(loader, "worker_init_fn", None), WorkerStart):
         yield
         return
     if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
-        resource_tracker.ensure_running()  # or it starts with the first worker, and unblocks SIGTERM
+        resource_tracker.ensure_running()  # otherwise it starts with the first worker, and unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield

@@ -1,6 +1,6 @@
-"""Whether the installed Lightning has what this library uses beside public names.
+"""Check that the installed Lightning has the private names that this library uses.
 
-These stand in :mod:`._parts`, :mod:`._logged` and :mod:`._progress`, each in one function, all listed there.
+:mod:`._parts`, :mod:`._logged` and :mod:`._progress` list these names and use them, each in one function.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def require_lightning(package: str) -> None:
 
 
 def require_resume(package: str) -> None:
-    """As :func:`require_lightning`, for what only ``Resume`` uses."""
+    """Like :func:`require_lightning`, for the names that only ``Resume`` uses."""
     _require(package, ROOTS, _logged.PRIVATE_OF_RESUME + _progress.PRIVATE)
     _require(package, FABRIC, _progress.PRIVATE_OF_LOGGERS)
 
 
 def require_fabric(package: str) -> None:
-    """As :func:`require_lightning`, for what only Fabric's strategy uses."""
+    """Like :func:`require_lightning`, for the names that only Fabric's strategy uses."""
     _require(package, FABRIC, _parts.PRIVATE_OF_FABRIC)
 
 

@@ -1,4 +1,4 @@
-"""Where a Trainer keeps what ``self.log`` records, beside public names; all listed in :data:`PRIVATE`."""
+"""Access to the values that ``self.log`` records in a Trainer, by private names, all listed in :data:`PRIVATE`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PRIVATE = (
     f"{_RESULT}:_Sync.should",
 )
 
-# The same, of what only the callback ``Resume`` uses.
+# The same for names that only the callback ``Resume`` uses.
 PRIVATE_OF_RESUME = (
     f"{_RESULT}:_Metadata.__init__(on_step, on_epoch, reduce_fx, metric_attribute)",
     f"{_RESULT}:_Metadata.__init__(self, fx, name, prog_bar, logger, enable_graph, add_dataloader_idx, dataloader_idx)",
@@ -47,32 +47,32 @@ PRIVATE_OF_RESUME = (
 
 
 def results_class(package: str) -> Any:
-    """The class of what keeps the logged values of a loop."""
+    """Return the class of the collection that holds a loop's logged values."""
     return importlib.import_module(f"{ROOTS[package]}.{_RESULT}")._ResultCollection
 
 
 def results_of(trainer: Any) -> Any:
-    """What ``self.log`` records into: the collection of the loop that runs; ``None`` in predictions, between runs."""
+    """Return the running loop's collection, into which ``self.log`` records; ``None`` in predictions, between runs."""
     return trainer._results
 
 
 def results_of_training(trainer: Any) -> Any:
-    """The same of the training loop, whatever runs."""
+    """Return the training loop's collection, whichever loop runs."""
     return trainer.fit_loop.epoch_loop._results
 
 
 def results_of_evaluation(trainer: Any) -> Any:
-    """The same of the validation in a fit."""
+    """Return the collection of a fit's validation loop."""
     return trainer.fit_loop.epoch_loop.val_loop._results
 
 
 def replace_results(loop: Any, make: Callable[[bool], Any]) -> None:
-    """Give a loop another collection, made of whether the loop trains."""
+    """Give a loop another collection: the result of ``make``, called with whether the loop trains."""
     loop._results = make(loop._results.training)
 
 
 def refresh_metrics(trainer: Any, results: Any) -> None:
-    """Let the Trainer's ``callback_metrics``, and the others, be what a collection has of the last step."""
+    """Update the Trainer's ``callback_metrics``, and its other metrics, with a collection's values of the last step."""
     connector, metrics = trainer._logger_connector, results.metrics(True)
     connector._progress_bar_metrics.update(metrics["pbar"])
     connector._callback_metrics.update(metrics["callback"])
@@ -87,12 +87,12 @@ def logs_step(trainer: Any) -> bool:
 
 
 def follows_step(trainer: Any) -> bool:
-    """Whether a scheduler follows a logged value from step to step."""
+    """Whether a ``ReduceLROnPlateau`` scheduler reads a logged value in every step."""
     return any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs)
 
 
 def operation_of(metric: Any) -> str:
-    """How parts of what is logged under a key become one: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``."""
+    """Return how the parts of a logged value are combined: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``."""
     return "mean" if metric.meta.is_mean_reduction else str(metric.meta.reduce_fx.__name__)
 
 
@@ -105,20 +105,20 @@ _OF_NUMBER = ("value", "cumulated_batch_size", "_computed")
 
 
 def result_states(results: Any, synced: set[str]) -> dict[str, Any]:
-    """What Lightning has recorded and accumulated under each key, between two batches. For a file.
+    """Return what Lightning has recorded and accumulated under each key, between two batches, for a file.
 
     Args:
-        synced: Keys that were logged with ``sync_dist=True``, although Lightning was not told so.
+        synced: Keys that were logged with ``sync_dist=True``, which was hidden from Lightning.
     """
     metrics = {key: _result_state(metric, key in synced) for key, metric in results.items()}
     return {"metrics": metrics, "dataloader_idx": results.dataloader_idx}
 
 
 def load_results(results: Any, state: dict[str, Any], trainer: Any, joint: bool) -> set[str]:
-    """Inverse of :func:`result_states`, and what this takes.
+    """Inverse of :func:`result_states`. Return the ``synced`` keys if ``joint``, otherwise an empty set.
 
     Args:
-        joint: Whether Lightning is not to be told of ``sync_dist=True``.
+        joint: Whether to hide ``sync_dist=True`` from Lightning.
     """
     home, module = importlib.import_module(f"{ROOTS[trainer.strategy.package]}.{_RESULT}"), trainer.lightning_module
     results.clear()

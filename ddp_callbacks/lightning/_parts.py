@@ -1,4 +1,4 @@
-"""The parts of a Trainer, and what its package has, beside public names; all listed in :data:`PRIVATE`.
+"""Access to private parts of a Trainer and of its package; all names are listed in :data:`PRIVATE`.
 
 Lightning comes as two packages. The functions work with the objects of either, or take the package's name.
 """
@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 from ddp_callbacks.lightning.packages import FABRIC, ROOTS
 
-# Methods that are replaced while a run lasts.
+# Methods that this library replaces during a run.
 BROADCAST_SIGTERM = "_broadcast_sigterm_tensor"  # of the training epoch loop, before each batch
 HANDLE_SIGTERM = "_sigterm_notifier_fn"  # of the signal connector
-HANDLE_REQUEUE = "_slurm_sigusr_handler_fn"  # likewise
+HANDLE_REQUEUE = "_slurm_sigusr_handler_fn"  # of the signal connector
 PREPARE_DATA = "prepare_data"  # of the data connector
 PREDICT_STEP = "_predict_step"  # of the prediction loop
-BATCH_INDICES = "_get_batch_indices"  # likewise
+BATCH_INDICES = "_get_batch_indices"  # of the prediction loop
 RESUME_START = "resume_start"  # of the checkpoint connector
-MONITORED = ("_monitor_candidates", "_run_early_stopping_check")  # in which ModelCheckpoint and EarlyStopping read
+MONITORED = ("_monitor_candidates", "_run_early_stopping_check")  # where ModelCheckpoint and EarlyStopping read
 
 # The contract, as ddp_callbacks.versions.require_names reads it, below ``lightning.pytorch``.
 PRIVATE = (
@@ -58,13 +58,13 @@ PRIVATE = (
     "strategies:ParallelStrategy.__init__ uses _layer_sync",
 )
 
-# The same below ``lightning.fabric``, of what Trainers and Fabric use.
+# The same below ``lightning.fabric``, for names that both Trainers and Fabric use.
 PRIVATE_OF_BOTH = (
     "utilities.data:_auto_add_worker_init_fn(dataloader, rank)",
     "utilities.imports:_IS_INTERACTIVE",
 )
 
-# The same, of what only Fabric's strategy uses.
+# The same for names that only Fabric's strategy uses.
 PRIVATE_OF_FABRIC = (
     "fabric:Fabric._requires_distributed_sampler uses distributed_sampler_kwargs",
     "strategies:DDPStrategy.__init__ uses _backward_sync_control, _process_group_backend, _timeout",
@@ -78,29 +78,29 @@ PRIVATE_OF_FABRIC = (
 
 
 def seed_workers(package: str, loader: object, rank: int) -> None:
-    """Let the workers of a loader be seeded by the rank, after ``seed_everything(workers=True)``."""
+    """Seed a loader's workers by the rank, if the program has called ``seed_everything(workers=True)``."""
     importlib.import_module(f"{FABRIC[package]}.utilities.data")._auto_add_worker_init_fn(loader, rank)
 
 
 def silent_logger(package: str) -> Any:
-    """A logger that writes nothing, whatever is called; Lightning's Tuner uses it."""
+    """Return a logger that writes nothing, whichever method you call; Lightning's Tuner uses it."""
     return importlib.import_module(f"{ROOTS[package]}.loggers.logger").DummyLogger()
 
 
 def silent_profiler(package: str) -> Any:
-    """A profiler that notes nothing."""
+    """Return a profiler that records nothing."""
     return importlib.import_module(f"{ROOTS[package]}.profilers").PassThroughProfiler()
 
 
 def own_transfer_hooks(package: str, *owners: Any) -> list[str]:
-    """The hooks for the transfer of a batch that these modules and datamodules override."""
+    """Return the names of the batch transfer hooks that these modules and datamodules override."""
     hooks = importlib.import_module(f"{ROOTS[package]}.core.hooks").DataHooks
     names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     return [name for owner in owners for name in names if getattr(type(owner), name, None) is not vars(hooks)[name]]
 
 
 def is_interactive(package: str) -> bool:
-    """Whether the program runs in a notebook or a shell of Python."""
+    """Whether the program runs in a notebook or an interactive Python shell."""
     return bool(importlib.import_module(f"{FABRIC[package]}.utilities.imports")._IS_INTERACTIVE)
 
 
@@ -108,7 +108,7 @@ def is_interactive(package: str) -> bool:
 
 
 def connector(trainer: Any, kind: Literal["accelerator", "checkpoint", "data", "logger", "signal"]) -> Any:
-    """One of the Trainer's helpers.
+    """Return one of the Trainer's connectors.
 
     ``"accelerator"`` knows ``use_distributed_sampler``, ``"checkpoint"`` restores the Trainer's state, ``"data"`` calls
     ``prepare_data``, ``"logger"`` is called at the end of batches and epochs, ``"signal"`` handles SIGTERM and Slurm's
@@ -124,7 +124,7 @@ def requeue(trainer: Any, number: int) -> None:
 
 
 def trainer_of(module: Any) -> Any:
-    """The Trainer that runs a module, or has run it last; ``None`` if none has."""
+    """Return the Trainer that runs a module, or ran it last; ``None`` if none has."""
     return vars(module).get("_trainer")
 
 
@@ -134,12 +134,12 @@ def is_asked_by_loop(trainer: Any) -> bool:
 
 
 def before_transfer(module: Any, batch: Any) -> Any:
-    """What the module's and the datamodule's ``on_before_batch_transfer`` make of a batch."""
+    """Apply the module's or the datamodule's ``on_before_batch_transfer`` to a batch."""
     return module._on_before_batch_transfer(batch)
 
 
 def torch_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside of a ``LightningOptimizer``; any other one itself."""
+    """Return the optimizer inside a ``LightningOptimizer``; any other optimizer unchanged."""
     return getattr(optimizer, "_optimizer", optimizer)
 
 
@@ -152,17 +152,17 @@ def compares_losses(callback: Any) -> bool:
 
 
 def loader_of(loop: Any) -> Any:
-    """The ``CombinedLoader`` of a loop; ``None`` before it has set up its data."""
+    """Return the ``CombinedLoader`` of a loop; ``None`` before the loop has set up its data."""
     return loop._combined_loader
 
 
 def active_loader(trainer: Any) -> Any:
-    """The ``CombinedLoader`` of the loop that runs."""
+    """Return the ``CombinedLoader`` of the running loop."""
     return trainer._active_loop._combined_loader
 
 
 def loaders_of_batch(combined: Any, dataloader_idx: int) -> list[Any]:
-    """The loaders that a batch of a ``CombinedLoader`` comes from."""
+    """Return the loaders that a batch of a ``CombinedLoader`` comes from."""
     loaders = list(combined.flattened)
     return loaders[dataloader_idx : dataloader_idx + 1] if combined._mode == "sequential" else loaders
 
@@ -178,15 +178,15 @@ def is_accumulating(trainer: Any) -> bool:
 
 
 def validation_interval(trainer: Any) -> Any:
-    """Seconds between validations, if it is time that decides; otherwise ``None``."""
+    """Return the seconds between validations, if time decides when to validate; otherwise ``None``."""
     return getattr(trainer, "_val_check_time_interval", None)
 
 
 def last_validation(trainer: Any) -> Any:
-    """When the last one was, by ``time.monotonic()``; where time decides."""
+    """Return the time of the last validation, by ``time.monotonic()``. Only if time decides when to validate."""
     return trainer._last_val_time
 
 
 def set_last_validation(trainer: Any, time: float) -> None:
-    """Let Lightning compare its clock with another time."""
+    """Set the time of the last validation, with which Lightning compares its clock."""
     trainer._last_val_time = time

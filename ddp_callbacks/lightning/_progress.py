@@ -1,4 +1,4 @@
-"""Where a fit is, which only the callback ``Resume`` looks at and sets; all private names listed in :data:`PRIVATE`."""
+"""Read and set the progress of a fit, for the callback ``Resume``. :data:`PRIVATE` lists all private names."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _OF_CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_
 
 
 def version_of(logger: Any) -> int | str | None:
-    """The version that a CSVLogger or TensorBoardLogger has been given, or has taken; ``None`` for none so far."""
+    """Return the version that a CSVLogger or TensorBoardLogger was given, or chose; ``None`` if it has none yet."""
     return getattr(logger, "_version", None)
 
 
@@ -69,12 +69,12 @@ def set_version_of(logger: Any, version: int | str) -> None:
 
 
 def dump_checkpoint(trainer: Any) -> Any:
-    """The Trainer's checkpoint, as ``save_checkpoint`` writes it. All ranks must call it."""
+    """Return the Trainer's checkpoint, as ``save_checkpoint`` writes it. All ranks must call it."""
     return trainer._checkpoint_connector.dump_checkpoint(False)
 
 
 def set_checkpoint(trainer: Any, checkpoint: dict[str, Any], path: str) -> None:
-    """What the Trainer restores its state from, when the run begins."""
+    """Set the checkpoint from which the Trainer restores its state when the run begins."""
     connector = trainer._checkpoint_connector
     connector._ckpt_path, connector._loaded_checkpoint = path, checkpoint
 
@@ -82,7 +82,8 @@ def set_checkpoint(trainer: Any, checkpoint: dict[str, Any], path: str) -> None:
 def restore_again(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """Restore what hooks may have changed since the run began.
 
-    Callbacks see the checkpoint once more: that of an average of the weights has both in its file, and swaps them.
+    Callbacks load the checkpoint once more. One that averages weights needs this: its checkpoint holds both the current
+    and the averaged weights, and it swaps them.
     """
     connector = trainer._checkpoint_connector
     trainer.strategy.load_model_state_dict(checkpoint, strict=trainer.lightning_module.strict_loading)
@@ -97,7 +98,7 @@ def restore_again(trainer: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def _owners(trainer: Any) -> list[tuple[Any, tuple[str, ...]]]:
-    """What has attributes that Lightning's checkpoint lacks, and their names."""
+    """Return the objects with attributes that Lightning's checkpoint lacks, and the names of these attributes."""
     fit_loop = trainer.fit_loop
     return [
         (trainer, ("should_stop",)),
@@ -109,7 +110,7 @@ def _owners(trainer: Any) -> list[tuple[Any, tuple[str, ...]]]:
 
 
 def trainer_state(trainer: Any) -> dict[str, Any]:
-    """Counters, and what loops and loggers know beside Lightning's own checkpoint. For a file."""
+    """Return the loops' counters, and attributes of the Trainer that Lightning's checkpoint lacks, for a file."""
     fit_loop = trainer.fit_loop
     return {
         "loops": fit_loop.state_dict(),
@@ -122,7 +123,7 @@ def trainer_state(trainer: Any) -> dict[str, Any]:
 
 
 def load_trainer_state(trainer: Any, state: dict[str, Any]) -> None:
-    """Inverse of :func:`trainer_state`; the loops don't know that they go on."""
+    """Inverse of :func:`trainer_state`. The loops then run as in a new fit, not as in a restarted one."""
     trainer.fit_loop.load_state_dict(state["loops"])
     let_begin(trainer.fit_loop)
     seen = trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader
@@ -133,7 +134,7 @@ def load_trainer_state(trainer: Any, state: dict[str, Any]) -> None:
 
 
 def let_begin(loop: Any) -> None:
-    """A loop, and those inside of it, take no other way than in a run that begins."""
+    """Let a loop, and the loops inside it, run as in a new fit, not as in a restarted one."""
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     for inner in (vars(loop).get("epoch_loop"), vars(loop).get("val_loop")):
         if inner is not None:
@@ -141,7 +142,7 @@ def let_begin(loop: Any) -> None:
 
 
 def begin_epoch_again(fit_loop: Any) -> None:
-    """The epoch that has begun begins once more, with its hooks; its loaders have begun their passes."""
+    """Let the epoch that was cut begin once more, with its hooks. Its loaders have begun their passes already."""
     for progress in (fit_loop.epoch_progress.current, fit_loop.epoch_progress.total):
         progress.ready -= 1
         progress.started -= 1
@@ -149,7 +150,7 @@ def begin_epoch_again(fit_loop: Any) -> None:
 
 
 def lift_limits(fit_loop: Any) -> Callable[[], None]:
-    """Let a fit that is over, or has taken its last step, begin all the same, until what is returned is called."""
+    """Let a fit begin even if it is over, or has taken its last step. Call the result to restore the limits."""
     fit_loop.trainer.should_stop = False  # a Timer may have set it
     max_epochs, max_steps = fit_loop.max_epochs, fit_loop.max_steps
     if is_done(fit_loop):
@@ -162,14 +163,14 @@ def lift_limits(fit_loop: Any) -> Callable[[], None]:
 
 
 def is_done(fit_loop: Any) -> bool:
-    """Whether the fit is over. Lightning says so when it asks itself, and not twice."""
+    """Whether the fit is over. Suppresses Lightning's message, which its own check logs."""
     with _without_information():
         return bool(fit_loop.done)
 
 
 @contextmanager
 def _without_information() -> Iterator[None]:
-    """Inside, nothing of the level INFO is logged: Lightning has said it once."""
+    """Suppress log messages of level INFO and below, which Lightning would repeat."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.INFO))
     try:
@@ -179,7 +180,7 @@ def _without_information() -> Iterator[None]:
 
 
 def position_in_training(fit_loop: Any) -> dict[str, Any]:
-    """How many batches the epoch has used of those that were fetched, and which of several loaders have ended."""
+    """Return how many of the fetched batches the epoch has used, and which of several loaders have ended."""
     fetcher = fit_loop._data_fetcher
     ahead = len(getattr(fetcher, "batches", ()))
     consumed = list(getattr(fit_loop._combined_loader._iterator, "_consumed", ()))
@@ -187,12 +188,12 @@ def position_in_training(fit_loop: Any) -> dict[str, Any]:
 
 
 def set_position(fetcher: Any, combined: Any, position: dict[str, Any]) -> None:
-    """Let a loop's fetcher go on from there; the loaders have begun their passes there."""
+    """Let a loop's fetcher continue from ``position``, where the loaders' passes have begun already."""
     iterator, used = combined._iterator, position["used"]
     if position["consumed"]:
         iterator._consumed = [*position["consumed"]]
     ahead = 0
-    if fetcher.length is None and "batches" in vars(fetcher):  # it draws one batch more than it hands out
+    if fetcher.length is None and "batches" in vars(fetcher):  # it draws one batch ahead
         fetcher.batches = [(batch, used + n, 0) for n, (batch, *_) in enumerate(fetcher.batches)]
         ahead = len(fetcher.batches)
     iterator._idx = fetcher.fetched = used + ahead
@@ -201,7 +202,7 @@ def set_position(fetcher: Any, combined: Any, position: dict[str, Any]) -> None:
 
 
 def end_loaders(combined: Any, loaders: Sequence[int]) -> None:
-    """Where several loaders end one by one (``"max_size"``), let those have ended; elsewhere they have begun again."""
+    """Mark loaders as ended, if they end one by one (mode ``"max_size"``). In other modes they have begun again."""
     if type(combined._iterator).__name__ == _MAX_SIZE:
         for index in loaders:
             combined._iterator.iterators[index] = iter(())

@@ -1,6 +1,6 @@
-"""What this library uses of torchmetrics beside its public names: each in one function, all listed in :data:`PRIVATE`.
+"""Access to private parts of torchmetrics: each name in one function, all listed in :data:`PRIVATE`.
 
-Lightning's own ``_ResultMetric``, in which it keeps what ``self.log`` was given, is a metric, too.
+Lightning's ``_ResultMetric``, which holds a value of ``self.log``, is a metric, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRIVATE = (
 
 
 def require_torchmetrics() -> None:
-    """Raise :class:`ImportError` if the installed torchmetrics lacks a private name, naming the versions that do."""
+    """Raise :class:`ImportError` if torchmetrics lacks a private name, naming the versions that have it."""
     require_names("torchmetrics", PRIVATE)
 
 
@@ -34,7 +34,7 @@ def require_torchmetrics() -> None:
 
 
 def set_step_value(metric: Any, value: Any) -> None:
-    """Replace the value of the last batch, which ``forward`` has returned."""
+    """Replace the value of the last batch, which ``forward`` returned."""
     metric._forward_cache = value
 
 
@@ -47,7 +47,7 @@ def is_computed(metric: Any) -> bool:
 
 
 def copy_states(metric: Metric) -> Callable[[], None]:
-    """Copy the states of a metric; a call of what is returned puts them back."""
+    """Copy the states of a metric. Call the result to restore them."""
     states = metric._copy_state_dict()
 
     def restore() -> None:
@@ -58,10 +58,10 @@ def copy_states(metric: Metric) -> Callable[[], None]:
 
 
 def remember(metric: Metric) -> tuple[Callable[[], bool], Callable[[], None]]:
-    """Two functions: whether the metric has been updated from now on, and one that makes it forget that.
+    """Return two functions: one says whether the metric was updated since this call, the other undoes the updates.
 
-    Lists are copied without their entries, which metrics only append to. What ``compute`` has returned is forgotten,
-    too: other ranks have updated the metric, and compute it together with this one.
+    Entries of lists are not copied, as metrics only append to lists. Undoing also clears the cached result of
+    ``compute``: other ranks have updated the metric, and compute it together with this one.
     """
     states = {
         name: state.detach().clone() if isinstance(state, torch.Tensor) else [*state]
@@ -78,24 +78,24 @@ def remember(metric: Metric) -> tuple[Callable[[], bool], Callable[[], None]]:
 
 
 def plain_states(metric: Metric) -> dict[str, Any]:
-    """The states of a metric, and the number of updates, for a file."""
+    """Return the states of a metric, and its number of updates, for a file."""
     return {"states": metric._copy_state_dict(), "updates": metric._update_count}
 
 
 def set_states(metric: Metric, states: dict[str, Any], updates: int) -> None:
-    """Inverse of :func:`plain_states`, on the metric's device; nothing is computed of them yet."""
+    """Inverse of :func:`plain_states`, on the metric's device. Clears the cached result of ``compute``."""
     for name, state in states.items():
         setattr(metric, name, _on_device(state, metric.device))
     metric._update_count, metric._computed = updates, None
 
 
 def default_states(metric: Metric) -> dict[str, Any]:
-    """The states of a metric that has seen nothing."""
+    """Return the states of a metric without updates, on its device."""
     return {name: _on_device(default, metric.device) for name, default in metric._defaults.items()}
 
 
 def reductions_of(metric: Metric) -> dict[str, str]:
-    """How the ranks' states become one: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"cat"``; otherwise ``""``."""
+    """Return each state's reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"cat"``; otherwise ``""``."""
     return {name: _KINDS.get(getattr(function, "__name__", ""), "") for name, function in metric._reductions.items()}
 
 
@@ -109,20 +109,20 @@ def _on_device(state: Any, device: Any) -> Any:
 
 
 def merge_states(metric: Metric, gather: Callable[..., list[torch.Tensor]]) -> None:
-    """Replace each state by what the metric makes of those that ``gather`` returns for it."""
+    """Replace each state by the metric's reduction of the states that ``gather`` returns for it."""
     metric._sync_dist(gather)
 
 
 def compute_alone(metric: Metric) -> Any:
-    """What the metric's own ``compute`` returns for its states: without communication, and not cached."""
+    """Compute the metric from its own states, without communication or caching."""
     return metric.compute.__wrapped__()  # type: ignore[attr-defined]
 
 
 def is_in_forward(metric: Metric) -> bool:
-    """Whether ``forward`` asks for the value of a batch, and not ``compute`` for that of the epoch."""
+    """Whether ``forward`` is computing the value of a batch, rather than ``compute`` the value of the epoch."""
     return not metric._should_unsync
 
 
 def set_aside(metric: Metric) -> Any:
-    """The states that ``sync`` has put aside while it replaces them; another object in each ``sync``."""
+    """Return the states that ``sync`` saved before it replaced them. Each ``sync`` makes a new object."""
     return metric._cache

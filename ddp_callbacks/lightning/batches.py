@@ -1,7 +1,7 @@
-"""Which part of a batch this rank has, while Lightning's loops draw, prefetch and combine batches.
+"""Track this rank's share of each batch, while Lightning's loops draw, prefetch and combine batches.
 
-Each loader that a Trainer processes becomes this rank's part of it (:mod:`ddp_callbacks.data.sharding`). A batch can
-come from several loaders at once (``CombinedLoader``); then it has a share of each.
+This rank's part (:mod:`ddp_callbacks.data.sharding`) replaces each loader of a Trainer. A batch can come from several
+loaders at once (``CombinedLoader``); then it has a share of each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CROSS_ENTROPY: Literal["cross_entropy"] = "cross_entropy"
 
 
 def check_weight(weight: Any, reduction: str) -> None:
-    """Raise :class:`ConfigurationError` unless they can weigh a batch."""
+    """Raise :class:`ConfigurationError` unless ``weight`` and ``reduction`` are valid, and go together."""
     if reduction not in ("mean", "sum"):
         raise ConfigurationError(f'reduction must be "mean" or "sum", got {reduction!r}.')
     if weight is not None and reduction == "sum":
@@ -44,16 +44,17 @@ def check_weight(weight: Any, reduction: str) -> None:
 
 
 def weight_function(weight: Literal["cross_entropy"] | Weight | None, module: torch.nn.Module) -> Weight | None:
-    """The function that ``weight`` stands for, in a run of ``module``."""
+    """Return the function that ``weight`` stands for, in a run of ``module``."""
     return CrossEntropyWeight.of(module) if isinstance(weight, str) else weight
 
 
 def shard(loader: Any, batch_size: BatchSize, name: str, at_least: int = 1, *, is_resumable: bool = False) -> Any:
-    """This rank's part of a loader; for predictions its whole batches. A collective.
+    """Return this rank's part of a loader; for predictions, whole batches in turn. A collective.
 
     Args:
+        name: The loader's purpose, such as ``"train"`` or ``"predict"``.
         at_least: See :func:`ddp_callbacks.shard_loader`.
-        is_resumable: Whether a later run may go on in the middle of a pass.
+        is_resumable: Whether a later run may resume in the middle of a pass.
     """
     if name == "predict":
         sharded = deal_out(loader)
@@ -68,7 +69,7 @@ def shard(loader: Any, batch_size: BatchSize, name: str, at_least: int = 1, *, i
 
 
 def weigh(batch: Any, share: Share, weight_of: Weight | None, reduction: Reduction) -> tuple[float, float | None]:
-    """What the loss of a part counts, and that of the whole batch; ``None`` where that is not known here. Local."""
+    """Return the weight of the loss of this rank's part, and the total; ``None`` if unknown here. Local."""
     if reduction == "sum":
         return float(share.local > 0), 1.0
     if weight_of is None:
@@ -80,9 +81,9 @@ def weigh(batch: Any, share: Share, weight_of: Weight | None, reduction: Reducti
 def weighed_backward(
     synchronizer: GradientSynchronizer, loss: torch.Tensor, weight: float, total: float
 ) -> Iterator[None]:
-    """Inside, the backward of ``loss`` counts ``weight`` of ``total``, and joins the others' in any case.
+    """Weigh the backward of ``loss`` inside by ``weight / total``, and synchronize its gradients.
 
-    A collective, except in ``no_sync``: also where the loss reaches none of the parameters.
+    A collective, except in ``no_sync``. The ranks synchronize even if the loss reaches no parameter.
     """
     rounds = synchronizer.rounds
     undo = synchronizer.weigh_loss(loss, weight, total)
@@ -95,8 +96,8 @@ def weighed_backward(
 
 
 def joint_loss(exchange: ScalarExchange, loss: torch.Tensor, weight: float, total: float) -> torch.Tensor:
-    """The loss of the whole batch, from that of each part. A collective."""
-    part = float(loss.detach()) * weight / total if weight else 0.0  # the mean over nothing is not a number
+    """Return the loss of the whole batch, computed from the losses of the parts. A collective."""
+    part = float(loss.detach()) * weight / total if weight else 0.0  # the mean over no sample is NaN
     joined = sum(row[0] for row in exchange.exchange([part], "the loss"))
     return torch.tensor(joined, dtype=loss.dtype, device=loss.device)
 
@@ -105,16 +106,16 @@ class Batches:
     """The batches of one Trainer on this rank.
 
     Args:
-        weight: A function of a batch, this rank's part: the number that the loss of that part is a mean over (tokens
-            that count, say). ``None``: the number of samples.
+        weight: A function of this rank's part of a batch: returns the number that the loss is the mean over (tokens
+            that count, for example). ``None``: the number of samples.
         reduction: ``"sum"``: the loss is a sum over the samples.
         sums_weights: Whether the total weight of a training batch is needed.
 
     Attributes:
-        exchange: To the other ranks.
-        share: Of the batch that is being computed.
-        weight: What this rank's loss of that batch counts; 0 where the batch is a padding batch.
-        total: The sum of the weights over the ranks; during training it is known where it is needed.
+        exchange: The exchange with the other ranks.
+        share: This rank's share of the current batch.
+        weight: The weight of this rank's loss of the current batch; 0 for a padding batch.
+        total: The sum of the ranks' weights; ``None`` if unknown here. Training knows it if ``sums_weights``.
     """
 
     def __init__(self, weight: Weight | None, reduction: Reduction, sums_weights: bool) -> None:
@@ -124,12 +125,12 @@ class Batches:
 
     @property
     def is_padding(self) -> bool:
-        """Whether this rank has no sample of the batch, and computes another in its place."""
+        """Whether this rank has no sample of the batch, and computes a padding batch instead."""
         return self.share.local == 0
 
     @property
     def weight_and_total(self) -> tuple[float, float]:
-        """What this rank's loss counts, of how much; all ranks alike where the total is not known."""
+        """The weight of this rank's loss, and the total; equal weights on all ranks if the total is unknown."""
         if self._reduction == "sum":
             return float(not self.is_padding), 1.0
         return (1.0, float(get_world_size())) if self.total is None else (self.weight, self.total)
@@ -138,7 +139,7 @@ class Batches:
         """Note the share of a batch that comes from ``loaders``. A collective in training.
 
         Args:
-            has_loss: Whether it is weighed; those of predictions are not.
+            has_loss: Whether the batch has a loss to weigh; batches of predictions have none.
 
         Raises:
             ConfigurationError: The loaders' batches are divided in different proportions.
@@ -154,14 +155,14 @@ class Batches:
         self._set(share, weight, self._total(weight, share, training))
 
     def weigh(self, batch: Any, share: Share) -> tuple[float, float | None]:
-        """What the loss of a part counts, and that of the whole, ``None`` where it is not known here. Local."""
+        """Return the weight of the loss of this rank's part, and the total; ``None`` if unknown here. Local."""
         return weigh(batch, share, self._weight_of, self._reduction)
 
     def _set(self, share: Share, weight: float, total: float | None) -> None:
         self.share, self.weight, self.total = share, weight, total
 
     def _total(self, weight: float, share: Share, training: bool) -> float | None:
-        """The sum of the ranks' weights, if it is wanted. A collective in training, if the loaders do not tell it."""
+        """Return the sum of the ranks' weights, if needed. A collective in training, unless the share has the total."""
         if self._weight_of is None and share.total is not None:
             return float(share.total)
         if not training or not self._sums_weights:
@@ -170,7 +171,7 @@ class Batches:
 
 
 def give_loaders_back(loops: Iterable[Any]) -> None:
-    """Let Lightning's loops have the user's loaders; the workers of the last passes have ended."""
+    """Put the user's loaders back into Lightning's loops, and end the workers of the last passes."""
     for combined in map(_parts.loader_of, loops):
         if combined is not None:
             combined.flattened = [_original(loader) for loader in combined.flattened]

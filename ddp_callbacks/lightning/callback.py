@@ -15,11 +15,11 @@ from ddp_callbacks.lightning.strategy import CallbackStrategyMixin
 
 _Options = ParamSpec("_Options")
 _Init = Callable[Concatenate[Any, _Options], None]
-_Callbacks: Any = object  # of either package: the class comes after this one
+_Callbacks: Any = object  # stands for either package's class, which follows in the MRO
 
 
 def _with_options_of(init: _Init[_Options]) -> Callable[[Callable[..., None]], _Init[_Options]]:
-    """A decorator of another ``__init__``, for what editors, type checkers and LightningCLI see."""
+    """Decorate an ``__init__`` so that editors, type checkers and LightningCLI see the options of ``init``."""
     return functools.wraps(init)
 
 
@@ -33,17 +33,17 @@ class DDPCallbackMixin(_Callbacks):  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__()
         self._options = args, options
-        self.make_strategy()  # which refuses what is impossible
+        self.make_strategy()  # raises if an option is invalid
 
     def make_strategy(self) -> CallbackStrategyMixin:
-        """A strategy for one Trainer, with these options."""
+        """Return a strategy for one Trainer, with these options."""
         args, options = self._options
         strategy = self.strategy_class(*args, **options)
         strategy.chosen_by = self
         return strategy
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """At the beginning of ``fit``, ``validate``, ``test`` and ``predict``.
+        """Check the Trainer at the beginning of ``fit``, ``validate``, ``test`` and ``predict``.
 
         Raises:
             ConfigurationError: The Trainer was made without this callback, or is one of the other package.
@@ -59,7 +59,7 @@ class DDPCallbackMixin(_Callbacks):  # type: ignore[misc]
 
 
 def let_callbacks_choose(trainer_class: Any) -> None:
-    """From now on a Trainer that is made with a ``DDPCallback`` has the strategy of that callback."""
+    """Let every Trainer that is made with a ``DDPCallback`` from now on have the strategy of that callback."""
     make = trainer_class.__init__
 
     @functools.wraps(make)
@@ -70,7 +70,7 @@ def let_callbacks_choose(trainer_class: Any) -> None:
 
 
 def _with_strategy(trainer_class: type, options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a Trainer, with the strategy that a callback among them chooses."""
+    """Return a Trainer's arguments, with the strategy that a callback among them, or ``ddprun --auto``, chooses."""
     callbacks = options.get("callbacks")
     several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     chooses = next((callback for callback in several if isinstance(callback, DDPCallbackMixin)), None)
@@ -91,7 +91,7 @@ def _with_strategy(trainer_class: type, options: dict[str, Any]) -> dict[str, An
 
 
 def _require_same_package(callback: DDPCallbackMixin, lightning_class: type) -> None:
-    """Raise ConfigurationError where a class of Lightning's is not of the callback's package."""
+    """Raise :class:`ConfigurationError` unless a class of Lightning's belongs to the callback's package."""
     home = lightning_class.__module__.partition(".")[0]
     if home != callback.package:
         raise ConfigurationError(

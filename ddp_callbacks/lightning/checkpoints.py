@@ -1,4 +1,4 @@
-"""What the ranks resume from: the file that rank 0 has, on its own disk if need be."""
+"""Let all ranks resume from rank 0's checkpoint, even if only rank 0's disk has the file."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _DOING = "what the ranks resume from"
 
 
 def load_on_all(load: Load, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """What ``load`` returns on this rank; if some rank has not the file, what it returns on rank 0. A collective.
+    """Return the checkpoint that ``load`` returns on this rank, or rank 0's if this rank lacks the file. A collective.
 
     Args:
-        path: For messages.
-        weights_only: As for :func:`torch.load`, by which the other ranks read what rank 0 sends.
+        path: The path, for messages.
+        weights_only: As for :func:`torch.load`, with which the other ranks read the checkpoint that rank 0 sends.
 
     Raises:
-        FileNotFoundError: On every rank, if rank 0 has not the file.
+        FileNotFoundError: On every rank, if a rank lacks the file and rank 0 is one of them.
     """
     try:
         loaded, missing = load(), None
@@ -47,9 +47,9 @@ def load_on_all(load: Load, path: Any, weights_only: bool | None) -> dict[str, A
 
 
 def follow_rank_zero(trainer: Any, replacements: Replacements) -> None:
-    """Let ranks that have found nothing to resume from resume from what rank 0 has found.
+    """Let ranks that found no checkpoint resume from the one that rank 0 found.
 
-    ``ckpt_path="last"`` and a requeued job's checkpoint are looked for on the disk of each rank.
+    Each rank looks for ``ckpt_path="last"``, and for a requeued job's checkpoint, on its own disk.
     """
 
     def resume(resume_start: Callable[..., None], path: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +63,7 @@ def follow_rank_zero(trainer: Any, replacements: Replacements) -> None:
 
 
 def _broadcast(checkpoint: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
-    """Rank 0's checkpoint on the others, on the CPU. A collective."""
+    """Return rank 0's checkpoint, with tensors on the CPU on the other ranks. A collective."""
     file = io.BytesIO()
     if get_rank() == 0:
         torch.save(checkpoint, file)

@@ -1,6 +1,6 @@
 """The classes as users, editors and type checkers see them; :mod:`.package` makes them for both packages of Lightning.
 
-To a type checker they are subclasses of anything, and so of the strategy and the callback of either package.
+Their base classes are ``Any`` to a type checker, so it accepts them as strategies and callbacks of either package.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class CallbackStrategy(CallbackStrategyMixin):
             they differ by more than 1 %, unless ``weight``, ``reduction`` or ``batch_size`` says how the loss counts.
             ``"first_batch"``: in any case, and raise :class:`ddp_callbacks.errors.MismatchError`; see
             :func:`ddp_callbacks.verify_gradient`. Both call ``training_step`` two or three times, with logging off.
-        skip_batch: What lets all processes skip a training batch together, as one process does if ``training_step``
-            returns ``None``: ``"no_loss"``: it returns ``None`` on some process. ``"non_finite"``: the loss is NaN or
-            infinite on some process. ``"any"``: either. Rank 0 reports the batch, and the ranks and hosts that have
-            such a loss. It costs one small message in each step, and reading the loss from its GPU. ``None``: an error
-            if only some return ``None``, and a warning at the first loss that isn't finite. For automatic
-            optimization, with an optimizer that computes the loss once per step.
+        skip_batch: When all processes skip a training batch together, as one process does if ``training_step`` returns
+            ``None``. ``"no_loss"``: it returns ``None`` on some process. ``"non_finite"``: the loss is NaN or infinite
+            on some process. ``"any"``: either. Rank 0 reports the batch, and the ranks and hosts that have such a loss.
+            It costs one small message in each step, and reading the loss from its GPU. ``None``: raise an error if only
+            some return ``None``, and warn of the first loss that isn't finite. For automatic optimization, with an
+            optimizer that computes the loss once per step.
         bucket_cap_mb: The size in MiB at which a bucket of gradients is sent, as in ``DistributedDataParallel``; with
-            another ``sync``, that of the fragments of parameters.
+            another ``sync``, the size of the fragments of parameters.
         comm_hook: A communication hook, as for ``DistributedDataParallel.register_comm_hook``; see
             :class:`ddp_callbacks.GradientSynchronizer`.
-        comm_state: What the hook gets as its first argument.
+        comm_state: The first argument of the hook.
         compress: How to send less over the network between nodes: ``"bf16"``, ``"fp16"``, or
             :class:`ddp_callbacks.PowerSGD` for low-rank matrices; ``None``: nothing is changed.
         process_group_backend: As in :func:`torch.distributed.init_process_group`; ``None``: gloo, and NCCL for CUDA.
         timeout: How long to wait for the other processes to join, and for a silent process.
         start_method: How the Trainer starts processes without a launcher: ``"popen"``, ``"fork"``, ``"spawn"`` or
             ``"forkserver"``; ``None``: ``"popen"``, in a notebook ``"fork"``.
-        accelerator: As in ``DDPStrategy``; the Trainer's, if ``None``.
-        parallel_devices: The same.
-        cluster_environment: The same.
-        checkpoint_io: The same.
-        precision_plugin: The same.
+        accelerator: As in ``DDPStrategy``; ``None``: the Trainer's.
+        parallel_devices: As in ``DDPStrategy``; ``None``: the Trainer's.
+        cluster_environment: As in ``DDPStrategy``; ``None``: the Trainer's.
+        checkpoint_io: As in ``DDPStrategy``; ``None``: the Trainer's.
+        precision_plugin: As in ``DDPStrategy``; ``None``: the Trainer's.
 
     Raises:
         ConfigurationError: A setting is invalid; a ``ValueError``.
@@ -74,8 +74,9 @@ class DDPCallback(DDPCallbackMixin):
 
     Args:
         batch_size, weight, reduction, sync, verify, skip_batch: See :class:`CallbackStrategy`.
-        bucket_cap_mb, comm_hook, comm_state, compress, process_group_backend, timeout, start_method: The same.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: The same.
+        bucket_cap_mb, comm_hook, comm_state, compress, process_group_backend: See :class:`CallbackStrategy`.
+        timeout, start_method, accelerator, parallel_devices, cluster_environment: See :class:`CallbackStrategy`.
+        checkpoint_io, precision_plugin: See :class:`CallbackStrategy`.
 
     Raises:
         ConfigurationError: A setting is invalid, or the Trainer is given another strategy, too. At the start of a run:
@@ -87,19 +88,19 @@ class Resume(ResumeMixin):
     """Let ``trainer.fit`` stop anywhere and resume at the next batch, on any number of processes.
 
     ``Trainer(strategy="ddp_callbacks", callbacks=[Resume("run.ckpt")])``. If the file is there, ``trainer.fit(module)``
-    resumes from it; ``ckpt_path`` then does not count. When a process is asked to stop (SIGTERM, SIGUSR1, the time
+    resumes from it, and ``ckpt_path`` is ignored. When a process is asked to stop (SIGTERM, SIGUSR1, the time
     limit), all finish the batch of the training or the validation, rank 0 writes the file, and each process ends with
     exit code 75 (:class:`ddp_callbacks.errors.Preempted`). A validation that was cut is repeated. In a sanity check,
     the first batch of the training comes before the stop.
 
     The file is the Trainer's own checkpoint, which Lightning alone can load. In addition it has what Lightning does not
-    save: the position in the loaders, logged values and metrics of the pass under way, accumulated gradients, running
+    save: the position in the loaders, logged values and metrics of the current pass, accumulated gradients, running
     statistics, random states, and the module's plain attributes that the fit has changed.
 
     On the same number of processes the fit resumes with the same bits. On another number, ranks draw other dropout
-    masks than before, and the rest is equal up to rounding. Hooks that open the fit and the epoch are called again;
-    then everything is put back as it was. A fit that had ended begins and ends once more, without an epoch. With
-    ``fast_dev_run`` it does nothing. Another strategy, and searches for a batch size or a learning rate, are refused.
+    masks than before, and the rest is equal up to rounding. The hooks that open the fit and the epoch run again; then
+    the saved state is restored. A fit that had ended begins and ends once more, without an epoch. With ``fast_dev_run``
+    the callback does nothing. It refuses another strategy, and searches for a batch size or a learning rate.
     """
 
 

@@ -1,4 +1,4 @@
-"""The place of this process, in Lightning's words: from the launcher that started it, as everywhere in this package."""
+"""Lightning's view of this process's rank and world size, taken from the launcher that started the process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class LauncherEnvironment:
         return self._env.world_size
 
     def set_world_size(self, size: int) -> None:
-        """The launcher has said it."""
+        """Do nothing: the launcher decides."""
 
     def global_rank(self) -> int:
         return self._env.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """The launcher has said it."""
+        """Do nothing: the launcher decides."""
 
     def local_rank(self) -> int:
         return self._env.local_rank
@@ -46,14 +46,14 @@ class LauncherEnvironment:
         return 0 if self._env.rank == self._env.local_rank else 1  # prepare_data asks whether it is the first node
 
     def teardown(self) -> None:
-        """Nothing was changed."""
+        """Do nothing: there is nothing to restore."""
 
 
 def environment_of_job(chosen: Any) -> Any:
-    """The cluster environment to use where Lightning has ``chosen`` one.
+    """Return the cluster environment to use: the one that Lightning has ``chosen``, or a better one.
 
-    Under a launcher that Lightning does not know (mpirun without mpi4py, say) each process would take itself for rank 0
-    of a world of its own.
+    Under a launcher that Lightning does not know (mpirun without mpi4py, for example), its choice would make each
+    process rank 0 of a world of its own.
     """
     by_lightning = "LOCAL_RANK" in os.environ and "RANK" not in os.environ and "WORLD_SIZE" in os.environ
     if type(chosen).__name__ != "LightningEnvironment" or by_lightning:
@@ -63,7 +63,7 @@ def environment_of_job(chosen: Any) -> Any:
 
 
 def join(environment: Any, device: torch.device, backend: str | None, timeout: timedelta) -> None:
-    """Meet the other processes of ``environment``, to compute on ``device``. Blocks until all are there."""
+    """Join the other processes of ``environment``, to compute on ``device``. Blocks until all are there."""
     rank, size = environment.global_rank(), environment.world_size()
     meet = functools.partial(join_process_group, backend=backend, device=device, timeout=timeout)
     if type(environment).__name__ != "LightningEnvironment" and not unknown_launcher(os.environ):

@@ -1,15 +1,15 @@
-"""Whose hooks a Trainer calls: in which of them all ranks draw the same random numbers.
+"""Decide in which hooks of a Trainer all ranks draw the same random numbers ("alike").
 
 ==========================================================  ==========================================================
-``*_step``, ``forward``, transfers of a batch                each rank its own: they handle its part of the batch
-hooks of a batch of an evaluation                            likewise
-hooks of a training batch, where the user has one            alike: they may change parameters
-``step`` of an optimizer that is not torch's                 alike, and its closure each rank its own
-all others, of the module, the datamodule and callbacks      alike
+``*_step``, ``forward``, transfers of a batch                differently: they handle this rank's part of the batch
+hooks of an evaluation's batch                               differently
+hooks of a training batch that the user defines              alike: they may change parameters
+``step`` of an optimizer that is not torch's                 alike, but its closure differently
+all other hooks of the module, datamodule and callbacks      alike
 ==========================================================  ==========================================================
 
-What draws alike must be called on all ranks, and draw equally much. Where it does not (it asks for rank 0), the ranks
-are together again at the end of the training data and of the epoch.
+A hook that draws alike must run on all ranks, and draw equally often. If one does not (it asks for the rank), the ranks
+have the same state again at the end of the training data and of the epoch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddp_callbacks.lightning.replacement import Replacements
 _STEPS = {"training_step", "validation_step", "test_step", "predict_step", "forward"}
 _TRANSFERS = {"on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"}
 _OF_EVALUATION = {f"on_{stage}_batch_{end}" for stage in ("validation", "test", "predict") for end in ("start", "end")}
-_OWN = _STEPS | _TRANSFERS | _OF_EVALUATION | {"on_exception", "optimizer_step"}  # which contains the closure
+_OWN = _STEPS | _TRANSFERS | _OF_EVALUATION | {"on_exception", "optimizer_step"}  # the latter contains the closure
 _OF_TRAINING_BATCH = {
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -40,12 +40,12 @@ _OF_TRAINING_BATCH = {
 
 
 class HookDrawing:
-    """Lets the hooks of a Trainer draw as the module says, until the replacements are undone.
+    """Lets the hooks of a Trainer draw as the table above says, until ``replacements`` are undone.
 
-    Every call of a hook is an action of the Trainer's profiler.
+    It replaces ``profile`` of the Trainer's profiler, inside which Lightning calls every hook.
 
     Attributes:
-        random_state: Of the run.
+        random_state: The random state of the run.
     """
 
     def __init__(self, trainer: Any, replacements: Replacements) -> None:
@@ -57,7 +57,7 @@ class HookDrawing:
         replacements.replace(trainer.profiler, "profile", self._profile)
 
     def _profile(self, profile: Callable[[str], Any], action_name: str) -> AbstractContextManager[Any]:
-        """The profiler's, and around a hook the random state that it draws from."""
+        """Return the profiler's context; around a hook, also the context of the random state that it draws from."""
         if action_name not in self._contexts:
             self._contexts[action_name] = self._context(action_name)
         context = self._contexts[action_name]
@@ -65,7 +65,7 @@ class HookDrawing:
         return profiled if context is None else _both(context(), profiled)
 
     def optimizer_step(self, optimizer: Any, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
-        """``step(closure)``, which may add noise to the parameters unless it is torch's."""
+        """Call ``step(closure)``, alike on all ranks unless it is torch's: others may add noise to the parameters."""
         if type(optimizer).__module__.startswith("torch."):
             return step(closure)
 
@@ -90,7 +90,7 @@ class HookDrawing:
         return None if home.startswith(f"{self._package}.") else self.random_state.alike_in_batch
 
     def _candidates(self, owner: str) -> list[Any]:
-        """Whom the profiler may mean."""
+        """Return the callbacks, or the module, that ``owner`` in the profiler's action name may stand for."""
         kind, _, name = owner.partition("]")
         if kind == "[Callback":
             return [callback for callback in self._trainer.callbacks if callback.state_key == name]
@@ -99,7 +99,7 @@ class HookDrawing:
 
 
 def _home(owner: Any, hook: str) -> str | None:
-    """The module that defines this hook of a callback or module; ``None`` if nobody does."""
+    """Return the name of the Python module that defines this hook of ``owner``; ``None`` if none does."""
     if hook in getattr(owner, "__dict__", {}):
         return "an attribute of the object"
     return next((kind.__module__ for kind in type(owner).__mro__ if hook in vars(kind)), None)

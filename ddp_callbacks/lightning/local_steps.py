@@ -1,4 +1,4 @@
-"""Local steps in a Trainer: where Lightning's optimizers step, and the moments at which a window closes."""
+"""Local steps in a Trainer: count the steps of Lightning's optimizers, and close windows at the right moments."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MakeAverager = Callable[..., ParameterAverager]
 class LocalSteps:
     """The windows of one fit; see :class:`ddp_callbacks.ParameterAverager`.
 
-    A step is a batch in which an optimizer stepped: with gradients that are accumulated over batches, or by hand with
-    several optimizers, the window closes behind the batch that fills it. Windows close early for a validation, a
-    checkpoint and the end of an epoch.
+    A step is a batch in which an optimizer stepped, also with accumulated gradients, or with several optimizers in
+    manual optimization. The window closes after the batch that fills it, and early before a validation, before a
+    checkpoint and at the end of an epoch.
 
     Args:
-        make: :class:`ddp_callbacks.ParameterAverager` with its settings; takes the module and the optimizer.
+        make: Makes a :class:`ddp_callbacks.ParameterAverager` of the module and the optimizer.
     """
 
     def __init__(self, trainer: Any, module: torch.nn.Module, make: MakeAverager, replacements: Replacements) -> None:
@@ -32,13 +32,13 @@ class LocalSteps:
         self._module = module
         self._make = make
         self._averager: ParameterAverager | None = None
-        self._weight = 0.0  # since the last step
+        self._weight = 0.0  # sum since the last step
         self._has_stepped = False  # in this batch
-        # Before any hook at the end of an epoch; the strategy is not told of that moment.
+        # Close before any hook at the end of an epoch; Lightning does not tell the strategy of that moment.
         replacements.before(_parts.connector(trainer, "logger"), "epoch_end_reached", self._close_in_training)
 
     def begin(self) -> None:
-        """The parameters are those to train from. A collective."""
+        """Begin to train from the current parameters. A collective."""
         optimizers = self._trainer.strategy.optimizers
         self._averager = self._make(self._module, optimizer=optimizers[0] if optimizers else None)
 
@@ -48,13 +48,13 @@ class LocalSteps:
         return self._averager is None or self._averager.is_last_step
 
     def outer_step(self) -> None:
-        """Make the parameters one again, if training has begun. A collective."""
+        """Average the parameters, if training has begun. A collective."""
         if self._averager is not None:
             self._averager.outer_step()
 
     @contextmanager
     def backward(self, batches: Batches) -> Iterator[None]:
-        """Around a backward: one of a padding batch leaves no gradients."""
+        """Discard the gradients of a backward inside, if the batch has weight 0, as a padding batch has."""
         if batches.weight:
             yield
             return
@@ -65,24 +65,24 @@ class LocalSteps:
             put_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the window under way. Local."""
+        """Return the state of the current window. Local."""
         averager = None if self._averager is None else self._averager.state_dict()
         return {"averager": averager, "weight": self._weight, "has_stepped": self._has_stepped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`, on the same rank of as many. Local."""
+        """Inverse of :meth:`state_dict`, on the same rank of the same number of ranks. Local."""
         self._weight, self._has_stepped = state["weight"], state["has_stepped"]
         if self._averager is not None and state["averager"] is not None:
             self._averager.load_state_dict(state["averager"])
 
     def note_step(self) -> None:
-        """An optimizer has stepped."""
+        """Note that an optimizer has stepped."""
         self._has_stepped = True
         if self._trainer.lightning_module.automatic_optimization:
             self._count()
 
     def end_training_step(self, batches: Batches | None) -> None:
-        """``training_step`` has returned; with automatic optimization its backward and step come behind it."""
+        """Count the weight of a batch after ``training_step``. Automatic optimization then runs backward and step."""
         self._weight += 1.0 if batches is None else batches.weight
         if self._has_stepped:
             self._count()

@@ -1,7 +1,7 @@
-"""A fit that goes on logs to the folder, and the file, of the one that was cut.
+"""Let a resumed fit log to the folder, and the file, of the fit that was cut.
 
-Lightning gives each fit a version of its own, after which loggers and ``ModelCheckpoint`` name their folders, and lets
-a ``CSVLogger`` begin its file again.
+Lightning gives each fit a new version, by which loggers and ``ModelCheckpoint`` name their folders. A ``CSVLogger``
+deletes the file that it finds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Place = dict[str, Any]
 
 
 def places_of(loggers: Sequence[Any]) -> list[Place]:
-    """Where each logger is: its version, and on rank 0 the lines of its CSV file, which is complete then. Local."""
+    """Return each logger's version and, on rank 0, the number of lines of its CSV file, which it flushes. Local."""
     return [{"version": _progress.version_of(logger), "lines": _count_lines(logger)} for logger in loggers]
 
 
 def go_on(loggers: Sequence[Any], places: Sequence[Place]) -> None:
-    """Let loggers without a version take that of ``places``, and CSV files go on where they were. Local.
+    """Give loggers without a version the one in ``places``, and continue CSV files from there. Local.
 
-    Call it before Lightning has used the loggers.
+    Call it before Lightning uses the loggers.
     """
     for logger, place in zip(loggers, places, strict=False):
         if place["version"] is not None and _progress.version_of(logger) is None:
@@ -45,7 +45,7 @@ def _count_lines(logger: Any) -> int | None:
 
 
 def _is_csv(logger: Any) -> bool:
-    """Whether it is a CSVLogger whose file is on a local disk."""
+    """Whether ``logger`` is a CSVLogger whose file is on a local disk."""
     is_one = any(kind.__name__ == "CSVLogger" for kind in type(logger).__mro__)
     return is_one and "://" not in str(logger.save_dir)
 
@@ -55,16 +55,16 @@ def _path(logger: Any) -> Path:
 
 
 def _continue(logger: Any, count: int) -> None:
-    """Keep the first lines of the file: the others were logged after the checkpoint."""
+    """Keep the first ``count`` lines of the file: the others were logged after the checkpoint."""
     path = _path(logger)
-    aside = path.with_suffix(".kept")  # while Lightning deletes what it finds; a kill then loses nothing
+    aside = path.with_suffix(".kept")  # Lightning deletes the file that it finds; this one survives a kill
     if aside.exists():
         aside.replace(path)
     kept = keep_lines(str(path), count)
     if kept:
         path.replace(aside)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning says that it deletes the file
+        warnings.simplefilter("ignore")  # Lightning warns that it deletes the file
         writer = logger.experiment
     if kept:
         aside.replace(path)

@@ -1,17 +1,17 @@
-"""What ``self.log`` records becomes the value of the whole batch and of the whole epoch, on every rank.
+"""Turn values of ``self.log`` into those of the whole batch and the whole epoch, on every rank.
 
-Lightning keeps what each rank logs, or with ``sync_dist=True`` the mean over the ranks. Neither is what one process
-logs where the ranks' parts differ in size. Here each call of ``self.log`` is kept as a row, until the ranks join their
-rows: the value and the size of each whole batch then go to Lightning's own accumulation, which so is the same on all
-ranks. Between two joins a reader gets the rank's own value of the step. The ranks join
+Lightning keeps each rank's own values, or with ``sync_dist=True`` their mean over the ranks. If the ranks' parts differ
+in size, neither is what one process logs. Here each call of ``self.log`` makes a row, until the ranks join their rows.
+Lightning's own accumulation then gets the value and the size of each whole batch, so it is the same on all ranks.
+Between two joins, a reader gets the rank's own value of the step. The ranks join
 
 - before a logger writes, and before a scheduler, ``ModelCheckpoint`` or ``EarlyStopping`` reads;
-- behind each batch of an evaluation in which some rank has logged a value of the step;
-- before a validation, at the end of the data, and behind the hooks at the end of an epoch;
-- behind so many batches that the rows do not fill the memory, and before a file of ``Resume`` is written.
+- after each batch of an evaluation in which some rank has logged a value of the step;
+- before a validation, at the end of the data, and after the hooks at the end of an epoch;
+- after a number of batches, so that rows do not fill the memory, and before ``Resume`` writes a file.
 
-These moments are the same on all ranks, whatever they log. Between them nothing is communicated: rank 0 alone may log,
-or read what was logged. With local steps the ranks join only in steps in which a window closes.
+These moments are the same on all ranks, whatever they log. Between them the ranks exchange nothing, so rank 0 alone may
+log, or read logged values. With local steps, the ranks join only in steps in which a window closes.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from ddp_callbacks.lightning.metrics import SyncedMetrics
 from ddp_callbacks.lightning.rows import Joined, Row, join, plain
 from ddp_callbacks.process_group import get_rank
 
-_MOST = 64  # batches whose rows are kept
+_MOST = 64  # batches between two joins
 
-_Lightnings: Any = object  # of either package: the class comes after this one
+_Lightnings: Any = object  # stands for either package's class, which follows in the MRO
 
 
 class JointResults(_Lightnings):  # type: ignore[misc]
-    """Mixed into Lightning's ``_ResultCollection``, which the loops of a Trainer own.
+    """Mixin of Lightning's ``_ResultCollection``, of which each loop of a Trainer has one.
 
-    Every method but those of Lightning's side is called by the run at its fixed moments.
+    The run calls all methods that Lightning does not call, at fixed moments.
 
     Attributes:
         synced: The keys that were logged with ``sync_dist=True``, which makes no difference here.
@@ -52,22 +52,22 @@ class JointResults(_Lightnings):  # type: ignore[misc]
 
     def __init__(self, training: bool, batches: Batches, metrics: SyncedMetrics) -> None:
         super().__init__(training)
-        self._lightnings = tuple(vars(self))  # names of attributes
+        self._lightnings = tuple(vars(self))  # names of Lightning's attributes
         self._batches, self._metrics = batches, metrics
         self.synced: set[str] = set()
         self.joins_steps, self.is_in_batch, self.logs_step = True, False, False
-        self._is_given, self._is_synced = False, False  # the arguments of the call of self.log
+        self._is_given, self._is_synced = False, False  # arguments of the last self.log
         self._rows: list[Row] = []
-        self._states: dict[str, tuple[Metric, list[torch.Tensor]]] = {}  # of the last step that has logged it
+        self._states: dict[str, tuple[Metric, list[torch.Tensor]]] = {}  # of the last step that logged it
         self._on_step: set[int] = set()  # ids of the torchmetrics whose value of each step is logged
-        self._dtypes: dict[str, torch.dtype] = {}  # of the values that were logged
-        self._logged: set[str] = set()  # keys, since remember()
-        self._warned: set[str] = set()  # names
+        self._dtypes: dict[str, torch.dtype] = {}  # of logged values, by key
+        self._logged: set[str] = set()  # keys since remember()
+        self._warned: set[str] = set()  # names that have caused a warning
         self._position, self._first, self._samples = -1, 0, 0
         self._joined = -1  # the position of the last join
 
     def __reduce__(self) -> Any:
-        """A copy, or a pickle, is Lightning's own collection of what is joined already."""
+        """Copy and pickle as Lightning's own collection, with the values that are joined already."""
         lightnings = type(self).__mro__[2]
         state = {name: getattr(self, name) for name in self._lightnings}
         return lightnings, (self.training,), state, None, iter(self.items())
@@ -75,7 +75,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     # --- Lightning's side ---------------------------------------------------------------------------------------------
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's; a value that is only for some ranks (``sync_dist_group``, ``rank_zero_only``) stays so."""
+        """Like Lightning's; a value for some ranks only (``sync_dist_group``, ``rank_zero_only``) stays with them."""
         self._is_synced = bool(kwargs.get("sync_dist"))
         if kwargs.get("sync_dist_group") is None:
             kwargs["sync_dist"] = False
@@ -83,7 +83,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         super().log(fx, name, value, *args, **kwargs)
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        """Record a number; Lightning's own accumulation gets it when it has been joined."""
+        """Record a number as a row: Lightning's own accumulation gets it after the next join."""
         metric = self[key]
         self._logged.add(key)
         if self._is_synced:
@@ -104,7 +104,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             set_step_value(metric, value)
 
     def _get_cache(self, result_metric: Any, on_step: bool) -> torch.Tensor | None:
-        """As Lightning's; of an epoch that is not joined yet, what this rank has logged. It communicates nothing."""
+        """Like Lightning's, but local: for an epoch that is not joined yet, return this rank's own value."""
         if on_step or not result_metric.meta.on_epoch or is_computed(result_metric):
             value: torch.Tensor | None = super()._get_cache(result_metric, on_step)
             return value
@@ -118,17 +118,17 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         return own
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's; what was recorded for what is reset is forgotten."""
+        """Like Lightning's, and drop the rows of what is reset."""
         super().reset(*args, **kwargs)
         self._rows = [row for row in self._rows if not self[row.key].has_reset]
 
     # --- the run's moments --------------------------------------------------------------------------------------------
 
     def begin_batch(self, joins_steps: bool) -> None:
-        """A batch of which the share is known begins.
+        """Begin a batch whose share is known.
 
         Args:
-            joins_steps: Whether all ranks have as many batches, so that they can meet in each.
+            joins_steps: Whether the ranks can meet in this batch.
         """
         self._position += 1
         self._samples += self._batches.share.local
@@ -138,32 +138,32 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._metrics.watch_steps(lambda metric: joins_steps and (is_first or id(metric) in self._on_step))
 
     def end_batch(self) -> None:
-        """All hooks of the batch have run."""
+        """End the batch, after all its hooks."""
         self.is_in_batch = False
 
     def end_pass(self) -> None:
-        """An epoch or an evaluation has ended, with all its hooks."""
+        """End an epoch or an evaluation, after all its hooks."""
         self.is_in_batch, self._position, self._samples, self._first, self._joined = False, -1, 0, 0, -1
         self._states = {}
 
     @property
     def is_full(self) -> bool:
-        """Whether it is time to join, lest the rows fill the memory; the same on all ranks."""
+        """Whether to join now, so that rows do not fill the memory; the same on all ranks."""
         return self._position - self._joined >= _MOST
 
     def join(self, ends: bool = False, carried: Sequence[Any] = ()) -> list[list[Any]]:
-        """Give Lightning what the ranks have logged since the last time. A collective.
+        """Join the rows that the ranks have logged since the last join, for Lightning. A collective.
 
         Args:
             ends: Whether the data have ended, so that the values of the epoch are computed, too.
-            carried: Tensors and plain data that travel along.
+            carried: Tensors and plain data to send along.
 
         Returns:
-            What each rank has ``carried``.
+            Each rank's ``carried``.
         """
         own = {key: metric.meta.metric_attribute for key, metric in self._uncomputed(False).items()} if ends else {}
         tensors: list[torch.Tensor] = []
-        # On the CPU, where all that is sent then arrives.
+        # Send the states from the CPU: then all tensors of the message arrive there.
         states = {key: [part.cpu() for part in parts] for key, (_, parts) in self._states.items()}
         header = pack([plain(self._rows), states, own, [*carried]], tensors)
         self._rows, metrics, self._states, self._joined = [], self._states, {}, self._position
@@ -180,7 +180,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
     # --- a pass that is cut, or a step that is skipped ----------------------------------------------------------------
 
     def remember(self) -> Callable[[], dict[str, Callable[[], None]]]:
-        """What tells, for each key that is logged in this step from now on, how to forget what was logged under it."""
+        """Return a function that returns, for each key logged since this call, a function to forget its values."""
         before = {key: dict(vars(metric)) for key, metric in self.items()}
         count, states = len(self._rows), dict(self._states)
         self._logged = set()
@@ -191,11 +191,11 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         return logged
 
     def pass_state(self) -> dict[str, Any]:
-        """Of the pass under way, between two batches, when all is joined. For a file."""
+        """Return the state of the current pass for a file, between two batches, when all rows are joined."""
         return {"position": self._position, "samples": self._samples}
 
     def load_pass_state(self, position: int, samples: int) -> None:
-        """Inverse of :meth:`pass_state`, after Lightning's own part."""
+        """Inverse of :meth:`pass_state`. Call it after Lightning's own part is loaded."""
         self._rows, self._states, self.is_in_batch = [], {}, False
         self._position, self._first, self._joined, self._samples = position, position + 1, position, samples
         self._on_step = {id(metric.value) for metric in self.values() if not metric.is_tensor and metric.meta.on_step}
@@ -215,7 +215,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         super().update_metrics(joined.key, self._tensor(joined), size)
 
     def _warn_of_difference(self, name: str, lowest: float, highest: float) -> None:
-        """Warn, once, of what a hook has logged at the end of an epoch, with another value on each process."""
+        """Warn, once per name, if a hook has logged different values on the processes at the end of an epoch."""
         if name not in self._warned and highest - lowest > 1e-6 * max(abs(lowest), abs(highest)):
             self._warned.add(name)
             warnings.warn(
@@ -228,27 +228,27 @@ class JointResults(_Lightnings):  # type: ignore[misc]
             )
 
     def _take_states(self, key: str, metric: Metric, parts: list[list[torch.Tensor]]) -> None:
-        """The value of the last step of a torchmetric, from the states of all ranks that count."""
+        """Set the last step's value of a torchmetric, from the states of all ranks that have samples."""
         if parts and len(set(map(len, parts))) == 1:
             set_step_value(self[key], self._metrics.value_of(metric, parts))
 
     def _compute(self, attributes: dict[str, str], own: set[str]) -> None:
-        """The values of the epoch. A collective, as torchmetrics merge their states.
+        """Compute the values of the epoch. A collective: torchmetrics merge their states.
 
         Args:
-            attributes: Where in the module the torchmetrics are that any rank has logged, by key.
-            own: The keys of this rank.
+            attributes: By key, the module's attribute that holds a torchmetric which any rank has logged.
+            own: The keys that this rank has logged.
         """
         for key, attribute in attributes.items():
             if key in own:
                 self[key].compute()
             else:
-                self._metrics.compute(attribute)  # only others have logged it
+                self._metrics.compute(attribute)  # only other ranks have logged it
         for metric in self._uncomputed(True).values():
-            metric.compute()  # of the ranks that sync_dist_group names, if it does
+            metric.compute()  # over the ranks of sync_dist_group, if it was given
 
     def _uncomputed(self, of_numbers: bool) -> dict[str, Any]:
-        """What the value of the epoch is to be computed of: logged numbers, or torchmetrics."""
+        """Return the logged numbers, or the torchmetrics, whose value of the epoch is not computed yet."""
         return {
             key: metric
             for key, metric in self.items()
@@ -259,7 +259,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         }
 
     def _forget(self, key: str, before: dict[str, Any] | None, count: int, states: dict[str, Any]) -> None:
-        """What was logged under a key since :meth:`remember`."""
+        """Forget the values logged under a key since :meth:`remember`."""
         self._rows[count:] = [row for row in self._rows[count:] if row.key != key]
         self._states.pop(key, None)
         self._states |= {key: states[key]} if key in states else {}

@@ -1,8 +1,7 @@
-"""torchmetrics: their own merging over the ranks, fed by this package's messages, and blind to padding batches.
+"""Merge torchmetrics over the ranks by their own rules, with this package's messages and without padding batches.
 
-A metric whose value of a step is read has to be that of the whole batch. Its ``forward`` communicates nothing: a module
-may call it on some ranks only. What it has computed the value of the batch from is kept, and merged when the ranks
-join what they have logged.
+The value of a step must be that of the whole batch. But ``forward`` must not communicate: a module may call it on some
+ranks only. So each rank keeps the states of the batch, and the ranks merge them when they join their logged values.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class SyncedMetrics:
 
     Args:
         owners: Modules, and other objects whose attributes may be metrics.
-        is_padding: Whether this rank computes a padding batch at the moment, whose states are not to be merged.
+        is_padding: Returns whether this rank is computing a padding batch, whose states must not be merged.
     """
 
     def __init__(self, owners: Iterable[Any], is_padding: Callable[[], bool]) -> None:
@@ -45,19 +44,19 @@ class SyncedMetrics:
                 metric.dist_sync_fn = self._syncs[id(metric)] = _Sync(metric, self._gather, captures=not on_step)
 
     def watch_steps(self, wanted: Callable[[Metric], bool]) -> None:
-        """A batch begins: keep what ``forward`` computes its value from, of the metrics that are ``wanted``."""
+        """Begin a batch: keep the states from which ``forward`` computes its value, for the ``wanted`` metrics."""
         for sync in self._syncs.values():
             sync.captured = []
         for metric, _, always in self._before:
             metric.dist_sync_on_step = always or (id(metric) in self._syncs and wanted(metric))
 
     def batch_states(self, metric: Metric) -> list[torch.Tensor]:
-        """The states of the last ``forward``, as they travel; empty where they were not kept."""
+        """Return the states of the last ``forward``, as the ranks send them; empty if they were not kept."""
         sync = self._syncs.get(id(metric))
         return sync.captured if sync is not None else []
 
     def value_of(self, metric: Metric, states: list[list[torch.Tensor]]) -> torch.Tensor:
-        """The value of a batch from the states of all ranks that count, as :meth:`batch_states` gives them."""
+        """Return the value of a batch from the :meth:`batch_states` of all ranks that have samples. Local."""
         restore = copy_states(metric)
         merged = iter([[part.to(metric.device) for part in parts] for parts in zip(*states, strict=True)])
         try:
@@ -69,21 +68,21 @@ class SyncedMetrics:
         return value.squeeze() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
     def compute(self, attribute: str) -> None:
-        """Take part in computing a metric of the module, the first of the owners, that others have logged."""
+        """Take part in computing a metric of the module (the first owner) that only other ranks have logged."""
         self._owners[0].get_submodule(attribute).compute()
 
     def close(self) -> None:
-        """Leave the metrics as they were found."""
+        """Restore the metrics' own settings."""
         for metric, function, on_step in self._before:
             metric.dist_sync_fn, metric.dist_sync_on_step = function, on_step
         self._before = []
 
     def remember(self) -> list[tuple[Callable[[], bool], Callable[[], None]]]:
-        """For each metric: whether it has been updated from now on, and what makes it forget that."""
+        """Return two functions per metric: one says whether it was updated since this call, the other undoes that."""
         return [*map(remember, self._metrics)]
 
     def _gather(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        """Every rank's state, of those that count."""
+        """Return the states of all ranks that have samples. A collective."""
         sent = all_gather_tensors(self._is_padding(), [state], "a metric's state", group)
         counted = [tensor.to(state.device) for padding, (tensor,) in sent if not padding]
         # A rank without any sample sends an empty float, which would turn the others' class indices into floats.
@@ -97,7 +96,7 @@ class _Sync:
         self._metric = weakref.ref(metric)
         self._gather = gather
         self._captures = captures
-        self._of: Any = None  # the states that the last forward has put aside
+        self._of: Any = None  # the states that the last forward has set aside
         self.captured: list[torch.Tensor] = []
 
     def __call__(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
@@ -117,10 +116,10 @@ class _Sync:
 
 
 def remember_padding(module: torch.nn.Module, metrics: SyncedMetrics) -> Callable[[], None]:
-    """What makes metrics, running statistics and lists of the module forget what happens from now on.
+    """Return a function that undoes later changes to the module's metrics, running statistics and lists.
 
-    A list that is empty now keeps what it gets: a hook may compute with it. The result counts nothing, as long as this
-    rank has no sample.
+    A list that is empty now keeps its new entries: a hook may compute with them. The result has no weight as long as
+    this rank has no sample.
     """
     buffers = [(buffer, buffer.clone()) for buffer in running_statistics(module)]
     lists = [(value, len(value)) for value in vars(module).values() if type(value) is list and value]
@@ -140,7 +139,7 @@ def remember_padding(module: torch.nn.Module, metrics: SyncedMetrics) -> Callabl
 
 
 def metrics_of(owners: Iterable[Any]) -> list[Metric]:
-    """The torchmetrics of modules, and those that are attributes of other objects; each once."""
+    """Return the torchmetrics in modules, and those that are attributes of other objects, each once."""
     return list({id(metric): metric for owner in owners for metric in _metrics_of(owner)}.values())
 
 

@@ -1,10 +1,10 @@
-"""What a rank has for itself at a moment of a fit, beside the Trainer's own checkpoint: taken for a file, and put back.
+"""Save and restore the state that a rank has for itself in a fit, beside the Trainer's own checkpoint.
 
-It is put back behind the hooks that open a run or an epoch, right before the first batch that is left.
-What those hooks have done twice is overwritten by that. The random states come last.
+A resumed fit restores it after the hooks that open a run or an epoch, right before the next batch. This overwrites what
+these hooks did a second time. The random states come last.
 
-Parameters and optimizers are alike on all ranks, and in Lightning's part of the file; with local steps they are the
-averager's, except optimizers beyond the first. Gradients are here if no engine keeps them.
+Parameters and optimizers are equal on all ranks, so they are in Lightning's part of the file. With local steps the
+averager saves them, except optimizers beyond the first. Gradients are here if no gradient engine saves them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ddp_callbacks.lightning.saved_metrics import load_metrics, save_metrics
 
 
 def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
-    """This rank's, between two batches. A collective.
+    """Return this rank's state between two batches. A collective.
 
     Args:
-        at_start: Of the module's attributes when the fit began.
+        at_start: Checksums of the module's attributes when the fit began.
     """
     return {
         "trainer": _progress.trainer_state(trainer),
@@ -44,11 +44,11 @@ def take(trainer: Any, at_start: Checksums) -> dict[str, Any]:
 
 
 def put_back(trainer: Any, states: LocalStates, checkpoint: dict[str, Any]) -> None:
-    """Everything but the loaders' positions. Local.
+    """Restore everything but the loaders' positions. Local.
 
     Args:
-        states: What the ranks of an earlier run have taken.
-        checkpoint: The Trainer's, for all.
+        states: The states that the ranks of the earlier run took.
+        checkpoint: The Trainer's checkpoint, the same for all ranks.
     """
     own, module, strategy = states.mine, trainer.lightning_module, trainer.strategy
     _progress.restore_again(trainer, checkpoint)
@@ -68,7 +68,7 @@ def put_back(trainer: Any, states: LocalStates, checkpoint: dict[str, Any]) -> N
 
 
 def _logs_of(results: Any) -> dict[str, Any]:
-    """What a loop's collection has, between two batches. A collective on several processes."""
+    """Return a loop's logged values, between two batches. A collective on several processes."""
     if not isinstance(results, JointResults):
         return {"lightning": _logged.result_states(results, set()), "pass": None}
     results.join()
@@ -79,7 +79,7 @@ def _load_logs(results: Any, states: LocalStates, trainer: Any, batches: int) ->
     """Inverse of :func:`_logs_of`. Local.
 
     Args:
-        batches: That the pass has had.
+        batches: The number of batches that the pass has had.
     """
     joint = isinstance(results, JointResults)
     logged = _all_keys(states)
@@ -91,17 +91,17 @@ def _load_logs(results: Any, states: LocalStates, trainer: Any, batches: int) ->
 
 
 def _all_keys(states: LocalStates) -> dict[str, Any]:
-    """Lightning's part of a state, with the keys that only other ranks have logged."""
+    """Return Lightning's part of a state, including keys that only other ranks have logged."""
     own = states.mine["lightning"]
     every = {key: metric for state in states.of_ranks for key, metric in state["lightning"]["metrics"].items()}
     return {**own, "metrics": every | own["metrics"]}
 
 
-# --- of the module, beside parameters ------------------------------------------------------------------------------
+# --- the module, beside its parameters -----------------------------------------------------------------------------
 
 
 def _save_module(trainer: Any) -> dict[str, Any]:
-    """Of this rank, between two batches. Local."""
+    """Return the module's state on this rank, between two batches. Local."""
     module = trainer.lightning_module
     return {
         "buffers": {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
@@ -115,7 +115,7 @@ def _load_module(trainer: Any, states: LocalStates, weights: Sequence[int]) -> N
     """Inverse of :func:`_save_module`. Local.
 
     Args:
-        weights: By which running statistics are averaged, for each rank of ``states``.
+        weights: The weight of each rank of ``states`` in the average of running statistics.
     """
     module, own = trainer.lightning_module, states.mine
     load_buffers(module, states.of("buffers"), weights)
@@ -128,14 +128,14 @@ def _load_module(trainer: Any, states: LocalStates, weights: Sequence[int]) -> N
 
 
 def _save_optimizers(trainer: Any) -> list[dict[str, Any]]:
-    """With local steps, those that the ranks have for themselves and the averager does not keep. Local."""
+    """Return the states of the optimizers that the averager does not save; only with local steps. Local."""
     if not trainer.strategy.takes_local_steps:
         return []
     return [copy.deepcopy(_parts.torch_optimizer(optimizer).state_dict()) for optimizer in trainer.optimizers[1:]]
 
 
 def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
-    """Those that the next step of an optimizer may see, and that the gradient engine does not keep."""
+    """Return the gradients that an optimizer's next step may use, and that the gradient engine does not save."""
     module = trainer.lightning_module
     if module.automatic_optimization and not (trainer.strategy.takes_local_steps and _parts.is_accumulating(trainer)):
         return {}

@@ -1,4 +1,4 @@
-"""Makes the public classes for one of Lightning's two packages, and registers the strategies there."""
+"""Make the public classes for one of Lightning's two packages, and register the strategies there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddp_callbacks.lightning.logs import JointResults
 from ddp_callbacks.lightning.packages import FABRIC, ROOTS, require_package
 from ddp_callbacks.lightning.processes import NAMES
 
-# What a hook returns is left out: jsonargparse takes a function that returns a class for one that makes such objects.
+# Return types are left out: jsonargparse takes a function that returns a class for a factory of its objects.
 _FUNCTIONS: dict[str, Any] = {
     "weight": Literal["cross_entropy"] | Callable[[Any], Any] | None,
     "comm_hook": Callable[[Any, Any], Any] | None,
@@ -29,7 +29,7 @@ def make(name: str, home: str) -> tuple[type, type, type, type]:
     """Make ``CallbackStrategy``, ``DDPCallback``, ``Resume`` and ``CallbackFabricStrategy`` for a package.
 
     Args:
-        home: The module that has them.
+        home: The name of the module that has the classes.
 
     Raises:
         ImportError: The program uses the other package, or the installed version lacks something.
@@ -60,12 +60,12 @@ def make(name: str, home: str) -> tuple[type, type, type, type]:
 
 
 def _make(home: str, described: type, base: type, members: dict[str, Any]) -> type:
-    """A class of the package, with the name and the docstring of ``described``."""
+    """Make a class for the package, with the name and the docstring of ``described``."""
     return type(described.__name__, (described, base), {"__module__": home, "__doc__": described.__doc__, **members})
 
 
 def _for_configs(init: Any, of_ddp: Any) -> FunctionType:
-    """A copy of ``init`` with the types by which LightningCLI reads a YAML and makes objects of it.
+    """Return a copy of ``init`` with the types that LightningCLI needs to make objects from a YAML file.
 
     Args:
         of_ddp: ``DDPStrategy.__init__``, which has the package's own classes where ``init`` has ``Any``.

@@ -1,4 +1,4 @@
-"""Lightning comes as two packages, whose classes know nothing of each other: which of them a program uses."""
+"""Lightning comes as two packages, whose classes are unrelated. This module checks which of them a program uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FABRIC = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabri
 
 
 def require_package(name: str) -> None:
-    """Raise :class:`ImportError`, with what to import instead, if the program uses another package than this one."""
+    """Raise :class:`ImportError`, saying what to import instead, if the program uses the other package."""
     other = next(each for each in ROOTS if each != name)
     instead = f"import ddp_callbacks.{other} instead of ddp_callbacks.{name}"
     if importlib.util.find_spec(name) is None:

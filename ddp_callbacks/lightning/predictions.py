@@ -1,6 +1,6 @@
-"""Prediction: each rank computes whole batches in turn; what ``trainer.predict`` returns is that of all, in order.
+"""Prediction: each rank computes whole batches in turn; ``trainer.predict`` returns the outputs of all, in order.
 
-Hooks and writers have the batches of their rank, under the numbers that these have on one process.
+Hooks and writers get the batches of their rank, with the batch numbers of a single process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddp_callbacks.process_group import get_rank, get_world_size
 
 
 class Predictions:
-    """The prediction loop of a Trainer while it runs."""
+    """Divides the batches of a Trainer's prediction loop among the ranks, until the replacements are undone."""
 
     def __init__(self, trainer: Any, replacements: Replacements) -> None:
         self._loop = trainer.predict_loop
@@ -28,7 +28,7 @@ class Predictions:
         replacements.replace(self._loop, _parts.BATCH_INDICES, self._indices)
 
     def _run(self, run: Callable[[], Any]) -> Any:
-        """What all ranks have predicted. A collective."""
+        """Return the predictions of all ranks. A collective."""
         predictions = run()
         if predictions is None:
             return None
@@ -37,7 +37,7 @@ class Predictions:
         return [self._of_all(index, own) for index, own in enumerate(predictions)]
 
     def _reset(self, reset: Callable[[], None]) -> None:
-        """Before the first batch."""
+        """Set the loaders' limits before the first batch."""
         for loader, limit in zip(self._loaders(), self._loop.max_batches, strict=True):
             if isinstance(loader, ShardedLoader):
                 loader.limit = None if limit == math.inf else limit
@@ -49,7 +49,7 @@ class Predictions:
         step(batch, batch_idx, dataloader_idx, source)
 
     def _indices(self, indices: Callable[[Any], Any], loader: Any) -> Any:
-        """Those of each batch that was drawn, by its number."""
+        """Return the indices of the samples in each batch drawn, by the batch's number."""
         drawn = loader.indices if isinstance(loader, ShardedLoader) else None
         return indices(loader) if drawn is None else dict(zip(itertools.count(get_rank(), get_world_size()), drawn))
 

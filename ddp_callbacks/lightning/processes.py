@@ -1,4 +1,4 @@
-"""The processes of a strategy, of the Trainer's as of Fabric's: where they meet, and what they ask each other."""
+"""The processes of a strategy for a Trainer or for Fabric: how they meet, and the collectives that users call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ddp_callbacks.process_group.gpu import too_few_gpus
 from ddp_callbacks.process_group.runs import begin_run
 from ddp_callbacks.versions import __version__
 
-# Of the strategies; Lightning looks for them in lower case. Libraries that find "ddp" divide their data themselves.
+# Names of the strategies; Lightning looks them up in lower case. Some libraries divide their data if they find "ddp".
 NAMES = ("ddp_callbacks", "callbacks")
 
 VERSIONS = {"version of torch": torch.__version__, "version of ddp_callbacks": __version__}
@@ -40,14 +40,14 @@ _FOREIGN_PLUGINS = {
     "XLAPrecision": "TPUs need XLA's collectives",
 }
 
-_Lightnings: Any = object  # of either package: the class comes after this one
+_Lightnings: Any = object  # stands for either package's class, which follows in the MRO
 
 
 class ProcessesMixin(_Lightnings):  # type: ignore[misc]
-    """What makes the processes of a ``DDPStrategy``, of Trainer or Fabric, those of the launcher.
+    """Mixin that makes a ``DDPStrategy`` of a Trainer or of Fabric use the launcher's processes.
 
     Attributes:
-        user: Whose strategy it is, in messages: ``"Trainer"`` or ``"Fabric"``.
+        user: The strategy's user, for messages: ``"Trainer"`` or ``"Fabric"``.
     """
 
     package: str
@@ -62,11 +62,11 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         start_method: str | None,
         **of_lightning: Any,
     ) -> None:
-        """What both strategies set.
+        """Check and store the options that both strategies have.
 
         Args:
             engine: The options of :class:`ddp_callbacks.GradientSynchronizer`.
-            of_lightning: What Lightning's own strategy takes.
+            of_lightning: The arguments of Lightning's own strategy.
         """
         check_batch_size(batch_size)
         check_weight(weight, reduction)
@@ -80,12 +80,12 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         super().__init__(start_method=start_method, **of_lightning)
 
     def __repr__(self) -> str:
-        """For the error of a Trainer of the other package, to which it is no strategy."""
+        """Name the package: a Trainer of the other package does not take this for a strategy, and shows it."""
         return f"<{type(self).__name__} of {type(self).__module__}>"
 
     @property
     def cluster_environment(self) -> Any:
-        """Lightning's object for the place of this process."""
+        """Lightning's cluster environment, which knows this process's rank."""
         return self._cluster_environment
 
     @cluster_environment.setter
@@ -105,9 +105,9 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         return devices[self.local_rank]
 
     def _configure_launcher(self) -> None:
-        """Processes are started only where the user's program is to start some.
+        """Start processes only if no other launcher has started them.
 
-        Lightning's own launcher would also compare ``devices`` and ``num_nodes`` with what another has started.
+        Lightning's own launcher would also compare ``devices`` and ``num_nodes`` with the processes that are there.
         """
         alone = self.num_processes * self.num_nodes == 1
         if not alone and not self.cluster_environment.creates_processes_externally:
@@ -124,12 +124,12 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         join(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
         begin_run()
         if self._batch_size == "global":
-            broadcast_rng_state()  # where nobody has seeded, the ranks would split their data differently
+            broadcast_rng_state()  # if the program sets no seed, the ranks would split their data differently
 
     # --- what Lightning and its users ask -----------------------------------------------------------------------------
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether it is true on all ranks, or with ``all=False`` on any."""
+        """Return whether ``decision`` is true on all ranks, or with ``all=False`` on any. A collective."""
         if self._is_alone():
             return bool(decision)
         doing = "a decision"
@@ -141,7 +141,10 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
             any_rank(False, f"the barrier {name}" if name else "a barrier")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of rank ``src``. Plain data and tensors travel as such; anything else is pickled, as in Lightning."""
+        """Return ``obj`` of rank ``src``. A collective.
+
+        Plain data and tensors are sent as such; anything else is pickled, as in Lightning.
+        """
         if self._is_alone():
             return obj
         if src != 0:
@@ -154,10 +157,10 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         return obj if self.global_rank == 0 else unpack(header["plain"], tensors)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """The ranks' tensors, stacked: shape ``[world_size, ...]``.
+        """Return the ranks' tensors, stacked: shape ``[world_size, ...]``. A collective.
 
         Raises:
-            MismatchError: Shapes differ, with all of them.
+            MismatchError: The shapes differ; names all of them.
         """
         if self._is_alone():
             return tensor
@@ -174,7 +177,7 @@ class ProcessesMixin(_Lightnings):  # type: ignore[misc]
         return torch.stack([part for _, (part,) in sent]).to(tensor.device)
 
     def _is_alone(self) -> bool:
-        """Whether a question is answered by this rank alone, as in a world of one."""
+        """Whether this rank communicates with no other: there is no process group."""
         return not dist.is_initialized()
 
 

@@ -1,4 +1,4 @@
-"""Exact reductions of what the user asks for: Lightning's own floor the mean of integers."""
+"""Exact reductions for users: Lightning's own round the mean of integers down."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ddp_callbacks.errors import ConfigurationError
 
 
 def reduce(tensor: torch.Tensor, reduce_op: Any, group: Any = None) -> torch.Tensor:
-    """A new tensor, reduced over the ranks. A collective.
+    """Return a new tensor, reduced over the ranks. A collective.
 
     Args:
-        tensor: Of one shape on all ranks. The mean of integers is a floating-point number.
-        reduce_op: In Lightning's words: ``"mean"``, ``"sum"``, ``"max"``, ... or a ``ReduceOp``; ``None`` sums.
+        tensor: Has the same shape on all ranks. The mean of integers is a floating-point number.
+        reduce_op: As in Lightning: ``"mean"``, ``"sum"``, ``"max"``, ... or a ``ReduceOp``; ``None`` sums.
 
     Raises:
-        ConfigurationError: Another operation.
+        ConfigurationError: ``reduce_op`` is another operation.
     """
     operation = _operation(reduce_op)
     exact = tensor.is_floating_point() or tensor.is_complex()

@@ -1,4 +1,4 @@
-"""Methods of Lightning's objects that are ours while a run lasts."""
+"""Replace methods of Lightning's objects during a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 class Replaced:
-    """A method of one object, replaced until :meth:`undo`; copies and pickles of the object have its class's.
+    """A method of one object, replaced until :meth:`undo`. Copies and pickles of the object have the class's method.
 
     Args:
         owner: The object.
-        name: Of the method.
-        function: What is called in its place; it takes the method as it was, then the arguments.
+        name: The method's name.
+        function: Is called instead, with the original method and then the arguments.
     """
 
     def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -23,14 +23,14 @@ class Replaced:
         self._before = vars(owner).get(name)
         self._method = getattr(owner, name)
         self._function = function
-        functools.update_wrapper(self, self._method, updated=())  # which may be replaced itself
+        functools.update_wrapper(self, self._method, updated=())  # it may be a Replaced, too
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(self._method, *args, **kwargs)
 
     def undo(self) -> None:
-        """The object has the method that it had."""
+        """Give the object its original method back."""
         if self._before is None:
             vars(self._owner).pop(self._name, None)
         else:
@@ -41,14 +41,14 @@ class Replaced:
 
 
 class Replacements(contextlib.ExitStack):
-    """Methods that are ours, and what else is to end with them, until :meth:`close`."""
+    """Replaced methods, and other things to undo, in :meth:`close`."""
 
     def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """See :class:`Replaced`."""
+        """Replace a method; see :class:`Replaced`."""
         self.callback(Replaced(owner, name, function).undo)
 
     def before(self, owner: Any, name: str, first: Callable[[], None]) -> None:
-        """Let a method call ``first``, then do what it did."""
+        """Let a method call ``first`` before it does its work."""
 
         def both(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             first()

@@ -1,17 +1,17 @@
-"""The callback that lets a fit stop anywhere and go on at the next batch, on any number of processes.
+"""The callback that lets a fit stop anywhere and resume at the next batch, on any number of processes.
 
 ============  =====================================================  ===================================================
-place         the fit was cut                                        hooks that are called again when it goes on
+place         the fit was cut                                        hooks that run again in the resumed fit
 ============  =====================================================  ===================================================
-``training``  behind a training batch, before what follows it:       those that open the run and the epoch, and those of
-              a validation, schedulers of a plateau; or in that      the validation
+``training``  after a training batch, before the validation or       those that open the run and the epoch, and those of
+              the plateau schedulers that follow it; or in that      the validation
               validation
 ``epoch``     between two epochs                                     those that open the run
 ============  =====================================================  ===================================================
 
-To go on, Lightning's loop runs as in a fit that begins, in the epoch that was cut or the one behind it, until it is
-about to train: then everything is put back. A fit that is over begins and ends once more, without an epoch: callbacks
-that put averaged weights in place do it in ``on_train_end``, behind the last file.
+To resume, Lightning's loop runs as in a new fit, in the epoch that was cut or in the next one, until it is about to
+train. Then everything is restored. A fit that is over begins and ends once more, without an epoch: callbacks that put
+averaged weights in place do so in ``on_train_end``, after the last file was written.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from ddp_callbacks.lightning.replacement import Replacements
 from ddp_callbacks.lightning.saved_attributes import attributes_of
 from ddp_callbacks.process_group import get_rank, get_world_size
 
-_Callbacks: Any = object  # of either package: the class comes after this one
+_Callbacks: Any = object  # stands for either package's class, which follows in the MRO
 
 
 Place = Literal["training", "epoch"]
 
 
 class ResumeMixin(ResumeOptions, _Callbacks):  # type: ignore[misc]
-    """Mixed into a ``Callback`` of either package; see ``Resume``."""
+    """Mixin of a ``Callback`` of either package; see ``Resume``."""
 
     package: str
 
     def require_host(self) -> None:
-        """The names of Lightning that only this callback uses are there."""
+        """Raise :class:`ImportError` if Lightning lacks a private name that only this callback uses."""
         require_resume(self.package)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """At the beginning of a run.
+        """Check the Trainer at the beginning of a run.
 
         Raises:
-            ConfigurationError: Of a fit: the Trainer has another strategy.
+            ConfigurationError: The run is a fit, and the Trainer has another strategy.
         """
         if stage == "fit" and not hasattr(trainer.strategy, "resume") and not trainer.fast_dev_run:
             raise ConfigurationError(
@@ -64,26 +64,26 @@ class ResumeMixin(ResumeOptions, _Callbacks):  # type: ignore[misc]
             )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """What changes from now on is in the file."""
+        """Note the module's attributes: the file has those that change from now on."""
         if (fit := getattr(trainer.strategy, "resume", None)) is not None:
             fit.note_start()
 
 
 class Fit:
-    """One fit that can stop and go on."""
+    """One fit that can stop and resume."""
 
     def __init__(self, trainer: Any, options: ResumeOptions) -> None:
         self._trainer = trainer
         self._on_signal = options.on_signal
         self._resumable = ResumableRun(options)
         self._saved: Saved | None = None
-        self._mine: dict[str, Any] = {}  # of the file: this rank's, or rank 0's
-        self._taken = {"train": 0, "val": 0}  # loaders that Lightning has asked for
-        self._attributes: Checksums = {}  # of the module, when hooks began
+        self._mine: dict[str, Any] = {}  # this rank's state in the file, or rank 0's
+        self._taken = {"train": 0, "val": 0}  # number of loaders that Lightning has asked for
+        self._attributes: Checksums = {}  # of the module, before the fit's hooks
         self._exit = Replacements()
 
     def begin(self) -> None:
-        """Read the file, if there is one, and stand ready to be asked to stop. A collective.
+        """Read the file, if there is one, and listen for requests to stop. A collective.
 
         Raises:
             CheckpointError: The file belongs to another job or run, or cannot be read.
@@ -105,19 +105,19 @@ class Fit:
             self._exit.replace(loop, "run", self._run)
 
     def end(self) -> None:
-        """The fit has ended, well or not. A collective, if well or preempted."""
+        """End the fit, whether or not it has failed. A collective, if it has ended normally or was preempted."""
         fit_loop = self._trainer.fit_loop
         give_loaders_back((fit_loop, fit_loop.epoch_loop.val_loop))
         self._exit.__exit__(*sys.exc_info())
 
     def note_start(self) -> None:
-        """Hooks of the fit begin."""
+        """Note the module's attributes, before the hooks of the fit run."""
         self._attributes = checksums_of(attributes_of(self._trainer.lightning_module))
 
     # --- going on -----------------------------------------------------------------------------------------------------
 
     def take_loader(self, stage: str, loader: Any) -> None:
-        """Lightning has asked for a loader: let it begin where it was cut."""
+        """Let a loader that Lightning asks for begin where the fit was cut."""
         index = self._taken.get(stage, 0)
         self._taken[stage] = index + 1
         may_differ = self._trainer.reload_dataloaders_every_n_epochs and self._mine.get("place") == "epoch"
@@ -127,10 +127,13 @@ class Fit:
             self._set_loader(stage, index, loader)
 
     def take_undivided(self, stage: str, loader: Any) -> Any:
-        """The same of a loader that the user divides (``use_distributed_sampler=False``).
+        """Like :meth:`take_loader`, for a loader that the user divides (``use_distributed_sampler=False``).
+
+        Returns:
+            The loader, made resumable.
 
         Raises:
-            ConfigurationError: There are several processes, and it has no ``DistributedSampler``.
+            ConfigurationError: There are several processes, and the loader has no ``DistributedSampler``.
         """
         if get_world_size() > 1 and not is_distributed(loader):
             raise ConfigurationError(
@@ -160,7 +163,7 @@ class Fit:
         _progress.set_checkpoint(self._trainer, dict(self._saved.shared), self._resumable.file.path)
 
     def _require_same(self, about: dict[str, str]) -> None:
-        """Of what the file tells."""
+        """Raise unless ``about`` equals the file's, as far as the file has these names."""
         assert self._saved is not None
         known = self._saved.about
         require_same(
@@ -187,7 +190,7 @@ class Fit:
         self._put_back()
 
     def _begin_epoch(self, begin: Callable[[], None]) -> None:
-        with Replacements() as muted:  # loggers have the rows of these hooks
+        with Replacements() as muted:  # loggers have the rows of these hooks already
             for logger in self._trainer.loggers:
                 muted.replace(logger, "log_metrics", lambda *_, **__: None)
             begin()
@@ -210,7 +213,7 @@ class Fit:
             if self._mine["place"] == "epoch" or (state is not None and state["pass"] is None):
                 self._set_loader("train", index, loader)  # Lightning has begun a pass
         own_state.put_back(self._trainer, self._states(), self._saved.shared)
-        self._saved = None  # it is as large as the model and its optimizer
+        self._saved = None  # frees as much memory as the model and its optimizer have
 
     def _states(self) -> LocalStates:
         assert self._saved is not None
@@ -219,7 +222,7 @@ class Fit:
     # --- stopping -----------------------------------------------------------------------------------------------------
 
     def _end_batch(self, decide: Callable[[Any], bool], data_fetcher: Any) -> bool:
-        """Behind a training batch: whether a validation comes next."""
+        """After a training batch, write and stop if due. Return whether a validation comes next."""
         validates = decide(data_fetcher)
         take = functools.partial(self._take, "training", validates)
         self._resumable.pass_moment(take, ends_batch=True, validates=validates)
@@ -231,7 +234,7 @@ class Fit:
             self._resumable.pass_moment_of_validation()
 
     def _end_epoch(self, end: Callable[[], None]) -> None:
-        """Between two epochs."""
+        """Between two epochs, write and stop if due."""
         end()
         is_over = _progress.is_done(self._trainer.fit_loop)
         self._resumable.pass_moment(functools.partial(self._take, "epoch"), ends_epoch=True, is_over=is_over)
@@ -273,13 +276,13 @@ class Fit:
         return [] if combined is None else list(combined.flattened)
 
     def _about(self, loaders: Sequence[Any]) -> dict[str, str]:
-        """What must be the same in the run that goes on."""
+        """Return what must be equal in the resumed run."""
         about = {"model": describe_model(self._trainer.lightning_module)}
         return about | (describe_loader(loaders[0], "the training") if loaders else {})
 
 
 def _without_loaders(save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Lightning would save the states of loaders that only this run has, and other Trainers refuse them."""
+    """Leave out the loaders' states: only this run has such loaders, and other Trainers refuse their states."""
     return {name: value for name, value in save().items() if name != "combined_loader"}
 
 

@@ -1,4 +1,4 @@
-"""What ``self.log`` has recorded since the ranks joined it last, and how the rows of all ranks become values."""
+"""The rows that ``self.log`` has recorded since the last join, and how the rows of all ranks become values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Row(NamedTuple):
     """One call of ``self.log`` with a number.
 
     Attributes:
-        key: Lightning's.
-        position: Of the batch in its pass; -1 outside of a batch.
-        weight: What the value is the mean over; 0 if it is that of a padding batch, or a mean over nothing.
-        size: Lightning's batch size: what the value counts among batches.
+        key: Lightning's key of the value.
+        position: The number of the batch in its pass; -1 outside of a batch.
+        weight: The number that the value is the mean over; 0 for a padding batch, or for a mean over nothing.
+        size: Lightning's batch size: the weight of the value among batches.
         is_given: Whether the user has passed that size.
         is_padding: Whether this rank has no sample of the batch.
         value: A scalar, on any device.
@@ -35,10 +35,10 @@ class Joined(NamedTuple):
     """The value of a whole batch, or of a hook outside of batches.
 
     Attributes:
-        key: Lightning's.
-        value: Of all ranks.
-        size: What it counts among batches.
-        ends: The lowest and the highest value of the ranks, if they were logged outside of batches.
+        key: Lightning's key of the value.
+        value: The value of all ranks together.
+        size: The weight of the value among batches.
+        ends: The lowest and the highest of the ranks' values, for a mean logged outside of batches.
     """
 
     key: str
@@ -48,16 +48,16 @@ class Joined(NamedTuple):
 
 
 def plain(rows: Sequence[Row]) -> list[list[Any]]:
-    """The rows as lists of plain data; ``Row(*each)`` is the inverse. Waits for the devices of the values."""
+    """Convert rows to lists of plain data; ``Row(*each)`` is the inverse. Waits for the devices of the values."""
     values = _stack([row.value for row in rows]).tolist()
     return [[*row[:-1], value] for row, value in zip(rows, values, strict=True)]
 
 
 def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str]) -> list[Joined]:
-    """The values of whole batches, in the order of the batches, from the rows of each rank.
+    """Return the values of whole batches, in the order of the batches, from the rows of each rank.
 
     Args:
-        operation_of: How parts of a key become one: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``.
+        operation_of: Returns how the parts of a key are combined: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
     """
     groups: dict[tuple[int, int, str], list[Row]] = {}
     for rows in ranks:
@@ -71,11 +71,11 @@ def join(ranks: Sequence[Sequence[Row]], operation_of: Callable[[str], str]) -> 
 
 
 def _join(key: str, rows: list[Row], operation: str) -> Joined:
-    """The parts of one batch. In a mean a rank with weight 0 counts nowhere, unless no rank has a weight."""
+    """Combine the parts of one batch. A mean leaves out ranks with weight 0, unless all ranks have weight 0."""
     own = [row for row in rows if not row.is_padding] or rows
     counted = [row for row in rows if row.weight and operation == "mean"] or own
     sizes = [row.size for row in own]
-    # A size that the user has passed, and that differs between the ranks, is what their values are means over.
+    # If the user has passed sizes that differ between the ranks, the values are means over these sizes.
     by_size = own[0].is_given and len(set(sizes)) > 1
     weights = [row.size if by_size else row.weight for row in counted]
     values = [float(row.value) for row in counted]
@@ -97,7 +97,7 @@ def _combine(values: list[float], weights: list[float], operation: str) -> float
 
 
 def _stack(values: Sequence[torch.Tensor | float]) -> torch.Tensor:
-    """As float64 on the CPU; what is on one device is copied in one operation."""
+    """Stack values as float64 on the CPU. If all are on one device, one operation copies them."""
     if not values:
         return torch.zeros(0, dtype=torch.float64)
     tensors = [torch.as_tensor(value) for value in values]

@@ -1,4 +1,4 @@
-"""One run of a Trainer on several processes: what the strategy does at the moments that Lightning gives it."""
+"""One run of a Trainer on several processes: what the strategy does when Lightning calls it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ddp_callbacks.replicas import checksum_of_replica, merge_buffers, require_e
 from ddp_callbacks.verification import Verify
 
 SKIPPED = object()
-"""What ``training_step`` returns in Lightning's eyes where it has returned ``None`` on every rank."""
+"""What Lightning gets instead of ``None`` if ``training_step`` has returned ``None`` on every rank."""
 
 
 class Run:
@@ -46,7 +46,7 @@ class Run:
     ) -> None:
         self._trainer, self._model = trainer, model
         self._local, self._synchronizer = local, synchronizer
-        self._verify = verify  # the next batch
+        self._verify = verify  # for the next batch
         self._losses = LossWatch()
         self.batches, self.exchange = batches, batches.exchange
         self._exit = Replacements()
@@ -54,7 +54,7 @@ class Run:
         self._exit.callback(self.metrics.close)
         self.drawing = HookDrawing(trainer, self._exit)
         self.drawing.random_state.synchronize()
-        self._undo: Callable[[], None] | None = None  # what a padding batch has left behind
+        self._undo: Callable[[], None] | None = None  # removes the traces of a padding batch
         self.decisions = Decisions(trainer, self.exchange, self._exit)
         self._trained = 0  # samples of this rank since the buffers were merged
         results = trainer.strategy.results_class
@@ -77,30 +77,30 @@ class Run:
         Predictions(trainer, self._exit)
 
     def close(self) -> None:
-        """Give Lightning's objects, the user's loaders and the module's layers back; loaders' workers have ended."""
+        """Restore Lightning's objects, the user's loaders and the module's layers, and end the loaders' workers."""
         self._exit.close()
         give_loaders_back(self._loops)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's, between two batches. Local."""
+        """Return this rank's state between two batches. Local."""
         return {"trained": self._trained, "held": [*self.decisions.held]}
 
     def load_state_dict(self, state: dict[str, Any], is_own: bool) -> None:
         """Inverse of :meth:`state_dict`. Local.
 
         Args:
-            is_own: Whether it is this rank's; if not, the buffers were merged already.
+            is_own: Whether ``state`` is this rank's. If not, the buffers were merged already.
         """
         self._trained = state["trained"] if is_own else 0
         self.decisions.held = state["held"] if is_own else ()
 
     def synchronize_batch_norm(self) -> None:
-        """The module's BatchNorm layers normalize by the whole batch from now on. A collective."""
+        """Let the module's BatchNorm layers normalize by the whole batch until :meth:`close`. A collective."""
         layers = BatchNormSynchronizer(self._model, counts=lambda: not self.batches.is_padding)
         self._exit.callback(layers.close)
 
     def begin_batch(self, batch: Any, dataloader_idx: int) -> None:
-        """Note what this rank has of a batch, if it is one of a loop's."""
+        """Note this rank's share of a batch, if a loop has drawn it. A collective in training."""
         if not _parts.is_asked_by_loop(self._trainer):
             return
         training = self._trainer.training
@@ -112,7 +112,7 @@ class Run:
             joins_steps = self._local is None or self._local.is_last_step
         else:
             joins_steps = all(isinstance(loader, ShardedLoader) for loader in combined.flattened)
-        self.end_batch()  # of one that a hook has skipped
+        self.end_batch()  # the batch before, if a hook has skipped it
         results = _logged.results_of(self._trainer)
         if results is not None:
             results.begin_batch(joins_steps)
@@ -120,10 +120,16 @@ class Run:
             self._undo = remember_padding(self._model, self.metrics)
 
     def training_step(self, step: Callable[[], Any], arguments: Sequence[Any]) -> Any:
-        """What ``training_step`` returns, and where that is nothing on any rank, what tells Lightning to go on.
+        """Run ``training_step`` and return its output; :data:`SKIPPED` if it is ``None`` on every rank. A collective.
+
+        In steps of local SGD in which the ranks do not meet, it is local.
 
         Args:
-            arguments: Of ``training_step``, behind the batch.
+            arguments: The arguments of ``training_step`` after the batch.
+
+        Raises:
+            SkippedBatchError: ``training_step`` has returned ``None`` on some ranks only; or on this rank, in a step in
+                which the ranks do not meet. Only with automatic optimization.
         """
         verify, self._verify = self._verify, None
         if verify is not None:
@@ -141,7 +147,7 @@ class Run:
         return self._skip(carrier is not None) if is_skipped else output
 
     def _skip(self, are_carried: bool) -> Any:
-        """What tells Lightning that all ranks skip the step. A collective."""
+        """Return :data:`SKIPPED` if all ranks skip the step; raise if only some do. A collective."""
         if are_carried:
             self._synchronize()  # as the others do in their backward, if they skip nothing
         skipped_by = self.decisions.skipped_by()
@@ -157,7 +163,7 @@ class Run:
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Inside, ``loss`` is weighed by this rank's share of the batch."""
+        """Weigh the backward of ``loss`` inside by this rank's share of the batch. A collective if it synchronizes."""
         self._losses.look(loss, self.batches.weight, f"step {self._trainer.global_step}")
         context: AbstractContextManager[None] = nullcontext()
         if self._local is not None:
@@ -169,27 +175,30 @@ class Run:
         self.decisions.take()
 
     def optimizer_step(self, optimizer: Any, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
-        """``step(closure)``."""
+        """Call ``step(closure)``. LBFGS gets a closure that returns the loss of the whole batch."""
         inner = _parts.torch_optimizer(optimizer)
         if self._local is None and isinstance(inner, torch.optim.LBFGS):
             closure = functools.partial(self.joint_loss, closure)
         return self.drawing.optimizer_step(inner, step, closure)
 
     def end_batch(self) -> None:
-        """A padding batch leaves no trace in metrics and running statistics."""
+        """Remove the traces of a padding batch in metrics and running statistics."""
         if self._undo is not None:
             self._undo()
             self._undo = None
 
     def joint_loss(self, closure: Callable[[], Any]) -> Any:
-        """The loss of the whole batch."""
+        """Return the loss of the whole batch; ``None`` if ``closure`` returns that. A collective."""
         loss = closure()
         if loss is None:
             return None
         return joint_loss(self.exchange, loss, *self.batches.weight_and_total)
 
     def begin_training(self) -> None:
-        """Callbacks that compare losses, such as Lightning's learning rate finder, look at those of whole batches."""
+        """Begin training: stop if a rank wants to, and share rank 0's random state. A collective.
+
+        Callbacks that compare losses, such as Lightning's learning rate finder, get those of whole batches from now on.
+        """
         self.decisions.agree()
         self.drawing.random_state.synchronize()  # rank 0 has drawn for the sanity check
         for callback in filter(_parts.compares_losses, self._trainer.callbacks):
@@ -203,10 +212,10 @@ class Run:
         hook(trainer, module, outputs, *args, **kwargs)
 
     def merge_buffers(self) -> None:
-        """Running statistics averaged over the ranks, other buffers rank 0's."""
+        """Average running statistics over the ranks, and copy other buffers from rank 0. A collective."""
         of_callbacks = (value for callback in self._trainer.callbacks for value in vars(callback).values())
         averages = [value for value in of_callbacks if isinstance(value, AveragedModel)]
-        for model in (self._model, *averages):  # an average has averaged each rank's own statistics
+        for model in (self._model, *averages):  # an AveragedModel has averaged this rank's own statistics
             if next(model.buffers(), None) is not None:
                 merge_buffers(model, self._trained)
         self._trained = 0
@@ -226,7 +235,7 @@ class Run:
             results.join()
 
     def _before_monitor(self) -> None:
-        """ModelCheckpoint or EarlyStopping looks at what was logged. A collective."""
+        """Join logged values before ModelCheckpoint or EarlyStopping reads them. A collective."""
         results, trainer = _logged.results_of(self._trainer), self._trainer
         meets = results.joins_steps or not results.is_in_batch
         if trainer.training and trainer.state.status != "interrupted" and meets:
@@ -237,14 +246,14 @@ class Run:
         return bool(self._trainer.lightning_module.automatic_optimization)
 
     def _carrier(self) -> GradientSynchronizer | None:
-        """The engine, if a backward comes next on every rank that has a loss."""
+        """Return the gradient engine, if a backward comes next on every rank that has a loss."""
         synchronizer = self._synchronizer
         if synchronizer is None or not synchronizer.is_enabled:
             return None
         return synchronizer if self._is_automatic and not _parts.skips_backward(self._trainer) else None
 
     def before_validation(self) -> None:
-        """What hooks have logged behind the last step of the training is there for those that decide. A collective."""
+        """Join values that hooks have logged after the last training step, for their readers. A collective."""
         if self._trainer.state.fn == "fit" and not self._trainer.sanity_checking:
             results = _logged.results_of_training(self._trainer)
             results.join()
@@ -274,7 +283,7 @@ class Run:
         results.end_pass()
         for loader in self._loaders():
             if isinstance(loader, ShardedLoader):
-                loader.shares.clear()  # of batches that were fetched ahead, where a limit has ended the pass
+                loader.shares.clear()  # of batches fetched ahead, if a limit has ended the pass
 
     def _loaders(self) -> list[Any]:
         combined = _parts.active_loader(self._trainer)
@@ -286,5 +295,5 @@ class Run:
 
 
 def _without_skipped(make: Callable[..., Any], output: Any, *args: Any, **kwargs: Any) -> Any:
-    """What Lightning makes of the output of a step, where :data:`SKIPPED` is ``None``, as on one process."""
+    """Convert a step's output as Lightning does, with ``None`` in place of :data:`SKIPPED`, as on one process."""
     return make(None if output is SKIPPED else output, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Plain attributes of a module that a fit changes, such as a list of what its steps return, for a file."""
+"""Save and load the plain attributes of a module that a fit changes, such as a list of its steps' outputs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ddp_callbacks.checkpoints import LocalStates
 from ddp_callbacks.checkpoints.attributes import decode, memory_of_model, plain_attributes
 from ddp_callbacks.comm.checksums import checksum_of
 
-_FOREIGN = ("torch", "torchmetrics", "lightning", "pytorch_lightning")  # packages that save their own, or need none
+_FOREIGN = ("torch", "torchmetrics", "lightning", "pytorch_lightning")  # saved elsewhere, or not needed
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Those of the classes that the user has written, by names such as ``"encoder.outputs"``."""
+    """Return the plain attributes of layers whose class the user has written, by names like ``"encoder.outputs"``."""
     known = memory_of_model(module)
     found: dict[str, Any] = {}
     for prefix, part in module.named_modules():
@@ -27,10 +27,12 @@ def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def load_attributes(module: torch.nn.Module, states: LocalStates, device: torch.device) -> None:
-    """Put those back that had changed. Rank 0 warns of those that another number of ranks cannot have. Local.
+    """Restore the attributes that had changed. Local.
+
+    On another number of ranks, attributes that differed between the ranks are left out, and rank 0 warns of them.
 
     Args:
-        states: What :func:`ddp_callbacks.checkpoints.attributes.changed` has returned on each rank.
+        states: The result of :func:`ddp_callbacks.checkpoints.attributes.changed` on each rank.
         device: For tensors that were not on the CPU.
     """
     parts = dict(module.named_modules())
@@ -52,7 +54,7 @@ def load_attributes(module: torch.nn.Module, states: LocalStates, device: torch.
 
 
 def _is_common(name: str, states: LocalStates) -> bool:
-    """Whether it means the same on any number of ranks, such as a count of steps."""
+    """Whether an attribute means the same on any number of ranks, such as a count of steps."""
     values = [each.get(name) for each in states.of_ranks]
     if len(values) == 1:
         return isinstance(values[0], bool | int | str | None)
@@ -60,7 +62,7 @@ def _is_common(name: str, states: LocalStates) -> bool:
 
 
 def _bases(module: torch.nn.Module) -> set[type]:
-    """The classes whose own attributes are none of the user's: those of either package, too."""
+    """Return the base classes whose attributes are not the user's: ``nn.Module``, and ``LightningModule``."""
     hosts = {kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule" and _is_foreign(kind)}
     return hosts | {torch.nn.Module}
 

@@ -1,10 +1,10 @@
-"""The states of torchmetrics in the middle of a pass, for a file, and what becomes of them on other processes.
+"""Save the states of torchmetrics in the middle of a pass, and load them on any number of processes.
 
-On as many processes each gets its own back. On others, by each state's ``dist_reduce_fx``:
+On the same number of processes, each gets its own states. On another, each state's ``dist_reduce_fx`` decides:
 
 ===================  ==========================================================================================
 sum, lists           rank 0 gets the sum, or all entries, rank by rank; the others begin with the default
-mean, maximum,       every rank gets that of all
+mean, maximum,       every rank gets the mean, maximum or minimum of all
 minimum
 any other            the rank's own, if there are no fewer ranks than before; otherwise it is an error
 ===================  ==========================================================================================
@@ -25,7 +25,7 @@ from ddp_callbacks.lightning.metrics import metrics_of
 
 
 def save_metrics(owners: Sequence[Any]) -> list[dict[str, Any]]:
-    """Of the metrics of a module and of callbacks, on this rank. Local."""
+    """Return this rank's states of the metrics in ``owners``: a module and callbacks. Local."""
     return [plain_states(metric) for metric in metrics_of(owners)]
 
 
@@ -33,7 +33,7 @@ def load_metrics(owners: Sequence[Any], states: LocalStates) -> None:
     """Inverse of :func:`save_metrics`. Local.
 
     Raises:
-        ConfigurationError: Their states cannot be given to fewer ranks.
+        ConfigurationError: A metric's states cannot be given to fewer ranks.
     """
     for index, metric in enumerate(metrics_of(owners)):
         if index < len(states.mine):

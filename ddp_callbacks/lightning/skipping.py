@@ -1,11 +1,11 @@
-"""``skip_batch``: a batch is skipped if ``training_step`` returns no loss on one rank, or one that is not finite.
+"""``skip_batch``: skip a batch if ``training_step`` returns no loss on one rank, or one that is not finite.
 
-Lightning's loops then go on as on one process where ``training_step`` has returned ``None``: schedulers, counters and
-hooks run, and the optimizer finds no gradient of this batch.
+Lightning's loops then continue as on one process whose ``training_step`` has returned ``None``: schedulers, counters
+and hooks run, and the optimizer finds no gradient of this batch.
 
-What the step has logged before it found the loss to be bad stays, as on one process. A rank that returns ``None`` early
-has done less than the others. One process would have returned there, too: so all ranks forget what it has not logged,
-updated or normalized.
+Values that the step has logged before it found the loss to be bad stay, as on one process. A rank that returns ``None``
+early has done less than the others. One process would have returned there, too, so all ranks undo what that rank has
+not logged, updated or normalized.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Forget = Callable[[], None]
 
 
 class Skipping:
-    """Decides in each step of a fit whether the batch is skipped; several ranks decide alike.
+    """Decides in each step of a fit whether to skip the batch; all ranks decide alike.
 
     Args:
-        run: On several processes.
+        run: The run on several processes; ``None`` with a single process.
     """
 
     def __init__(self, trainer: Any, skip_batch: SkipBatch, run: Run | None) -> None:
@@ -46,7 +46,7 @@ class Skipping:
         self._bad = BadBatches(None if run is None else run.exchange)
 
     def check(self, optimizers: Sequence[Any]) -> None:
-        """Raise :class:`ConfigurationError` if the step is not Lightning's, or computes the loss several times."""
+        """Raise :class:`ConfigurationError` with manual optimization, or LBFGS, which computes the loss repeatedly."""
         module = self._trainer.lightning_module
         if not module.automatic_optimization:
             raise ConfigurationError(
@@ -65,7 +65,7 @@ class Skipping:
         self._bad.close()
 
     def training_step(self, step: Callable[[], Any]) -> Any:
-        """What ``step`` returns; ``None`` if the batch is skipped. A collective on several processes."""
+        """Run ``step`` and return its output; ``None`` to skip the batch. A collective on several processes."""
         allows_none = Fault.NO_LOSS in self._faults
         traces = _Traces(self._trainer, self._run.metrics) if self._run is not None and allows_none else None
         output = step()
@@ -75,12 +75,12 @@ class Skipping:
         if faults:
             self._bad.report(faults, where(self._trainer))
             return None
-        # A part that counts nothing has no say: without a loss it contributes no gradient.
+        # A part with weight 0 does not count: without a loss it contributes no gradient.
         has_no_part = output is None and allows_none
         return torch.zeros((), device=self._trainer.strategy.root_device, requires_grad=True) if has_no_part else output
 
     def _fault(self, output: Any) -> Fault:
-        """What is wrong with this rank's loss, of the faults that batches are skipped for."""
+        """Return the fault of this rank's loss, if it is one for which batches are skipped."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         found = Fault.NOTHING
         if output is None:
@@ -91,7 +91,7 @@ class Skipping:
 
 
 class _Traces:
-    """What a step leaves behind from now on: logged values, states of torchmetrics, statistics of normalizations."""
+    """The traces that a step leaves from now on: logged values, states of torchmetrics, running statistics."""
 
     def __init__(self, trainer: Any, metrics: SyncedMetrics) -> None:
         self._logged = _logged.results_of(trainer).remember()
@@ -99,7 +99,7 @@ class _Traces:
         self._changes = dict(enumerate([*metrics.remember(), *layers]))
 
     def keep_common(self, returned_none: bool) -> None:
-        """Forget what a rank has not done that has returned ``None``. A collective."""
+        """Undo the traces that are missing on some rank whose step returned ``None``. A collective."""
         logged = self._logged()
         done = [*logged, *(index for index, (has_changed, _) in self._changes.items() if has_changed())]
         names = all_gather_json(done if returned_none else None, "what a skipped step has logged")
@@ -110,7 +110,7 @@ class _Traces:
 
 
 def _normalizations(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """The running statistics of each layer that has some."""
+    """Yield the running statistics of each layer that has some."""
     for layer in module.modules():
         own = dict(layer.named_buffers(recurse=False))
         if _STATISTICS[0] in own:
@@ -129,15 +129,15 @@ def _remember(buffers: Collection[torch.Tensor]) -> tuple[Callable[[], bool], Fo
 
 
 def where(trainer: Any) -> str:
-    """The batch that is being computed."""
+    """Name the current batch, for messages."""
     return f"epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx}"
 
 
 def without_loss(trainer: Any, skipped_by: Sequence[bool] | None) -> str:
-    """The error of a rank that has no loss where others have one.
+    """Return the error text for a rank that has no loss while others have one.
 
     Args:
-        skipped_by: Whether each rank has none; ``None`` with local steps, where that is not known.
+        skipped_by: For each rank, whether it has no loss; ``None`` with local steps, which do not exchange that.
     """
     begin = f"{describe(dist.get_rank())}: training_step returned None in {where(trainer)}"
     if skipped_by is None:

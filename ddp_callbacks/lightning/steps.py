@@ -1,4 +1,4 @@
-"""The part of the strategy in which a run happens: its steps and moments, and what a rank has between two of them."""
+"""The methods of the strategy that Lightning calls during a run, and a rank's state between two batches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ddp_callbacks.lightning.resume import Fit
 from ddp_callbacks.lightning.run import Run
 from ddp_callbacks.lightning.skipping import Skipping
 
-_SEARCHES = ("BatchSizeFinder", "LearningRateFinder")  # of either package; the Tuner's, too
+_SEARCHES = ("BatchSizeFinder", "LearningRateFinder")  # callbacks of either package, and of the Tuner
 
-_Lightnings: Any = object  # of either package: the class comes after this one
+_Lightnings: Any = object  # stands for either package's class, which follows in the MRO
 
 
 class StepsMixin(_Lightnings):  # type: ignore[misc]
-    """Mixed into the strategy, which makes what belongs to a run.
+    """Mixin of the strategy, which makes the objects of a run.
 
     Attributes:
         resume: The fit, if the Trainer has the callback ``Resume``.
@@ -33,18 +33,18 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     resume: Fit | None = None
     _trainer: Any = None
     _synchronizer: GradientSynchronizer | None = None  # of a fit
-    _local: LocalSteps | None = None  # in its place, if the gradients are not synchronized
+    _local: LocalSteps | None = None  # instead of it, if the gradients are not synchronized
     _run: Run | None = None  # on several processes
     _skipping: Skipping | None = None
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Note what this rank has of the batch, then as Lightning's."""
+        """Like Lightning's, but note this rank's share of the batch before. A collective in training."""
         if self._run is not None:
             self._run.begin_batch(batch, dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; then the ranks tell each other what they have decided. A collective."""
+        """Like Lightning's; then the ranks exchange their decisions. A collective."""
         step = functools.partial(super().training_step, *args, **kwargs)
         if self._skipping is not None:
             step = functools.partial(self._skipping.training_step, step)
@@ -54,53 +54,53 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         return output
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's."""
+        """Like Lightning's; then the batch ends."""
         output = super().predict_step(*args, **kwargs)
         if self._run is not None:
             self._run.end_batch()
         return output
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As Lightning's, with the loss weighed by this rank's share of the batch; its value stays what it is."""
+        """Like Lightning's, but weigh the loss by this rank's share of the batch. Its value does not change."""
         with nullcontext() if self._run is None else self._run.backward(closure_loss):
             loss: torch.Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
         return loss
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Gradients are accumulated on this rank inside; the next backward outside synchronizes them."""
+        """Accumulate gradients on this rank inside; the next backward outside synchronizes them."""
         return nullcontext() if self._synchronizer is None else self._synchronizer.no_sync()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """As Lightning's; LBFGS, which decides by the loss, gets that of the whole batch."""
+        """Like Lightning's, but LBFGS, which decides by the loss, gets that of the whole batch."""
         step = functools.partial(super().optimizer_step, optimizer, model=model, **kwargs)
         output = step(closure) if self._run is None else self._run.optimizer_step(optimizer, step, closure)
         if self._local is not None:
             self._local.note_step()
         return output
 
-    # Lightning's own methods of the moments that follow do nothing.
+    # In Lightning's own strategy, the following hooks do nothing.
 
     def on_train_start(self) -> None:
-        """Parameters are those to train from, and no rank trains if one wants to stop before the first epoch."""
+        """Begin training from the current parameters. No rank trains if one wants to stop before the first epoch."""
         if self._run is not None:
             self._run.begin_training()
         if self._local is not None:
             self._local.begin()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Parameters that hooks have exchanged at the start of the epoch are those to train from."""
+        """With local steps, train from the parameters that hooks may have replaced at the start of the epoch."""
         if batch_idx == 0:
             self._make_one()
 
     def on_validation_start(self) -> None:
-        """Running statistics of the training so far are merged, and parameters averaged if they differ."""
+        """Merge the running statistics of the training so far; with local steps, average the parameters."""
         if self._run is not None:
             self._run.before_validation()
             self._run.merge_buffers()
         self._make_one()
 
     def on_validation_end(self) -> None:
-        """Parameters that hooks have exchanged for the validation are back, and all ranks stop if one wants to."""
+        """Stop on all ranks if one wants to; with local steps, train from the parameters that hooks have restored."""
         if self._trainer.state.fn == "validate":
             StepsMixin.on_train_end(self)
         if self._run is not None:
@@ -108,7 +108,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         self._make_one()
 
     def on_train_end(self) -> None:
-        """The processes draw alike from here on, as they did before."""
+        """Let all processes draw the same random numbers again, as before the run. A collective."""
         if self._run is not None:
             self._run.drawing.random_state.synchronize()
             self._run.drawing.random_state.end()
@@ -116,24 +116,24 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
     on_test_end = on_predict_end = on_train_end
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: of the averaged parameters. A collective where local steps are taken."""
+        """Return the state for a checkpoint. With local steps, average the parameters before; then a collective."""
         if self._local is not None and (self.world_size == 1 or not self._is_alone()):
             self._local.outer_step()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state
 
     def _make_one(self) -> None:
-        """The parameters, where local steps are taken. A collective."""
+        """Average the parameters, with local steps. A collective then."""
         if self._local is not None:
             self._local.outer_step()
 
     # --- stopping and going on ----------------------------------------------------------------------------------------
 
     def begin_resuming(self, trainer: Any) -> None:
-        """The processes have met: a callback ``Resume`` of a fit reads its file. A collective if there is one.
+        """Let the callback ``Resume`` of a fit, if any, read its file. A collective then; call it after joining.
 
         Raises:
-            ConfigurationError: There are several, or a search for a batch size or a learning rate.
+            ConfigurationError: There are several ``Resume``, or a search for a batch size or a learning rate.
         """
         found = [callback for callback in trainer.callbacks if isinstance(callback, ResumeOptions)]
         if len(found) > 1:
@@ -156,11 +156,11 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
 
     @property
     def random_state(self) -> RunRandomState:
-        """Of the run; with a single process, that of the process."""
+        """The random state of the run; with a single process, that of the process."""
         return RunRandomState() if self._run is None else self._run.drawing.random_state
 
     def own_state(self) -> dict[str, Any]:
-        """This rank's, between two batches. Local."""
+        """Return this rank's state between two batches. Local."""
         run = {"trained": 1, "held": []} if self._run is None else self._run.state_dict()
         engine = None if self._synchronizer is None else self._synchronizer.state_dict()
         return run | {"engine": engine, "local_steps": None if self._local is None else self._local.state_dict()}
@@ -169,8 +169,8 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
         """Inverse of :meth:`own_state`. Local.
 
         Args:
-            states: Of all ranks that took them; if there were as many as now, only this rank's is looked at.
-            are_as_many: Whether there were.
+            states: The states of all ranks that took them. If there were as many as now, each must be this rank's own.
+            are_as_many: Whether there were as many ranks as now.
         """
         own = states[0]
         if self._run is not None:
@@ -181,7 +181,7 @@ class StepsMixin(_Lightnings):  # type: ignore[misc]
             self._local.load_state_dict(own["local_steps"])
 
     def end_resuming(self) -> None:
-        """The run has ended, well or not."""
+        """End the fit that ``Resume`` saves, whether or not it has failed."""
         fit, self.resume = self.resume, None
         if fit is not None:
             fit.end()

@@ -1,4 +1,4 @@
-"""The strategy: Lightning's DDP without DDP. It starts the processes and asks the questions; the answers are ours."""
+"""The strategy: Lightning's ``DDPStrategy`` without DDP. Lightning calls its methods; this package synchronizes."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ from ddp_callbacks.process_group.presence import alone_in
 from ddp_callbacks.replicas import broadcast_parameters, describe_checkpoint, require_same_checkpoint
 from ddp_callbacks.verification import Verify, check_verify, is_to_verify
 
-_RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # of a checkpoint
+_RESUMED = ("state_dict", "optimizer_states", "lr_schedulers", "loops")  # keys of a checkpoint
 
 
 class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
-    """What makes a ``DDPStrategy`` of either package synchronize by callbacks; see ``CallbackStrategy``."""
+    """Mixin that makes a ``DDPStrategy`` of either package synchronize by callbacks; see ``CallbackStrategy``."""
 
     user = "Trainer"
     ddp_strategy: Any  # the base class
     model: Any
-    chosen_by: Any = None  # the callback that has made it
+    chosen_by: Any = None  # the callback that has made the strategy
     results_class: Callable[..., JointResults]
     _sync: Sync
     _skip_batch: SkipBatch | None
-    _divides = True  # use_distributed_sampler, as the user has it
-    _loaded: tuple[str | None, str] = (None, "")  # since the last run, and from where
+    _divides = True  # use_distributed_sampler, as the user has set it
+    _loaded: tuple[str | None, str] = (None, "")  # description and path of the checkpoint loaded since the last run
 
     def __init__(
         self,
         batch_size: BatchSize = "global",
         *,
-        weight: Literal["cross_entropy"] | Weight | None = None,  # in this order: a word is no import path
+        weight: Literal["cross_entropy"] | Weight | None = None,  # this first, or LightningCLI imports the word
         reduction: Reduction = "mean",
         sync: Sync = "every_step",
         verify: Verify | None = "warn",
@@ -103,14 +103,14 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         )
         self._sync, self._skip_batch = sync, skip_batch
         self._verify = verify if is_to_verify(verify, sync, weight, reduction, batch_size) else None
-        self._met = Replacements()  # since the processes have met
-        self._exit = Replacements()  # of a run
+        self._met = Replacements()  # from joining the processes until teardown
+        self._exit = Replacements()  # during a run
 
     # --- the world ----------------------------------------------------------------------------------------------------
 
     @property
     def _layer_sync(self) -> Any:
-        """A ``LayerSync`` of the user's own, which Lightning calls; ``sync_batchnorm=True`` is done here."""
+        """The user's own ``LayerSync``, which Lightning calls; this class itself implements ``sync_batchnorm=True``."""
         return self._foreign_layer_sync
 
     @_layer_sync.setter
@@ -120,11 +120,11 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """For a sampler that the user makes."""
+        """The arguments for a ``DistributedSampler`` that the user makes."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def connect(self, model: Any) -> None:
-        """A run begins: from now on loaders are divided, also those that a hook asks for before :meth:`setup`."""
+        """Begin a run: from now on divide loaders, also those that a hook requests before :meth:`setup`."""
         super().connect(model)
         if _parts.trainer_of(model) is not None:
             self._take_trainer(model.trainer)
@@ -142,7 +142,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     # --- a run of the Trainer -----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """Begin a run: compare the processes, give all rank 0's parameters, listen to the gradients. A collective."""
+        """Begin a run: compare the processes, broadcast rank 0's parameters, add gradient hooks. A collective."""
         refuse_plugin(self.precision_plugin)
         check_sync(self._sync, sync_batchnorm=self._syncs_batch_norm)
         self._take_trainer(trainer)
@@ -173,7 +173,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             batches = Batches(weight, self._reduction, sums_weights=self._local is None)
             self._run = Run(self._trainer, model, batches, self._local, self._synchronizer, self._verify)
             self._exit.callback(self._run.close)
-            if self._syncs_batch_norm and not self._trainer.predicting:  # a rank then has whole batches
+            if self._syncs_batch_norm and not self._trainer.predicting:  # in predictions, a rank has whole batches
                 self._run.synchronize_batch_norm()
         if self._skip_batch is not None and self._trainer.state.fn == "fit":
             self._skipping = Skipping(self._trainer, self._skip_batch, self._run)
@@ -188,7 +188,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         require_same_optimizers(self.optimizers)
 
     def teardown(self) -> None:
-        """End a run: hooks are removed, metrics and BatchNorm layers are as they were."""
+        """End a run: remove hooks, and restore metrics and BatchNorm layers."""
         self._close()
         self.end_resuming()
         self._met.close()
@@ -200,9 +200,9 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
             report_failure(exception)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """As Lightning's; if some process has not the file, rank 0 reads it and sends it to all. A collective.
+        """Like Lightning's, but rank 0 reads the file for processes that lack it. A collective.
 
-        When the run begins, the processes must all have loaded the same.
+        All processes must have loaded the same checkpoint when the run begins.
         """
         load = functools.partial(super().load_checkpoint, checkpoint_path, weights_only)
         checkpoint = load() if self._is_alone() else load_on_all(load, checkpoint_path, weights_only)
@@ -213,12 +213,12 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         return checkpoint
 
     def process_dataloader(self, dataloader: object) -> object:
-        """This rank's part of a loader. A collective."""
+        """Return this rank's part of a loader. A collective."""
         if not self._divides:
             return dataloader if self.resume is None else self.resume.take_undivided(self._stage_name(), dataloader)
         if self.resume is None and self.world_size == 1:
             return dataloader
-        # Where all ranks load the same batches and divide them afterwards, their workers must draw alike.
+        # If all ranks load the same batches and divide them afterwards, their workers must draw alike.
         loads_all = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
         _parts.seed_workers(self.package, dataloader, 0 if loads_all else self.global_rank)
         name, needed = self._stage_name(), 1
@@ -230,7 +230,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         return sharded
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or a pickle, has the settings; what belongs to the processes of a run is left out."""
+        """Copy and pickle the settings, without the objects of a run."""
         state: dict[str, Any] = super().__getstate__()
         ended = dict.fromkeys(("_synchronizer", "_local", "_run", "_skipping", "resume"))
         return state | ended | {"_met": Replacements(), "_exit": Replacements()}
@@ -238,9 +238,10 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
     # --- what Lightning and its users ask -----------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The sum or the mean over the ranks (true also of integers: that of 3 and 4 is 3.5), or another ``ReduceOp``.
+        """Return the mean or the sum over the ranks, or the result of another ``ReduceOp``. A collective.
 
-        Shapes must be equal. Returns a new tensor; what is not a tensor is returned as it is.
+        The mean of integers is exact: that of 3 and 4 is 3.5. Shapes must be equal on all ranks. The result is a new
+        tensor. A value that is not a tensor is returned unchanged.
         """
         if not isinstance(tensor, torch.Tensor) or self._is_alone():
             return tensor
@@ -252,9 +253,9 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
         return str(self._trainer.state.stage.dataloader_prefix)
 
     def _is_alone(self) -> bool:
-        """Whether a question is answered by this rank alone: in a world of one, and where it has failed.
+        """Whether this rank must communicate with no other: there is no process group, or this rank has failed.
 
-        Callbacks that save a checkpoint when an exception comes ask before :meth:`on_exception` is called.
+        On an exception, callbacks that save a checkpoint run before Lightning calls :meth:`on_exception`.
         """
         if super()._is_alone():
             return True
@@ -277,7 +278,7 @@ class CallbackStrategyMixin(StepsMixin, ProcessesMixin):
 
 
 def _prepare_data(prepare: Callable[[], None]) -> None:
-    """What needs all processes is refused inside: the others wait in Lightning's barrier for ever."""
+    """Run ``prepare_data``, in which collectives raise: the other processes wait in Lightning's barrier."""
     with alone_in("prepare_data"):
         prepare()
 

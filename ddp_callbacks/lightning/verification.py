@@ -1,4 +1,4 @@
-"""Ask Lightning's module for the loss of the whole first batch as well, to compare the gradients."""
+"""Compute the loss of the whole first batch by Lightning's module as well, to compare the gradients."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ddp_callbacks.verification import Verify, check_first_batch
 def verify_first_batch(
     verify: Verify, trainer: Any, loaders: Sequence[Any], batches: Batches, arguments: Sequence[Any]
 ) -> None:
-    """Compare the gradient of the batch that is being computed with that of one process. A collective.
+    """Compare the gradient of the current batch with that of one process. A collective.
 
-    ``training_step`` is called two or three times, with logging off.
+    This calls ``training_step`` two or three times, with logging off.
 
     Args:
         verify: Whether a difference is an error or a warning.
-        trainer: Before its first ``training_step``.
-        loaders: Those that the batch comes from.
-        batches: What this rank has of it.
-        arguments: Of ``training_step``, behind the batch.
+        trainer: The Trainer, before its first ``training_step``.
+        loaders: The loaders that the batch comes from.
+        batches: Weighs this rank's part of the batch.
+        arguments: The arguments of ``training_step`` after the batch.
 
     Raises:
         MismatchError, ConfigurationError: See :func:`ddp_callbacks.verify_gradient`.
-        ConfigurationError: The loss of the whole batch cannot be had.
+        ConfigurationError: The loss of the whole batch is not available.
     """
     module = trainer.lightning_module
 
@@ -68,7 +68,7 @@ def _first_batch(module: Any, loaders: Sequence[Any]) -> WholeBatch:
 
 
 def _require_no_transfer_hooks(trainer: Any) -> None:
-    """Raise if the user has hooks that a comparison would call once more: a default must leave no trace."""
+    """Raise if the user has hooks that the comparison would call once more: as a default it must leave no trace."""
     owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
     names = _parts.own_transfer_hooks(trainer.strategy.package, *owners)
     if names:
@@ -76,7 +76,7 @@ def _require_no_transfer_hooks(trainer: Any) -> None:
 
 
 def _transfer(trainer: Any, batch: Any) -> Any:
-    """As Lightning's loop does with what it has fetched."""
+    """Move a batch to the device, as Lightning's loop does."""
     batch = _parts.before_transfer(trainer.lightning_module, trainer.precision_plugin.convert_input(batch))
     return trainer.strategy.batch_to_device(batch)
 
@@ -92,7 +92,7 @@ def _loss(output: Any) -> torch.Tensor:
 
 @contextmanager
 def _muted(trainer: Any, module: Any) -> Iterator[None]:
-    """``self.log`` does nothing inside, loggers write nothing, and the profiler notes nothing."""
+    """Turn off ``self.log``, the loggers and the profiler inside."""
     loggers, profiler, package = trainer.loggers, trainer.profiler, trainer.strategy.package
     trainer.loggers = [_parts.silent_logger(package) for _ in loggers]
     trainer.profiler = _parts.silent_profiler(package)

@@ -18,7 +18,8 @@ We don't use ``torch.distributed.algorithms.model_averaging``. Its averagers giv
 parameters without a gradient, which can differ between ranks and then deadlocks them; wait without a timeout; average
 in the parameters' precision; and put all parameters into one buffer. The outer optimizer is torch's SGD.
 
-:mod:`.methods` are the settings, :mod:`.fragments` what is averaged together, :mod:`.averager` averages.
+:mod:`.methods` has the settings, :mod:`.fragments` the groups of parameters that are averaged together, and
+:mod:`.averager` the averaging.
 """
 
 from ddp_callbacks.local_sgd.averager import ParameterAverager, set_gradients_aside

@@ -42,7 +42,7 @@ class ParameterAverager:
     The constructor is a collective and blocks until every rank has called it.
 
     Args:
-        module: Its parameters are averaged.
+        module: The module whose parameters are averaged.
         sync: :class:`LocalSGD` or :class:`DiLoCo`.
         optimizer: The optimizer that trains ``module``. Its state holds DiLoCo's momentum, so both are saved and loaded
             together. ``None``: the momentum is lost with this object.
@@ -71,7 +71,7 @@ class ParameterAverager:
         check_compress(compress, None)
         check_sync(sync, compress=compress)
         self._sync, self._optimizer, self._group = sync, optimizer, process_group
-        self._own_state: dict[Any, Any] = {}  # without an optimizer
+        self._own_state: dict[Any, Any] = {}  # used without an optimizer
         self._steps, self._weight = 0, 0.0
         self._fragments: list[Fragment] = []
         self._all_reduce: AllReduce | None = None
@@ -139,10 +139,10 @@ class ParameterAverager:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """This rank's place in the window, for a checkpoint: its parameters, anchors and optimizer. Local.
+        """Return this rank's position in the window, its parameters, anchors and optimizer, for a checkpoint. Local.
 
-        Each rank has a different one. Other ranks cannot resume from it: with another number, load the model and the
-        optimizer as they are after :meth:`outer_step`.
+        The state differs between the ranks, and no other rank can resume from it. To resume on another number of ranks,
+        load the model and the optimizer as they are after :meth:`outer_step`.
         """
         state: dict[str, Any] = {"steps": self._steps, "weight": self._weight}
         if not self._fragments:
@@ -157,7 +157,7 @@ class ParameterAverager:
         """Resume in the middle of a window. Local.
 
         Args:
-            state: What :meth:`state_dict` has returned on this rank, of the same number of ranks.
+            state: The result of :meth:`state_dict` on this rank, of the same number of ranks.
         """
         self._steps, self._weight = state["steps"], state["weight"]
         if "anchors" not in state:
@@ -170,7 +170,7 @@ class ParameterAverager:
             self._optimizer.load_state_dict(state["optimizer"])
 
     def _agree(self) -> tuple[list[Fragment], float]:
-        """The fragments that any rank has changed, and this rank's share of the total weight. A collective."""
+        """Return the fragments that any rank has changed, and this rank's share of the total weight. A collective."""
         changed = [fragment.has_changed() for fragment in self._fragments]
         rows = all_gather_json([self._steps, self._weight, changed], _DOING, self._group)
         if len({steps for steps, _, _ in rows}) > 1:
@@ -183,7 +183,7 @@ class ParameterAverager:
         return [fragment for fragment, flags in zip(self._fragments, by_fragment, strict=True) if any(flags)], share
 
     def _average(self, fragment: Fragment, share: float) -> torch.Tensor:
-        """The averaged pseudo-gradient of a fragment, valid until the next. A collective."""
+        """Return the averaged pseudo-gradient of a fragment, valid until the next call. A collective."""
         numel, kind = fragment.anchor.numel(), (fragment.anchor.dtype, fragment.anchor.device)
         if kind not in self._memories or self._memories[kind].numel() < numel:
             make = allocate if self._all_reduce is None else self._all_reduce.allocate

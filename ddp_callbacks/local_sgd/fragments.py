@@ -10,7 +10,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.local_sgd.methods import DiLoCo, LocalSGD
 
 OUTER_MOMENTUM = "ddp_callbacks_outer_momentum"
-"""Key in ``optimizer.state`` of DiLoCo's momentum: a dict of tensors by the parameters' names.
+"""Key of DiLoCo's momentum in ``optimizer.state``: a dict of tensors by the parameters' names.
 
 ``Optimizer.state_dict`` saves and loads state that belongs to no parameter unchanged. So a checkpoint of the optimizer
 contains the momentum, and also loads without this library.
@@ -21,8 +21,8 @@ class Fragment:
     """Parameters of one dtype and device that are sent together, with their anchor and outer optimizer.
 
     Attributes:
-        parameters: By their names.
-        anchor: Flat, in float32 or float64; complex numbers as pairs of real numbers.
+        parameters: The parameters by name.
+        anchor: The anchor as a flat tensor in float32 or float64; complex numbers are pairs of real numbers.
     """
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter], sync: LocalSGD | DiLoCo) -> None:
@@ -56,7 +56,7 @@ class Fragment:
         Parameters that no rank has changed stay unchanged, whatever their momentum: they may be frozen.
 
         Args:
-            momentum: By the parameters' names; it is replaced by that after the step.
+            momentum: The momentum by the parameters' names; this updates it.
         """
         factor = self._sync.outer_momentum
         outer = torch.optim.SGD(self._anchors, self._sync.outer_lr, factor, nesterov=factor > 0)
@@ -86,7 +86,7 @@ def make_fragments(module: torch.nn.Module, sync: LocalSGD | DiLoCo, bucket_cap_
 
 
 def _momentum_of(name: str, anchor: torch.Tensor, momentum: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """A copy of what may belong to a checkpoint."""
+    """Return a copy of a parameter's momentum, which may belong to a checkpoint; ``None`` if there is none."""
     if (found := momentum.get(name)) is None:
         return None
     if found.shape != anchor.shape:
@@ -98,6 +98,6 @@ def _momentum_of(name: str, anchor: torch.Tensor, momentum: dict[str, torch.Tens
 
 
 def _real(parameter: torch.Tensor) -> torch.Tensor:
-    """The same memory, as real numbers."""
+    """Return a view of a parameter as real numbers."""
     data = parameter.detach()
     return torch.view_as_real(data) if data.is_complex() else data

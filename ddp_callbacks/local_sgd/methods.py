@@ -1,4 +1,4 @@
-"""The methods of synchronizing every few steps, as settings; :mod:`.averager` carries them out."""
+"""Settings of the methods that synchronize every few steps; :mod:`.averager` carries them out."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ddp_callbacks.errors import ConfigurationError
 
 
 class _Method:
-    """Of synchronizing every few steps: torch's SGD on the averaged pseudo-gradient, with Nesterov momentum if any.
+    """Base of both methods: torch's SGD on the averaged pseudo-gradient, with Nesterov momentum if any.
 
-    It is no dataclass: of two that have no other base, jsonargparse takes the first whose fields fit, whatever class a
-    YAML names.
+    As this base is not a dataclass, jsonargparse respects the class that a YAML file names. Of two dataclasses without
+    another base it would take the first whose fields fit.
     """
 
     every: int
@@ -55,7 +55,7 @@ class DiLoCo(_Method):
     Args:
         every: Number of optimizer steps in a window.
         outer_lr: Learning rate of the outer optimizer; 1 without momentum is :class:`LocalSGD`.
-        outer_momentum: Its Nesterov momentum; 0 for none.
+        outer_momentum: Nesterov momentum of the outer optimizer; 0 for none.
 
     Raises:
         ConfigurationError: ``every`` is not a positive integer, ``outer_lr`` is not positive, or ``outer_momentum`` is
@@ -71,7 +71,7 @@ Sync = Literal["every_step"] | LocalSGD | DiLoCo
 
 
 def check_sync(sync: Any, *, comm_hook: Any = None, compress: Any = None, sync_batchnorm: bool = False) -> None:
-    """Raise :class:`ConfigurationError` unless it is a :data:`Sync` that is compatible with the other settings."""
+    """Raise :class:`ConfigurationError` unless ``sync`` is a :data:`Sync` and compatible with the other settings."""
     if sync != "every_step" and not isinstance(sync, LocalSGD | DiLoCo):
         raise ConfigurationError(f'sync must be "every_step", LocalSGD(...) or DiLoCo(...), got {sync!r}.')
     if sync == "every_step":

@@ -1,12 +1,12 @@
-"""Which batches a loop computes, and what a loss of them counts.
+"""Find the batches that a loss is computed from, and its weight.
 
-A loop of the user's own says nothing about that. So each draw from a loader is noted, the output of a model remembers
-the batches that were in hand when it was computed, and a loss counts by those of the outputs that it is made of: a
-validation between forward and backward, or between drawing and forward, changes nothing.
+The user's own loop does not tell us. So we note each batch drawn from a loader, mark a model's output with the batches
+in hand, and weigh a loss by the batches of the outputs that it depends on. A validation between forward and backward,
+or between drawing and forward, changes nothing.
 
-In hand are the batches drawn last, of passes over a loader that still run: from several loaders at once if nothing was
-computed between the draws. Batches that are drawn where gradients are off are never in hand. Where a model gets tensors
-of the batches themselves, its output is of these alone: a loop may have skipped the others.
+The batches in hand are those drawn last, in passes that still run: from several loaders at once if nothing was computed
+between the draws. A batch drawn while gradients are off is never in hand. If the inputs of a model are tensors of the
+batches themselves, its output is marked with these batches alone: a loop may have skipped the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.process_group import get_world_size
 
 _KEY = "ddp_callbacks: batches"  # in the metadata of autograd's nodes
-_ROUNDING = 1e-12  # relative, of a quotient of two weights
+_ROUNDING = 1e-12  # relative error of a quotient of two weights
 
 
 @dataclass(eq=False)
@@ -34,11 +34,11 @@ class Draw:
     """A batch that was drawn from a loader.
 
     Attributes:
-        share: This rank's part.
-        weight: What the loss of that part counts.
+        share: This rank's share of the batch.
+        weight: The weight of the loss of this rank's part.
         total: The sum of the ranks' weights; ``None`` until they have exchanged it.
-        arrays: The tensors and arrays of that part.
-        number: In the order of all draws, which is the same on all ranks.
+        arrays: Weak references to the tensors and arrays of this rank's part.
+        number: The number of the draw; the order is the same on all ranks.
     """
 
     share: Share
@@ -52,31 +52,31 @@ class BatchesInHand:
     """The batches of the running passes over the loaders; a pass is any object. Local."""
 
     def __init__(self) -> None:
-        self._passes: dict[object, list[Draw]] = {}  # the one drawn from last at the end
-        self._fresh: set[object] = set()  # drawn from since something was computed
-        self._computed: set[object] = set()  # whose batches were computed last
+        self._passes: dict[object, list[Draw]] = {}  # in the order of their last draws
+        self._fresh: set[object] = set()  # passes drawn from since something was computed
+        self._computed: set[object] = set()  # passes whose batches were computed last
         self._has_marked = False
 
     def take(self, running: object, draw: Draw) -> None:
-        """A batch was drawn in a pass."""
+        """Note a batch drawn in a pass."""
         before = self._passes.pop(running, [])
         self._passes[running] = [*before, draw] if running in self._fresh else [draw]
         self._fresh.add(running)
 
     def leave(self, running: object) -> None:
-        """A pass has ended."""
+        """Note that a pass has ended."""
         self._passes.pop(running, None)
         self._fresh.discard(running)
 
     def compute(self) -> tuple[Draw, ...]:
-        """The batches in hand; something is computed from them."""
+        """Return the batches in hand, and note that something is computed from them."""
         if self._fresh:
             self._computed, self._fresh = self._fresh, set()
         in_hand = [running for running in self._passes if running in self._computed] or list(self._passes)[-1:]
         return tuple(draw for running in in_hand for draw in self._passes[running])
 
     def mark(self, inputs: Any, output: Any) -> None:
-        """Note in what a model has made of ``inputs`` which batches it is of."""
+        """Mark a model's ``output`` for ``inputs`` with the batches that it is computed from."""
         in_hand = self.compute()
         draws = _sources(inputs, in_hand) or in_hand
         for tensor in arrays_in(output):
@@ -86,13 +86,13 @@ class BatchesInHand:
                 self._has_marked = True
 
     def of(self, loss: torch.Tensor) -> list[Draw]:
-        """The batches of the outputs that ``loss`` is made of; those in hand, if it is made of none."""
+        """Return the batches of the marked outputs that ``loss`` depends on; without any, the batches in hand."""
         marked = _marked(loss) if self._has_marked else []
         return marked or list(self.compute())
 
 
 def _sources(inputs: Any, draws: Sequence[Draw]) -> list[Draw]:
-    """The batches that the inputs of a model are from; none if any of them is something else."""
+    """Return the batches that a model's inputs come from; an empty list if any input comes from elsewhere."""
     found = [[draw for draw in draws if any(own() is array for own in draw.arrays)] for array in arrays_in(inputs)]
     return [draw for draw in draws if any(draw in own for own in found)] if all(found) else []
 
@@ -113,9 +113,9 @@ def _marked(loss: torch.Tensor) -> list[Draw]:
 
 
 def weight_and_total(draws: Iterable[Draw], exchange: ScalarExchange) -> tuple[float, float]:
-    """What this rank's loss of these batches counts, of how much; all ranks alike if there is no batch.
+    """Return the weight of this rank's loss of these batches, and the total; without a batch, all ranks count equally.
 
-    A collective, if a total is not known or there are several batches: all ranks must have as many.
+    A collective, if a total is unknown or there are several batches: all ranks must have the same number of them.
 
     Raises:
         ConfigurationError: On all ranks: several batches are divided in different proportions.

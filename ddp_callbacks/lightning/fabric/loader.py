@@ -1,4 +1,4 @@
-"""A loader that Fabric has set up: this rank's part of it, and the strategy hears of each batch."""
+"""A loader set up by Fabric: it yields this rank's part, and tells the strategy of each batch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class WatchedLoader:
-    """What Fabric iterates over in the place of a loader. It has the attributes of the user's, as Fabric's own has.
+    """Replaces the user's loader in Fabric. It has that loader's attributes, as Fabric's own loader has.
 
     Iterating is a collective if the loader is divided.
 
     Args:
-        loader: The user's.
-        divides: Whether this rank has a part of it.
-        strategy: Makes that part, and hears of each batch.
+        loader: The user's loader.
+        divides: Whether this rank gets a part of it.
+        strategy: Makes that part, and is told of each batch.
     """
 
     def __init__(self, loader: Any, divides: bool, strategy: CallbackFabricMixin) -> None:

@@ -1,7 +1,7 @@
-"""The models that Fabric has set up: equal at the start, and their gradients synchronized by one engine.
+"""The models set up by Fabric: equal at the start, with one engine that synchronizes their gradients.
 
-One, because the ranks must sum the buckets of all models in the same order, though a loss may reach some models on some
-ranks only. As in a Trainer's module with several parts, frozen parameters are not sent.
+There is one engine because the ranks must sum the buckets of all models in the same order, although a loss may reach
+some models on some ranks only. As in a Trainer's module with several parts, frozen parameters are not sent.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Models:
     """The models of one Fabric on several processes.
 
     Args:
-        make: Makes the engine for a module.
+        make: Makes the gradient engine for a module.
 
     Attributes:
-        synchronizer: Of all models; ``None`` before the first.
-        exchange: To the other ranks, since the first model was added.
+        synchronizer: The gradient engine of all models; ``None`` before the first model.
+        exchange: The exchange with the other ranks; exists once a model was added.
     """
 
     def __init__(self, make: Callable[[torch.nn.Module], GradientSynchronizer]) -> None:
@@ -39,7 +39,10 @@ class Models:
         self._has_trained, self._samples = False, 0  # since the buffers were merged
 
     def add(self, module: torch.nn.Module, settings: dict[str, object]) -> None:
-        """Compare ``module`` and ``settings`` over the ranks, give all rank 0's, and synchronize it. A collective."""
+        """Compare ``module`` and ``settings`` between the ranks, and broadcast rank 0's parameters. A collective.
+
+        From now on the engine synchronizes the gradients of ``module``, too.
+        """
         begin_run()
         require_agreement(module_settings(module) | VERSIONS | settings, "the model", SAME_EVERYWHERE)
         self.exchange = ScalarExchange()
@@ -52,21 +55,21 @@ class Models:
         broadcast_parameters(module)
 
     def whole(self) -> torch.nn.Module:
-        """All models as one; a model alone is itself."""
+        """Return all models as one module; a single model as it is."""
         parts = [model.parts for model in self._models]
         return parts[0] if len(parts) == 1 else torch.nn.ModuleList(parts)
 
     def are_all(self, blocked: set[int]) -> bool:
-        """Whether all models that have parameters are among these, by id."""
+        """Whether ``blocked`` has the ids of all models that have parameters."""
         ids = [id(model.user_s()) for model in self._models if next(model.parts.parameters(), None) is not None]
         return bool(ids) and blocked.issuperset(ids)
 
     def note_backward(self, samples: int) -> None:
-        """A backward of a batch, of which this rank has ``samples``."""
+        """Note a backward, for which this rank has had ``samples``."""
         self._has_trained, self._samples = True, self._samples + samples
 
     def merge_buffers(self) -> None:
-        """Running statistics averaged over the ranks, other buffers rank 0's, if they may differ. A collective."""
+        """Average running statistics, and copy other buffers from rank 0, if they may differ. A collective."""
         if not self._has_trained:
             return
         for model in self._models:
@@ -82,14 +85,14 @@ class Models:
         self._models = []
 
     def _forget_lost(self) -> None:
-        """Drop the models that no rank has any more, as those of earlier folds. A collective."""
+        """Drop the models that no rank has any more, such as those of earlier folds. A collective."""
         kept = [float(model.user_s() is not None) for model in self._models]
         rows = self.exchange.exchange(kept, "which models are in use")
         self._models = [model for model, flags in zip(self._models, zip(*rows, strict=True), strict=True) if any(flags)]
 
 
 class _Model:
-    """A model, and its parts, which outlive it on a rank that drops it earlier than the others."""
+    """A model, and its parts. The parts stay if this rank drops the model earlier than the others."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.user_s = weakref.ref(module)

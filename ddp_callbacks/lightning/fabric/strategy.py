@@ -1,4 +1,4 @@
-"""Fabric's strategy: its DDP without DDP. It starts the processes and asks the questions; the answers are ours."""
+"""The strategy for Fabric: its ``DDPStrategy`` without DDP. Fabric calls its methods; this package synchronizes."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from ddp_callbacks.replicas import describe_checkpoint, require_same_checkpoint
 
 
 class CallbackFabricMixin(ProcessesMixin):
-    """What makes Fabric's ``DDPStrategy`` synchronize by callbacks; see ``CallbackFabricStrategy``."""
+    """Mixin that makes Fabric's ``DDPStrategy`` synchronize by callbacks; see ``CallbackFabricStrategy``."""
 
     user = "Fabric"
-    _weight_of: Weight | None = None  # made of the option when the first batch is drawn
-    _divides_next = False  # the loader that Fabric sets up
+    _weight_of: Weight | None = None  # made from the option when the first batch is drawn
+    _divides_next = False  # whether to divide the loader that Fabric sets up next
     _last = Share(1, None)
     _weights = (1.0, 1.0)  # of the last backward
-    _inputs: Any = None  # of the model that computes
+    _inputs: Any = None  # of the model whose forward runs
     _backwards = 0
 
     def __init__(
@@ -90,18 +90,18 @@ class CallbackFabricMixin(ProcessesMixin):
             precision=precision,
         )
         self._models = Models(functools.partial(GradientSynchronizer, **self._engine))
-        self._backward_sync_control = self  # Fabric asks it for no_backward_sync
-        self._blocked: list[int] = []  # the models, by id, that such contexts name at the moment
+        self._backward_sync_control = self  # Fabric calls its no_backward_sync
+        self._blocked: list[int] = []  # ids of the models in open contexts of no_backward_sync
         self._batches, self._losses = BatchesInHand(), LossWatch()
-        self._undo: dict[object, Callable[[], None]] = {}  # by pass: what its padding batch leaves behind
-        self._open: set[object] = set()  # passes over loaders that run
+        self._undo: dict[object, Callable[[], None]] = {}  # by pass: removes the traces of its padding batch
+        self._open: set[object] = set()  # running passes over loaders
 
     @property
     def share(self) -> Share:
-        """This rank's part of the batch that was drawn last, to weigh what is reduced by hand. Local.
+        """This rank's share of the batch drawn last, to weigh your own reductions. Local.
 
-        Number of samples here (0: a padding batch, which must not count) and on all ranks; the latter is ``None`` if
-        the loader is not divided.
+        It has the number of samples here (0: a padding batch, which must not count) and on all ranks; the latter is
+        ``None`` if the loader is not divided.
         """
         return self._last
 
@@ -129,7 +129,7 @@ class CallbackFabricMixin(ProcessesMixin):
     # --- models and optimizers ----------------------------------------------------------------------------------------
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Compare the processes, give all rank 0's parameters, listen to the gradients. A collective.
+        """Compare the processes, broadcast rank 0's parameters, add gradient hooks. A collective.
 
         Returns:
             ``module`` itself.
@@ -144,7 +144,7 @@ class CallbackFabricMixin(ProcessesMixin):
         return optimizer
 
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
-        """As Fabric's, with the loss weighed by this rank's share of the batch; its value stays what it is.
+        """Like Fabric's, but weigh the loss by this rank's share of the batch. Its value does not change.
 
         A collective, except in ``no_backward_sync`` for all models.
         """
@@ -163,10 +163,10 @@ class CallbackFabricMixin(ProcessesMixin):
 
     @contextmanager
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> Iterator[None]:
-        """Inside, gradients are accumulated on this rank, unless other models take part in the backward.
+        """Accumulate gradients on this rank inside, if such contexts are open for all models.
 
-        The next backward outside synchronizes them. Where only some models are named, gradients are synchronized
-        nevertheless, to the same result.
+        The next backward outside synchronizes them. If they are open for some models only, the gradients are
+        synchronized nevertheless, with the same result.
         """
         if not enabled:
             yield
@@ -178,7 +178,7 @@ class CallbackFabricMixin(ProcessesMixin):
             self._blocked.remove(id(module))
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """As Fabric's; LBFGS, which decides by the loss, gets that of the whole batch."""
+        """Like Fabric's, but LBFGS, which decides by the loss, gets that of the whole batch."""
         closure = kwargs.get("closure")
         if self._models.synchronizer is not None and closure is not None and isinstance(optimizer, torch.optim.LBFGS):
             kwargs["closure"] = functools.partial(self._joint_loss, closure)
@@ -188,22 +188,22 @@ class CallbackFabricMixin(ProcessesMixin):
 
     @property
     def distributed_sampler_kwargs(self) -> None:
-        """No ``DistributedSampler`` for loaders. Fabric asks unless ``use_distributed_sampler=False``."""
+        """``None``: no ``DistributedSampler``. Fabric reads this unless ``use_distributed_sampler=False``."""
         self._divides_next = True
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """This rank's part of a loader. A collective."""
+        """Return a loader that yields this rank's part of ``dataloader``. A collective."""
         divides, self._divides_next = self._divides_next and self.world_size > 1, False
         if divides and isinstance(getattr(dataloader, "dataset", None), IterableDataset):
             self._seed_workers_alike(dataloader)
         return WatchedLoader(dataloader, divides, self)
 
     def divide(self, loader: Any, at_least: int) -> Any:
-        """This rank's part of a loader. A collective."""
+        """Return this rank's part of a loader, with at least so many samples of a batch, or none. A collective."""
         return shard(loader, self._batch_size, name_of(loader), at_least)
 
     def samples_needed(self, loader: Any) -> int:
-        """The least number of samples in a part, which depends on the models, and whether they train. Local."""
+        """Return the least number of samples in a part. It depends on the models, and whether they train. Local."""
         models = self._models.whole()
         trains = any(layer.training for layer in models.modules() if isinstance(layer, BatchNorm))
         if self._batch_size != "global" or not trains:
@@ -211,13 +211,13 @@ class CallbackFabricMixin(ProcessesMixin):
         return samples_needed(models, getattr(loader, "batch_size", None), self.world_size)
 
     def begin_pass(self) -> None:
-        """A pass over a divided loader begins. A collective."""
+        """Begin a pass over a divided loader: merge buffers, and let each rank draw differently. A collective."""
         self._models.merge_buffers()
         merge_metrics_by_messages()
         seed_by_rank()
 
     def draw(self, running: object, batch: Any, share: Share) -> None:
-        """A batch was drawn from a loader. Local."""
+        """Note a batch drawn from a loader. Local."""
         self._open.add(running)
         self._end_batch(running)
         self._last = share
@@ -232,13 +232,13 @@ class CallbackFabricMixin(ProcessesMixin):
             self._batches.take(running, Draw(share, *weigh(batch, share, self._weight_of, self._reduction), arrays))
 
     def leave(self, running: object) -> None:
-        """A pass has ended, or the loop has left it. Local."""
+        """Note that a pass has ended, or that the loop has left it. Local."""
         self._open.discard(running)
         self._end_batch(running)
         self._batches.leave(running)
 
     def complete_pass(self) -> None:
-        """A pass over a divided loader has come to its end: outside of passes all draw alike. A collective."""
+        """Complete a pass over a divided loader: merge buffers, and draw alike outside of passes. A collective."""
         self._models.merge_buffers()
         if not self._open:
             broadcast_rng_state()
@@ -246,12 +246,12 @@ class CallbackFabricMixin(ProcessesMixin):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """As Fabric's, with the running statistics of all ranks; rank 0 writes. A collective."""
+        """Like Fabric's, with the running statistics of all ranks; rank 0 writes. A collective."""
         self._models.merge_buffers()
         super().save_checkpoint(*args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As Fabric's; all processes must have loaded the same. A collective, unless ``state`` is a single object."""
+        """Like Fabric's; all processes must load the same checkpoint. A collective, unless ``state`` is one object."""
         remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if self.world_size > 1 and (state is None or isinstance(state, dict)):
             loaded = {name: _plain(value) for name, value in (state or {}).items()}
@@ -261,10 +261,11 @@ class CallbackFabricMixin(ProcessesMixin):
     # --- what users ask -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The sum or the mean over the ranks (true also of integers: that of 3 and 4 is 3.5), or another ``ReduceOp``.
+        """Return the mean or the sum over the ranks, or the result of another ``ReduceOp``. A collective.
 
-        Shapes must be equal. The ranks count alike, however many samples they have. The result is also placed into
-        ``tensor`` if that has its dtype and needs no gradient. What is not a tensor is returned as it is.
+        The mean of integers is exact: that of 3 and 4 is 3.5. Shapes must be equal on all ranks. All ranks count
+        equally, however many samples they have. The result is also written into ``tensor``, if that has the same dtype
+        and needs no gradient. A value that is not a tensor is returned unchanged.
         """
         if not isinstance(tensor, torch.Tensor) or self._is_alone():
             return tensor
@@ -295,7 +296,7 @@ class CallbackFabricMixin(ProcessesMixin):
         return None if loss is None else joint_loss(self._models.exchange, loss, *self._weights)
 
     def _seed_workers_alike(self, loader: Any) -> None:
-        """Where all ranks load the same batches and divide them afterwards, their workers must draw alike."""
+        """Seed the workers equally on all ranks, which load the same batches and divide them afterwards."""
         chosen = loader.worker_init_fn
         if isinstance(chosen, functools.partial) and chosen.keywords.get("rank") == self.global_rank:  # Fabric's
             loader.worker_init_fn = None
@@ -311,7 +312,7 @@ def _launch(launch: Callable[..., Any], function: Callable[..., Any], *args: Any
 
 
 def _reporting(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Tell the other processes why this one fails; a process that was forked has no other way."""
+    """Call ``function``; if it fails, tell the other processes why. A forked process has no other way to do so."""
     try:
         return function(*args, **kwargs)
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""A padding batch leaves no trace: in running statistics, and in torchmetrics, wherever the program keeps them.
+"""Remove the traces of a padding batch from running statistics and torchmetrics, wherever the program keeps them.
 
-A loop calls its metrics itself, and may keep them in a variable. So Python is asked for those that there are: at the
-start of a pass over a divided loader, and where this rank has no sample of a batch.
+A loop calls its metrics itself, and may keep them in a variable. So we search all Python objects for metrics: at the
+start of a pass over a divided loader, and for each batch of which this rank has no sample.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ddp_callbacks.lightning.metrics import SyncedMetrics, remember_padding
 
 
 def remember_all(models: torch.nn.Module) -> Callable[[], None]:
-    """What makes the models and all metrics of the program forget what happens from now on."""
+    """Return a function that undoes later changes to the models and to all metrics of the program."""
     return remember_padding(models, SyncedMetrics(_all_metrics(), _never))
 
 
