@@ -104,8 +104,8 @@ class ResumeOptions:
             reading it runs its code.
 
     Raises:
-        ConfigurationError: A setting is invalid. At the start of a run: the host cannot tell where each process is in
-            the data, or there are several ``Resume``.
+        ConfigurationError: A setting is invalid. When a Trial is made, or a Trainer's run starts: the host cannot tell
+            where each process is in the data. At the start of a run: there are several ``Resume``.
         CheckpointError: At the start of a run: the file is of another model, data or batch size, or another job writes
             it. Later: it cannot be written.
         Preempted: In a run, on every rank: asked to stop, and the file is written.

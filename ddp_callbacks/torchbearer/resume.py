@@ -49,6 +49,7 @@ class Resume(ResumeOptions, DistributedCallback):
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
+        self._data = self._find_data(state)
         wrap_methods(state[torchbearer.SELF], ("run",), self._resuming(state[torchbearer.SELF]))
 
     @contextlib.contextmanager
@@ -57,10 +58,9 @@ class Resume(ResumeOptions, DistributedCallback):
         several = sum(isinstance(callback, Resume) for callback in callbacks)
         if several > 1:
             raise ConfigurationError(f"a Trial takes one callback Resume, got {several}. Remove the others.")
-        data = self._find_data(callbacks)
-        data.make_resumable()
-        self.process_group = self.preemption.process_group = data.process_group
-        run_state, resumable = RunState(trial, callbacks, data), ResumableRun(self, self.process_group)
+        self._data.make_resumable()
+        self.process_group = self.preemption.process_group = self._data.process_group
+        run_state, resumable = RunState(trial, callbacks, self._data), ResumableRun(self, self.process_group)
         with resumable.opened():
             run = _Run(callbacks, run_state, resumable, self._read(resumable, run_state.about))
             trial.state[torchbearer.CALLBACK_LIST] = run
@@ -82,8 +82,9 @@ class Resume(ResumeOptions, DistributedCallback):
                 say(f"resumes from {self.path}, after epoch {len(self._saved.shared['history'])}")
         return self._saved
 
-    def _find_data(self, callbacks: CallbackList) -> ShardData:
+    def _find_data(self, state: State) -> ShardData:
         """What knows the position in the data; a single process needs none of our other callbacks."""
+        callbacks: CallbackList = state[torchbearer.CALLBACK_LIST]
         kinds = (ShardData, ReduceMetrics)
         lacking = [kind for kind in kinds if not any(isinstance(callback, kind) for callback in callbacks)]
         if lacking and self.world_size > 1:
@@ -91,7 +92,10 @@ class Resume(ResumeOptions, DistributedCallback):
                 f"Resume needs DDPCallback, or {lacking[0].__name__}, to know the position of several processes in the "
                 "data, and their metrics. Add it."
             )
-        callbacks.callback_list = [*(kind() for kind in lacking), *callbacks.callback_list]
+        added = [kind() for kind in lacking]
+        for one in added:
+            one.on_init(state)
+        callbacks.callback_list = [*added, *callbacks.callback_list]
         return next(callback for callback in callbacks if isinstance(callback, ShardData))
 
 

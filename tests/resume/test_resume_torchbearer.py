@@ -277,8 +277,9 @@ def message_of(made: Trial) -> str:
 
 def messages(folder: str) -> list[str]:
     """Of a Trial whose data nobody divides, and of one that has run on one process until now."""
-    undivided = trial([Resume(f"{folder}/other.pt")]).with_train_generator(loader())
-    return [message_of(undivided), message_of(make(folder, batch_size="per_process"))]
+    with pytest.raises(ConfigurationError) as undivided:
+        trial([Resume(f"{folder}/other.pt")])
+    return [str(undivided.value), message_of(make(folder, batch_size="per_process"))]
 
 
 def test_several_processes_are_refused_where_the_position_has_no_meaning(tmp_path: Path) -> None:
