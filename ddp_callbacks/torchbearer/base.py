@@ -122,13 +122,21 @@ class LossWeight:
         Args:
             state: The Trial's state, after the loss is computed.
         """
+        own = None if self.reduction(state) == "sum" else self._weight(state)
+        if own is None:
+            return self.of_samples(state)
+        return (float(own) if share_of(state).local else 0.0), None
+
+    def of_samples(self, state: State) -> tuple[float, float | None]:
+        """The same by samples alone, before the loss is computed. Local.
+
+        Args:
+            state: The Trial's state.
+        """
         share = share_of(state)
         if self.reduction(state) == "sum":
             return float(share.local > 0), 1.0
-        own = self._weight(state)
-        if own is None:
-            return float(share.local), None if share.total is None else float(share.total)
-        return (float(own) if share.local else 0.0), None
+        return float(share.local), None if share.total is None else float(share.total)
 
 
 def _weight_by_criterion(state: State) -> float | torch.Tensor | None:

@@ -92,7 +92,7 @@ class ShardData(DistributedCallback):
         self.random_state: RunRandomState | None = None
         """That of a run on several processes."""
         self._sharded: dict[int, tuple[Any, Any]] = {}
-        self._originals: dict[Any, Any] = {}
+        self._undivided: dict[Any, Any] = {}  # the Trial's data and steps, while it runs
         self._is_resumable = False
         self._drawing = {"on_start"}  # the events that a user's callback may handle, on any rank
         self._is_mine: list[bool] = []  # whether this rank computed each batch of the prediction
@@ -115,7 +115,7 @@ class ShardData(DistributedCallback):
             callbacks = state[torchbearer.CALLBACK_LIST]
             for name in (*_ALIKE, *_IN_BATCH):  # from here on, these are collectives
                 setattr(callbacks, name, self._alike(name, getattr(callbacks, name), self.random_state))
-            wrap_methods(state[torchbearer.SELF], CALLS, _ending(self.random_state))
+        wrap_methods(state[torchbearer.SELF], CALLS, self._calling(state[torchbearer.SELF].state))
 
     def _alike(self, name: str, event: Event, random_state: RunRandomState) -> Event:
         """An event of the list that draws as this module says."""
@@ -141,11 +141,7 @@ class ShardData(DistributedCallback):
             self._share_random_state(self.random_state, state)
 
     def _divide_all(self, state: State) -> None:
-        for _, loader in self._sharded.values():
-            if isinstance(loader, ShardedLoader):
-                loader.shares.clear()  # an earlier run may have raised before its end
         trial_state = state[torchbearer.SELF].state
-        self._originals = {key: trial_state[key] for key in DATA_KEYS + STEPS_KEYS}
         predicts = aggregator_of(state) is not None  # nothing is trained, and BatchNorm is not synchronized
         for key, steps_key in zip(DATA_KEYS, STEPS_KEYS, strict=True):
             if (data := trial_state[key]) is not None:
@@ -171,7 +167,7 @@ class ShardData(DistributedCallback):
             part.limit, state[torchbearer.GENERATOR] = steps, part
 
     def _share_random_state(self, random_state: RunRandomState, state: State) -> None:
-        has_generator = any(self._originals[key] and self._originals[key][0] is not None for key in DATA_KEYS)
+        has_generator = any((self._undivided[key] or (None,))[0] is not None for key in DATA_KEYS)
         if has_generator or self.batch_size == "per_process":
             tensors: list[torch.Tensor] = []
             header = pack([sorted(self._drawing), random_state.offer()], tensors)
@@ -203,9 +199,35 @@ class ShardData(DistributedCallback):
             aggregator.predictions_list = gather_outputs(mine, self.process_group)[:limit]
             aggregator.on_end_validation(state)
 
-    def on_end(self, state: State) -> None:
-        state[torchbearer.SELF].state.update(self._originals)
-        self._originals = {}
+    @contextmanager
+    def _calling(self, trial_state: State) -> Iterator[None]:
+        """Let each call divide the user's own loaders, and put back those that it found, also if it raises.
+
+        If a callback evaluates within a run, it finds divided loaders. The run then keeps these, and its random state.
+        """
+        found = {key: trial_state[key] for key in DATA_KEYS + STEPS_KEYS}
+        is_outermost = not self._undivided
+        self._undivided = self._undivided or found
+        trial_state.update(self._undivided)
+        try:
+            yield
+        finally:
+            trial_state.update(found)
+            if is_outermost:
+                self._end_call()
+
+    def _end_call(self) -> None:
+        """After the outermost call: forget a pass that has raised, and leave all ranks rank 0's random state."""
+        self._undivided = {}
+        for loader in self.divided:
+            loader.shares.clear()
+        if self.random_state is not None:
+            self.random_state.end()
+
+    @property
+    def divided(self) -> list[ShardedLoader]:
+        """The loaders that were divided, in this call or an earlier one."""
+        return [loader for _, loader in self._sharded.values() if isinstance(loader, ShardedLoader)]
 
     def _shard(self, generator: Any, steps: int | None, needed: int = 1) -> tuple[Any, int | None]:
         if self.batch_size is None:
@@ -239,20 +261,6 @@ class ShardData(DistributedCallback):
         if WEIGHS_LOSS in state:  # BatchNorm layers are synchronized
             return 1
         return samples_needed(state[torchbearer.MODEL], getattr(generator, "batch_size", None), self.world_size)
-
-
-@contextmanager
-def _ending(random_state: RunRandomState) -> Iterator[None]:
-    """Restore the shared random state after a run, also after an exception that all ranks catch.
-
-    An evaluation in the middle of a run leaves the run its own.
-    """
-    is_within_run = random_state.is_open
-    try:
-        yield
-    finally:
-        if not is_within_run:
-            random_state.end()
 
 
 class Flatten(Callback):  # type: ignore[misc]

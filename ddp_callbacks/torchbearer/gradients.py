@@ -133,12 +133,12 @@ class AllReduceGradients(DistributedCallback):
         self._skipped = 0
 
     def on_sample(self, state: State) -> None:
-        synchronizer, share = in_training_pass(self._synchronizer), share_of(state)
+        synchronizer = in_training_pass(self._synchronizer)
         if self._next_check is not None:
             check, self._next_check = self._next_check, None
             self._verify_batch(check, state)
         self._rounds_before = synchronizer.rounds
-        synchronizer.weigh(share.local, share.total)  # for a closure that calls no on_criterion
+        synchronizer.weigh(*self._loss_weight.of_samples(state))  # for a closure that calls no on_criterion
 
     def on_criterion(self, state: State) -> None:
         synchronizer, loss = in_training_pass(self._synchronizer), state[torchbearer.LOSS]

@@ -49,6 +49,7 @@ class Resume(ResumeOptions, DistributedCallback):
 
     def on_init(self, state: State) -> None:
         super().on_init(state)
+        self._complete(state)
         wrap_methods(state[torchbearer.SELF], ("run",), self._resuming(state[torchbearer.SELF]))
 
     @contextlib.contextmanager
@@ -57,7 +58,12 @@ class Resume(ResumeOptions, DistributedCallback):
         several = sum(isinstance(callback, Resume) for callback in callbacks)
         if several > 1:
             raise ConfigurationError(f"a Trial takes one callback Resume, got {several}. Remove the others.")
-        data = self._find_data(callbacks)
+        if self._added and self.world_size > 1:
+            raise ConfigurationError(
+                f"Resume needs DDPCallback, or {type(self._added[0]).__name__}, to know the position of several "
+                "processes in the data, and their metrics. Add it."
+            )
+        data = next(callback for callback in callbacks if isinstance(callback, ShardData))
         data.make_resumable()
         self.process_group = self.preemption.process_group = data.process_group
         run_state, resumable = RunState(trial, callbacks, data), ResumableRun(self, self.process_group)
@@ -82,17 +88,14 @@ class Resume(ResumeOptions, DistributedCallback):
                 say(f"resumes from {self.path}, after epoch {len(self._saved.shared['history'])}")
         return self._saved
 
-    def _find_data(self, callbacks: CallbackList) -> ShardData:
-        """What knows the position in the data; a single process needs none of our other callbacks."""
+    def _complete(self, state: State) -> None:
+        """Add the callbacks that know the position in the data. A single process needs none of our others."""
+        callbacks: CallbackList = state[torchbearer.CALLBACK_LIST]
         kinds = (ShardData, ReduceMetrics)
-        lacking = [kind for kind in kinds if not any(isinstance(callback, kind) for callback in callbacks)]
-        if lacking and self.world_size > 1:
-            raise ConfigurationError(
-                f"Resume needs DDPCallback, or {lacking[0].__name__}, to know the position of several processes in the "
-                "data, and their metrics. Add it."
-            )
-        callbacks.callback_list = [*(kind() for kind in lacking), *callbacks.callback_list]
-        return next(callback for callback in callbacks if isinstance(callback, ShardData))
+        self._added = [kind() for kind in kinds if not any(isinstance(callback, kind) for callback in callbacks)]
+        for one in self._added:
+            one.on_init(state)
+        callbacks.callback_list = [*self._added, *callbacks.callback_list]
 
 
 Resume.__doc__ = f"{Resume.__doc__}{ARGUMENTS}"

@@ -21,7 +21,6 @@ from ddp_callbacks.checkpoints.format import describe_loader, describe_model
 from ddp_callbacks.checkpoints.resume import Content, closed_windows
 from ddp_callbacks.data.global_state import set_global_state
 from ddp_callbacks.data.random_state import RunRandomState
-from ddp_callbacks.data.sharding import ShardedLoader
 from ddp_callbacks.files import count_lines, keep_lines
 from ddp_callbacks.torchbearer._torchbearer import advance_bar, has_own_closure, metrics_within, scheduler_of
 from ddp_callbacks.torchbearer.base import DistributedCallback, State
@@ -120,9 +119,8 @@ class RunState:
                 callback.on_end(self._trial.state)
                 if batches := getattr(callback, "batch_log_dir", None):
                     callback.close_writer(batches)
-        for loader in self._loaders().values():
-            if isinstance(loader, ShardedLoader):
-                loader.end()
+        for loader in self._data.divided:
+            loader.end()
 
     # --- put back -------------------------------------------------------------------------------------------------
 

@@ -385,6 +385,72 @@ def test_callbacks_work_without_the_others() -> None:
     assert shares_and_rows(shards)[0] == [[(2, 4), (2, 3)], [(2, 4), (1, 3)]][rank]
 
 
+# --- calls within calls, and after those that fail --------------------------------------------------------------------
+
+
+def looked_at(ddp: list[Callback], model: nn.Module | None = None, callbacks: Any = ()) -> Trial:
+    loaders = (DataLoader(data(20), 6, shuffle=True), DataLoader(data(10, 9), 4), DataLoader(data(11, 3), 2))
+    return trial(ddp, model=model, callbacks=callbacks).with_generators(*loaders)
+
+
+def look(made: Trial) -> list[Any]:
+    return [made.evaluate(), made.predict(), made.predict(data_key=torchbearer.VALIDATION_DATA)]
+
+
+def looks_within_a_run(ddp: list[Callback]) -> list[Any]:
+    seen: list[Any] = []
+
+    @torchbearer.callbacks.on_end_epoch
+    def at_the_end(state: Any) -> None:
+        if state[torchbearer.MAX_EPOCHS] == 2:  # not in what it calls
+            seen.append(look(made))
+
+    made = looked_at(ddp, callbacks=[at_the_end])
+    loaders = made.state[torchbearer.TRAIN_DATA], made.state[torchbearer.TEST_DATA]
+    made.run(2)
+    assert loaders == (made.state[torchbearer.TRAIN_DATA], made.state[torchbearer.TEST_DATA])
+    return [*seen, look(made), parameters(made)]
+
+
+@WORLD
+def test_a_callback_that_evaluates_and_predicts_within_a_run_sees_all_data_and_so_do_calls_after_it() -> None:
+    """A callback may evaluate and predict at the end of an epoch."""
+    assert_equal(looks_within_a_run([DDPCallback()]), looks_within_a_run([]), relative=1e-10)
+
+
+@WORLD
+def test_a_trial_predicts_all_samples_after_a_run_that_raised() -> None:
+    """A run that raised leaves the Trial its loaders."""
+
+    @torchbearer.callbacks.on_start_epoch
+    def fail(state: Any) -> None:
+        if state[torchbearer.MAX_EPOCHS] == 2:
+            raise KeyError("enough")
+
+    made = looked_at([DDPCallback()], callbacks=[fail])
+    with contextlib.suppress(KeyError, PeerError):
+        made.run(2)
+    assert_equal(look(made), look(looked_at([])), relative=1e-10)
+
+
+@WORLD
+def test_a_sum_in_a_closure_that_calls_no_on_criterion_has_the_gradient_of_one_process() -> None:
+    """A closure of the user's own may leave out `on_criterion` if it has a sum."""
+
+    def closure(state: Any) -> None:
+        state[torchbearer.OPTIMIZER].zero_grad()
+        state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
+        state[torchbearer.LOSS] = state[torchbearer.CRITERION](state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
+        state[torchbearer.LOSS].backward()
+
+    def trained(ddp: list[Callback]) -> Any:
+        made = trial(ddp, criterion=nn.CrossEntropyLoss(reduction="sum"), metrics=[]).with_closure(closure)
+        made.with_train_generator(DataLoader(data(11), 4)).run(1)
+        return parameters(made)
+
+    assert_equal(trained([DDPCallback(verify=None)]), trained([]), relative=1e-10)
+
+
 # --- metrics of the user's own ----------------------------------------------------------------------------------------
 
 
