@@ -127,7 +127,7 @@ class Reducer:
             bucket.write_back(used, keeps=not correction)
         for slot in range(self.dense, len(self.parameters)):
             if used[slot]:
-                self._sum_sparse(slot)
+                self._sum_sparse(self.parameters[slot], keeps=not correction)
         self._forecast.note([bucket.index for bucket in filled])
         self.weighing.accumulates = False
         self.used[:] = [False] * len(self.used)
@@ -187,9 +187,10 @@ class Reducer:
         self._sums.launch(bucket)
         bucket.wait()
 
-    def _sum_sparse(self, slot: int) -> None:
-        parameter = self.parameters[slot]
-        parameter.grad = self._sums.sum_sparse(parameter.grad, self.weighing.unit, parameter)
+    def _sum_sparse(self, parameter: torch.nn.Parameter, keeps: bool) -> None:
+        summed = self._sums.sum_sparse(parameter.grad, self.weighing.unit, parameter)
+        if not (keeps and parameter.grad is not None):
+            parameter.grad = summed
 
     def _forget_lost_gradients(self) -> None:
         for bucket in self.buckets:
