@@ -24,15 +24,8 @@ from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY
 from ddp_callbacks.process_group.coordinator import LINGER as LINGER
 from ddp_callbacks.process_group.diagnosis import diagnose as diagnose
 from ddp_callbacks.process_group.diagnosis import error_of, look
-from ddp_callbacks.process_group.presence import (
-    OWN_THREADS,
-    found,
-    is_aborted,
-    presence,
-)
-from ddp_callbacks.process_group.presence import (
-    enter as enter,
-)
+from ddp_callbacks.process_group.presence import OWN_THREADS, found, is_aborted, presence
+from ddp_callbacks.process_group.presence import enter as enter
 
 SLICE = timedelta(seconds=1)  # how often a waiting rank looks at what it has heard
 BEGIN = "the begin of a run"
