@@ -58,12 +58,12 @@ def differences(gathered: list[dict[str, Any]]) -> Iterable[str]:
 
 
 def module_settings(module: torch.nn.Module) -> dict[str, str]:
-    """As :func:`parameter_settings`, and the shape and dtype of each buffer."""
+    """The shape, dtype and trainability of each parameter and buffer, by name."""
     return parameter_settings(module) | {f"buffer {name}": _describe(buffer) for name, buffer in module.named_buffers()}
 
 
 def parameter_settings(module: torch.nn.Module) -> dict[str, str]:
-    """The shape, dtype, strides and trainability of each parameter, by name.
+    """The shape, dtype and trainability of each parameter, by name.
 
     Raises:
         ConfigurationError: A parameter of a lazy module has no shape yet.
@@ -74,10 +74,19 @@ def parameter_settings(module: torch.nn.Module) -> dict[str, str]:
             "Pass one batch through the model before you train it."
         )
     settings = {
-        f"parameter {name}": _describe(parameter) + _strides(parameter) + " frozen" * (not parameter.requires_grad)
+        f"parameter {name}": _describe(parameter) + ("" if parameter.requires_grad else " frozen")
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     return settings | {"the order of the parameters": ", ".join(name for name, _ in module.named_parameters())}
+
+
+def layout_settings(module: torch.nn.Module) -> dict[str, str]:
+    """The strides of each parameter that is not contiguous, by name. Messages hold gradients as memory holds them."""
+    return {
+        f"parameter {name} in memory": f"strides {list(parameter.stride())}"
+        for name, parameter in module.named_parameters()
+        if is_dense(parameter) and not parameter.is_contiguous()
+    }
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -92,12 +101,6 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 def _describe(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _strides(parameter: torch.Tensor) -> str:
-    """Of one that is not contiguous: messages hold gradients as memory holds them."""
-    is_plain = not is_dense(parameter) or parameter.is_contiguous()
-    return "" if is_plain else f" with strides {list(parameter.stride())}"
 
 
 def _text_of(value: Any) -> str:

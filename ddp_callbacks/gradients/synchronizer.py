@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_callbacks.comm.agreement import parameter_settings, require_agreement
+from ddp_callbacks.comm.agreement import layout_settings, parameter_settings, require_agreement
 from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import check_bucket_cap_mb
 from ddp_callbacks.comm.compression import Compress, check_compress, load_state_of_hook, state_of_hook
@@ -299,6 +299,7 @@ def _require_same_way(
     hook = None if comm_hook is None else getattr(comm_hook, "__qualname__", type(comm_hook).__name__)
     settings = {
         **parameter_settings(module),
+        **layout_settings(module),
         "bucket_cap_mb": bucket_cap_mb,
         "comm_hook": str(hook),
         "compress": str(compress),
