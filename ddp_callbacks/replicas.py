@@ -161,7 +161,6 @@ def _weighted_mean(tensors: list[torch.Tensor], weight: float, group: dist.Proce
             tensor.copy_((part / total).view(tensor.shape))
 
 
-_SMALL = 1 << 16  # bytes
 _REMEDY = (
     "All ranks start with the same values and apply the same gradients, so something has changed them on some ranks "
     "alone: a hook or callback that asks for the rank or draws from a random state of its own, a step that not all "
@@ -170,10 +169,9 @@ _REMEDY = (
 )
 
 
-def checksum_of_replica(module: torch.nn.Module) -> list[int]:
-    """Return checksums of the bits of the tensors that :func:`require_equal_replicas` compares. Local."""
-    memories = [memory_of(tensor) for _, tensor in _compared(module)]
-    return [*map(checksum_of_memory, _joined(memories)), sum(memory.numel() for memory in memories)]
+def checksum_of_replica(module: torch.nn.Module) -> int:
+    """Return a checksum of the bits of the tensors that :func:`require_equal_replicas` compares. Local."""
+    return hash(tuple(checksum_of_memory(memory_of(tensor)) for _, tensor in _compared(module)))
 
 
 @torch.no_grad()
@@ -272,17 +270,6 @@ def _compared(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in module.named_buffers():
         if id(buffer) not in caches and is_dense(buffer):
             yield f"buffer {name}", buffer
-
-
-def _joined(memories: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Concatenate small tensors of a device: each operation on a tensor costs microseconds."""
-    small: dict[torch.device, list[torch.Tensor]] = {}
-    for memory in memories:
-        if memory.numel() > _SMALL:
-            yield memory
-        else:
-            small.setdefault(memory.device, []).append(memory)
-    yield from map(torch.cat, small.values())
 
 
 def _take(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> float:

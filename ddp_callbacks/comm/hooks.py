@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_callbacks.errors import ConfigurationError
-from ddp_callbacks.process_group.failures import wait
+from ddp_callbacks.process_group.failures import Launched, wait
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -99,8 +99,8 @@ class FutureWork:
 
     def wait(self) -> None:
         """Block until the sum is there. Raises :class:`PeerError` if a rank fails."""
-        wait(self.future, self.doing, self.group)
-        value, result = self.future.value(), self.result
+        wait(Launched(self.future), self.doing, self.group)
+        value, result = self.future.wait(), self.result  # the current stream waits, if it is on a GPU
         if result.is_complex() and not value.is_complex():  # torch's all_reduce returns it like this
             value = torch.view_as_complex(value.view(-1, 2))
         if value.data_ptr() != result.data_ptr() or value.dtype != result.dtype:

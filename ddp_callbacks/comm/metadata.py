@@ -17,26 +17,12 @@ which float32 holds exactly, whatever their bits.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 _PIECES = 4  # 16-bit integers in a float64
-
-
-class Metadata(NamedTuple):
-    """The metadata of one rank, or of all ranks together.
-
-    Attributes:
-        trained: The checksum of the trained parameters, or the sum of all.
-        dirty: Per bucket, whether it must be sent again.
-        used: Per parameter, whether there is a gradient for it.
-    """
-
-    trained: float
-    dirty: list[bool]
-    used: list[bool]
 
 
 @dataclass(frozen=True)
@@ -44,13 +30,12 @@ class MetadataFormat:
     """Encodes the metadata of a rank as float64, and decodes the sum over the ranks.
 
     Attributes:
-        buckets, parameters: Their numbers.
+        counts: How many numbers are summed.
         rank, world_size: This rank, and how many there are.
         numbers: How many of each rank travel along.
     """
 
-    buckets: int
-    parameters: int
+    counts: int
     rank: int
     world_size: int
     numbers: int
@@ -58,19 +43,18 @@ class MetadataFormat:
     @property
     def numel(self) -> int:
         """The length of a message."""
-        return 1 + self.buckets + self.parameters + self.world_size * self.numbers * _PIECES
+        return self.counts + self.world_size * self.numbers * _PIECES
 
-    def encode(self, own: Metadata, numbers: array[float]) -> torch.Tensor:
+    def encode(self, counts: Sequence[float], numbers: Sequence[float]) -> torch.Tensor:
         """This rank's message."""
         width = self.numbers * _PIECES
         places = [0] * (self.world_size * width)
-        places[self.rank * width : (self.rank + 1) * width] = array("h", numbers.tobytes())
-        return torch.tensor([own.trained, *own.dirty, *own.used, *places], dtype=torch.float64)
+        places[self.rank * width : (self.rank + 1) * width] = array("h", array("d", numbers).tobytes())
+        return torch.tensor([*counts, *places], dtype=torch.float64)
 
-    def decode(self, summed: torch.Tensor) -> tuple[Metadata, array[float]]:
-        """The metadata of all ranks together, and their numbers, rank by rank."""
-        trained, *values = summed.tolist()
-        end = self.buckets + self.parameters
-        flags = [value > 0 for value in values[:end]]
-        numbers = array("d", array("h", map(int, values[end:])).tobytes())
-        return Metadata(trained, flags[: self.buckets], flags[self.buckets :]), numbers
+    def decode(self, summed: torch.Tensor) -> tuple[list[float], list[list[float]]]:
+        """The sums, and the numbers of each rank."""
+        values = summed.tolist()
+        numbers = array("d", array("h", map(int, values[self.counts :])).tobytes()).tolist()
+        by_rank = [numbers[at : at + self.numbers] for at in range(0, len(numbers), self.numbers)]
+        return values[: self.counts], by_rank

@@ -15,7 +15,6 @@ what was added to the bucket, and from then on it waits for the end of backward.
 from __future__ import annotations
 
 import zlib
-from array import array
 from collections.abc import Container, Mapping, Sequence
 
 import torch
@@ -25,7 +24,7 @@ from ddp_callbacks.comm.bucket_sums import BucketSums
 from ddp_callbacks.comm.buckets import Bucket, Forecast, assign_buckets
 from ddp_callbacks.comm.collectives import all_reduce
 from ddp_callbacks.comm.flat_buffer import BufferPool
-from ddp_callbacks.comm.metadata import Metadata, MetadataFormat
+from ddp_callbacks.comm.metadata import MetadataFormat
 from ddp_callbacks.weighing import Weighing
 
 
@@ -64,7 +63,8 @@ class Reducer:
         self.outgoing: Sequence[float] | None = None
         self.carried: list[list[float]] = []
         assigned = assign_buckets(dense, bucket_cap_mb)
-        self._format = MetadataFormat(len(assigned), len(self.used), self._group.rank(), self._group.size(), 1 + room)
+        counts = 1 + len(assigned) + len(self.used)
+        self._format = MetadataFormat(counts, self._group.rank(), self._group.size(), 1 + room)
         self.buckets = [
             Bucket(index, slots, BufferPool([dense[slot] for slot in slots], self._format.numel, sums.allocate))
             for index, slots in enumerate(assigned)
@@ -113,18 +113,21 @@ class Reducer:
         self._forget_lost_gradients()
         for bucket in self._planned[self._launched :]:
             self._launch(bucket)
-        metadata, numbers = self._exchange_metadata()
-        self._require_same_trained(metadata.trained)
+        (trained, *flags), numbers = self._format.decode(self._exchange_metadata())
+        if self.outgoing is not None:
+            self.carried, self.outgoing = [carried for _, *carried in numbers], None
+        self._require_same_trained(trained)
         filled = [bucket for bucket in self.buckets if bucket.active]
-        self._send_rest(filled, metadata.dirty)
-        correction = self.weighing.correct(sum(numbers[:: self._format.numbers]))
+        self._send_rest(filled, flags[: len(self.buckets)])
+        used = [count > 0 for count in flags[len(self.buckets) :]]
+        correction = self.weighing.correct(sum(weight for weight, *_ in numbers))
         for bucket in filled:
             if correction != 1:
                 bucket.reduced().mul_(correction)
-            bucket.write_back(metadata.used, keeps=not correction)
+            bucket.write_back(used, keeps=not correction)
         for slot in range(self.dense, len(self.parameters)):
-            if metadata.used[slot]:
-                self._sum_sparse(slot)
+            if used[slot]:
+                self._sum_sparse(self.parameters[slot], keeps=not correction)
         self._forecast.note([bucket.index for bucket in filled])
         self.weighing.accumulates = False
         self.used[:] = [False] * len(self.used)
@@ -136,19 +139,15 @@ class Reducer:
             self._sums.finish_launch(self._planned[self._launched - 1])
         self._launched += 1
         is_last = bucket is self._planned[-1]
-        self._fill(bucket)
+        bucket.fill(self._scale, self.used)
         metadata = self._message() if is_last and self._carries_metadata else None
         self._sums.launch(bucket, metadata, is_last)
-
-    def _fill(self, bucket: Bucket) -> None:
-        bucket.fill(self._scale, self.used)
 
     def _message(self) -> torch.Tensor:
         """This rank's metadata."""
         dirty = [bucket.is_dirty for bucket in self.buckets]
         outgoing = [0.0] * (self._format.numbers - 1) if self.outgoing is None else self.outgoing
-        numbers = array("d", [self.weighing.weight, *outgoing])
-        return self._format.encode(Metadata(self._trained(), dirty, self.used), numbers)
+        return self._format.encode([self._trained(), *dirty, *self.used], [self.weighing.weight, *outgoing])
 
     def _trained(self) -> float:
         """A checksum of the trained parameters; float32 holds the sum over the ranks exactly."""
@@ -160,26 +159,18 @@ class Reducer:
             checksum = zlib.crc32(bytes(parameter.requires_grad for parameter in sparse), checksum)
         return float(checksum % ((1 << 24) // self._group.size()))
 
-    def _exchange_metadata(self) -> tuple[Metadata, array[float]]:
-        """Wait for all buckets, and for the metadata and numbers of all ranks."""
+    def _exchange_metadata(self) -> torch.Tensor:
+        """Wait for all buckets, and for the metadata of all ranks."""
         for bucket in self._planned:
             bucket.wait()
         if self._carries_metadata:
             memory = self._planned[-1].memory
             assert memory is not None
-            message = memory.flat[memory.numel :]
-        else:
-            # Not earlier: a hook may start further collectives from its futures, at a moment that differs between
-            # ranks.
-            message = all_reduce(self._message(), "the metadata of the gradients", self._group)
-        metadata, numbers = self._format.decode(message)
-        if self.outgoing is not None:
-            width = self._format.numbers
-            self.carried = [numbers[at + 1 : at + width].tolist() for at in range(0, len(numbers), width)]
-            self.outgoing = None
-        return metadata, numbers
+            return memory.flat[memory.numel :]
+        # Not earlier: a hook may start further collectives from its futures, at a moment that differs between ranks.
+        return all_reduce(self._message(), "the metadata of the gradients", self._group)
 
-    def _send_rest(self, filled: list[Bucket], dirty: list[bool]) -> None:
+    def _send_rest(self, filled: list[Bucket], dirty: Sequence[float]) -> None:
         """Send again what ranks have added to a bucket since it was launched, and buckets that were not predicted."""
         for bucket in self.buckets:
             if dirty[bucket.index]:
@@ -192,13 +183,14 @@ class Reducer:
                 self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        self._fill(bucket)
+        bucket.fill(self._scale, self.used)
         self._sums.launch(bucket)
         bucket.wait()
 
-    def _sum_sparse(self, slot: int) -> None:
-        parameter = self.parameters[slot]
-        parameter.grad = self._sums.sum_sparse(parameter.grad, self.weighing.unit, parameter)
+    def _sum_sparse(self, parameter: torch.nn.Parameter, keeps: bool) -> None:
+        summed = self._sums.sum_sparse(parameter.grad, self.weighing.unit, parameter)
+        if not (keeps and parameter.grad is not None):
+            parameter.grad = summed
 
     def _forget_lost_gradients(self) -> None:
         for bucket in self.buckets:

@@ -24,16 +24,8 @@ from ddp_callbacks.process_group.coordinator import FOREVER, REMEDY
 from ddp_callbacks.process_group.coordinator import LINGER as LINGER
 from ddp_callbacks.process_group.diagnosis import diagnose as diagnose
 from ddp_callbacks.process_group.diagnosis import error_of, look
-from ddp_callbacks.process_group.presence import (
-    OWN_THREADS,
-    describe,
-    found,
-    is_aborted,
-    presence,
-)
-from ddp_callbacks.process_group.presence import (
-    enter as enter,
-)
+from ddp_callbacks.process_group.presence import OWN_THREADS, found, is_aborted, presence
+from ddp_callbacks.process_group.presence import enter as enter
 
 SLICE = timedelta(seconds=1)  # how often a waiting rank looks at what it has heard
 BEGIN = "the begin of a run"
@@ -48,7 +40,7 @@ class Waitable(Protocol):
         """Wait up to ``seconds``; return whether it is complete. Raises RuntimeError if it never will be."""
 
 
-Pending: TypeAlias = "dist.Work | torch.futures.Future[torch.Tensor] | Waitable"
+Pending: TypeAlias = dist.Work | Waitable
 
 
 def announce_join() -> None:
@@ -58,7 +50,7 @@ def announce_join() -> None:
 
 def describe_rank(group: dist.ProcessGroup, rank: int) -> str:
     """``rank 1 (host node2, pid 4711)`` for a rank of ``group``, with its global rank; shorter if less is known."""
-    return describe(dist.get_global_rank(group, rank))
+    return presence().describe(dist.get_global_rank(group, rank))
 
 
 def wait(pending: Pending, doing: str, group: dist.ProcessGroup) -> None:
@@ -221,8 +213,8 @@ class _StreamWork:
 class Launched:
     """A future, as something to wait for until the host has nothing more to do for it.
 
-    On a GPU, that is when its collectives are in a stream; :func:`wait` for the future itself lets the current stream
-    wait for them, too.
+    On a GPU, that is when its collectives are in a stream; the future's own ``wait`` then lets the current stream wait
+    for them, too.
     """
 
     def __init__(self, future: torch.futures.Future[torch.Tensor]) -> None:
@@ -231,17 +223,15 @@ class Launched:
     def wait_slice(self, seconds: float) -> bool:
         done = threading.Event()
         self._future.add_done_callback(lambda _: done.set())  # at once, if it is done
-        return done.wait(seconds)
+        if not done.wait(seconds):
+            return False
+        self._future.value()  # raises if it has failed
+        return True
 
 
 def _wait_slice(pending: Pending) -> bool:
-    if hasattr(pending, "wait_slice"):
-        return bool(pending.wait_slice(SLICE.total_seconds()))
-    if not isinstance(pending, dist.Work):  # a C++ collective's future is not a torch.futures.Future
-        if not Launched(pending).wait_slice(SLICE.total_seconds()):
-            return False
-        pending.wait()  # the current stream waits, if it is on a GPU
-        return True
+    if not isinstance(pending, dist.Work):
+        return pending.wait_slice(SLICE.total_seconds())
     try:
         pending.wait(SLICE)
     except RuntimeError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -100,7 +99,7 @@ class Preemption:
             reason: For messages: "the budget is spent".
         """
         if not self._own:
-            self._own = f"{reason} on {_here()}"
+            self._own = f"{reason} on {describe(get_rank())}"
             if self._agreement is not None:
                 self._agreement.request(self._own)
 
@@ -195,9 +194,3 @@ class _Agreement:
             if not self._holds:
                 self._holds = True
                 self._counts.put(self._passed)
-
-
-def _here() -> str:
-    if dist.is_initialized():
-        return describe(dist.get_rank())
-    return f"rank 0 (host {socket.gethostname()}, pid {os.getpid()})"

@@ -84,7 +84,7 @@ class Presence:
         self._server = Server(size, store) if rank == 0 else None
         if self._server is not None:
             self._meeting.set(_ADDRESS, json.dumps(self._server.address | {"part": part}))
-        self.name = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
+        self.name = _name_here(rank)
         self.client = Client(self, {"event": "join", "rank": rank, "name": self.name}, patience)
         self.heard = self.client.heard
         self.client.start()
@@ -323,8 +323,12 @@ def is_aborted() -> bool:
 
 
 def describe(rank: int) -> str:
-    """``rank 1 (host node2, pid 4711)`` for a global rank; shorter if less is known."""
-    return presence().describe(rank)
+    """``rank 1 (host node2, pid 4711)`` for a global rank; shorter if less is known. One process needs no group."""
+    return presence().describe(rank) if dist.is_initialized() else _name_here(rank)
+
+
+def _name_here(rank: int) -> str:
+    return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
 
 
 @atexit.register

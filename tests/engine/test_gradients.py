@@ -191,6 +191,20 @@ def test_a_backward_that_fails_leaves_the_same_collectives_behind_on_every_rank(
     sync.close()
 
 
+@WORLD
+def test_a_sparse_gradient_stays_as_the_dense_ones_do_where_no_rank_counts() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
+    sync = GradientSynchronizer(model)
+    before = []
+    for weight in (1 + dist.get_rank(), 0):  # without a total
+        sync.weigh(weight)
+        model(torch.tensor([dist.get_rank(), 2])).sum().backward()
+        before.append([parameter.grad.to_dense().clone() for parameter in model.parameters()])
+    for first, second in zip(*before, strict=True):
+        assert first.any() and torch.equal(first, second)
+    sync.close()
+
+
 # --- refused ------------------------------------------------------------------------------------------------------
 
 
