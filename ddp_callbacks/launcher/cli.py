@@ -11,7 +11,6 @@ from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.plan import Job, describe
-from ddp_callbacks.launcher.remote import command_to
 from ddp_callbacks.launcher.stacks import ask_job
 from ddp_callbacks.schedulers import unknown_launcher
 
@@ -39,7 +38,7 @@ def _main(argv: list[str]) -> int:
     job = parse_options(argv, os.environ)
     _refuse_to_multiply()
     if job.dry_run:
-        print(describe(job, lambda node: command_to(node, job.heartbeat_timeout)), end="")
+        print(describe(job), end="")
         return 0
     from ddp_callbacks.launcher.run import run
 

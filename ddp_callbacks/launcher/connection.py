@@ -15,14 +15,7 @@ from typing import Any, NamedTuple
 from ddp_callbacks.launcher import facts
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node.link import GREETING, encode
-from ddp_callbacks.launcher.remote import (
-    FIRST_LINE,
-    READY,
-    TURNED_AWAY,
-    command_to,
-    explain,
-    opening,
-)
+from ddp_callbacks.launcher.remote import FIRST_LINE, READY, TURNED_AWAY, command_to, explain, opening
 
 _BEAT = 0.5  # seconds between two heartbeats
 _LEAVES = 2.0  # seconds for the command that reached a node to end after its output

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from argparse import REMAINDER, SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, REFUSED
 from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts, read_hostfile
 from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.network import is_loopback, own_addresses
-from ddp_callbacks.schedulers import cores_of_job, hosts_of_job
+from ddp_callbacks.schedulers import cores_of_job, hosts_of_job, output_of
 from ddp_callbacks.versions import __version__
 
 _ABOUT = """\
@@ -172,7 +171,7 @@ def _hosts(job: Job, environ: Mapping[str, str]) -> list[NodePlan]:
 
 def _srun() -> tuple[str, ...]:
     """The words by which srun starts one process on a node beside others, with all cores of the job there."""
-    said = subprocess.run(["srun", "--help"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+    said, _ = output_of("srun", "--help")
     return (*_SRUN[:1], *(["--external-launcher"] if "--external-launcher" in said else []), *_SRUN[1:])
 
 

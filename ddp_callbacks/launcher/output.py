@@ -73,7 +73,7 @@ class Output:
 
     def write(self, node: str, rank: int, stream: str, data: bytes) -> None:
         """Take output of a rank's stream ``o`` (standard output) or ``e`` (standard error), or its stacks, ``s``."""
-        self._keep(self._path_of(rank), data)
+        self._keep(self._folder / f"rank-{rank}.log", data)
         if stream != "s" and self.shows(rank):
             self._show(f"[{node}:{rank}] ", (node, rank, stream), data)
 
@@ -107,9 +107,6 @@ class Output:
         if path.exists():
             return f"its full output is in {path}"
         return f"{'' if rank is None else 'it printed nothing; '}all output is in {self._folder}"
-
-    def _path_of(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank}.log"
 
     def close(self) -> None:
         """Print the held-back output; nothing else comes."""

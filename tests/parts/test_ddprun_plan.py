@@ -155,7 +155,7 @@ def test_what_sets_up_the_libraries_here_is_given_to_all_nodes() -> None:
     assert (made.environ, made.forwarded) == ({}, settings)
     assert plan("-x", "CUDA_VISIBLE_DEVICES", "t.py", environ=environ).environ == devices
     names = "DDP_CALLBACKS_SHARED_MEMORY GLOO_SOCKET_IFNAME OMP_NUM_THREADS PYTHONPATH"
-    assert describe(made, command_to).count(f"  forwarded   {names}\n") == 2
+    assert describe(made).count(f"  forwarded   {names}\n") == 2
 
 
 @pytest.mark.parametrize(("threads", "left"), [("4", None), ("2", "2")])
@@ -200,18 +200,18 @@ def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         assert binding.cores_of_ranks(kind, ranks, str(tmp_path)) == cores, (kind, ranks)
     assert binding.cores_of_ranks("core", 2, "/no/numa") == [{8, 4, 1, 5}, {2, 6, 3, 7}]
-    assert "  binding     core\n" in describe(plan("--bind", "core", "t.py"), command_to)
+    assert "  binding     core\n" in describe(plan("--bind", "core", "t.py"))
 
 
 def test_a_secret_is_not_shown() -> None:
     """`--dry-run` hides the values of secrets."""
-    text = describe(plan("-x", "WANDB_API_KEY=abc", "-x", "LR=1", "t.py"), command_to)
+    text = describe(plan("-x", "WANDB_API_KEY=abc", "-x", "LR=1", "t.py"))
     assert "WANDB_API_KEY=... LR=1 " in text and "abc" not in text
 
 
 def test_the_description_says_what_would_run_where() -> None:
     made = plan("-H", "here:1,b:2", "-x", "A=b c", "-m", "pack.train", "--name", "it's")
-    text = describe(made, command_to)
+    text = describe(made)
     first, second = text.split("\n\n")
     assert first.splitlines() == [
         "node 0: here",
