@@ -17,6 +17,8 @@ from ddp_callbacks.schedulers import unknown_launcher
 
 def main() -> None:
     """Run ``ddprun`` with the arguments of this process, and exit with the job's code; 2 if nothing was started."""
+    # They are None where they were closed.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     try:
         sys.exit(_main(sys.argv[1:]))
     except KeyboardInterrupt:

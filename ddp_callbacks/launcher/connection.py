@@ -165,8 +165,8 @@ class Connection(asyncio.SubprocessProtocol):
         said = await self.ask("output", argv=words, seconds=seconds)
         if said["code"]:
             needs = f"--setup {plan.setup!r} or Python failed" if plan.setup else "needs Python 3.11 or newer"
-            error = os.fsencode(said["err"]).decode(errors="replace")
-            raise NodeProblem(f"{needs}: {error.strip().rpartition(chr(10))[2]}")
+            error = os.fsencode(said["err"]).decode(errors="replace").strip().rpartition("\n")[2]
+            raise NodeProblem(f"{needs}: {error or 'exit code ' + str(said['code'])}")
         self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # below what --setup may print
 
     async def listen(self, address: str, port: int) -> int:

@@ -81,7 +81,8 @@ class _Parser(ArgumentParser):
         known = [spelling for spelling in self._option_string_actions if len(spelling) > 2]
         close = get_close_matches(flag, known, 1, 0.8)
         hint = f"Did you mean {close[0]}?" if close else "If it belongs to your script, put it after the script."
-        self.error(f"unknown flag {flag}: neither ddprun nor torchrun has it. {hint.rstrip('.')}")
+        says = f"unknown flag {flag}: neither ddprun nor torchrun has it. {hint} See {self.prog} --help."
+        raise ConfigurationError(says)
 
 
 def parse_options(

@@ -55,7 +55,7 @@ class Job(Namespace):
         return node.words(*([] if self.no_python else [node.python, "-u"]), *self.command)
 
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
+_SECRET = re.compile(r"^[^=]*(KEY|TOKEN|SECRET|PASS|CREDENTIAL)|://[^/@]*:[^/@]*@", re.IGNORECASE)
 
 
 def describe(job: Job) -> str:
@@ -81,7 +81,7 @@ def _describe_node(job: Job, node: NodePlan) -> str:
 
 def _variables(job: Job, node: NodePlan) -> Iterator[str]:
     for name, value in job.environ.items():
-        yield shlex.quote(f"{name}={'...' if _SECRET.search(name) else value}")
+        yield shlex.quote(f"{name}={'...' if _SECRET.search(f'{name}={value}') else value}")
     if "OMP_NUM_THREADS" not in {*job.environ, *job.forwarded}:
         processes = node.processes if node.processes.isdigit() else "processes"
         yield f"OMP_NUM_THREADS=cores // {processes} (if not set there)"

@@ -151,6 +151,22 @@ def test_it_ends_when_nobody_reads_any_more(tmp_path: Path) -> None:
     assert "Traceback" not in run.text
 
 
+def test_closed_standard_streams_are_no_error(tmp_path: Path) -> None:
+    """Cron and daemons may start `ddprun` with its streams closed."""
+    script = write(tmp_path, "import os; open('ran', 'w').write(os.environ['RANK'])")
+    done = ddprun(script, cwd=tmp_path, command=["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *DDPRUN])
+    assert (done.returncode, (tmp_path / "ran").read_text()) == (0, "0")
+
+
+@pytest.mark.parametrize("name", ["in_no_path", "./without_its_first_line"])
+def test_a_program_that_cannot_be_started_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
+    write(tmp_path, "echo started", name)
+    (tmp_path / name).chmod(0o755)
+    done = ddprun("--no-python", name, cwd=tmp_path)
+    says = f"ddprun: localhost: cannot start {name}: .*Name a program in PATH, or by its path .* must begin with #!"
+    assert done.returncode == 1 and re.search(says, done.stderr), done.stderr
+
+
 def test_a_terminal_that_takes_nothing_does_not_keep_anything_running(tmp_path: Path) -> None:
     script = write(tmp_path, "import sys\nwhile True: print('x' * 1000, flush=True)")
     with Run(tmp_path, script, pipe=True) as run:
@@ -244,6 +260,8 @@ def test_a_command_sets_up_the_node_before_the_ranks_start(tmp_path: Path) -> No
         "ddprun: localhost: --setup 'source no-such-file' or Python failed: bash: line 1: no-such-file: No such file "
     )
     assert (done.returncode, done.stderr) == (2, f"{says}or directory.\n")
+    done = ddprun("--setup", "false", script, cwd=tmp_path)
+    assert done.stderr == "ddprun: localhost: --setup 'false' or Python failed: exit code 1.\n"
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

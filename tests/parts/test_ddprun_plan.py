@@ -205,8 +205,8 @@ def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_secret_is_not_shown() -> None:
     """`--dry-run` hides the values of secrets."""
-    text = describe(plan("-x", "WANDB_API_KEY=abc", "-x", "LR=1", "t.py"))
-    assert "WANDB_API_KEY=... LR=1 " in text and "abc" not in text
+    text = describe(plan("-x", "WANDB_API_KEY=abc", "-x", "DB=sql://me:abc@h/d", "-x", "AT=http://h:1/a@b", "t.py"))
+    assert "WANDB_API_KEY=... DB=... AT=http://h:1/a@b " in text and "abc" not in text
 
 
 def test_the_description_says_what_would_run_where() -> None:

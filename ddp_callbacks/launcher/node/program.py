@@ -120,7 +120,8 @@ class Node:
                 own = found | {name: str(value) for name, value in of_rank.items()}
                 self._start_rank(rank, argv, own, cores)
         except OSError as error:
-            self._link.tell("problem", text=f"cannot start {argv[0]}: {error.strerror}")
+            remedy = "Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
+            self._link.tell("problem", text=f"cannot start {argv[0]}: {error.strerror}. {remedy}")
             return
         threads, interface = found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")
         self._link.tell("started", ranks=ranks, threads=threads, interface=interface)
