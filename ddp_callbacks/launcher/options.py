@@ -215,4 +215,7 @@ def _variables(given: Sequence[str], environ: Mapping[str, str], nodes: Sequence
 def working_directory(environ: Mapping[str, str]) -> str:
     """The current directory, by the user's name for it: its resolved path may not exist on another node."""
     named = environ.get("PWD", "")
-    return named if os.path.isabs(named) and os.path.exists(named) and os.path.samefile(named, ".") else os.getcwd()
+    try:
+        return named if os.path.isabs(named) and os.path.exists(named) and os.path.samefile(named, ".") else os.getcwd()
+    except FileNotFoundError:
+        raise ConfigurationError("the current directory was removed. Go to another one.") from None

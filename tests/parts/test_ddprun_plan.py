@@ -254,6 +254,9 @@ def test_the_working_directory_keeps_the_name_that_the_user_knows(
     assert working_directory({"PWD": str(tmp_path / "link")}) == str(tmp_path / "link")
     for wrong in ("", "relative", str(tmp_path), "/no/such"):
         assert working_directory({"PWD": wrong}) == str(tmp_path / "real")
+    (tmp_path / "real").rmdir()
+    with pytest.raises(ConfigurationError, match="the current directory was removed"):
+        working_directory({"PWD": str(tmp_path / "link")})
 
 
 @pytest.mark.parametrize(

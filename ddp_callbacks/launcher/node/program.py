@@ -120,8 +120,9 @@ class Node:
                 own = found | {name: str(value) for name, value in of_rank.items()}
                 self._start_rank(rank, argv, own, cores)
         except OSError as error:
-            remedy = "Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
-            self._link.tell("problem", text=f"cannot start {argv[0]}: {error.strerror}. {remedy}")
+            remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
+            text = f"cannot start {argv[0]}: {error.strerror}{remedy if error.filename else ''}"
+            self._link.tell("problem", text=text)
             return
         threads, interface = found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")
         self._link.tell("started", ranks=ranks, threads=threads, interface=interface)
