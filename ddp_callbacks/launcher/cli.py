@@ -20,7 +20,13 @@ def main() -> None:
     # They are None where they were closed.
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     try:
-        sys.exit(_main(sys.argv[1:]))
+        code = _main(sys.argv[1:])
+        sys.stdout.flush()
+        sys.exit(code)
+    except BrokenPipeError:
+        # The reader is gone, as in ddprun ... | head. Discard what Python would still write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except ConfigurationError as error:

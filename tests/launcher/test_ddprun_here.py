@@ -151,6 +151,13 @@ def test_it_ends_when_nobody_reads_any_more(tmp_path: Path) -> None:
     assert "Traceback" not in run.text
 
 
+@pytest.mark.parametrize("words", [["doctor"], ["--dry-run", __file__]])
+def test_what_it_prints_may_go_to_a_program_that_reads_less(tmp_path: Path, words: list[str]) -> None:
+    command = ["bash", "-c", 'set -o pipefail; "$@" | true', "bash", *DDPRUN]
+    done = ddprun(*words, cwd=tmp_path, command=command)
+    assert (done.returncode, done.stderr) in [(128 + signal.SIGPIPE, ""), (0, "")]  # printed before that ended
+
+
 def test_closed_standard_streams_are_no_error(tmp_path: Path) -> None:
     """Cron and daemons may start `ddprun` with its streams closed."""
     script = write(tmp_path, "import os; open('ran', 'w').write(os.environ['RANK'])")
@@ -215,6 +222,10 @@ def test_a_running_job_is_asked_where_its_ranks_are_and_goes_on(tmp_path: Path) 
     for rank, function in enumerate(("step", "load")):
         (log,) = tmp_path.glob(f"ddprun-logs/*/rank-{rank}.log")
         assert f" in {function}\n" in log.read_text()
+    (tmp_path / "a-folder-beside").mkdir()
+    for folder in ("a-folder-beside", "nowhere"):
+        wrong = ddprun("stacks", folder, cwd=tmp_path)
+        assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1), wrong.stderr
     over = ddprun("stacks", cwd=tmp_path)
     assert (over.returncode, over.stdout) == (2, "") and "does not run on this machine." in over.stderr
 
