@@ -88,12 +88,9 @@ def address_for_others(others: Iterable[str]) -> str | None:
         others: Names or addresses of the other hosts, if known.
     """
     for host in (*others, *_ELSEWHERE):
-        try:
-            address = route_to(host).address
-        except OSError:
-            continue
-        if not is_loopback(address):
-            return address
+        with suppress(OSError):  # the name does not resolve, or there is no route
+            if not is_loopback(address := route_to(host).address):
+                return address
     found = [address for address in own_addresses() if is_for_others(address)]
     return found[0] if len(found) == 1 else None
 

@@ -64,6 +64,12 @@ def test_rank_0_gets_much_input_as_fast_as_it_reads_and_the_end_of_it(tmp_path: 
     assert (done.returncode, done.stdout) == (0, f"{sum(range(200_000))}\n"), done.stderr
 
 
+def test_rank_0_finds_the_end_of_its_input_again_after_a_restart(tmp_path: Path) -> None:
+    script = "import os, sys\nprint(repr(sys.stdin.read()))\nsys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
+    done = ddprun("--max-restarts", "1", "--no-prefix", write(tmp_path, script), cwd=tmp_path, stdin="once")
+    assert (done.returncode, done.stdout) == (0, "'once'\n''\n"), done.stderr
+
+
 CAUGHT = "try: open('/no')\n    except OSError: traceback.print_exc()\n    os.kill(os.getpid(), signal.SIGSEGV)"
 CAUGHT_AND_EXIT = CAUGHT.replace("os.kill(os.getpid(), signal.SIGSEGV)", "os._exit(3)")
 
@@ -76,6 +82,7 @@ CAUGHT_AND_EXIT = CAUGHT.replace("os.kill(os.getpid(), signal.SIGSEGV)", "os._ex
         (CAUGHT_AND_EXIT, 3, "last output: .* No such file or directory: '/no'"),
         ("raise KeyError('x')", 1, "KeyError: 'x'"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
+        ("os.kill(os.getpid(), 40)", 168, "killed by signal 40"),
         (CAUGHT, 139, "killed by SIGSEGV"),
     ],
 )
