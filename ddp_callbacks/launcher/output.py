@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import re
 import select
@@ -40,10 +39,10 @@ class Terminal:
             if select.select([], [descriptor], [], _LOOK)[1]:
                 try:
                     data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]  # this much never blocks
-                except OSError as error:
-                    if error.errno != errno.EIO:
-                        raise
-                    return  # the terminal was closed: SIGHUP ends the job, and its files are to be complete
+                except BrokenPipeError:
+                    raise
+                except OSError:  # its disk is full, or the terminal was closed: SIGHUP ends the job
+                    return  # the ranks' files are to be complete
             elif self._give_up():
                 return
 

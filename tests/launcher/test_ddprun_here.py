@@ -165,6 +165,12 @@ def test_what_it_prints_may_go_to_a_program_that_reads_less(tmp_path: Path, word
     assert (done.returncode, done.stderr) in [(128 + signal.SIGPIPE, ""), (0, "")]  # printed before that ended
 
 
+def test_a_full_disk_under_what_it_prints_does_not_end_the_training(tmp_path: Path) -> None:
+    script = write(tmp_path, "for i in range(100): print(i, flush=True)\nopen('ran', 'w').close()")
+    done = ddprun(script, cwd=tmp_path, command=["sh", "-c", 'exec "$@" >/dev/full', "sh", *DDPRUN])
+    assert (done.returncode, (tmp_path / "ran").exists()) == (0, True), done.stderr
+
+
 def test_closed_standard_streams_are_no_error(tmp_path: Path) -> None:
     """Cron and daemons may start `ddprun` with its streams closed."""
     script = write(tmp_path, "import os; open('ran', 'w').write(os.environ['RANK'])")
