@@ -17,7 +17,9 @@ from torch.distributed.run import get_args_parser
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher import cli
 from ddp_callbacks.launcher.flags import REFUSED
+from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node import binding
+from ddp_callbacks.launcher.node.answers import Refusal, output
 from ddp_callbacks.launcher.options import is_this_machine, parse_options, working_directory
 from ddp_callbacks.launcher.plan import Job, describe, starts
 from ddp_callbacks.launcher.remote import SHELL, command_to, ssh_command
@@ -201,6 +203,11 @@ def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
         assert binding.cores_of_ranks(kind, ranks, str(tmp_path)) == cores, (kind, ranks)
     assert binding.cores_of_ranks("core", 2, "/no/numa") == [{8, 4, 1, 5}, {2, 6, 3, 7}]
     assert "  binding     core\n" in describe(plan("--bind", "core", "t.py"))
+
+
+def test_a_set_up_that_does_not_end_is_named() -> None:
+    with pytest.raises(Refusal, match=r"bash -lc read x < /dev/zero && .* took longer than 0\.1 s"):
+        output(NodePlan("h", setup="read x < /dev/zero").words("true"), 0.1)
 
 
 def test_a_secret_is_not_shown() -> None:
