@@ -172,7 +172,7 @@ def test_a_full_disk_under_what_it_prints_does_not_end_the_training(tmp_path: Pa
 
 
 def test_closed_standard_streams_are_no_error(tmp_path: Path) -> None:
-    """Cron and daemons may start `ddprun` with its streams closed."""
+    # As cron and daemons may start it.
     script = write(tmp_path, "import os; open('ran', 'w').write(os.environ['RANK'])")
     done = ddprun(script, cwd=tmp_path, command=["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *DDPRUN])
     assert (done.returncode, (tmp_path / "ran").read_text()) == (0, "0")
