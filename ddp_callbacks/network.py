@@ -55,9 +55,8 @@ def addresses_of(host: str, timeout: float) -> list[str]:
     begin, silent = time.monotonic(), True
     while True:
         try:
-            return list(
-                dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, 1, type=socket.SOCK_STREAM))
-            )
+            found = socket.getaddrinfo(host, 1, type=socket.SOCK_STREAM)
+            return list(dict.fromkeys(str(each[4][0]) for each in found))
         except socket.gaierror as error:
             waited = time.monotonic() - begin
             if error.errno not in _NOT_YET or waited + _PAUSE > timeout:

@@ -65,8 +65,7 @@ class Node:
         self._listener: socket.socket | None = None
         self._store: Popen[bytes] | None = None
         self._input: int | None = None  # rank 0's standard input
-        self._unread = b""  # what is to go there
-        self._has_all_input = False
+        self._unread: bytes | None = b""  # what is to go there; None: nothing more
         self._leaves = False  # whether this program ends with the ranks
         self._halts = False  # whether others are started next
 
@@ -118,8 +117,7 @@ class Node:
         try:
             self._start_store(store)
             for local_rank, (rank, cores) in enumerate(zip(ranks, cores_of_ranks(bind, len(ranks)), strict=True)):
-                of_rank = {"RANK": rank, "LOCAL_RANK": local_rank, "ROLE_RANK": rank}
-                own = found | {name: str(value) for name, value in of_rank.items()}
+                own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
                 self._start_rank(rank, argv, own, cores)
         except OSError as error:
             remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
@@ -132,9 +130,8 @@ class Node:
 
     def do_input(self, data: str) -> None:
         """Pass on what goes to rank 0's standard input; nothing at its end. It is taken when the rank has room."""
-        self._unread = os.fsencode(data)
-        if not self._unread:
-            self._has_all_input = True
+        self._unread = os.fsencode(data) or None
+        if self._unread is None:
             self._close_input()
 
     def do_ended(self, rank: int) -> None:
@@ -183,7 +180,7 @@ class Node:
         record, stacks, output, errors = (os.pipe() for _ in range(4))
         environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{os.getpid()}/fd/{record[1]}"
         environ["DDP_CALLBACKS_STACKS"] = f"/proc/{os.getpid()}/fd/{stacks[1]}"
-        taken, self._input = (DEVNULL, self._input) if rank or self._has_all_input else os.pipe()
+        taken, self._input = (DEVNULL, self._input) if rank or self._unread is None else os.pipe()
         process = start(words, cores, env=environ, stdin=taken, stdout=output[1], stderr=errors[1])
         self._ranks[process.pid] = Rank(rank, process, (record[1], stacks[1]))
         for descriptor in (*([] if taken == DEVNULL else [taken]), output[1], errors[1]):
@@ -298,7 +295,7 @@ class Node:
 
     def _feed(self) -> None:
         """Write to rank 0's standard input."""
-        assert self._input is not None
+        assert self._input is not None and self._unread is not None
         try:
             self._unread = self._unread[os.write(self._input, self._unread) :]
         except OSError:  # it has closed it
