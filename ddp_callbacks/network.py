@@ -55,9 +55,8 @@ def addresses_of(host: str, timeout: float) -> list[str]:
     begin, silent = time.monotonic(), True
     while True:
         try:
-            return list(
-                dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, 1, type=socket.SOCK_STREAM))
-            )
+            found = socket.getaddrinfo(host, 1, type=socket.SOCK_STREAM)
+            return list(dict.fromkeys(str(each[4][0]) for each in found))
         except socket.gaierror as error:
             waited = time.monotonic() - begin
             if error.errno not in _NOT_YET or waited + _PAUSE > timeout:
@@ -88,12 +87,9 @@ def address_for_others(others: Iterable[str]) -> str | None:
         others: Names or addresses of the other hosts, if known.
     """
     for host in (*others, *_ELSEWHERE):
-        try:
-            address = route_to(host).address
-        except OSError:
-            continue
-        if not is_loopback(address):
-            return address
+        with suppress(OSError):  # the name does not resolve, or there is no route
+            if not is_loopback(address := route_to(host).address):
+                return address
     found = [address for address in own_addresses() if is_for_others(address)]
     return found[0] if len(found) == 1 else None
 

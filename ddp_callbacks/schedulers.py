@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import zlib
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import Any
 from ddp_callbacks.errors import ConfigurationError
 
 DEFAULT_PORT = 29500  # torch's default
+_TIMEOUT = 30.0  # seconds for a command of a scheduler
 
 
 @dataclass(frozen=True)
@@ -239,17 +239,10 @@ def _expand(nodes: str) -> list[str]:
     """Expand a node list: call scontrol, which knows every form, unless the list has no brackets."""
     if "[" not in nodes:
         return nodes.split(",")
-    scontrol = shutil.which("scontrol")
-    if scontrol is None:
-        raise ConfigurationError(
-            f"SLURM_JOB_NODELIST={nodes!r} needs the program scontrol, which is not in PATH. Name the hosts with -H."
-        )
-    done = subprocess.run(
-        [scontrol, "show", "hostnames", nodes], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
-    )
-    if done.returncode:
-        raise ConfigurationError(f"scontrol show hostnames {nodes!r} failed: {done.stderr.strip()}.")
-    return done.stdout.split()
+    found, problem = output_of("scontrol", "show", "hostnames", nodes)
+    if problem:
+        raise ConfigurationError(f"SLURM_JOB_NODELIST={nodes!r}: {problem}. Name the hosts with -H.")
+    return found.split()
 
 
 def _hosts_of_lsf(pairs: str) -> list[tuple[str, int | None]]:
@@ -257,3 +250,17 @@ def _hosts_of_lsf(pairs: str) -> list[tuple[str, int | None]]:
     if len(words) % 2 or not all(word.isdigit() and int(word) for word in words[1::2]):
         raise ConfigurationError(f"LSB_MCPU_HOSTS={pairs!r} must hold pairs of a host and a number.")
     return [(name, int(count)) for name, count in zip(words[::2], words[1::2], strict=True)]
+
+
+def output_of(*argv: str) -> tuple[str, str]:
+    """The output of a command, and why it failed; one of them is empty, or both."""
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT)
+    except FileNotFoundError:
+        return "", f"{argv[0]} is not in PATH"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", str(error)
+    if done.returncode == 0:
+        return done.stdout.strip(), ""
+    said = " ".join((done.stderr or done.stdout).split())
+    return "", f"{' '.join(argv)} failed: {said.rstrip('.') or f'exit code {done.returncode}'}"

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-_TIMEOUT = 30.0  # seconds for a command of the scheduler
+from ddp_callbacks.schedulers import output_of
+
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # DAYS-HOURS:MINUTES:SECONDS
 _PBS_START = ("stime", "start_time")  # PBS Pro, Torque
 _RUNNING = ("RUNNING", "SIGNALING")  # the second until every node has confirmed a signal
 _RESUBMIT = "Let the job script submit itself again after exit code 75, as examples/jobs/preemptible.pbs does"
-
 
 JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # a variable that each job has, by scheduler
 
@@ -52,16 +51,16 @@ def requeue(environ: Mapping[str, str]) -> str:
     if job := environ.get("SLURM_JOB_ID"):
         return _requeue_in_slurm(job)
     if job := environ.get("PBS_JOBID"):
-        problem = _run("qrerun", job)[1]
+        problem = output_of("qrerun", job)[1]
         return f"PBS job {job} not requeued: {problem}. {_RESUBMIT}" if problem else f"requeued PBS job {job}"
     return f"LSF job {environ['LSB_JOBID']}: LSF requeues it if it was submitted with bsub -Q 75"
 
 
 def _requeue_in_slurm(job: str) -> str:
-    state, _ = _run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
+    state, _ = output_of("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
     if state and state not in _RUNNING:  # the end was asked for by scancel, or Slurm requeues it itself
         return f"Slurm job {job} not requeued: it is {state}"
-    _, problem = _run("scontrol", "requeue", job)
+    _, problem = output_of("scontrol", "requeue", job)
     return f"Slurm job {job} not requeued: {problem}" if problem else f"requeued Slurm job {job}"
 
 
@@ -69,12 +68,13 @@ def _end_in_slurm(job: str, environ: Mapping[str, str]) -> JobEnd | None:
     name, start, end = f"Slurm job {job}", *(environ.get(f"SLURM_JOB_{which}_TIME", "") for which in ("START", "END"))
     if end.isdigit():
         return JobEnd(int(end) - time.time(), int(end) - int(start) if start.isdigit() else None, name)
-    left, length = (_seconds(text) for text in (_run("squeue", "-h", "-j", job, "-o", "%L %l")[0] + " ").split(" ", 1))
+    said, _ = output_of("squeue", "-h", "-j", job, "-o", "%L %l")
+    left, length = map(_seconds, f"{said} ".split(" ", 1))
     return None if left is None else JobEnd(left, length, name)
 
 
 def _end_in_pbs(job: str) -> JobEnd | None:
-    said, _ = _run("qstat", "-f", job)
+    said, _ = output_of("qstat", "-f", job)
     attributes = dict(re.findall(r"^\s*(\S+) = (.*)$", said, re.M))
     length = _seconds(attributes.get("Resource_List.walltime", ""))
     start = next((attributes[name] for name in _PBS_START if name in attributes), "")
@@ -91,17 +91,3 @@ def _seconds(text: str) -> float | None:
         return None
     days, hours, minutes, seconds = (int(number or 0) for number in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-
-def _run(*argv: str) -> tuple[str, str]:
-    """The output of a command, and why it failed; one of them is empty, or both."""
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT)
-    except FileNotFoundError:
-        return "", f"{argv[0]} is not in PATH"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return "", str(error)
-    if done.returncode == 0:
-        return done.stdout.strip(), ""
-    said = " ".join((done.stderr or done.stdout).split())
-    return "", f"{' '.join(argv)} failed: {said.rstrip('.') or f'exit code {done.returncode}'}"

@@ -11,15 +11,22 @@ from ddp_callbacks.environment import WorkerEnv
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher.options import parse_options
 from ddp_callbacks.launcher.plan import Job, describe
-from ddp_callbacks.launcher.remote import command_to
 from ddp_callbacks.launcher.stacks import ask_job
 from ddp_callbacks.schedulers import unknown_launcher
 
 
 def main() -> None:
     """Run ``ddprun`` with the arguments of this process, and exit with the job's code; 2 if nothing was started."""
+    # They are None where they were closed.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     try:
-        sys.exit(_main(sys.argv[1:]))
+        code = _main(sys.argv[1:])
+        sys.stdout.flush()
+        sys.exit(code)
+    except BrokenPipeError:
+        # The reader is gone, as in ddprun ... | head. Discard what Python would still write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except ConfigurationError as error:
@@ -39,7 +46,7 @@ def _main(argv: list[str]) -> int:
     job = parse_options(argv, os.environ)
     _refuse_to_multiply()
     if job.dry_run:
-        print(describe(job, lambda node: command_to(node, job.heartbeat_timeout)), end="")
+        print(describe(job), end="")
         return 0
     from ddp_callbacks.launcher.run import run
 

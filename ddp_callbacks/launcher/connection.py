@@ -15,14 +15,7 @@ from typing import Any, NamedTuple
 from ddp_callbacks.launcher import facts
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node.link import GREETING, encode
-from ddp_callbacks.launcher.remote import (
-    FIRST_LINE,
-    READY,
-    TURNED_AWAY,
-    command_to,
-    explain,
-    opening,
-)
+from ddp_callbacks.launcher.remote import FIRST_LINE, READY, TURNED_AWAY, command_to, explain, opening
 
 _BEAT = 0.5  # seconds between two heartbeats
 _LEAVES = 2.0  # seconds for the command that reached a node to end after its output
@@ -172,8 +165,8 @@ class Connection(asyncio.SubprocessProtocol):
         said = await self.ask("output", argv=words, seconds=seconds)
         if said["code"]:
             needs = f"--setup {plan.setup!r} or Python failed" if plan.setup else "needs Python 3.11 or newer"
-            error = os.fsencode(said["err"]).decode(errors="replace")
-            raise NodeProblem(f"{needs}: {error.strip().rpartition(chr(10))[2]}")
+            error = os.fsencode(said["err"]).decode(errors="replace").strip().rpartition("\n")[2]
+            raise NodeProblem(f"{needs}: {error or 'exit code ' + str(said['code'])}")
         self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # below what --setup may print
 
     async def listen(self, address: str, port: int) -> int:

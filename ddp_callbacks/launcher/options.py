@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from argparse import REMAINDER, SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from ddp_callbacks.launcher.flags import FORWARDED, GROUPS, NODES, REFUSED
 from ddp_callbacks.launcher.hosts import NodePlan, parse_hosts, read_hostfile
 from ddp_callbacks.launcher.plan import Job
 from ddp_callbacks.network import is_loopback, own_addresses
-from ddp_callbacks.schedulers import cores_of_job, hosts_of_job
+from ddp_callbacks.schedulers import cores_of_job, hosts_of_job, output_of
 from ddp_callbacks.versions import __version__
 
 _ABOUT = """\
@@ -82,7 +81,8 @@ class _Parser(ArgumentParser):
         known = [spelling for spelling in self._option_string_actions if len(spelling) > 2]
         close = get_close_matches(flag, known, 1, 0.8)
         hint = f"Did you mean {close[0]}?" if close else "If it belongs to your script, put it after the script."
-        self.error(f"unknown flag {flag}: neither ddprun nor torchrun has it. {hint.rstrip('.')}")
+        says = f"unknown flag {flag}: neither ddprun nor torchrun has it. {hint} See {self.prog} --help."
+        raise ConfigurationError(says)
 
 
 def parse_options(
@@ -172,7 +172,7 @@ def _hosts(job: Job, environ: Mapping[str, str]) -> list[NodePlan]:
 
 def _srun() -> tuple[str, ...]:
     """The words by which srun starts one process on a node beside others, with all cores of the job there."""
-    said = subprocess.run(["srun", "--help"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+    said, _ = output_of("srun", "--help")
     return (*_SRUN[:1], *(["--external-launcher"] if "--external-launcher" in said else []), *_SRUN[1:])
 
 
@@ -215,4 +215,7 @@ def _variables(given: Sequence[str], environ: Mapping[str, str], nodes: Sequence
 def working_directory(environ: Mapping[str, str]) -> str:
     """The current directory, by the user's name for it: its resolved path may not exist on another node."""
     named = environ.get("PWD", "")
-    return named if os.path.isabs(named) and os.path.exists(named) and os.path.samefile(named, ".") else os.getcwd()
+    try:
+        return named if os.path.isabs(named) and os.path.exists(named) and os.path.samefile(named, ".") else os.getcwd()
+    except FileNotFoundError:
+        raise ConfigurationError("the current directory was removed. Go to another one.") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import re
 import select
@@ -40,10 +39,10 @@ class Terminal:
             if select.select([], [descriptor], [], _LOOK)[1]:
                 try:
                     data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]  # this much never blocks
-                except OSError as error:
-                    if error.errno != errno.EIO:
-                        raise
-                    return  # the terminal was closed: SIGHUP ends the job, and its files are to be complete
+                except BrokenPipeError:
+                    raise
+                except OSError:  # its disk is full, or the terminal was closed: SIGHUP ends the job
+                    return  # the ranks' files are to be complete
             elif self._give_up():
                 return
 
@@ -73,7 +72,7 @@ class Output:
 
     def write(self, node: str, rank: int, stream: str, data: bytes) -> None:
         """Take output of a rank's stream ``o`` (standard output) or ``e`` (standard error), or its stacks, ``s``."""
-        self._keep(self._path_of(rank), data)
+        self._keep(self._folder / f"rank-{rank}.log", data)
         if stream != "s" and self.shows(rank):
             self._show(f"[{node}:{rank}] ", (node, rank, stream), data)
 
@@ -107,9 +106,6 @@ class Output:
         if path.exists():
             return f"its full output is in {path}"
         return f"{'' if rank is None else 'it printed nothing; '}all output is in {self._folder}"
-
-    def _path_of(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank}.log"
 
     def close(self) -> None:
         """Print the held-back output; nothing else comes."""

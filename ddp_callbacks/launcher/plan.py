@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node.ending import GRACE
+from ddp_callbacks.launcher.remote import command_to
 
 _STORE = ("-P", "-m", "ddp_callbacks.launcher.store")  # the command for the first node's interpreter
 
@@ -28,13 +29,6 @@ class Job(Namespace):
     min_nodes: int
     environ: dict[str, str]
     forwarded: dict[str, str]
-    training_script: str | None
-    training_script_args: list[str]
-    show_ranks: frozenset[int] | None
-    grace: float | None
-    heartbeat_timeout: float
-    shutdown_timeout: float
-    master_port: int
 
     @property
     def command(self) -> list[str]:
@@ -61,18 +55,18 @@ class Job(Namespace):
         return node.words(*([] if self.no_python else [node.python, "-u"]), *self.command)
 
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
+_SECRET = re.compile(r"^[^=]*(KEY|TOKEN|SECRET|PASS|CREDENTIAL)|://[^/@]*:[^/@]*@", re.IGNORECASE)
 
 
-def describe(job: Job, command_to: Callable[[NodePlan], list[str]]) -> str:
-    """The job as text; ``command_to`` returns the command line that reaches a node."""
-    return "\n".join(_describe_node(job, node, command_to) for node in job.nodes)
+def describe(job: Job) -> str:
+    """The job as text."""
+    return "\n".join(_describe_node(job, node) for node in job.nodes)
 
 
-def _describe_node(job: Job, node: NodePlan, command_to: Callable[[NodePlan], list[str]]) -> str:
+def _describe_node(job: Job, node: NodePlan) -> str:
     usual = "127.0.0.1" if len(job.nodes) == 1 else f"the address of {job.nodes[0].name}"
     lines = {
-        "reached by": "a local process" if node.is_here else shlex.join(command_to(node)),
+        "reached by": "a local process" if node.is_here else shlex.join(command_to(node, job.heartbeat_timeout)),
         "directory": node.cwd,
         "processes": node.processes or "one per GPU, or one per CPU socket if there is no GPU",
         "command": shlex.join(job.words(node)),
@@ -87,7 +81,7 @@ def _describe_node(job: Job, node: NodePlan, command_to: Callable[[NodePlan], li
 
 def _variables(job: Job, node: NodePlan) -> Iterator[str]:
     for name, value in job.environ.items():
-        yield shlex.quote(f"{name}={'...' if _SECRET.search(name) else value}")
+        yield shlex.quote(f"{name}={'...' if _SECRET.search(f'{name}={value}') else value}")
     if "OMP_NUM_THREADS" not in {*job.environ, *job.forwarded}:
         processes = node.processes if node.processes.isdigit() else "processes"
         yield f"OMP_NUM_THREADS=cores // {processes} (if not set there)"

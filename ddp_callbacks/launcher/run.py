@@ -68,20 +68,11 @@ async def _run(job: Job, seconds: float, limit: str) -> tuple[Launch, int]:
             _say(f"stopped by {launch.stopped_by}")
             return launch, 128 + (launch.signal or signal.SIGTERM)
         launch.start(launch.nodes)
-        return launch, await _watch(launch, output)
-
-
-async def _watch(launch: Launch, output: Output) -> int:
-    reader = asyncio.create_task(launch.pass_on_input())
-    try:
+        reader = asyncio.create_task(launch.pass_on_input())
         with closing(output):
-            return await Watch(launch, output).run()
-    except BrokenPipeError:
-        # The reader is gone, as in ddprun ... | head. Discard what Python would still write.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    finally:
+            code = await Watch(launch, output).run()
         reader.cancel()
+        return launch, code
 
 
 def _output(launch: Launch) -> Output:

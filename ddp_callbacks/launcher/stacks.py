@@ -57,7 +57,8 @@ def ask_job(argv: list[str]) -> str:
     parser = ArgumentParser(prog="ddprun stacks", description="Show where each rank of a running job is.")
     parser.add_argument("job", nargs="?", help="folder of its logs (default: the newest one in ddprun-logs)")
     folder = _folder(parser.parse_args(argv).job)
-    pid = int((*folder.name.split("-"), "", "")[2] or 0)
+    number = folder.name.rpartition("-")[2]
+    pid = int(number) if number.isdecimal() else 0
     if signal.SIGQUIT not in (handled_by(pid) or ()):
         raise ConfigurationError(f"the job of {folder} does not run on this machine.")
     answer, end = folder / SUMMARY, time.monotonic() + _TIMEOUT

@@ -100,7 +100,7 @@ class Server(threading.Thread):
     def _try(self, connection: Connection, action: Callable[[Connection], None]) -> None:
         try:
             action(connection)
-        except (OSError, ValueError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # it has ended, or this is no message
             self._drop(connection)
 
     def _receive(self, connection: Connection) -> None:

@@ -11,7 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,24 @@ VARIABLES: dict[str, Callable[[], dict[str, str]]] = {
 }
 
 Done = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_shared_memory() -> Iterator[None]:
+    """MPICH leaves its files behind where a rank ends without ``MPI_Finalize``."""
+    found = set(Path("/dev/shm").glob("mpich_shm_*"))
+    yield
+    for path in set(Path("/dev/shm").glob("mpich_shm_*")) - found:
+        if not is_mapped(path):  # by a test that runs beside this one
+            path.unlink(missing_ok=True)
+
+
+def is_mapped(path: Path) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # the process has ended
+            if str(path) in maps.read_text():
+                return True
+    return False
 
 
 def launcher(library: str) -> list[str]:

@@ -64,6 +64,12 @@ def test_rank_0_gets_much_input_as_fast_as_it_reads_and_the_end_of_it(tmp_path: 
     assert (done.returncode, done.stdout) == (0, f"{sum(range(200_000))}\n"), done.stderr
 
 
+def test_rank_0_finds_the_end_of_its_input_again_after_a_restart(tmp_path: Path) -> None:
+    script = "import os, sys\nprint(repr(sys.stdin.read()))\nsys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
+    done = ddprun("--max-restarts", "1", "--no-prefix", write(tmp_path, script), cwd=tmp_path, stdin="once")
+    assert (done.returncode, done.stdout) == (0, "'once'\n''\n"), done.stderr
+
+
 CAUGHT = "try: open('/no')\n    except OSError: traceback.print_exc()\n    os.kill(os.getpid(), signal.SIGSEGV)"
 CAUGHT_AND_EXIT = CAUGHT.replace("os.kill(os.getpid(), signal.SIGSEGV)", "os._exit(3)")
 
@@ -76,6 +82,7 @@ CAUGHT_AND_EXIT = CAUGHT.replace("os.kill(os.getpid(), signal.SIGSEGV)", "os._ex
         (CAUGHT_AND_EXIT, 3, "last output: .* No such file or directory: '/no'"),
         ("raise KeyError('x')", 1, "KeyError: 'x'"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
+        ("os.kill(os.getpid(), 40)", 168, "killed by signal 40"),
         (CAUGHT, 139, "killed by SIGSEGV"),
     ],
 )
@@ -151,6 +158,35 @@ def test_it_ends_when_nobody_reads_any_more(tmp_path: Path) -> None:
     assert "Traceback" not in run.text
 
 
+@pytest.mark.parametrize("words", [["doctor"], ["--dry-run", __file__]])
+def test_what_it_prints_may_go_to_a_program_that_reads_less(tmp_path: Path, words: list[str]) -> None:
+    command = ["bash", "-c", 'set -o pipefail; "$@" | true', "bash", *DDPRUN]
+    done = ddprun(*words, cwd=tmp_path, command=command)
+    assert (done.returncode, done.stderr) in [(128 + signal.SIGPIPE, ""), (0, "")]  # printed before that ended
+
+
+def test_a_full_disk_under_what_it_prints_does_not_end_the_training(tmp_path: Path) -> None:
+    script = write(tmp_path, "for i in range(100): print(i, flush=True)\nopen('ran', 'w').close()")
+    done = ddprun(script, cwd=tmp_path, command=["sh", "-c", 'exec "$@" >/dev/full', "sh", *DDPRUN])
+    assert (done.returncode, (tmp_path / "ran").exists()) == (0, True), done.stderr
+
+
+def test_closed_standard_streams_are_no_error(tmp_path: Path) -> None:
+    # As cron and daemons may start it.
+    script = write(tmp_path, "import os; open('ran', 'w').write(os.environ['RANK'])")
+    done = ddprun(script, cwd=tmp_path, command=["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *DDPRUN])
+    assert (done.returncode, (tmp_path / "ran").read_text()) == (0, "0")
+
+
+@pytest.mark.parametrize("name", ["in_no_path", "./without_its_first_line"])
+def test_a_program_that_cannot_be_started_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
+    write(tmp_path, "echo started", name)
+    (tmp_path / name).chmod(0o755)
+    done = ddprun("--no-python", name, cwd=tmp_path)
+    says = f"ddprun: localhost: cannot start {name}: .*Name a program in PATH, or by its path .* must begin with #!"
+    assert done.returncode == 1 and re.search(says, done.stderr), done.stderr
+
+
 def test_a_terminal_that_takes_nothing_does_not_keep_anything_running(tmp_path: Path) -> None:
     script = write(tmp_path, "import sys\nwhile True: print('x' * 1000, flush=True)")
     with Run(tmp_path, script, pipe=True) as run:
@@ -199,6 +235,10 @@ def test_a_running_job_is_asked_where_its_ranks_are_and_goes_on(tmp_path: Path) 
     for rank, function in enumerate(("step", "load")):
         (log,) = tmp_path.glob(f"ddprun-logs/*/rank-{rank}.log")
         assert f" in {function}\n" in log.read_text()
+    (tmp_path / "a-folder-beside").mkdir()
+    for folder in ("a-folder-beside", "nowhere"):
+        wrong = ddprun("stacks", folder, cwd=tmp_path)
+        assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1), wrong.stderr
     over = ddprun("stacks", cwd=tmp_path)
     assert (over.returncode, over.stdout) == (2, "") and "does not run on this machine." in over.stderr
 
@@ -244,6 +284,8 @@ def test_a_command_sets_up_the_node_before_the_ranks_start(tmp_path: Path) -> No
         "ddprun: localhost: --setup 'source no-such-file' or Python failed: bash: line 1: no-such-file: No such file "
     )
     assert (done.returncode, done.stderr) == (2, f"{says}or directory.\n")
+    done = ddprun("--setup", "false", script, cwd=tmp_path)
+    assert done.stderr == "ddprun: localhost: --setup 'false' or Python failed: exit code 1.\n"
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

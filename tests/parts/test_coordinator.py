@@ -297,6 +297,28 @@ def test_a_stranger_is_dropped_and_the_ranks_are_served(listening: Server) -> No
     second.close()
 
 
+MALFORMED: list[Any] = [
+    {"event": "wait"},
+    {"event": "wait", "place": {"no": "place"}, "broke": False},
+    {"event": "put", "about": "another", "run": 0, "members": [0, 1]},
+    {"event": "leave", "place": None},
+    {"event": "end", "run": 0},
+]
+
+
+@pytest.mark.parametrize("message", MALFORMED, ids=lambda message: json.dumps(message))
+def test_a_rank_whose_message_is_malformed_is_lost_and_the_others_are_served(listening: Server, message: Any) -> None:
+    first, other = join(listening, 0), join(listening, 1)
+    assert first.receive() == [{"event": "names", "names": NAMES[:2]}]
+    other.send(message)
+    assert first.receive() == [{"event": "end", "run": FOREVER, "kind": "gone", "ranks": [1]}]
+    first.send(put("s", 3, [0]))
+    (heard,) = first.receive()
+    assert heard["event"] == "gathered"
+    first.close()
+    other.close()
+
+
 def test_a_secret_of_the_launcher_s_is_not_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, "of the launcher")
     made = Server(2, dist.HashStore())

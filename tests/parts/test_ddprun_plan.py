@@ -17,7 +17,9 @@ from torch.distributed.run import get_args_parser
 from ddp_callbacks.errors import ConfigurationError
 from ddp_callbacks.launcher import cli
 from ddp_callbacks.launcher.flags import REFUSED
+from ddp_callbacks.launcher.hosts import NodePlan
 from ddp_callbacks.launcher.node import binding
+from ddp_callbacks.launcher.node.answers import Refusal, output
 from ddp_callbacks.launcher.options import is_this_machine, parse_options, working_directory
 from ddp_callbacks.launcher.plan import Job, describe, starts
 from ddp_callbacks.launcher.remote import SHELL, command_to, ssh_command
@@ -155,7 +157,7 @@ def test_what_sets_up_the_libraries_here_is_given_to_all_nodes() -> None:
     assert (made.environ, made.forwarded) == ({}, settings)
     assert plan("-x", "CUDA_VISIBLE_DEVICES", "t.py", environ=environ).environ == devices
     names = "DDP_CALLBACKS_SHARED_MEMORY GLOO_SOCKET_IFNAME OMP_NUM_THREADS PYTHONPATH"
-    assert describe(made, command_to).count(f"  forwarded   {names}\n") == 2
+    assert describe(made).count(f"  forwarded   {names}\n") == 2
 
 
 @pytest.mark.parametrize(("threads", "left"), [("4", None), ("2", "2")])
@@ -200,18 +202,23 @@ def test_cores_are_dealt_out_to_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         assert binding.cores_of_ranks(kind, ranks, str(tmp_path)) == cores, (kind, ranks)
     assert binding.cores_of_ranks("core", 2, "/no/numa") == [{8, 4, 1, 5}, {2, 6, 3, 7}]
-    assert "  binding     core\n" in describe(plan("--bind", "core", "t.py"), command_to)
+    assert "  binding     core\n" in describe(plan("--bind", "core", "t.py"))
+
+
+def test_a_set_up_that_does_not_end_is_named() -> None:
+    with pytest.raises(Refusal, match=r"bash -lc read x < /dev/zero && .* took longer than 0\.1 s"):
+        output(NodePlan("h", setup="read x < /dev/zero").words("true"), 0.1)
 
 
 def test_a_secret_is_not_shown() -> None:
     """`--dry-run` hides the values of secrets."""
-    text = describe(plan("-x", "WANDB_API_KEY=abc", "-x", "LR=1", "t.py"), command_to)
-    assert "WANDB_API_KEY=... LR=1 " in text and "abc" not in text
+    text = describe(plan("-x", "WANDB_API_KEY=abc", "-x", "DB=sql://me:abc@h/d", "-x", "AT=http://h:1/a@b", "t.py"))
+    assert "WANDB_API_KEY=... DB=... AT=http://h:1/a@b " in text and "abc" not in text
 
 
 def test_the_description_says_what_would_run_where() -> None:
     made = plan("-H", "here:1,b:2", "-x", "A=b c", "-m", "pack.train", "--name", "it's")
-    text = describe(made, command_to)
+    text = describe(made)
     first, second = text.split("\n\n")
     assert first.splitlines() == [
         "node 0: here",
@@ -254,6 +261,9 @@ def test_the_working_directory_keeps_the_name_that_the_user_knows(
     assert working_directory({"PWD": str(tmp_path / "link")}) == str(tmp_path / "link")
     for wrong in ("", "relative", str(tmp_path), "/no/such"):
         assert working_directory({"PWD": wrong}) == str(tmp_path / "real")
+    (tmp_path / "real").rmdir()
+    with pytest.raises(ConfigurationError, match="the current directory was removed"):
+        working_directory({"PWD": str(tmp_path / "link")})
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_slurms_own_program_expands_its_lists(tmp_path: Path, monkeypatch: pytes
     """Slurm's own program expands its lists."""
     bracketed = {**JOB, "SLURM_JOB_NODELIST": "gpu[07-09]"}
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigurationError, match=r"SLURM_JOB_NODELIST='gpu\[07-09\]' needs the program scontrol"):
+    with pytest.raises(ConfigurationError, match=r"SLURM_JOB_NODELIST='gpu\[07-09\]': scontrol is not in PATH"):
         hosts_of_job(bracketed)
     program = tmp_path / "scontrol"
     program.write_text('#!/bin/sh\n[ "$*" = "show hostnames gpu[07-09]" ] && printf "gpu07\\ngpu08\\ngpu09\\n"\n')

@@ -147,7 +147,7 @@ DDPRUN: list[Row] = [
         "after the script. See ddprun --help.",
     ),
     ("--logs train.py", "unknown flag --logs:"),
-    ("--nproc-per-nodes=2 t.py", "nor torchrun has it. Did you mean --nproc-per-node?"),
+    ("--nproc-per-nodes=2 t.py", "nor torchrun has it. Did you mean --nproc-per-node? See ddprun --help."),
     ("-H a,a t.py", "-H a,a: a is named twice. Name it once, with all its slots."),
     ("-H a --hostfile f t.py", "-H and --hostfile both name the nodes. Use one of them."),
     ("--hostfile /no/file t.py", "cannot read the host file /no/file: "),

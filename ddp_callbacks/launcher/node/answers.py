@@ -39,7 +39,7 @@ def output(argv: list[str], seconds: float) -> dict[str, Any]:
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        raise Refusal(f"{argv[0]} took longer than {seconds:g} s") from None
+        raise Refusal(f"{' '.join(argv[:3])} took longer than {seconds:g} s") from None
     return {"code": done.returncode, "out": os.fsdecode(done.stdout), "err": os.fsdecode(done.stderr)}
 
 

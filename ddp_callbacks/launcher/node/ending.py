@@ -111,10 +111,8 @@ class Ending:
         return bool(able)
 
     def _after_stacks(self, do: Callable[[], None]) -> None:
-        if self.write_stacks():
-            self._steps.append((time.monotonic() + _WRITING, do))
-        else:
-            do()
+        delay = _WRITING if self.write_stacks() else 0.0
+        self._steps.append((time.monotonic() + delay, do))
 
     def _ask_ranks(self) -> None:
         """Signal the ranks that handle it by now. A program that starts would only be ended by it."""

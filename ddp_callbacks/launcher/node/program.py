@@ -23,6 +23,7 @@ from ddp_callbacks.launcher.node.processes import adopt_orphans, start
 _GRACE_UNHEARD = 1.0  # seconds between SIGTERM and SIGKILL after a silence, which has already taken time
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # which ask the job to stop if a scheduler sends them here
 _LOOK = 0.25  # seconds between two checks whether the launcher is silent
+_NAMES = {number.value: number.name for number in signal.Signals}  # not those of real time
 _TICK = 0.02  # the same while the job ends, for running processes, or is asked to
 
 
@@ -64,7 +65,7 @@ class Node:
         self._listener: socket.socket | None = None
         self._store: Popen[bytes] | None = None
         self._input: int | None = None  # rank 0's standard input
-        self._unread = b""  # what is to go there
+        self._unread: bytes | None = b""  # what is to go there; None: nothing more
         self._leaves = False  # whether this program ends with the ranks
         self._halts = False  # whether others are started next
 
@@ -116,11 +117,12 @@ class Node:
         try:
             self._start_store(store)
             for local_rank, (rank, cores) in enumerate(zip(ranks, cores_of_ranks(bind, len(ranks)), strict=True)):
-                of_rank = {"RANK": rank, "LOCAL_RANK": local_rank, "ROLE_RANK": rank}
-                own = found | {name: str(value) for name, value in of_rank.items()}
+                own = found | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
                 self._start_rank(rank, argv, own, cores)
         except OSError as error:
-            self._link.tell("problem", text=f"cannot start {argv[0]}: {error.strerror}")
+            remedy = ". Name a program in PATH, or by its path (./run.sh); a script must begin with #!"
+            text = f"cannot start {argv[0]}: {error.strerror}{remedy if error.filename else ''}"
+            self._link.tell("problem", text=text)
             return
         threads, interface = found["OMP_NUM_THREADS"], found.get("GLOO_SOCKET_IFNAME", "")
         self._link.tell("started", ranks=ranks, threads=threads, interface=interface)
@@ -128,8 +130,8 @@ class Node:
 
     def do_input(self, data: str) -> None:
         """Pass on what goes to rank 0's standard input; nothing at its end. It is taken when the rank has room."""
-        self._unread = os.fsencode(data)
-        if not self._unread:
+        self._unread = os.fsencode(data) or None
+        if self._unread is None:
             self._close_input()
 
     def do_ended(self, rank: int) -> None:
@@ -178,10 +180,10 @@ class Node:
         record, stacks, output, errors = (os.pipe() for _ in range(4))
         environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{os.getpid()}/fd/{record[1]}"
         environ["DDP_CALLBACKS_STACKS"] = f"/proc/{os.getpid()}/fd/{stacks[1]}"
-        taken, self._input = (DEVNULL, self._input) if rank else os.pipe()
+        taken, self._input = (DEVNULL, self._input) if rank or self._unread is None else os.pipe()
         process = start(words, cores, env=environ, stdin=taken, stdout=output[1], stderr=errors[1])
         self._ranks[process.pid] = Rank(rank, process, (record[1], stacks[1]))
-        for descriptor in (*([taken] if not rank else []), output[1], errors[1]):
+        for descriptor in (*([] if taken == DEVNULL else [taken]), output[1], errors[1]):
             os.close(descriptor)
         for descriptor, stream in ((output[0], "o"), (errors[0], "e"), (stacks[0], "s"), (record[0], "f")):
             os.set_blocking(descriptor, False)
@@ -208,7 +210,7 @@ class Node:
             os.close(descriptor)
         for descriptor in [each for each, (_, number) in self._streams.items() if number == rank.number]:
             self._pass_on(descriptor)  # as much as a pipe holds; its orphans may still write
-        name = signal.Signals(-code).name if code < 0 else None
+        name = _NAMES.get(-code, f"signal {-code}") if code < 0 else None
         code = code if code >= 0 else 128 - code
         self._link.tell("ended", rank=rank.number, code=code, signal=name, now=time.monotonic())
 
@@ -293,7 +295,7 @@ class Node:
 
     def _feed(self) -> None:
         """Write to rank 0's standard input."""
-        assert self._input is not None
+        assert self._input is not None and self._unread is not None
         try:
             self._unread = self._unread[os.write(self._input, self._unread) :]
         except OSError:  # it has closed it
