@@ -97,7 +97,6 @@ class Bucket:
 
     def start(self) -> None:
         """Reset for a new backward."""
-        # A parameter that was frozen after the forward pass may fire its hook without a gradient.
         self.frozen = [not parameter.requires_grad for parameter in self.pool.parameters]
         self.ready = self.frozen.copy()
         self.missing = self.ready.count(False)
@@ -111,7 +110,7 @@ class Bucket:
         if not self.ready[position]:
             self.ready[position] = True
             self.missing -= 1
-        elif self.memory is not None and self.pool.parameters[position].requires_grad:
+        elif self.memory is not None:
             self.is_dirty = self.deferred = True
 
     def fill(self, scale: float, used: list[bool]) -> None:
@@ -146,7 +145,7 @@ class Bucket:
         return self.memory.flat[: self.memory.numel]
 
     def forget_lost(self, used: list[bool]) -> None:
-        """Gradients of no_sync, of a failed backward or of a frozen parameter may be gone: they are not used."""
+        """Gradients of no_sync or of a failed backward may be gone: they are not used."""
         for slot, parameter in zip(self.slots, self.pool.parameters, strict=True):
             used[slot] = used[slot] and parameter.grad is not None
 

@@ -57,14 +57,14 @@ class BackwardHooks:
         self._handles = []
 
     def _hook(self, slot: int, bucket: Bucket | None, position: int) -> Hook:
-        def hook(_: torch.Tensor) -> None:
+        def hook(parameter: torch.Tensor) -> None:
             with self._lock:
-                self._reducer.used[slot] = True
-                if not self._switch.enabled:
-                    return
-                if self._graph_task() is None:
+                if self._switch.enabled and self._graph_task() is None:
                     self._begin_in_backward()
-                if bucket is not None:  # sparse gradients are in none
+                if not parameter.requires_grad:
+                    return  # frozen after the forward pass: autograd calls its hook, but adds nothing to its gradient
+                self._reducer.used[slot] = True
+                if self._switch.enabled and bucket is not None:  # sparse gradients are in none
                     self._reducer.mark(bucket, position)
 
         return hook

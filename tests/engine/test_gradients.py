@@ -134,6 +134,18 @@ def test_the_gradients_of_an_earlier_run_are_let_go() -> None:
 
 
 @WORLD
+def test_a_parameter_frozen_after_the_forward_pass_has_no_gradient_instead_of_zeros() -> None:
+    """Parameters frozen after the forward pass keep `None`."""
+    # Autograd calls its hook all the same, which said "used" after its bucket had been sent without it.
+    sync = synchronizer_of(model := mlp(), "a few buckets")
+    loss = mean_loss(model(batch(dist.get_rank(), 0)))
+    model[2].requires_grad_(False)  # in one bucket with model[4], whose gradients come first
+    loss.backward()
+    assert [parameter.grad is None for parameter in model.parameters()] == [False, False, True, True, False, False]
+    sync.close()
+
+
+@WORLD
 def test_a_sum_that_is_added_to_a_mean_counts_as_a_sum() -> None:
     sync = GradientSynchronizer(model := mlp())
     backward(model, 0)
