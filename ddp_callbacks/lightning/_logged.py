@@ -72,7 +72,13 @@ def replace_results(loop: Any, make: Callable[[bool], Any]) -> None:
 
 
 def refresh_metrics(trainer: Any, results: Any) -> None:
-    """Update the Trainer's ``callback_metrics``, and its other metrics, with a collection's values of the last step."""
+    """Update the Trainer's ``callback_metrics``, and its other metrics, with a collection's values of the last step.
+
+    Once per step: a validation after it may have logged the same keys.
+    """
+    if results.is_shown:
+        return
+    results.is_shown = True
     connector, metrics = trainer._logger_connector, results.metrics(True)
     connector._progress_bar_metrics.update(metrics["pbar"])
     connector._callback_metrics.update(metrics["callback"])

@@ -48,6 +48,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         joins_steps: Whether the ranks meet in this batch.
         is_in_batch: Whether a batch is being computed.
         logs_step: Whether a value of this step was logged for a logger.
+        is_shown: Whether the Trainer's metrics have the values of the last step.
     """
 
     def __init__(self, training: bool, batches: Batches, metrics: SyncedMetrics) -> None:
@@ -55,7 +56,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         self._lightnings = tuple(vars(self))  # names of Lightning's attributes
         self._batches, self._metrics = batches, metrics
         self.synced: set[str] = set()
-        self.joins_steps, self.is_in_batch, self.logs_step = True, False, False
+        self.joins_steps, self.is_in_batch, self.logs_step, self.is_shown = True, False, False, False
         self._is_given, self._is_synced = False, False  # arguments of the last self.log
         self._rows: list[Row] = []
         self._states: dict[str, tuple[Metric, list[torch.Tensor]]] = {}  # of the last step that logged it
@@ -132,7 +133,7 @@ class JointResults(_Lightnings):  # type: ignore[misc]
         """
         self._position += 1
         self._samples += self._batches.share.local
-        self.is_in_batch, self.joins_steps, self.logs_step = True, joins_steps, False
+        self.is_in_batch, self.joins_steps, self.logs_step, self.is_shown = True, joins_steps, False, False
         # In the first batch nobody knows yet what will be logged.
         is_first = self._position == self._first
         self._metrics.watch_steps(lambda metric: joins_steps and (is_first or id(metric) in self._on_step))

@@ -470,6 +470,7 @@ NOT_RESUMED = {
     "model_pruning": "Lightning's checkpoints have pruned weights, but not which they are",
     "profilers_with_files": ITS_OWN,
     "simple_profiler": ITS_OWN,
+    "spike_detection": "Lightning's callback cannot load what it has saved: it has no attribute running",
     "throughput_monitor": ITS_OWN,
     "tqdm_progress_bar": ITS_OWN,
 }

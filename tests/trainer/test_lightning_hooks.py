@@ -52,6 +52,7 @@ class Results:
         """What the checkpoint that a hook has saved says of the training."""
         path = self.root / which / str(index) / BY_HAND
         found = torch.load(path, weights_only=False) if path.exists() else {}
+        found.get("loops", {}).pop("predict_loop", None)  # each process counts the batches that it predicts
         return {name: found.get(name) for name in ("epoch", "global_step", "state_dict", "optimizer_states", "loops")}
 
 

@@ -145,6 +145,34 @@ def test_early_stopping_and_checkpoints_see_what_on_train_epoch_end_has_logged(s
     return sorted(Path(path).name for path in saved.best_k_models), stop.best_score
 
 
+class SharesItsStep(Net):
+    """Logs the same key in training and validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("shared", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("shared", super().training_step(batch, batch_idx))
+
+
+class ReadsAtTheEnd(pl.Callback):
+    def __init__(self) -> None:
+        self.read: list[float] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.read.append(float(trainer.callback_metrics["shared"]))
+
+
+@WORLD.as_on_one()
+def test_a_key_of_training_and_validation_has_the_value_of_the_validation_at_the_end_of_the_epoch(strategy: str) -> Any:
+    """The same key may be logged in training and validation."""
+    callback = ReadsAtTheEnd()
+    fit(strategy, SharesItsStep(), loader(29, 8), loader(13, 5, 9), callbacks=[callback], check_val_every_n_epoch=2)
+    return callback.read
+
+
 class LogsItsMean(pl.Callback):
     """Of the losses of this process's parts."""
 
