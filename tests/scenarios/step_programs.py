@@ -192,7 +192,7 @@ class _Drawing:
             if self.weighing != "no total" or not any(are_local):  # without a total, a weight must not change there
                 samples = self.samples()
             special = self.random.choice(SPECIALS) if self.is_special else ""
-            if special == "frozen late" and (are_local or zero != "none"):  # a gradient of before would be gone
+            if special == "frozen late" and are_local:  # gradients that wait would be gone
                 special = ""
             yield self.backward(samples, special, is_local, frozen)
 
