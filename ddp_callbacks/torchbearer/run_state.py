@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -176,7 +177,8 @@ class RunState:
     def _load_trial(self, saved: Saved, own: dict[str, Any]) -> None:
         for parameter, is_trainable in zip(self._parameters(), own["trainable"], strict=True):
             parameter.requires_grad_(is_trainable)
-        self._trial.load_state_dict(saved.shared)
+        history = copy.deepcopy(saved.shared["history"])  # an evaluation in front of the run adds to its last entry
+        self._trial.load_state_dict({**saved.shared, "history": history})
 
     def _states(self, saved: Saved) -> LocalStates:
         return saved.local_states(self._data.rank, self._data.world_size)

@@ -97,6 +97,30 @@ def test_torchbearer_alone_goes_on_from_the_file(tmp_path: Path) -> None:
     assert len(alone.run(3)) == 3
 
 
+def test_an_evaluation_between_two_runs_does_not_change_the_epochs_of_the_one_that_goes_on(tmp_path: Path) -> None:
+    """A resumed script may evaluate between two runs."""
+
+    def script(*callbacks: Any) -> Any:
+        made = plain(*callbacks)
+        made.run(1)
+        made.evaluate()  # Torchbearer adds its values to the last epoch of the history
+        return [dict(epoch) for epoch in made.run(3)]
+
+    resume = Resume(tmp_path / "run.pt")
+
+    @torchbearer.callbacks.on_step_validation
+    def ask(state: Any) -> None:
+        if len(state[torchbearer.HISTORY]) == state[torchbearer.EPOCH] == 2:
+            resume.preemption.request("the test")
+
+    expected = script()
+    with pytest.raises(Preempted):
+        script(resume, ask)
+    again = torchbearer.callbacks.on_step_validation(lambda state: None)
+    found = script(Resume(tmp_path / "run.pt"), again)
+    assert_equal(found[1:], expected[1:], relative=0.0)  # what it evaluates in front is the model of the cut
+
+
 class Unreadable(TensorDataset):
     def __getitem__(self, index: int) -> Any:
         raise AssertionError("nothing is to be loaded")
