@@ -25,7 +25,7 @@ _PAUSES = (0.5, 1.0)  # minimum seconds before a login is repeated; up to twice 
 _DEAF = ("/bin/sh", "-c", "trap '' TERM USR1 USR2; exec \"$@\"", "sh")
 _LAST_WORDS = 0.1  # seconds to read the last messages of that command
 _MANY = 100  # waiting events of a node; beyond that, its writes wait
-_TAIL = 1 << 16  # bytes to keep of what ssh or the shell says
+_TAIL = 1 << 16  # bytes to keep of the error output of ssh or the shell
 
 
 class NodeProblem(Exception):
@@ -151,11 +151,11 @@ class Connection(asyncio.SubprocessProtocol):
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses for the other nodes, the most likely first: the one that ssh reached, or on the outside route."""
+        """Addresses for the other nodes, likeliest first: the one that ssh reached, or that on the route outside."""
         by_ssh = self.hello["address"] if not self.plan.is_here and self.plan.rsh is None else None
         return [*dict.fromkeys(filter(None, (by_ssh, *self.place["addresses"])))]
 
-    # --- what is asked, each of which raises NodeProblem if the node cannot do it -------------------------------------
+    # --- requests to the node, which raise NodeProblem if it cannot do them -------------------------------------------
 
     async def enter(self, environ: dict[str, str], script: str | None) -> None:
         """Change to the working directory, set variables for all later processes, check that the script exists."""
@@ -170,7 +170,7 @@ class Connection(asyncio.SubprocessProtocol):
             needs = f"--setup {plan.setup!r} or Python failed" if plan.setup else "needs Python 3.11 or newer"
             error = os.fsencode(said["err"]).decode(errors="replace").strip().rpartition("\n")[2]
             raise NodeProblem(f"{needs}: {error or 'exit code ' + str(said['code'])}")
-        self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # below what --setup may print
+        self.place = dict(json.loads(said["out"].strip().rpartition("\n")[2]))  # --setup may print lines above it
 
     async def listen(self, address: str, port: int) -> int:
         """Hold a port for the ranks' store; 0 finds a free one."""
@@ -254,7 +254,7 @@ class Connection(asyncio.SubprocessProtocol):
                 self._silent = True
                 self._kill()
 
-    # --- what comes ---------------------------------------------------------------------------------------------------
+    # --- data from the node -------------------------------------------------------------------------------------------
 
     def process_exited(self) -> None:
         self._ended.set()

@@ -186,7 +186,7 @@ def _copy(plan: NodePlan) -> str:
     )
 
 
-# --- what the facts mean ----------------------------------------------------------------------------------------------
+# --- findings from the facts ------------------------------------------------------------------------------------------
 
 
 def judge(nodes: Mapping[NodePlan, Mapping[str, Any]]) -> list[Finding]:

@@ -26,7 +26,7 @@ class NodePlan:
         cwd: The working directory.
         cores: The number of cores that the job has there; ``None`` for all that the node lets it use.
         rank: The node rank.
-        is_here: Whether it is this machine, which needs no ssh.
+        is_here: Whether the node is this machine, which needs no ssh.
         rsh: The command that reaches the node instead of ssh; ``None`` for ssh.
         setup: A bash command that runs before each process there.
     """

@@ -61,7 +61,7 @@ class Output:
     """
 
     def __init__(self, folder: Path, shown: frozenset[int] | None, prefix: bool, terminal: Terminal) -> None:
-        folder.mkdir(parents=True, mode=0o700)  # nobody else is to read what the ranks print
+        folder.mkdir(parents=True, mode=0o700)  # only this user may read the ranks' output
         self._folder = folder
         self._shown = shown
         self._prefix = prefix

@@ -28,7 +28,7 @@ def innermost(text: str) -> str:
 
 
 def summary(lines: Mapping[str, str]) -> list[str]:
-    """Return a line for each place where ranks are: places where no rank waits for others first, then the rarest first.
+    """Return a line for each place where ranks are. Places where they don't wait for others come first, then rare ones.
 
     Args:
         lines: The innermost line of each rank, by the rank's name in the output.

@@ -54,7 +54,7 @@ class Watch:
         """Print a line. In a thread, as all output: heartbeats are sent even while the terminal or a disk is stuck."""
         await asyncio.to_thread(self._output.note, text)
 
-    # --- what the nodes tell, see ddp_callbacks.launcher.node ---------------------------------------------------------
+    # --- messages from the nodes, see ddp_callbacks.launcher.node -----------------------------------------------------
 
     async def _on_wrote(self, node: Connection, rank: int, stream: str, data: str) -> None:
         written = os.fsencode(data)
@@ -225,7 +225,7 @@ class Watch:
         return self._conclude_failure()
 
     def _is_preempted(self) -> bool:
-        """Whether a rank was preempted, all others were, too, or exited with code 0, and no node was lost."""
+        """Whether no node was lost, and all ranks were preempted or exited with code 0, at least one preempted."""
         codes = {rank.code for rank in self._ranks.values()}
         return not self._lost and EXIT_PREEMPTED in codes and codes <= {0, EXIT_PREEMPTED}
 

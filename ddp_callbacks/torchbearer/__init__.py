@@ -78,7 +78,7 @@ class DDPCallback(CallbackList):  # type: ignore[misc]
 
     Args:
         batch_size: See :class:`ShardData`.
-        weight, reduction: What the loss is averaged over, and how. The default is right for torch's criteria. See
+        weight, reduction: The divisor of a mean loss, and mean or sum. The default is right for torch's criteria. See
             :class:`ddp_callbacks.torchbearer.base.LossWeight`.
         sync: ``"every_step"``: sum the gradients of every backward over the processes, which is exact.
             :class:`ddp_callbacks.LocalSGD` or :class:`ddp_callbacks.DiLoCo`, for slow networks: each process takes

@@ -185,7 +185,7 @@ class HostBed:
         known = []
         for host in self.hosts:
             (host.home / ".ssh").mkdir(parents=True, mode=0o700)
-            (host.folder / "tmp").mkdir()  # what killed programs leave there goes with the host
+            (host.folder / "tmp").mkdir()  # leftovers of killed programs are removed with the host
             _check(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(host.folder / "hostkey")])
             kind, public = (host.folder / "hostkey.pub").read_text().split()[:2]
             known.append(f"{host.name},{host.address} {kind} {public}\n")

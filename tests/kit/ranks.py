@@ -1,7 +1,7 @@
 """Run functions of the tests' modules ("bodies") on N ranks, which may fail, die or be killed.
 
 :meth:`Nursery.run` returns how each rank ended, :func:`run_distributed` the result of each. Ranks are forked from
-:mod:`kit.warm`: a start costs 0.1 s. Ranks of a *kind* are fresh interpreters, as a forked one could not use CUDA:
+:mod:`kit.warm`; a start costs 0.1 s. Ranks of a *kind* are fresh interpreters, as a forked one could not use CUDA:
 
 - ``one``: one process;
 - ``gloo``: two on one GPU, whose tensors gloo sums;
